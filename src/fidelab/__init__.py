@@ -1,0 +1,27 @@
+"""fidelab: which quantized configuration may I run on my engine, and what do I lose and gain?
+
+The Python API is the command line's: ``fidelab.compare(model, engine=..., reference=..., candidates=[...])``
+returns a :class:`~fidelab.results.record.Report`.  Everything heavy is imported at first use, so that
+``import fidelab`` stays cheap.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fidelab.api import compare
+    from fidelab.results.record import Report
+
+__version__ = "0.1.0.dev0"
+__all__ = ["Report", "__version__", "compare"]
+
+_LAZY = {"compare": "fidelab.api", "Report": "fidelab.results.record"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'fidelab' has no attribute {name!r}")

@@ -1,0 +1,5 @@
+"""``python -m fidelab``."""
+
+from fidelab.cli import main
+
+main()

@@ -1,0 +1,47 @@
+"""The Python API behind the command line."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fidelab.config.load import validate
+from fidelab.results.record import Report
+
+__all__ = ["compare"]
+
+
+def compare(
+    model: str,
+    *,
+    reference: str,
+    candidates: Sequence[str],
+    engine: str = "hf",
+    control: str = "auto",
+    axes: Mapping[str, Mapping[str, Any]] | Sequence[str] = ("trajectory", "kld"),
+    **settings: Any,
+) -> Report:
+    """Run a reference and candidates and score them; the report also lies in ``output_dir``.
+
+    Args:
+        model: embedded name, hub id with optional ``@revision``, folder, or ``.gguf`` file.
+        reference, control, candidates: KV formats: a name, ``K/V``, options in brackets.
+        engine: ``hf``.
+        axes: names, or name → settings (``{"kld": {"windows": 8}}``).
+        settings: any other key of an experiment file: ``text``, ``prompts``, ``dtype``, ``seed``, ``output_dir`` …
+
+    Raises:
+        FidelabError: anything that can be mended, in one line.
+    """
+    from fidelab.run import execute
+
+    data = {
+        "model": model,
+        "engine": engine,
+        "reference": reference,
+        "control": control,
+        "candidates": list(candidates),
+        "axes": list(axes) if not isinstance(axes, Mapping) else {name: dict(values) for name, values in axes.items()},
+        **settings,
+    }
+    return execute(validate(data, "compare"), command=f"fidelab.compare({model!r}, …)")[0]

@@ -1,0 +1,120 @@
+"""Axis B: KL divergence over the full vocabulary at every scored position (METRICS §3)."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.rows import CHUNK, item_rows, logits
+from fidelab.captures.pair import Pair
+from fidelab.core import Estimator, Prefill
+from fidelab.errors import CaptureError
+from fidelab.metrics.divergence import (
+    RowComparison,
+    compare_rows,
+    kl_by_confidence,
+    kl_by_position,
+    kld_score,
+    summarise_kl,
+)
+from fidelab.metrics.intervals import standard_error
+
+__all__ = ["KLD"]
+
+
+class KLDSettings(AxisSettings):
+    """Windows and which of their rows count; part of the comparability key."""
+
+    windows: int = Field(default=32, ge=1, description="number of windows")
+    n_ctx: int = Field(default=512, ge=8, description="tokens per window")
+    protocol: Literal["half", "full", "sliding"] = Field(default="half", description="which rows are scored")
+    stride: int | None = Field(default=None, ge=1, description="sliding: tokens between windows; n_ctx / 4 by default")
+
+
+class KLD(Axis):
+    """KL(reference ‖ candidate), nats, after the same context through each arm's own cache."""
+
+    name: ClassVar[str] = "kld"
+    Settings: ClassVar[type[AxisSettings]] = KLDSettings
+    settings: KLDSettings
+
+    def probe(self, inputs: AxisInputs) -> Prefill:
+        from fidelab.inputs.corpus import make_windows
+
+        s = self.settings
+        cut = make_windows(inputs.tokenizer, inputs.text, s.n_ctx, s.windows, s.protocol, s.stride)
+        return Prefill(
+            axis=self.name,
+            windows=cut.windows,
+            first=cut.first,
+            last=cut.last,
+            units=cut.units,
+            settings=(("bos", inputs.tokenizer.bos_id), ("n_ctx", s.n_ctx), ("protocol", s.protocol), ("stride", cut.stride)),
+        )
+
+    def score(self, pair: Pair, seed: int) -> AxisScore:
+        probe = pair.ref.probe
+        if not isinstance(probe, Prefill):
+            raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
+        rows = RowComparison.concat([_compare_item(pair, probe, r, t) for r, t in pair.items])
+        order = [r for r, _ in pair.items]
+        windows = np.repeat(np.asarray(order, dtype=np.int32), probe.n_rows)
+        positions = np.tile(np.arange(probe.first, probe.last + 1, dtype=np.int32), len(order))
+        score = AxisScore(
+            figures={},
+            num=rows.kl,
+            den=np.ones(len(rows)),
+            units=np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order]),
+            usable=~rows.failed,
+            transform=kld_score,
+            bounds=(0.0, float("inf")),
+            identical=not rows.failed.any() and bool((rows.kl == 0.0).all()),
+            positions={
+                "window": windows,
+                "position": positions,
+                "kl": rows.kl,
+                "top1_agrees": rows.top1,
+                "reference_confidence": rows.confidence,
+            },
+        )
+        return _with_figures(score, rows, positions, pair, seed)
+
+
+def _compare_item(pair: Pair, probe: Prefill, r: int, t: int) -> RowComparison:
+    """All rows of one window; rows that a side does not have are failed."""
+    n = probe.n_rows
+    after = [*probe.windows[r][probe.first + 1 : probe.last + 2]]
+    targets = np.asarray(after + [-1] * (n - len(after)), dtype=np.int64)  # the last row may have no next token
+    if item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
+        nothing = torch.full((n, 2), float("nan"))
+        return compare_rows(nothing, nothing, torch.full((n,), -1))
+    parts = []
+    for start in range(0, n, CHUNK):
+        stop = min(start + CHUNK, n)
+        parts.append(
+            compare_rows(logits(pair.ref, r, start, stop), logits(pair.test, t, start, stop), targets[start:stop])
+        )
+    return RowComparison.concat(parts)
+
+
+def _with_figures(
+    score: AxisScore, rows: RowComparison, positions: np.ndarray[Any, Any], pair: Pair, seed: int
+) -> AxisScore:
+    summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
+    estimators = {pair.ref.estimator, pair.test.estimator}
+    figures: dict[str, Any] = {
+        **{key: value for key, value in vars(summary).items()},
+        "score": score.score(),
+        "ci": score.score_interval(seed),
+        "mean_ci": score.mean_interval(seed),
+        "stderr": standard_error(score.items()),
+        "estimator": Estimator.LOGPROBS if Estimator.LOGPROBS in estimators else Estimator.HIDDEN,
+        "n_units": len(np.unique(score.units[score.usable])),
+        "by_position": vars(kl_by_position(positions, rows.kl)),
+        "by_confidence": vars(kl_by_confidence(rows.confidence, rows.kl)),
+    }
+    return AxisScore(**{**vars(score), "figures": figures})

@@ -1,0 +1,124 @@
+"""Axis A: do greedy decodes stay together? (METRICS §2)"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.rows import item_rows, logits
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.core import Generate
+from fidelab.errors import InputError
+from fidelab.metrics.agreement import (
+    PairAgreement,
+    exact_match_rate,
+    first_divergence,
+    median_first_divergence,
+    near_tie_share,
+    positional_agreement,
+    survival_curve,
+    trajectory_score,
+)
+
+__all__ = ["Trajectory"]
+
+
+class TrajectorySettings(AxisSettings):
+    """How prompts are put and how far they are continued; part of the comparability key, the batch excepted."""
+
+    n_predict: int = Field(default=64, ge=1, description="tokens generated per prompt")
+    limit: int | None = Field(default=None, ge=1, description="first prompts only")
+    template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
+    batch: int = Field(default=16, ge=1, description="prompts decoded together")
+
+
+class Trajectory(Axis):
+    """Share of greedily decoded tokens before the candidate leaves the reference's path."""
+
+    name: ClassVar[str] = "trajectory"
+    Settings: ClassVar[type[AxisSettings]] = TrajectorySettings
+    settings: TrajectorySettings
+
+    def probe(self, inputs: AxisInputs) -> Generate:
+        s, tokenizer = self.settings, inputs.tokenizer
+        prompts = inputs.prompts[: s.limit]
+        ids = tuple(tokenizer.chat(prompt.messages, s.template) for prompt in prompts)
+        for prompt, tokens in zip(prompts, ids, strict=True):
+            if not tokens:
+                raise InputError(f"prompt {prompt.id!r} has no tokens")
+            if inputs.max_positions is not None and len(tokens) + s.n_predict > inputs.max_positions:
+                raise InputError(
+                    f"prompt {prompt.id!r} has {len(tokens)} tokens; with --n-predict {s.n_predict} that is beyond the "
+                    f"model's limit of {inputs.max_positions} positions"
+                )
+        used = "raw" if s.template == "raw" else tokenizer.template
+        return Generate(
+            axis=self.name,
+            prompts=ids,
+            max_tokens=s.n_predict,
+            stop=tokenizer.stop_ids,
+            batch=s.batch,
+            settings=(("n_predict", s.n_predict), ("template", used)),
+        )
+
+    def score(self, pair: Pair, seed: int) -> AxisScore:
+        answers = [(_ids(pair.ref, r), _ids(pair.test, t)) for r, t in pair.items]
+        pairs = [first_divergence(ref, test) for ref, test in answers]
+        usable = np.array(
+            [
+                not agreement.failed and pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None
+                for (r, t), agreement in zip(pair.items, pairs, strict=True)
+            ],
+            dtype=bool,
+        )
+        score = AxisScore(
+            figures={},
+            num=np.array([p.prefix for p in pairs], dtype=np.float64),
+            den=np.array([p.longest for p in pairs], dtype=np.float64),
+            units=np.array([r for r, _ in pair.items], dtype=np.int64),
+            usable=usable,
+            transform=lambda ratio: 100.0 * ratio,
+            bounds=(0.0, 1.0),
+            identical=bool(usable.all()) and all(p.first_divergence is None for p in pairs),
+            proportion=True,
+            scale=100.0,
+        )
+        good = [p for p, ok in zip(pairs, usable, strict=True) if ok]
+        margins = [
+            _margin(pair.ref, r, agreement, test)
+            for (r, _), agreement, (_, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
+            if ok and agreement.first_divergence is not None
+        ]
+        figures: dict[str, Any] = {
+            "score": score.score(),
+            "ci": score.score_interval(seed),
+            "score_refract": trajectory_score(good, compat="refract"),
+            "exact_match_rate": exact_match_rate(good),
+            "median_first_divergence": median_first_divergence(good),
+            "positional_agreement": positional_agreement(good),
+            "near_tie_share": near_tie_share(margins),
+            "survival": survival_curve(good, pair.ref.manifest["settings"]["n_predict"]).tolist(),
+            "n_items": len(pairs),
+            "n_failed": int((~usable).sum()),
+            "n_predict": pair.ref.manifest["settings"]["n_predict"],
+            "template": pair.ref.manifest["settings"]["template"],
+        }
+        return AxisScore(**{**vars(score), "figures": figures})
+
+
+def _ids(capture: Capture, item: int) -> list[int]:
+    return capture.ints(item, "ids") if "ids" in capture.names(item) else []
+
+
+def _margin(ref: Capture, item: int, agreement: PairAgreement, test: list[int]) -> float:
+    """Reference's top-1 minus the candidate's token at the fork, nats; NaN where a side has no token there."""
+    at = agreement.first_divergence
+    if at is None or at >= len(test) or at >= item_rows(ref, item):
+        return float("nan")
+    row = torch.log_softmax(logits(ref, item, at, at + 1)[0].double(), dim=-1)
+    return float(row.max() - row[test[at]]) if test[at] < len(row) else float("nan")

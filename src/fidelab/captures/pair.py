@@ -1,0 +1,87 @@
+"""Two captures side by side; refuses what must not be compared and names the mismatch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fidelab.captures.reader import Capture
+from fidelab.core import Estimator, Prefill
+from fidelab.errors import MismatchError
+
+__all__ = ["Pair", "comparability_key"]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Reference and test capture with their items matched: ``items`` holds (reference index, test index)."""
+
+    ref: Capture
+    test: Capture
+    items: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def match(cls, ref: Capture, test: Capture, *, subset: bool = False) -> Pair:
+        """Check comparability and match items by their token ids.
+
+        ``subset``: the test side may hold only some of the items (the floor).
+
+        Raises:
+            MismatchError: names the first thing that differs.
+        """
+        where = f"{test.folder} against {ref.folder}"
+        for name in ("kind", "axis"):
+            if ref.manifest[name] != test.manifest[name]:
+                raise MismatchError(f"{where}: {name} {test.manifest[name]!r} is not {ref.manifest[name]!r}")
+        _same_settings(ref.manifest["settings"], test.manifest["settings"], where)
+        _same_vocabulary(ref, test, where)
+        if (ref.estimator is Estimator.TOPK) != (test.estimator is Estimator.TOPK):
+            raise MismatchError(
+                f"{where}: estimator {test.estimator} cannot be paired with {ref.estimator} (top-k gives only a lower bound)"
+            )
+        if isinstance(ref.probe, Prefill) and isinstance(test.probe, Prefill):
+            rows, other = (ref.probe.first, ref.probe.last), (test.probe.first, test.probe.last)
+            if rows != other:
+                raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")
+        return cls(ref, test, _match_items(ref, test, where, subset))
+
+
+def _same_settings(ref: Mapping[str, Any], test: Mapping[str, Any], where: str) -> None:
+    for name in sorted({*ref, *test}):
+        if ref.get(name) != test.get(name):
+            raise MismatchError(f"{where}: {name} {test.get(name)!r} is not {ref.get(name)!r}")
+
+
+def _same_vocabulary(ref: Capture, test: Capture, where: str) -> None:
+    if ref.vocabulary == test.vocabulary:
+        return
+    ours, theirs = ref.pieces(), test.pieces()
+    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+        if a != b:
+            raise MismatchError(f"{where}: vocabulary differs: token {index} is {b!r}, in the reference {a!r}")
+
+
+def _match_items(ref: Capture, test: Capture, where: str, subset: bool) -> tuple[tuple[int, int], ...]:
+    if not subset and len(ref.items) != len(test.items):
+        noun = "windows" if ref.manifest["kind"] == "prefill" else "items"
+        raise MismatchError(f"{where}: {len(test.items)} {noun} are not {len(ref.items)}")
+    if subset:
+        place = {item["hash"]: index for index, item in enumerate(ref.items)}
+        pairs = [(place.get(item["hash"], -1), index) for index, item in enumerate(test.items)]
+    else:
+        pairs = [(index, index) for index in range(len(ref.items))]
+    for r, t in pairs:
+        if r < 0 or ref.items[r]["hash"] != test.items[t]["hash"]:
+            raise MismatchError(f"{where}: tokens of item {t} differ (another text, tokenizer, or template)")
+    return tuple(pairs)
+
+
+def comparability_key(capture: Capture) -> dict[str, Any]:
+    """What must agree before two numbers stand in one ranking (METRICS §11), for one axis."""
+    return {
+        "items": capture.manifest["key"]["probe"],
+        "settings": capture.manifest["settings"],
+        "vocabulary": capture.vocabulary.sha256,
+        "estimator": str(capture.estimator),
+    }

@@ -1,0 +1,221 @@
+"""``fidelab compare`` and ``fidelab run``: the main job."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli.output import gate, note, parse_pairs, show_report
+
+if TYPE_CHECKING:
+    from fidelab.config.schema import Experiment
+
+__all__ = ["axis_settings", "experiment_from", "register"]
+
+# Flags that several commands share, with their help.
+Engine = Annotated[str, typer.Option(help="Engine that runs all arms.")]
+Axes = Annotated[str, typer.Option(help="Axes, separated by commas.")]
+TextFile = Annotated[str, typer.Option("--text", help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")]
+Windows = Annotated[int | None, typer.Option(help="KLD: number of windows. [default: 32]", show_default=False)]
+NCtx = Annotated[int | None, typer.Option("--n-ctx", help="KLD: tokens per window. [default: 512]", show_default=False)]
+Protocol = Annotated[
+    str | None, typer.Option(help="KLD: rows scored: half, full or sliding. [default: half]", show_default=False)
+]
+Stride = Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. [default: n-ctx / 4]", show_default=False)]
+Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
+NPredict = Annotated[
+    int | None, typer.Option("--n-predict", help="Trajectory: tokens per prompt. [default: 64]", show_default=False)
+]
+Limit = Annotated[int | None, typer.Option(help="Trajectory: first prompts only.", show_default=False)]
+Template = Annotated[
+    str | None, typer.Option(help="Trajectory: chat or raw. [default: chat]", show_default=False)
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
+Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")]
+Threads = Annotated[int | None, typer.Option(help="CPU threads of a worker. [default: all usable cores]", show_default=False)]
+EngineArg = Annotated[list[str] | None, typer.Option("--engine-arg", help="Engine option K=V; may be repeated.")]
+Deadline = Annotated[float | None, typer.Option(help="Seconds for one arm, model load included. [default: 14400]")]
+Seed = Annotated[int, typer.Option(help="Seed of the bootstrap.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+FailUnder = Annotated[
+    float | None, typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False)
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("compare")(compare)
+    app.command("run")(run)
+
+
+def compare(
+    model: Annotated[
+        str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
+    ] = None,
+    reference: Annotated[str | None, typer.Option(help="KV format of the reference. [default: bf16]", show_default=False)] = None,
+    kv: Annotated[
+        list[str] | None, typer.Option("--kv", help="Candidate KV format: NAME, K/V, or NAME[key=value,…]; may be repeated.")
+    ] = None,
+    engine: Engine = "hf",
+    control: Annotated[str, typer.Option(help="The arm that should cost nothing: auto, none, or a KV format.")] = "auto",
+    axes: Axes = "trajectory,kld",
+    text: TextFile = "default",
+    windows: Windows = None,
+    n_ctx: NCtx = None,
+    protocol: Protocol = None,
+    stride: Stride = None,
+    prompts: Prompts = "default",
+    n_predict: NPredict = None,
+    limit: Limit = None,
+    template: Template = None,
+    seed: Seed = 42,
+    bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab",
+    floor: Annotated[bool, typer.Option("--floor/--no-floor", help="Capture a quarter of the reference again.")] = True,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    threads: Threads = None,
+    engine_arg: EngineArg = None,
+    deadline: Deadline = None,
+    output_dir: Annotated[Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")] = Path("runs"),
+    fail_under: FailUnder = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+    resume_dir: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Go on with a stopped run; give nothing else.", show_default=False)
+    ] = None,
+) -> None:
+    """Run a reference and candidates on the real engine and say what each candidate loses.
+
+    [bold]Examples[/bold]
+
+      fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8 --kv fp8_e4m3 --kv int4
+
+      fidelab compare Qwen/Qwen2.5-7B-Instruct --kv 'fp8_e4m3[[scale=per-token-head]]' --kv bf16/int4 --device cuda
+
+      fidelab compare ./my-model --kv q8_0 --text notes.txt --windows 64 --fail-under 99.5 --json > report.json
+    """
+    from fidelab.errors import UsageError
+
+    if resume_dir is not None:
+        if model is not None or kv:
+            raise UsageError("--resume takes the run's own settings: give neither MODEL nor --kv with it")
+        _go_on(resume_dir, fail_under, as_json)
+        return
+    if model is None:
+        raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
+    if not kv:
+        raise UsageError("name at least one candidate: --kv FORMAT")
+    settings = axis_settings(axes, windows, n_ctx, protocol, stride, n_predict, limit, template)
+    data = {
+        "model": model,
+        "engine": engine,
+        "engine_args": parse_pairs(engine_arg or [], "--engine-arg"),
+        "reference": reference or "bf16",
+        "control": control,
+        "candidates": kv,
+        "axes": settings,
+        "text": text,
+        "prompts": prompts,
+        "seed": seed,
+        "bands": bands,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+        "output_dir": str(output_dir),
+        "fail_under": fail_under,
+        **({} if floor else {"floor": 0.0}),
+        **({} if deadline is None else {"deadline": deadline}),
+    }
+    _launch(experiment_from(data, "compare"), as_json, dry_run)
+
+
+def run(
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")] = None,
+    as_json: Json = False,
+    dry_run: DryRun = False,
+) -> None:
+    """Run an experiment file; a run's config.resolved.yaml repeats that run.
+
+    [bold]Examples[/bold]
+
+      fidelab run experiment.yaml
+
+      fidelab run runs/20260101-120000-smollm2-135m/config.resolved.yaml --set axes.kld.windows=64
+    """
+    from fidelab.config.load import load
+
+    _launch(load(experiment, overrides or []), as_json, dry_run)
+
+
+def experiment_from(data: dict[str, Any], where: str) -> Experiment:
+    """Flags → experiment, with the messages of a settings file."""
+    from fidelab.config.load import validate
+
+    return validate(data, where)
+
+
+def axis_settings(
+    axes: str,
+    windows: int | None,
+    n_ctx: int | None,
+    protocol: str | None,
+    stride: int | None,
+    n_predict: int | None,
+    limit: int | None,
+    template: str | None,
+) -> dict[str, dict[str, Any]]:
+    """Flags → settings per axis; a flag of an axis that is not measured is an error, not a wish ignored.
+
+    Raises:
+        UsageError: no axis, or a flag without its axis.
+    """
+    from fidelab.errors import UsageError
+
+    chosen: dict[str, dict[str, Any]] = {name.strip(): {} for name in axes.split(",") if name.strip()}
+    if not chosen:
+        raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
+    flags = {
+        "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
+        "trajectory": {"n_predict": n_predict, "limit": limit, "template": template},
+    }
+    for axis, values in flags.items():
+        given = {key: value for key, value in values.items() if value is not None}
+        if given and axis not in chosen:
+            flag = next(iter(given)).replace("_", "-")
+            raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
+        if axis in chosen:
+            chosen[axis] = given
+    return chosen
+
+
+def _launch(experiment: Experiment, as_json: bool, dry_run: bool) -> None:
+    from fidelab.cli.progress import watcher
+    from fidelab.run import execute
+
+    if dry_run:
+        from fidelab.cli.dry_run import show_plan
+
+        show_plan(experiment, as_json)
+        return
+    command = shlex.join(["fidelab", *sys.argv[1:]])
+    report, folder = execute(experiment, command=command, listener=watcher())
+    show_report(report, as_json=as_json, folder=folder.path)
+    gate(report, experiment.fail_under)
+
+
+def _go_on(run_dir: Path, fail_under: float | None, as_json: bool) -> None:
+    from fidelab.cli.progress import watcher
+    from fidelab.config.load import load
+    from fidelab.run import resume
+
+    report, folder = resume(run_dir, listener=watcher())
+    show_report(report, as_json=as_json, folder=folder.path)
+    threshold = fail_under if fail_under is not None else load(folder.config).fail_under
+    gate(report, threshold)
+    note(f"resumed {folder.path}")

@@ -1,0 +1,78 @@
+"""``--dry-run``: jobs, tokens, expected disk and, after a two-second probe, time."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fidelab.config.schema import Experiment
+    from fidelab.run import Prepared
+
+__all__ = ["show_plan"]
+
+_PROBE_SECONDS = 2.0
+
+
+def show_plan(experiment: Experiment, as_json: bool) -> None:
+    """Print the plan; nothing is run and nothing is written."""
+    from fidelab.run import needed_bytes, prepare
+
+    prepared = prepare(experiment)
+    rate = _tokens_per_second(prepared)
+    jobs = []
+    for job in prepared.plan.jobs:
+        missing = job.missing()
+        tokens = sum(capture.tokens for capture in missing)
+        jobs.append({"role": job.role, "kv": job.arm.kv.label, "captures_missing": len(missing), "tokens": tokens})
+    total = sum(job["tokens"] for job in jobs)
+    plan: dict[str, Any] = {
+        "jobs": jobs,
+        "not_supported": dict(prepared.settings.unsupported),
+        "tokens": total,
+        "disk_bytes": needed_bytes(prepared.plan),
+        "probe_tokens_per_second": round(rate, 1) if rate else None,
+        "seconds": round(total / rate) if rate else None,
+    }
+    if as_json:
+        print(json.dumps(plan))
+        return
+    for job in jobs:
+        state = f"{job['tokens']:>9,} tokens" if job["captures_missing"] else "captured already"
+        print(f"{job['role']:<28} {job['kv']:<28} {state}")
+    for name, reason in plan["not_supported"].items():
+        print(f"{name:<28} not supported: {reason}")
+    print(f"\ntotal {total:,} tokens, {plan['disk_bytes'] / 2**20:.1f} MiB of captures in {prepared.settings.captures_dir}")
+    if rate:
+        print(f"about {total / rate:,.0f} s of computing at {rate:,.0f} tok/s (from a 2-second matrix-multiply probe), plus model loads")
+    else:
+        print("no estimate of time: the model has no weights to multiply", file=sys.stderr)
+
+
+def _tokens_per_second(prepared: Prepared) -> float | None:
+    """Matrix multiplications of the model's width, for two seconds: 2 · parameters operations make one token.
+
+    Attention and the format's own work are left out, so the estimate is a lower bound of the time.
+    """
+    import torch
+
+    settings = prepared.settings
+    model, experiment = settings.model, settings.experiment
+    if not model.parameters:
+        return None
+    torch.set_num_threads(experiment.threads or 1)
+    dtype = getattr(torch, experiment.dtype)
+    d, rows = model.hidden_size, 512
+    x = torch.randn(rows, d, device=experiment.device).to(dtype)
+    w = torch.randn(d, 4 * d, device=experiment.device).to(dtype)
+    x @ w  # warm-up
+    done, began = 0, time.monotonic()
+    while (elapsed := time.monotonic() - began) < _PROBE_SECONDS:
+        x @ w
+        if experiment.device.startswith("cuda"):
+            torch.cuda.synchronize()
+        done += 1
+    operations = done * 2 * rows * d * 4 * d / elapsed
+    return operations / (2 * model.parameters)

@@ -1,0 +1,104 @@
+"""``fidelab capture`` and ``fidelab score``: the two phases apart, on two machines if need be."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import gate, note, parse_pairs, show_report
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("capture")(capture)
+    app.command("score")(score)
+
+
+def capture(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")],
+    kv: Annotated[str, typer.Option("--kv", help="KV format of this arm.")] = "bf16",
+    output_dir: Annotated[Path, typer.Option(help="Folder of captures; can be copied to another machine.")] = Path("captures"),
+    engine: flags.Engine = "hf",
+    axes: flags.Axes = "trajectory,kld",
+    text: flags.TextFile = "default",
+    windows: flags.Windows = None,
+    n_ctx: flags.NCtx = None,
+    protocol: flags.Protocol = None,
+    stride: flags.Stride = None,
+    prompts: flags.Prompts = "default",
+    n_predict: flags.NPredict = None,
+    limit: flags.Limit = None,
+    template: flags.Template = None,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
+    threads: flags.Threads = None,
+    engine_arg: flags.EngineArg = None,
+    deadline: flags.Deadline = None,
+) -> None:
+    """Capture one arm's answers; prints the folder that 'fidelab score' takes.
+
+    [bold]Example[/bold]
+
+      fidelab score --ref "$(fidelab capture smollm2-135m --kv bf16)" --test "$(fidelab capture smollm2-135m --kv int4)"
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.run import capture as run_capture
+
+    data = {
+        "model": model,
+        "engine": engine,
+        "engine_args": parse_pairs(engine_arg or [], "--engine-arg"),
+        "reference": kv,
+        "control": "none",
+        "candidates": [kv],
+        "axes": flags.axis_settings(axes, windows, n_ctx, protocol, stride, n_predict, limit, template),
+        "text": text,
+        "prompts": prompts,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+        "floor": 0.0,
+        "output_dir": str(output_dir),
+        "captures_dir": str(output_dir),
+        **({} if deadline is None else {"deadline": deadline}),
+    }
+    [result] = run_capture(flags.experiment_from(data, "capture"), listener=watcher())
+    for folder in sorted({path.parent for path in result.captures.values()}):
+        print(folder)
+    if result.reason:
+        note(f"fidelab: {result.arm.name} failed: {result.reason}")
+        raise typer.Exit(1)
+
+
+def score(
+    ref: Annotated[Path, typer.Option("--ref", help="Capture (or folder of one arm's captures) of the reference.")],
+    test: Annotated[list[Path], typer.Option("--test", help="The same of a candidate; may be repeated.")],
+    names: Annotated[str | None, typer.Option(help="Names of the candidates, separated by commas.", show_default=False)] = None,
+    seed: flags.Seed = 42,
+    bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab",
+    output_dir: Annotated[
+        Path | None, typer.Option(help="Also leave a run folder here (report.json, report.html …).", show_default=False)
+    ] = None,
+    fail_under: flags.FailUnder = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Score captures against a reference capture; needs no engine and no model.
+
+    [bold]Example[/bold]
+
+      fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test captures/smollm2-135m-hf-int4-5f6a7b8c9d
+    """
+    from fidelab.phases import score_captures
+
+    labels = [name.strip() for name in names.split(",")] if names else None
+    command = shlex.join(["fidelab", *sys.argv[1:]])
+    report, folder = score_captures(ref, test, labels, seed=seed, bands=bands, output_dir=output_dir, command=command)
+    show_report(report, as_json=as_json, folder=folder)
+    gate(report, fail_under)

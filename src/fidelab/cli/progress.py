@@ -1,0 +1,126 @@
+"""Watching a run: bars with rates on a terminal, plain lines elsewhere; always on standard error."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from fidelab.plan.build import Plan, PlannedJob
+    from fidelab.results.store import RunFolder
+    from fidelab.run import Listener
+    from fidelab.scoring import ArmResult
+
+__all__ = ["watcher"]
+
+_LINE_EVERY = 30.0  # seconds between plain progress lines of one job
+
+
+def watcher() -> Listener:
+    """The listener that fits standard error."""
+    console = Console(stderr=True)
+    return _Bars(console) if console.is_terminal else _Lines(console)
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.speed:,.0f} tok/s" if task.speed else "– tok/s")
+
+
+def _title(job: PlannedJob) -> str:
+    return job.role if job.role in ("reference", "floor") else job.arm.name
+
+
+def _ending(job: PlannedJob, result: ArmResult) -> str:
+    seconds = result.timing.get("seconds")
+    took = f" in {seconds:.0f} s" if seconds else ""
+    return f"{_title(job)}: {result.status}{took}" + (f" ({result.reason})" if result.reason else "")
+
+
+class _Bars:
+    """One bar for the whole run in tokens, and a line for what it is at."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar = Progress(
+            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), _Rate(),
+            TimeRemainingColumn(), console=console, transient=True,
+        )  # fmt: skip
+        self._task: TaskID | None = None
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        if folder is not None:
+            self._console.print(f"run {folder.path}", highlight=False, soft_wrap=True)
+        total = sum(capture.tokens for job in plan.jobs for capture in job.missing())
+        self._task = self._bar.add_task("starting", total=total or 1)
+        self._bar.start()
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
+
+    def opened(self, job: PlannedJob, seconds: float) -> None:
+        self._describe(_title(job))
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        if self._task is not None:
+            self._bar.advance(self._task, tokens)
+
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+        if result.reason:
+            self._bar.console.print(_ending(job, result), highlight=False, markup=False)
+
+    def scoring(self) -> None:
+        self._describe("scoring")
+
+    def close(self) -> None:
+        self._bar.stop()
+
+    def _describe(self, text: str) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, description=text)
+
+
+class _Lines:
+    """A line per job's start and end, and one every half minute in between."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._done = self._tokens = 0
+        self._began = self._said = 0.0
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        if folder is not None:
+            self._say(f"run {folder.path}")
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        self._done, self._tokens = 0, tokens
+        self._began = self._said = time.monotonic()
+        self._say(f"{_title(job)}: found in an earlier run" if reused else f"{_title(job)}: {tokens:,} tokens to do")
+
+    def opened(self, job: PlannedJob, seconds: float) -> None:
+        self._began = self._said = time.monotonic()
+        self._say(f"{_title(job)}: model loaded in {seconds:.1f} s")
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        self._done += tokens
+        now = time.monotonic()
+        if now - self._said >= _LINE_EVERY:
+            self._said = now
+            rate = self._done / (now - self._began)
+            left = max(0, self._tokens - self._done) / rate
+            self._say(f"{_title(job)}: {self._done:,} of {self._tokens:,} tokens, {rate:,.0f} tok/s, {left:.0f} s left")
+
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+        self._say(_ending(job, result))
+
+    def scoring(self) -> None:
+        self._say("scoring")
+
+    def close(self) -> None: ...
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,55 @@
+"""``fidelab rescore`` and ``fidelab report``: runs that are over."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import gate, show_report
+
+__all__ = ["register"]
+
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the commands."""
+    app.command("rescore")(rescore)
+    app.command("report")(report)
+
+
+def rescore(run_dir: RunDir, fail_under: flags.FailUnder = None, as_json: flags.Json = False) -> None:
+    """Compute all scores of a run again from its captures; needs no engine.
+
+    [bold]Example[/bold]
+
+      fidelab rescore runs/20260101-120000-smollm2-135m
+    """
+    from fidelab.run import rescore as run_rescore
+
+    result, folder = run_rescore(run_dir)
+    show_report(result, as_json=as_json, folder=folder.path)
+    gate(result, fail_under)
+
+
+def report(run_dir: RunDir, as_json: flags.Json = False) -> None:
+    """Show a run's report again, and write its report.html anew.
+
+    [bold]Example[/bold]
+
+      fidelab report runs/20260101-120000-smollm2-135m
+    """
+    from fidelab.errors import InputError
+    from fidelab.report.html import write_html
+    from fidelab.results.record import Report
+    from fidelab.results.store import RunFolder
+
+    folder = RunFolder.open(run_dir.absolute())
+    if not folder.report.is_file():
+        raise InputError(f"{run_dir} has no report yet; finish the run with: fidelab compare --resume {run_dir}")
+    result = Report.from_json(folder.report)
+    write_html(result, folder.html)
+    show_report(result, as_json=as_json, folder=folder.path)

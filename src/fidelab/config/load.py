@@ -1,0 +1,102 @@
+"""YAML and flags → schema; and back, in canonical form."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from fidelab.config.schema import Experiment
+from fidelab.errors import ConfigError, nearest_first
+
+__all__ = ["apply_overrides", "dump", "explain_validation", "load", "validate"]
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
+    """Read an experiment file and apply ``a.b=c`` overrides.
+
+    Raises:
+        ConfigError: missing, not UTF-8, not YAML, an unknown key or a wrong type; the message names the place.
+    """
+    try:
+        text = path.read_text("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; name an experiment file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"{path} is a folder; name an experiment file (to go on with a run: --resume {path})") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
+        raise ConfigError(f"{where} is not YAML: {getattr(error, 'problem', error)}") from None
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys like 'model:' and 'candidates:', found {type(data).__name__}")
+    apply_overrides(data, overrides)
+    return validate(data, str(path))
+
+
+def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
+    """``a.b=c`` sets ``data["a"]["b"]``; values are read as YAML."""
+    for text in overrides:
+        place, eq, value = text.partition("=")
+        if not eq or not place:
+            raise ConfigError(f"--set {text!r}: write a.b=value")
+        *parents, last = place.split(".")
+        node: Any = data
+        for parent in parents:
+            node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+        if not isinstance(node, dict):
+            raise ConfigError(f"--set {text!r}: {'.'.join(parents)} is not a group of settings")
+        try:
+            node[last] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {text!r}: the value is not YAML") from None
+
+
+def validate(data: Mapping[str, Any], where: str) -> Experiment:
+    """Plain data → experiment.
+
+    Raises:
+        ConfigError: one line for the first thing that is wrong, with its place.
+    """
+    try:
+        return Experiment.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError(explain_validation(error, where, Experiment)) from None
+
+
+def explain_validation(error: ValidationError, where: str, model: type[BaseModel], prefix: str = "") -> str:
+    """One line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
+    first = error.errors()[0]
+    # pydantic puts the alternatives it tried into the place; users wrote none of them
+    names = [str(part) for part in first["loc"] if not str(part).startswith(("literal[", "function-")) and part != "ArmConfig"]
+    place = ".".join(([prefix] if prefix else []) + names)
+    if first["type"] == "extra_forbidden":
+        parent = model
+        for name in names[:-1]:
+            parent = _field_model(parent, name) or parent
+        known = nearest_first(names[-1], parent.model_fields)
+        return f"{where}: unknown key {place!r}; did you mean {known[0]!r}? Known: {', '.join(known)}"
+    if first["type"] == "missing":
+        return f"{where}: {place!r} is missing"
+    got = first.get("input")
+    shown = "" if isinstance(got, dict) or got is None else f" (found {got!r})"
+    return f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}{shown}"
+
+
+def _field_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
+    from fidelab.config.schema import ArmConfig
+
+    return ArmConfig if name in ("reference", "control", "candidates") or name.isdigit() else None
+
+
+def dump(experiment: Experiment, extra: Mapping[str, Any] | None = None) -> str:
+    """YAML with every default spelled out; ``extra`` goes in as comments above it."""
+    head = "".join(f"# {key}: {value}\n" for key, value in (extra or {}).items())
+    return head + yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

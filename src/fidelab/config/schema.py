@@ -1,0 +1,79 @@
+"""The experiment as users write it (pydantic).  Optional layers stay optional here; ``plan`` resolves them."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = ["ArmConfig", "Experiment"]
+
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class ArmConfig(BaseModel):
+    """One arm: its KV format, and what differs from the experiment's defaults."""
+
+    model_config = _STRICT
+
+    kv: str = Field(description="KV format: a name, K/V, with options in brackets")
+    name: str | None = Field(default=None, description="how reports call the arm; the KV format by default")
+    engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of this arm alone")
+
+
+class Experiment(BaseModel):
+    """One experiment: a reference, a control, candidates, axes and settings."""
+
+    model_config = _STRICT
+
+    model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
+    engine: str = Field(default="hf", description="which engine runs all arms")
+    engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of all arms")
+    reference: ArmConfig = Field(description="the arm all others are compared with")
+    control: ArmConfig | Literal["auto", "none"] = Field(default="auto", description="the arm that should cost nothing")
+    candidates: list[ArmConfig] = Field(min_length=1, description="the arms in question")
+    axes: dict[str, dict[str, Any]] = Field(
+        default_factory=lambda: {"trajectory": {}, "kld": {}}, description="axes and their settings"
+    )
+    text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
+    prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
+    floor: float = Field(default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none")
+    seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
+    bands: Literal["fidelab", "refract"] = Field(default="fidelab", description="band table of the composite")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="compute type")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
+    deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the lower bound of the KLD score")
+    output_dir: str = Field(default="runs", description="where runs are written")
+    captures_dir: str | None = Field(default=None, description="where captures are kept; <output_dir>/captures by default")
+
+    @field_validator("reference", "control", mode="before")
+    @classmethod
+    def _short_arm(cls, value: Any) -> Any:
+        return {"kv": value} if isinstance(value, str) and value not in ("auto", "none") else value
+
+    @field_validator("candidates", mode="before")
+    @classmethod
+    def _short_arms(cls, value: Any) -> Any:
+        return [{"kv": v} if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _short_axes(cls, value: Any) -> Any:
+        if isinstance(value, list) and all(isinstance(v, str) for v in value):
+            return {v: {} for v in value}
+        if isinstance(value, dict):
+            return {k: {} if v is None else v for k, v in value.items()}
+        return value
+
+    @field_validator("engine_args", mode="before")
+    @classmethod
+    def _text_values(cls, value: Any) -> Any:
+        return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _some_axis(self) -> Experiment:
+        if not self.axes:
+            raise ValueError("axes: name at least one")
+        return self

@@ -1,0 +1,380 @@
+"""Shared nouns: arms, KV specs, probes, statuses.  Standard library and numpy only.
+
+Everything here is frozen and has a canonical JSON form, because captures are found again by the
+fingerprints of these records, in this process and in engine processes of other environments.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.errors import UsageError
+
+__all__ = [
+    "Arm",
+    "Estimator",
+    "Forced",
+    "FormatSpec",
+    "Generate",
+    "KVSpec",
+    "Prefill",
+    "Probe",
+    "Status",
+    "Timed",
+    "Vocabulary",
+    "canonical_json",
+    "digest",
+    "probe_from_record",
+]
+
+
+class Status(StrEnum):
+    """The outcome of an arm, an axis or a bench."""
+
+    OK = "ok"
+    IDENTICAL = "identical"  # same output as the reference, with positive proof that the format ran
+    FAILED = "failed"
+    NOT_ENGAGED = "not_engaged"  # evidence that the format ran is absent or contradicting
+    NOT_SUPPORTED = "not_supported"
+    NOT_MEASURABLE = "not_measurable"
+
+
+class Estimator(StrEnum):
+    """How a next-token distribution was obtained, best first (METRICS, axis B)."""
+
+    HIDDEN = "hidden"
+    LOGPROBS = "logprobs"
+    TOPK = "topk"
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal records give equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def digest(*parts: bytes | str) -> str:
+    """SHA-256 over the parts, each preceded by its length, as hexadecimal text."""
+    h = hashlib.sha256()
+    for part in parts:
+        raw = part.encode() if isinstance(part, str) else part
+        h.update(len(raw).to_bytes(8, "little"))
+        h.update(raw)
+    return h.hexdigest()
+
+
+# ---------------------------------------------------------------------------------------------- KV spec
+
+_FORMAT = re.compile(r"^(?P<name>[A-Za-z0-9_.\-]+)(?:\[(?P<options>[^\[\]]*)\])?$")
+
+
+@dataclass(frozen=True)
+class FormatSpec:
+    """One number format by name, with its options as sorted ``(key, value)`` text pairs."""
+
+    name: str
+    options: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        if not self.options:
+            return self.name
+        return f"{self.name}[{','.join(f'{k}={v}' for k, v in self.options)}]"
+
+
+@dataclass(frozen=True)
+class KVSpec:
+    """K format and V format, and the layers that keep the compute type.
+
+    ``label`` is what the user wrote (``k16v8``); ``k`` and ``v`` are what it means.
+    """
+
+    label: str
+    k: FormatSpec
+    v: FormatSpec
+    skip_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> KVSpec:
+        """Read ``name``, ``K/V`` and options in brackets: ``int4[group=32,skip-layers=0,29]``.
+
+        Names are not checked here: only the engine knows which it has.
+
+        Raises:
+            UsageError: the text does not have that form.
+        """
+        label = text.strip()
+        sides = label.split("/")
+        if len(sides) > 2:
+            raise UsageError(f"KV format {text!r}: expected one name or K/V, found {len(sides)} parts")
+        parsed = [_parse_side(side, label) for side in sides]
+        (k, k_skip), (v, v_skip) = parsed[0], parsed[-1]
+        return cls(label=label, k=k, v=v, skip_layers=tuple(sorted({*k_skip, *v_skip})))
+
+    @property
+    def same(self) -> bool:
+        """K and V are of one format."""
+        return self.k == self.v
+
+    def content(self) -> dict[str, Any]:
+        """What the spec means, without the label: the part that fingerprints see."""
+        return {"k": str(self.k), "v": str(self.v), "skip_layers": list(self.skip_layers)}
+
+    def record(self) -> dict[str, Any]:
+        """The form that job files carry."""
+        return {"label": self.label, **self.content()}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> KVSpec:
+        """The inverse of :meth:`record`."""
+        return cls(
+            label=record["label"],
+            k=_parse_side(record["k"], record["k"])[0],
+            v=_parse_side(record["v"], record["v"])[0],
+            skip_layers=tuple(record["skip_layers"]),
+        )
+
+
+def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
+    match = _FORMAT.match(side.strip())
+    if match is None:
+        raise UsageError(
+            f"KV format {whole!r}: write a name, K/V, or options in brackets, as in 'int4[group=32]' or 'f16/q8_0'"
+        )
+    options: dict[str, list[str]] = {}
+    key = ""
+    for item in filter(None, (piece.strip() for piece in (match["options"] or "").split(","))):
+        head, eq, value = item.partition("=")
+        if eq:
+            key = head.strip().replace("_", "-")
+            options.setdefault(key, []).append(value.strip())
+        elif key:  # "skip-layers=0,29": a piece without "=" continues the list before it
+            options[key].append(item)
+        else:
+            raise UsageError(f"KV format {whole!r}: option {item!r} has no value; write key=value")
+    layers = []
+    for number in options.pop("skip-layers", []):
+        if not number.isdigit():
+            raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0, not {number!r}")
+        layers.append(int(number))
+    pairs = tuple(sorted((k, ",".join(v)) for k, v in options.items()))
+    return FormatSpec(match["name"], pairs), layers
+
+
+# -------------------------------------------------------------------------------------------------- arm
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One thing that can be run: engine + model + KV spec + engine options.
+
+    ``weights`` is the hash of the checkpoint's content, ``model`` the name a user knows it by and ``path`` where
+    it lies on this machine; the fingerprint sees only the hash.
+    """
+
+    name: str
+    engine: str
+    model: str
+    path: str
+    weights: str
+    kv: KVSpec
+    dtype: str
+    device: str
+    threads: int
+    options: tuple[tuple[str, str], ...] = ()
+
+    def fingerprint(self) -> str:
+        """SHA-256 of what the arm computes: not its name, nor where its files lie."""
+        return digest(
+            canonical_json(
+                {
+                    "engine": self.engine,
+                    "weights": self.weights,
+                    "kv": self.kv.content(),
+                    "dtype": self.dtype,
+                    "device": self.device,
+                    "threads": self.threads,
+                    "options": dict(self.options),
+                }
+            )
+        )
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for job files and manifests."""
+        return {**asdict(self), "kv": self.kv.record(), "options": dict(self.options)}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any]) -> Arm:
+        """The inverse of :meth:`record`."""
+        fields = dict(record)
+        fields["kv"] = KVSpec.from_record(fields["kv"])
+        fields["options"] = tuple(sorted(fields["options"].items()))
+        return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The strings behind the token ids, by their hash; the list itself lies beside the captures."""
+
+    size: int
+    sha256: str
+
+
+# ----------------------------------------------------------------------------------------------- probes
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Next-token distributions of whole windows, each through a fresh cache.
+
+    ``windows``: token ids; rows ``first`` … ``last`` (inclusive, 0-based input positions) of each are stored: the row
+    of position i predicts token i + 1.  ``units``: for each window the resampling unit of each stored row.
+    """
+
+    axis: str
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    units: tuple[Tokens, ...]
+    settings: tuple[tuple[str, Any], ...] = ()
+    kind: str = field(default="prefill", init=False)
+
+    @property
+    def n_rows(self) -> int:
+        """Stored rows per window."""
+        return self.last - self.first + 1
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: the windows."""
+        return self.windows
+
+    def select(self, indices: Sequence[int]) -> Prefill:
+        """The probe cut down to some of its windows (the floor's quarter)."""
+        return Prefill(
+            self.axis,
+            tuple(self.windows[i] for i in indices),
+            self.first,
+            self.last,
+            tuple(self.units[i] for i in indices),
+            self.settings,
+        )
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Greedy continuations: the generated ids and the state behind each of them.
+
+    ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.
+    """
+
+    axis: str
+    prompts: tuple[Tokens, ...]
+    max_tokens: int
+    stop: Tokens
+    batch: int = 16
+    settings: tuple[tuple[str, Any], ...] = ()
+    kind: str = field(default="generate", init=False)
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: the prompts."""
+        return self.prompts
+
+    def select(self, indices: Sequence[int]) -> Generate:
+        """The probe cut down to some of its prompts (the floor's quarter)."""
+        prompts = tuple(self.prompts[i] for i in indices)
+        return Generate(self.axis, prompts, self.max_tokens, self.stop, self.batch, self.settings)
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Given continuations, fed token by token through the cache: the state behind each of their tokens."""
+
+    axis: str
+    prompts: tuple[Tokens, ...]
+    continuations: tuple[Tokens, ...]
+    settings: tuple[tuple[str, Any], ...] = ()
+    kind: str = field(default="forced", init=False)
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: prompt and continuation together."""
+        return tuple((*p, *c) for p, c in zip(self.prompts, self.continuations, strict=True))
+
+    def select(self, indices: Sequence[int]) -> Forced:
+        """The probe cut down to some of its prompts (the floor's quarter)."""
+        return Forced(
+            self.axis,
+            tuple(self.prompts[i] for i in indices),
+            tuple(self.continuations[i] for i in indices),
+            self.settings,
+        )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Timestamps of ``repeats`` forwards of ``n`` tokens at context ``depth``; never reused by another run."""
+
+    axis: str
+    what: str
+    n: int
+    depth: int
+    repeats: int
+    settings: tuple[tuple[str, Any], ...] = ()
+    kind: str = field(default="timed", init=False)
+
+    def items(self) -> tuple[Tokens, ...]:
+        """No token content."""
+        return ()
+
+
+Probe = Prefill | Generate | Forced | Timed
+_PROBES: dict[str, type[Prefill] | type[Generate] | type[Forced] | type[Timed]] = {
+    "prefill": Prefill,
+    "generate": Generate,
+    "forced": Forced,
+    "timed": Timed,
+}
+
+
+def probe_record(probe: Probe) -> dict[str, Any]:
+    """Plain data, as job files carry it."""
+    return {**asdict(probe), "settings": dict(probe.settings)}
+
+
+def probe_hash(probe: Probe) -> str:
+    """SHA-256 over everything that the answer depends on."""
+    return digest(canonical_json(probe_record(probe)))
+
+
+def probe_from_record(record: Mapping[str, Any]) -> Probe:
+    """The inverse of :func:`probe_record`."""
+    fields = dict(record)
+    cls = _PROBES[fields.pop("kind")]
+    fields["settings"] = tuple(sorted(fields["settings"].items()))
+    for key in ("windows", "prompts", "continuations", "units"):
+        if key in fields:
+            fields[key] = tuple(tuple(ids) for ids in fields[key])
+    if "stop" in fields:
+        fields["stop"] = tuple(fields["stop"])
+    return cls(**fields)
+
+
+def token_hashes(items: Sequence[Tokens]) -> list[str]:
+    """One short hash per item, to match the items of two captures."""
+    return [digest(np.asarray(item, dtype="<i4").tobytes())[:16] for item in items]
+
+
+def pack_ragged(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Rows of unequal length → one flat array and its offsets (length rows + 1)."""
+    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
+    np.cumsum([len(row) for row in rows], out=offsets[1:])
+    flat = np.fromiter((value for row in rows for value in row), dtype=np.int32, count=int(offsets[-1]))
+    return flat, offsets

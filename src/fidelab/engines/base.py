@@ -1,0 +1,138 @@
+"""The engine contract.
+
+A class is asked about itself without loading anything (``versions``, ``kv_names``, ``supports``, ``control_for``);
+an instance lives in a worker process: ``open`` once, ``answer`` for each probe, ``close``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol
+
+from fidelab.captures.container import Array
+from fidelab.core import Arm, Estimator, KVSpec, Probe
+
+__all__ = ["Answer", "Engine", "Ran", "Sink", "Verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether an engine can run an arm, and why not."""
+
+    ok: bool
+    reason: str = ""
+
+
+@dataclass
+class Ran:
+    """What really runs, from the engine's own objects.
+
+    ``k_format`` / ``v_format`` are the formats whose storage was seen; ``k_dtype`` / ``v_dtype`` the element types of
+    that storage; ``cache_bytes_per_token`` was measured, ``expected_bytes_per_token`` follows from the asked formats.
+    ``None`` where the engine cannot tell.
+    """
+
+    versions: dict[str, str]
+    device: str
+    attention: str | None = None
+    k_format: str | None = None
+    v_format: str | None = None
+    k_dtype: str | None = None
+    v_dtype: str | None = None
+    cache_bytes_per_token: float | None = None
+    expected_bytes_per_token: float | None = None
+    kv_layers: int | None = None
+    layers_without_kv: int | None = None
+    more: dict[str, Any] = field(default_factory=dict)
+
+    def record(self) -> dict[str, Any]:
+        """Plain data for messages and manifests."""
+        fields = {key: value for key, value in self.__dict__.items() if key != "more"}
+        return {**fields, **self.more}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an engine says when a probe is done.
+
+    ``head``: arrays ``weight`` [V, d] and perhaps ``bias`` with softcap and scale, for estimator ``hidden``;
+    ``facts``: measurements of the capture itself (sentinel replay, tokens, seconds).
+    """
+
+    estimator: Estimator
+    head: Mapping[str, Array] | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """Where answers stream to."""
+
+    def add(self, item: int, arrays: Mapping[str, Array]) -> None:
+        """One item's arrays: ``hidden`` [rows, d] or ``logprobs`` [rows, V] float16; ``ids`` [n] for Generate."""
+
+    def fail(self, item: int, reason: str) -> None:
+        """An item that could not be answered, or whose answer is unusable."""
+
+    def progress(self, tokens: int) -> None:
+        """Tokens processed since the last call."""
+
+
+class Engine(ABC):
+    """One engine adapter."""
+
+    name: ClassVar[str]
+
+    @classmethod
+    @abstractmethod
+    def versions(cls) -> dict[str, str]:
+        """Versions of the engine and of what it computes with, without importing them."""
+
+    @classmethod
+    @abstractmethod
+    def kv_names(cls) -> Sequence[str]:
+        """The KV format names this engine has, verbatim."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        """Whether this arm can run here; cheap, before anything loads."""
+
+    @classmethod
+    def check_kv(cls, kv: KVSpec) -> None:
+        """Reject a KV spec whose options make no sense, before anything runs.
+
+        Raises:
+            UsageError: the option is unknown or its value impossible.
+        """
+
+    @classmethod
+    def control_for(cls, reference: KVSpec, native: str) -> str | None:
+        """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
+        return None
+
+    @abstractmethod
+    def open(self, arm: Arm) -> None:
+        """Load the model.  Third-party packages are imported here.
+
+        Raises:
+            EngineError: it cannot be loaded; NotSupportedError: it cannot do what the arm asks.
+        """
+
+    @abstractmethod
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids without special tokens: only to check that the engine's tokenizer agrees with ours."""
+
+    @abstractmethod
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        """Answer one probe, streaming into the sink; never holds more than a chunk."""
+
+    @abstractmethod
+    def ran(self) -> Ran:
+        """What ran, asked after the last probe, when the cache has been seen at work."""
+
+    def close(self) -> None:
+        """Release what can be released; the process exits right after."""

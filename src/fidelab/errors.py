@@ -1,0 +1,91 @@
+"""The error tree.
+
+FidelabError                  anything a user can mend; one line, exit code 2
+├── UsageError                a flag, a name or a combination of settings that cannot be
+│   └── UnknownNameError      a name that no table has; lists what exists, nearest first
+├── ConfigError               a settings file that is not what it should be (with its place)
+├── InputError                a text, a prompt file or a model that cannot be used
+├── CaptureError              a capture that is damaged, foreign or incomplete
+│   └── MismatchError         two captures that must not be compared
+├── EngineError               an engine that cannot be opened or cannot do what was asked
+│   └── NotSupportedError     the engine lacks this format or probe (status ``not_supported``)
+└── OutputError               an output folder that cannot be written
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+__all__ = [
+    "CaptureError",
+    "ConfigError",
+    "EngineError",
+    "FidelabError",
+    "InputError",
+    "MismatchError",
+    "NotSupportedError",
+    "OutputError",
+    "UnknownNameError",
+    "UsageError",
+    "nearest_first",
+]
+
+
+class FidelabError(Exception):
+    """Something the user can mend.  The message is one line: what was wrong, where, what to do."""
+
+
+class UsageError(FidelabError):
+    """A flag, a name or a combination of settings that cannot be."""
+
+
+class UnknownNameError(UsageError):
+    """A name that no table has.  The message lists what exists, nearest first."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        ordered = nearest_first(name, known)
+        close = difflib.get_close_matches(name.lower(), [k.lower() for k in ordered], n=1, cutoff=0.6)
+        guess = f"; did you mean {ordered[0]!r}?" if close else ""
+        tail = f" {hint}" if hint else ""
+        super().__init__(f"unknown {kind} {name!r}{guess} There are: {', '.join(ordered) or 'none'}.{tail}")
+        self.name = name
+        self.known = ordered
+
+
+class ConfigError(FidelabError):
+    """A settings file that is not what it should be; the message names the place."""
+
+
+class InputError(FidelabError):
+    """A text, a prompt file or a model that cannot be used."""
+
+
+class CaptureError(FidelabError):
+    """A capture that is damaged, foreign or incomplete."""
+
+
+class MismatchError(CaptureError):
+    """Two captures that must not be compared; the message names the mismatch."""
+
+
+class EngineError(FidelabError):
+    """An engine that cannot be opened or cannot do what was asked."""
+
+
+class NotSupportedError(EngineError):
+    """The engine lacks this format or probe."""
+
+
+class OutputError(FidelabError):
+    """An output folder or file that cannot be written."""
+
+
+def nearest_first(name: str, known: Iterable[str]) -> list[str]:
+    """All known names, the most similar to ``name`` first, ties in alphabetical order."""
+
+    def distance(candidate: str) -> tuple[float, str]:
+        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
+        return (-ratio, candidate)
+
+    return sorted(known, key=distance)

@@ -1,0 +1,57 @@
+"""What a number format is: encode, decode, bytes, worst-case error.
+
+Shapes: content ``x`` is ``[batch, heads, tokens, head_dim]`` (float32, bfloat16 or float16).  ``encode`` returns
+a tuple of tensors ("parts"), each ``[batch, heads, tokens, width]`` with its own width and element type, so
+that a cache appends along dimension 2 with one ``torch.cat`` per part.  Scales that belong to a token
+(per block, per group, per token and head) are parts; scales that are fixed for a sequence (per tensor, per
+channel) are fitted once by :meth:`Format.fit` and handed back to ``encode`` and ``decode``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+__all__ = ["Format", "Parts"]
+
+Parts = tuple[Tensor, ...]
+
+
+class Format(ABC):
+    """One number format with its options fixed.  Instances hold no content and are safe to share."""
+
+    name: str  # the engine's own word, verbatim: "fp8_e4m3"
+
+    def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
+        """The scale that stays fixed for a sequence, from its first written content.
+
+        ``mask``: ``[batch, tokens]`` bool, False where a position is padding and must not count.
+        ``None`` for formats without such a scale.
+        """
+        return None
+
+    @abstractmethod
+    def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+        """Content → parts.  NaN stays NaN where the format can hold one; values beyond the range saturate."""
+
+    @abstractmethod
+    def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """Parts → content ``[batch, heads, tokens, dim]`` in ``dtype`` (computed in float32, rounded once)."""
+
+    @abstractmethod
+    def token_bytes(self, dim: int) -> int:
+        """Bytes of all parts for one token of one head, scales that travel with the token included."""
+
+    def sequence_bytes(self, heads: int, dim: int) -> int:
+        """Bytes of the fitted scale of one sequence (0 where there is none)."""
+        return 0
+
+    def bytes_per_value(self, dim: int) -> float:
+        """``token_bytes / dim``: the storage cost of one number, scales counted."""
+        return self.token_bytes(dim) / dim
+
+    @abstractmethod
+    def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Largest possible ``|decode(encode(x)) - x|`` per element (float32 decode), for finite ``x``."""

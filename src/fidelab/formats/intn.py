@@ -1,0 +1,102 @@
+"""Symmetric integers with one float16 scale per group of the head dimension: int8, int4, int2.
+
+``q = clamp(round_half_even(x / s), -qmax, qmax)``, ``x' = q * s``, with ``qmax = 2^(bits-1) - 1`` and
+``s = float16(amax / qmax)`` of the group, kept within [2^-24, 65504]: tiny groups decode to 0, values
+beyond ``65504 * qmax`` saturate.  Encoding divides by the stored scale, so no second error comes from its
+rounding.  Groups have ``group`` values (32 unless told); the last one of a head is shorter where that
+does not divide the head.
+
+Integers have no NaN: a NaN takes its group with it (the scale becomes NaN, the whole group decodes to
+NaN), so that it cannot go unnoticed.  An infinity gives its group the largest scale and saturates.
+
+Parts: packed codes uint8 ``[batch, heads, tokens, ceil(head_dim * bits / 8)]`` and scales float16
+``[batch, heads, tokens, ceil(head_dim / group)]``.  A byte holds 8 / bits neighbouring codes in two's
+complement, the first in its lowest bits; the last byte of a head is filled up with zero codes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fidelab.core import FormatSpec
+from fidelab.formats import options
+from fidelab.formats.base import Format, Parts
+from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow
+from fidelab.formats.scale import grouped, groups_of, half_scale, ungrouped
+
+__all__ = ["GroupedInt", "create"]
+
+_BITS = {"int8": 8, "int4": 4, "int2": 2}
+
+
+def create(spec: FormatSpec) -> Format:
+    """``int8``, ``int4`` or ``int2``; option ``group`` (a multiple of 8, 32 unless told)."""
+    options.only(spec, "group")
+    return GroupedInt(spec.name, _BITS[spec.name], options.multiple(spec, "group", step=8, default=32))
+
+
+@dataclass(frozen=True)
+class GroupedInt(Format):
+    """``bits``-wide integers (a divisor of 8) in groups of ``group`` values."""
+
+    name: str
+    bits: int
+    group: int = 32
+
+    @property
+    def qmax(self) -> int:
+        """The largest code; the smallest is its negative."""
+        return (1 << self.bits - 1) - 1
+
+    def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+        """Packed codes and the groups' scales."""
+        groups = grouped(x.float(), self._size(x.shape[-1]))
+        scales = self._scales(groups)
+        codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-self.qmax, self.qmax)
+        # What a NaN becomes as an integer depends on the machine; under a NaN scale any code will do.
+        whole = torch.nan_to_num(codes, nan=0.0).to(torch.int8)
+        return (_pack(ungrouped(whole, x.shape[-1]), self.bits), scales)
+
+    def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """``q * s``, exact in float32: at most 7 significant bits times 11."""
+        packed, scales = parts
+        codes = _unpack(packed, self.bits, dim).float()
+        values = grouped(codes, self._size(dim)) * scales.float().unsqueeze(-1)
+        return narrow(ungrouped(values, dim), dtype)
+
+    def token_bytes(self, dim: int) -> int:
+        """``ceil(dim * bits / 8)`` bytes of codes and two per group."""
+        return -(-dim * self.bits // 8) + 2 * groups_of(dim, self._size(dim))
+
+    def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Half a scale; beyond ``qmax * s`` (scale rounded down, or at its limit) the distance to it."""
+        groups = grouped(x.float(), self._size(x.shape[-1])).abs()
+        s = self._scales(groups).float().unsqueeze(-1)
+        bound = torch.maximum(s / 2, groups - self.qmax * s) + groups * FLOAT32_SLACK
+        return ungrouped(bound, x.shape[-1])
+
+    def _size(self, dim: int) -> int:
+        return min(self.group, dim)  # one short group is not filled up to a long one only to be cut again
+
+    def _scales(self, groups: Tensor) -> Tensor:
+        """``[..., groups, size]`` float32 → ``[..., groups]`` float16.  amax hands on NaN, as is meant."""
+        return half_scale(divide(groups.abs().amax(-1), self.qmax))
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """int8 ``[..., dim]`` → uint8 ``[..., ceil(dim * bits / 8)]``."""
+    fields = grouped(codes, 8 // bits).view(torch.uint8) & ((1 << bits) - 1)
+    packed = fields[..., 0]
+    for place in range(1, 8 // bits):
+        packed = packed | fields[..., place] << bits * place
+    return packed
+
+
+def _unpack(packed: Tensor, bits: int, dim: int) -> Tensor:
+    """The inverse of :func:`_pack`: shift each code to the top of an int8, then back down with its sign."""
+    signed = packed.view(torch.int8)
+    fields = [signed << 8 - bits * (place + 1) >> 8 - bits for place in range(8 // bits)]
+    return ungrouped(torch.stack(fields, -1), dim)

@@ -1,0 +1,65 @@
+"""The unscaled float types: f32, f16, bf16.
+
+One part, ``[batch, heads, tokens, head_dim]`` in the type itself.  Rounding is to nearest, half to even
+(IEEE 754).  Finite values beyond the range become the largest number instead of infinity; infinities and NaN
+stay what they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fidelab.core import FormatSpec
+from fidelab.formats import options
+from fidelab.formats.base import Format, Parts
+from fidelab.formats.rounding import narrow, rounding_bound
+
+__all__ = ["Native", "create"]
+
+_TYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+
+
+def create(spec: FormatSpec) -> Format:
+    """``f32``, ``f16`` or ``bf16``; no options."""
+    options.only(spec)
+    return Native(spec.name, _TYPES[spec.name])
+
+
+@dataclass(frozen=True)
+class Native(Format):
+    """One float type, stored as it is.
+
+    Where the type is already right, parts and content share their memory with the tensor given.
+    """
+
+    name: str
+    dtype: torch.dtype
+
+    def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
+        """``x`` rounded to the type."""
+        return (_convert(x, self.dtype),)
+
+    def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
+        """The stored values in ``dtype``."""
+        return _convert(parts[0], dtype)
+
+    def token_bytes(self, dim: int) -> int:
+        """``dim`` times the size of the type."""
+        return dim * self.dtype.itemsize
+
+    def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        """Half a step of the type (0 for f32), or the distance to its largest number for values beyond it."""
+        magnitude = x.float().abs()
+        if self.dtype == torch.float32:
+            return torch.zeros_like(magnitude)
+        return rounding_bound(magnitude, self.dtype)
+
+
+def _convert(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if torch.finfo(x.dtype).max <= torch.finfo(dtype).max:  # nothing can be beyond the range
+        return x.to(dtype)
+    x = x.float()  # a bfloat16 tensor would be clamped at 65536, the bfloat16 number nearest to 65504
+    return torch.where(x.isinf(), x.to(dtype), narrow(x, dtype))

@@ -1,0 +1,208 @@
+"""A text, and the windows of token ids that are cut from it (METRICS, axis B: protocols)."""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from fidelab.core import Tokens
+from fidelab.errors import InputError, UsageError
+from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.tokens import Tokenizer
+
+__all__ = ["Protocol", "Text", "WindowSet", "load_text", "make_windows"]
+
+Protocol = Literal["half", "full", "sliding"]
+
+_WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
+_WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
+_MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus.  ``doc_starts``: character offsets of its documents, empty where it has fewer than two.
+
+    ``content`` is the file's text with its line ends as they are: other tools see the same bytes.
+    """
+
+    name: str
+    content: str
+    doc_starts: tuple[int, ...]
+    sha256: str
+
+
+@dataclass(frozen=True)
+class WindowSet:
+    """Windows of one length, and which rows of them are scored.
+
+    ``windows``: token ids, each n_ctx long, the first id replaced by BOS where ``bos``.  Rows ``first`` …
+    ``last`` (inclusive) are scored; the row of position i predicts the token at i + 1.  ``units``: for each
+    window the resampling unit of each scored row: the number of the document that the predicted token is in
+    (``unit`` is ``document``), or of a block of adjacent windows (``block``).
+    """
+
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    units: tuple[Tokens, ...]
+    unit: Literal["document", "block"]
+    protocol: Protocol
+    n_ctx: int
+    stride: int
+    bos: bool
+    text: str
+    text_sha256: str
+    text_tokens: int
+
+
+def load_text(name_or_path: str | Path) -> Text:
+    """The corpus of that name: ``default`` (the package's own), ``wikitext-2`` (from the hub), or a file's.
+
+    Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title``
+    lines.
+
+    Raises:
+        InputError: no such file, not UTF-8 (with line and byte), empty, or the hub cannot be reached.
+    """
+    name = str(name_or_path)
+    if name == "wikitext-2":
+        content = _wikitext()
+    elif name == "default":
+        content = read_utf8(DATA / "prose.md", "text")
+    else:
+        path = Path(name).expanduser()
+        if not path.is_file():
+            raise InputError(f"no text {name!r}: write default, wikitext-2 or the path of a UTF-8 file")
+        content = read_utf8(path, "text")
+    if not content.strip():
+        raise InputError(f"text {name} is empty")
+    return Text(name, content, _documents(content), hashlib.sha256(content.encode()).hexdigest())
+
+
+def _documents(content: str) -> tuple[int, ...]:
+    starts = tuple(match.start() for match in _WIKI_TITLE.finditer(content))
+    if not starts and content.startswith("# "):
+        starts = tuple(match.start() for match in _MARKDOWN_TITLE.finditer(content))
+    return starts if len(starts) > 1 else ()
+
+
+def _wikitext() -> str:
+    """WikiText-2's raw test text: the hub keeps its lines as rows, blank ones without their blank."""
+    from pyarrow import parquet
+
+    from fidelab.models.hub import dataset_file
+
+    try:
+        file = dataset_file(*_WIKITEXT)
+    except InputError as error:
+        raise InputError(f"{error}: the raw test text, wiki.test.raw, does as well") from error
+    read: Any = parquet.read_table  # pyarrow has no types
+    lines = read(file, columns=["text"]).column("text").to_pylist()
+    return "".join(line or " \n" for line in lines)
+
+
+def make_windows(
+    tokenizer: Tokenizer,
+    text: Text,
+    n_ctx: int,
+    n_windows: int,
+    protocol: Protocol = "half",
+    stride: int | None = None,
+) -> WindowSet:
+    """Tokenise the whole text once and cut it from its beginning.
+
+    ``half``: window i is tokens i·n_ctx … (i+1)·n_ctx − 1, rows n_ctx/2 … n_ctx − 2 are scored, as
+    llama.cpp's perplexity tool does; ``full``: the same windows, rows 1 … n_ctx − 2; ``sliding``: windows
+    begin every ``stride`` (default n_ctx/4) tokens and every row 0 … n_ctx − 1 is scored.  The last of these
+    predicts a token outside its window, which a divergence does not need; what needs the actual next token
+    must leave that row out.
+
+    Blocks of windows are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than
+    the number of windows that share a token.
+
+    Raises:
+        InputError: the text is too short (the message says how many tokens are needed).
+        UsageError: a size that cannot be, or beyond the model's limit.
+    """
+    step = _step(protocol, n_ctx, stride)
+    _check_sizes(tokenizer, n_ctx, n_windows, step, protocol)
+    by_document = bool(text.doc_starts) and tokenizer.offsets
+    if by_document:
+        ids, starts = tokenizer.encode_with_offsets(text.content)
+    else:
+        ids, starts = tokenizer.encode(text.content), ()
+    needed = (n_windows - 1) * step + n_ctx
+    if len(ids) < needed:
+        raise InputError(
+            f"text {text.name} has {len(ids)} tokens, but {n_windows} windows of n_ctx {n_ctx} "
+            f"need {needed}: use fewer --windows or a longer text"
+        )
+    first, last = _rows(protocol, n_ctx)
+    begins = range(0, n_windows * step, step)
+    bos = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
+    if by_document:
+        units = tuple(_document_units(text, starts, begin + first, begin + last) for begin in begins)
+    else:
+        block = max(1, round(n_windows ** (1 / 3)), n_ctx // step)
+        units = tuple((i // block,) * (last - first + 1) for i in range(n_windows))
+    return WindowSet(
+        windows=tuple((*bos, *ids[begin + len(bos) : begin + n_ctx]) for begin in begins),
+        first=first,
+        last=last,
+        units=units,
+        unit="document" if by_document else "block",
+        protocol=protocol,
+        n_ctx=n_ctx,
+        stride=step,
+        bos=bool(bos),
+        text=text.name,
+        text_sha256=text.sha256,
+        text_tokens=len(ids),
+    )
+
+
+def _step(protocol: Protocol, n_ctx: int, stride: int | None) -> int:
+    if protocol not in get_args(Protocol):
+        raise UsageError(f"unknown protocol {protocol!r}: write {', '.join(get_args(Protocol))}")
+    if protocol == "sliding":
+        return n_ctx // 4 if stride is None else stride
+    if stride not in (None, n_ctx):
+        raise UsageError(
+            f"protocol {protocol} has windows that do not overlap: --stride is for protocol sliding"
+        )
+    return n_ctx
+
+
+def _check_sizes(tokenizer: Tokenizer, n_ctx: int, n_windows: int, step: int, protocol: Protocol) -> None:
+    if n_ctx < 4:
+        raise UsageError(f"n_ctx {n_ctx} leaves nothing to score: at least 4")
+    if n_windows < 1:
+        raise UsageError(f"{n_windows} windows: at least 1")
+    if not 1 <= step <= n_ctx:
+        raise UsageError(f"stride {step} with n_ctx {n_ctx}: from 1 to n_ctx, or tokens are left out")
+    limit = tokenizer.model.max_positions
+    if limit is not None and n_ctx > limit:
+        raise UsageError(
+            f"n_ctx {n_ctx} is beyond the limit of {tokenizer.model.name}: at most {limit} positions"
+        )
+
+
+def _rows(protocol: Protocol, n_ctx: int) -> tuple[int, int]:
+    match protocol:
+        case "half":
+            return n_ctx // 2, n_ctx - 2
+        case "full":
+            return 1, n_ctx - 2
+        case "sliding":
+            return 0, n_ctx - 1
+
+
+def _document_units(text: Text, starts: Tokens, first: int, last: int) -> Tokens:
+    """The document of each predicted token, first + 1 … last + 1; beyond the text its last one."""
+    predicted = (min(row + 1, len(starts) - 1) for row in range(first, last + 1))
+    return tuple(bisect.bisect_right(text.doc_starts, starts[token]) for token in predicted)

@@ -1,0 +1,95 @@
+"""Prompts: the package's own, or the user's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fidelab.errors import InputError, UsageError
+from fidelab.inputs.files import DATA, read_utf8
+
+__all__ = ["Prompt", "load_prompts"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt as chat messages (``role`` and ``content``); ``kind`` groups prompts of one sort."""
+
+    id: str
+    kind: str
+    messages: tuple[dict[str, str], ...]
+
+
+def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Prompt, ...]:
+    """The first ``limit`` prompts (all by default) of a file, or of the package's own.
+
+    ``.jsonl``: one object per line with ``prompt`` (text) or ``messages`` (list of role and content), and
+    optionally ``id`` and ``kind``.  ``.txt``: one prompt per line.  Blank lines do not count.
+
+    Raises:
+        InputError: no such file, not UTF-8, no prompt in it, or a line that is not what it should be (with
+            its number).
+        UsageError: a limit below 1.
+    """
+    if limit is not None and limit < 1:
+        raise UsageError(f"{limit} prompts: at least 1")
+    source = path if path is not None else DATA / "prompts.jsonl"
+    if source.suffix not in (".jsonl", ".txt"):
+        raise InputError(f"prompt file {source}: the name should end in .jsonl or .txt")
+    lines = read_utf8(source, "prompt file").removeprefix("\ufeff").split("\n")
+    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise InputError(f"prompt file {source} has no prompt in it")
+    if source.suffix == ".txt":
+        return tuple(_plain(number, line) for number, line in numbered[:limit])
+    prompts = tuple(
+        _from_json(f"prompt file {source}, line {number}", number, line) for number, line in numbered
+    )
+    _refuse_twins(source, prompts)
+    return prompts[:limit]
+
+
+def _plain(number: int, text: str, kind: str = "user") -> Prompt:
+    return Prompt(str(number), kind, ({"role": "user", "content": text},))
+
+
+def _from_json(place: str, number: int, line: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place} is not JSON: {error}") from None
+    if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
+        raise InputError(f"{place}: write an object with either 'prompt' or 'messages'")
+    if "prompt" in record:
+        messages: Any = [{"role": "user", "content": record["prompt"]}]
+    else:
+        messages = record["messages"]
+    if (
+        not isinstance(messages, list)
+        or not messages
+        or not all(_is_message(message) for message in messages)
+    ):
+        raise InputError(
+            f"{place}: a prompt is text, messages are a list of objects with text in 'role' and 'content'"
+        )
+    return Prompt(
+        id=str(record.get("id", number)),
+        kind=str(record.get("kind", "user")),
+        messages=tuple({"role": message["role"], "content": message["content"]} for message in messages),
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), str) and value[key] for key in ("role", "content")
+    )
+
+
+def _refuse_twins(source: Path, prompts: tuple[Prompt, ...]) -> None:
+    seen: set[str] = set()
+    for prompt in prompts:
+        if prompt.id in seen:
+            raise InputError(f"prompt file {source} has the id {prompt.id!r} twice")
+        seen.add(prompt.id)

@@ -1,0 +1,207 @@
+"""Text → token ids, with the model's own tokenizer and chat template, and what is known about both."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+from fidelab.core import Tokens, Vocabulary, digest
+from fidelab.errors import InputError
+from fidelab.models import Model
+from fidelab.models.foreign import first_line
+
+__all__ = ["Message", "Template", "Tokenizer"]
+
+Message = Mapping[str, str]  # role and content
+Template = Literal["chat", "raw"]
+
+
+class _Backend(Protocol):
+    """What a tokenizer library has to offer; ids come without special tokens of its own."""
+
+    def encode(self, text: str) -> Tokens: ...
+    def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]: ...
+    def render(self, messages: Sequence[Message]) -> str: ...
+    def decode(self, ids: Sequence[int]) -> str: ...
+    def pieces(self) -> list[str]: ...
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A model's tokenizer.
+
+    ``bos_id`` is set only where the tokenizer itself puts a BOS before a text; ``stop_ids`` end a turn;
+    ``template`` is what :meth:`chat` runs when asked for ``chat``: ``raw`` where the model has no template;
+    ``offsets`` says whether :meth:`encode_with_offsets` works.
+    """
+
+    model: Model
+    bos_id: int | None
+    stop_ids: Tokens
+    template: Template
+    offsets: bool
+    backend: _Backend
+
+    @classmethod
+    def load(cls, model: Model) -> Tokenizer:
+        """The tokenizer of a resolved model.
+
+        Raises:
+            InputError: the model's folder has none that can be loaded without running its code.
+        """
+        if model.kind == "fake":
+            return cls(model, bos_id=None, stop_ids=(0,), template="raw", offsets=True, backend=_Bytes())
+        backend = _HuggingFace(model)
+        return cls(
+            model,
+            bos_id=backend.bos_id(),
+            stop_ids=backend.stop_ids(),
+            template="chat" if backend.has_template else "raw",
+            offsets=backend.is_fast,
+            backend=backend,
+        )
+
+    def encode(self, text: str) -> Tokens:
+        """The ids of ``text``, without BOS or EOS."""
+        return self.backend.encode(text)
+
+    def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
+        """The ids, and for each the offset (in characters of ``text``) where its text begins.
+
+        Raises:
+            InputError: the tokenizer keeps no offsets (see ``offsets``).
+        """
+        return self.backend.encode_with_offsets(text)
+
+    def chat(self, messages: Sequence[Message], template: Template = "chat") -> Tokens:
+        """A prompt's ids, ending where the model's answer begins.
+
+        ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is
+        none; ``raw`` takes the contents as they are, a blank line between them, behind a BOS where the
+        tokenizer adds one.
+
+        Raises:
+            InputError: the template refuses these messages.
+        """
+        if template == "chat" and self.template == "chat":
+            return self.encode(self.backend.render(messages))
+        bos = () if self.bos_id is None else (self.bos_id,)
+        return (*bos, *self.encode("\n\n".join(message["content"] for message in messages)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ``ids``, special tokens included, nothing cleaned up."""
+        return self.backend.decode(ids)
+
+    def pieces(self) -> list[str]:
+        """The tokenizer's own string for each id; ``""`` for an id that has none."""
+        return self.backend.pieces()
+
+    def vocabulary(self) -> Vocabulary:
+        """Size and hash of :meth:`pieces`: equal hashes mean that equal ids are equal strings."""
+        pieces = self.pieces()
+        return Vocabulary(len(pieces), digest(*pieces))
+
+
+class _Bytes:
+    """The fake model's tokenizer: one id per UTF-8 byte."""
+
+    def encode(self, text: str) -> Tokens:
+        return tuple(text.encode())
+
+    def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
+        return self.encode(text), tuple(i for i, char in enumerate(text) for _ in char.encode())
+
+    def render(self, messages: Sequence[Message]) -> str:
+        raise AssertionError("the byte tokenizer has no chat template")
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return bytes(ids).decode(errors="replace")
+
+    def pieces(self) -> list[str]:
+        return [f"<0x{i:02X}>" for i in range(256)]
+
+
+class _HuggingFace:
+    """A tokenizer of the Transformers library, from a folder; code in the folder is never run."""
+
+    def __init__(self, model: Model) -> None:
+        from transformers import AutoTokenizer, GenerationConfig
+
+        self._name = model.name
+        try:
+            self._hf: Any = AutoTokenizer.from_pretrained(
+                model.path, local_files_only=True, trust_remote_code=False
+            )
+            self._generation: Any = None
+            if (model.path / "generation_config.json").is_file():
+                self._generation = GenerationConfig.from_pretrained(model.path, local_files_only=True)
+        except Exception as error:  # each tokenizer library has errors of its own
+            raise InputError(
+                f"{model.name} has no tokenizer that can be loaded from {model.path} ({first_line(error)})"
+            ) from error
+
+    @property
+    def is_fast(self) -> bool:
+        return bool(self._hf.is_fast)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(self._hf.chat_template)
+
+    def encode(self, text: str) -> Tokens:
+        return tuple(self._hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
+        if not self.is_fast:
+            raise InputError(f"the tokenizer of {self._name} keeps no character offsets")
+        out = self._hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return tuple(out["input_ids"]), tuple(start for start, _ in out["offset_mapping"])
+
+    def render(self, messages: Sequence[Message]) -> str:
+        try:
+            text: str = self._hf.apply_chat_template(
+                [dict(message) for message in messages],
+                add_generation_prompt=True,
+                tokenize=False,
+                enable_thinking=False,
+                thinking=False,
+            )
+        except Exception as error:  # jinja2's errors, and those that templates raise themselves
+            raise InputError(
+                f"the chat template of {self._name} refuses the prompt: {first_line(error)}"
+            ) from error
+        return text
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def pieces(self) -> list[str]:
+        return [piece or "" for piece in self._hf.convert_ids_to_tokens(range(len(self._hf)))]
+
+    def bos_id(self) -> int | None:
+        bos = self._hf.bos_token_id
+        ids = self._hf("a")["input_ids"]
+        plain = self._hf("a", add_special_tokens=False)["input_ids"]
+        return bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None
+
+    def stop_ids(self) -> Tokens:
+        """EOS of the tokenizer and of the generation config, and what the template puts behind an answer."""
+        found = {self._hf.eos_token_id, self._end_of_turn()}
+        listed = getattr(self._generation, "eos_token_id", None)
+        found.update(listed if isinstance(listed, list) else [listed])
+        return tuple(sorted(i for i in found if i is not None))
+
+    def _end_of_turn(self) -> int | None:
+        """The special token that the template puts right behind an assistant's answer, if it does."""
+        if not self.has_template:
+            return None
+        turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
+        try:
+            rendered: str = self._hf.apply_chat_template(turn, tokenize=False)
+        except Exception:  # a template for other kinds of talk
+            return None
+        _, answer, tail = rendered.rpartition("answer")
+        ids = self.encode(tail.strip()) if answer else ()
+        added = self._hf.added_tokens_decoder.get(ids[0]) if ids else None
+        return ids[0] if added is not None and added.special else None

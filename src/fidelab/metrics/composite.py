@@ -1,0 +1,230 @@
+"""The composite score, the only table of bands, and the verdict (METRICS §6).
+
+The composite is the source's summary of four axes; it is shown and never decides.  The verdict is ours: the
+upper 95% bound of the mean KL, lowered where something else shows harm.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+from fidelab.errors import UnknownNameError
+
+__all__ = [
+    "AXES",
+    "BANDS",
+    "Band",
+    "Bands",
+    "Composite",
+    "Verdict",
+    "composite",
+    "harmonic_mean",
+    "kl_band",
+    "lower",
+    "normal_draws",
+    "verdict",
+]
+
+Floats = NDArray[np.float64]
+
+AXES = ("trajectory", "kld", "rniah", "plad")
+
+
+class Band(StrEnum):
+    """The four grades, best first."""
+
+    EXCELLENT = "EXCELLENT"
+    PASS = "PASS"
+    DEGRADED = "DEGRADED"
+    FAIL = "FAIL"
+
+
+_ORDER = tuple(Band)
+
+
+@dataclass(frozen=True)
+class Bands:
+    """Lowest score (0…100) of each band; below the last one is FAIL."""
+
+    excellent: float
+    passed: float
+    degraded: float
+
+    def band(self, score: float) -> Band:
+        """The band of a score; NaN is FAIL."""
+        edges = (self.excellent, self.passed, self.degraded)
+        return next((band for band, edge in zip(_ORDER, edges, strict=False) if score >= edge), Band.FAIL)
+
+
+BANDS = {"fidelab": Bands(95.0, 85.0, 70.0), "refract": Bands(90.0, 80.0, 60.0)}
+
+# Upper bounds (nats, exclusive) of the mean KL for each band; from the last one on is FAIL.
+_KL_EDGES = (0.01, 0.05, 0.1)
+
+# ------------------------------------------------------------------------------------------- composite
+
+
+def harmonic_mean(scores: Sequence[float]) -> float | None:
+    """``k / Σ 1/s``; 0 where any score is ≤ 0, NaN where any is NaN, None without scores (METRICS §6)."""
+    if not scores:
+        return None
+    return float(_harmonic(np.asarray(scores, dtype=np.float64)[None, :])[0])
+
+
+def _harmonic(scores: Floats) -> Floats:
+    """Row-wise harmonic means of ``[R, k]``."""
+    positive = np.where(scores <= 0, np.inf, scores)  # keeps the division quiet; replaced below
+    means: Floats = np.where((scores <= 0).any(axis=1), 0.0, scores.shape[1] / (1.0 / positive).sum(axis=1))
+    return np.where(np.isnan(scores).any(axis=1), np.nan, means)
+
+
+@dataclass(frozen=True)
+class Composite:
+    """The harmonic mean of the axes measured.
+
+    Attributes:
+        value: 0…100; None when no axis was measured.
+        interval: 95% interval; None where an axis measured brought no replicates, or a score is NaN.
+        band: None unless all four axes were measured.
+        too_close_to_call: the band is known and the interval reaches into another one.
+        missing: the axes that were not measured.
+    """
+
+    value: float | None
+    interval: tuple[float, float] | None
+    band: Band | None
+    too_close_to_call: bool
+    missing: tuple[str, ...]
+
+
+def composite(
+    scores: Mapping[str, float | None],
+    replicates: Mapping[str, Floats] | None = None,
+    *,
+    bands: str = "fidelab",
+    level: float = 0.95,
+    n_draws: int = 2000,
+    seed: int = 0,
+) -> Composite:
+    """Harmonic mean of the axis scores (0…100, None = not measured), with interval and band (METRICS §6).
+
+    ``replicates``: per axis, draws ``[R]`` of its *score* under its own uncertainty, of any number:
+    transformed bootstrap replicates, or :func:`normal_draws` of an interval.  One form, so that it does not
+    matter here how an axis knew its spread.  Each axis is drawn from on its own: two axes over the same
+    prompts and the same seed share their resamples, and pairing those up would correlate them.
+
+    Raises:
+        UnknownNameError: an axis or a band table that does not exist.
+    """
+    for axis in (*scores, *(replicates or {})):
+        if axis not in AXES:
+            raise UnknownNameError("composite axis", axis, AXES)
+    if bands not in BANDS:
+        raise UnknownNameError("band table", bands, BANDS)
+    measured = {axis: score for axis in AXES if (score := scores.get(axis)) is not None}
+    missing = tuple(axis for axis in AXES if axis not in measured)
+    value = harmonic_mean(list(measured.values()))
+    if value is None:
+        return Composite(None, None, None, False, missing)
+    interval = None
+    if not math.isnan(value):
+        interval = _composite_interval(tuple(measured), replicates or {}, level, n_draws, seed)
+    if missing:
+        return Composite(value, interval, None, False, missing)
+    table = BANDS[bands]
+    close = interval is not None and table.band(interval[0]) != table.band(interval[1])
+    return Composite(value, interval, table.band(value), close, missing)
+
+
+def _composite_interval(
+    axes: tuple[str, ...], replicates: Mapping[str, Floats], level: float, n_draws: int, seed: int
+) -> tuple[float, float] | None:
+    known = {axis: values[np.isfinite(values)] for axis, values in replicates.items()}
+    if any(not len(known.get(axis, ())) for axis in axes):
+        return None
+    rng = np.random.default_rng([seed, len(axes)])
+    drawn = np.stack([rng.choice(known[axis], n_draws) for axis in axes], axis=1)
+    lo, hi = np.quantile(_harmonic(drawn), [0.5 - level / 2, 0.5 + level / 2]).tolist()
+    return lo, hi
+
+
+def normal_draws(
+    score: float, interval: tuple[float, float], *, level: float = 0.95, n_draws: int = 2000, seed: int = 0
+) -> Floats:
+    """Draws ``[n_draws]`` of a score that has an interval but no bootstrap, clipped to 0…100.
+
+    A normal with its own width on each side of ``score``, so that a lopsided interval (``[70.8, 100]`` around
+    100) comes back as the draws' percentiles.
+    """
+    z = np.random.default_rng(seed).standard_normal(n_draws)
+    reach = np.where(z < 0, score - interval[0], interval[1] - score) / special.ndtri(0.5 + level / 2)
+    return np.clip(score + z * reach, 0.0, 100.0)
+
+
+# --------------------------------------------------------------------------------------------- verdict
+
+
+def kl_band(upper_mean_kl: float) -> Band:
+    """Band of the upper 95% bound of a mean KL in nats (METRICS §6); NaN is FAIL."""
+    return next((b for b, edge in zip(_ORDER, _KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
+
+
+def lower(band: Band) -> Band:
+    """One band worse; FAIL stays."""
+    return _ORDER[min(_ORDER.index(band) + 1, len(_ORDER) - 1)]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why."""
+
+    band: Band | None
+    because: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """The band's name, or "no verdict"."""
+        return "no verdict" if self.band is None else self.band.value
+
+
+def verdict(
+    kld_upper: float | None,
+    n_failed: int,
+    n_positions: int,
+    lowered_because: Sequence[str] = (),
+    failed_because: Sequence[str] = (),
+) -> Verdict:
+    """The verdict on one candidate (METRICS §6).
+
+    Args:
+        kld_upper: upper 95% bound of the mean KL, nats, from an estimator over the full vocabulary; None
+            without one.
+        n_failed: positions with NaN, +inf or Q = 0 under P > 0, out of ``n_positions`` scored ones.
+        lowered_because: found harms that cost a band (R-NIAH or task loss, perplexity against KLD, earlier
+            degeneration).  They cost one band together, however many there are.
+        failed_because: what makes the output unusable (garbage).
+
+    Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``,
+    is FAIL, also where no KLD could be computed: what is known to be broken does not go without a verdict.
+    """
+    if not 0 <= n_failed <= n_positions:
+        raise ValueError(f"{n_failed} failed of {n_positions} positions")
+    failures = [f"{n_failed} of {n_positions} positions failed"] if n_failed else []
+    if failed_because or n_failed * 100 > n_positions:
+        return Verdict(Band.FAIL, (*failures, *failed_because, *lowered_because))
+    if kld_upper is None:
+        reason = "no upper bound of a mean KL over the full vocabulary"
+        return Verdict(None, (reason, *failures, *lowered_because))
+    band = kl_band(kld_upper)
+    if lowered_because:
+        band = lower(band)
+    if n_failed:
+        band = max(band, Band.DEGRADED, key=_ORDER.index)
+    return Verdict(band, (f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because))

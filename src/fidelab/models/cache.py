@@ -1,0 +1,67 @@
+"""The user's cache folder, and how something gets into it: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fidelab.errors import OutputError
+
+__all__ = ["build_once", "cache_dir"]
+
+
+def cache_dir() -> Path:
+    """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
+    own = os.environ.get("FIDELAB_CACHE")
+    if own:
+        return Path(own).expanduser().absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
+
+
+def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
+    """``target``, made by ``build`` if it is absent; returns ``target``.
+
+    ``build`` gets an empty scratch folder beside ``target`` and returns the finished file or folder in it,
+    which is renamed to ``target``: what stands under that name is complete.  The scratch folder goes in any
+    case, and what a killed process left there goes at the next attempt.  Only one process builds; others
+    wait for it.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    if target.exists():
+        return target
+    scratch = target.with_name(f".{target.name}.part")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(target.with_name(f".{target.name}.lock")):
+            if not target.exists():
+                _fill(scratch, target, build)
+    except OSError as error:
+        raise OutputError(
+            f"cannot write {target} ({error.strerror or error}); "
+            "set FIDELAB_CACHE to a folder that you may write and that has room"
+        ) from error
+    return target
+
+
+def _fill(scratch: Path, target: Path, build: Callable[[Path], Path]) -> None:
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir()
+    try:
+        build(scratch).replace(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock; the system frees it when the process ends, however it ends."""
+    import fcntl
+
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,82 @@
+"""Files from the Hugging Face hub; what can go wrong there becomes one line that says what to do.
+
+The token is the one ``huggingface_hub`` finds itself (``HF_TOKEN``, or a stored login); fidelab never sees
+it. An interrupted download is resumed or repeated by ``huggingface_hub``: a file gets its name only when it
+is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from fidelab.errors import InputError
+from fidelab.models.foreign import first_line
+
+__all__ = ["dataset_file", "snapshot"]
+
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*"]  # sub-folders and second copies of the weights in other layouts
+
+
+def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
+    """A model repository's folder on this machine and the commit it is of.
+
+    Raises:
+        InputError: gated, missing, no such revision, or the hub cannot be reached.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(repo, revision):
+        path = Path(
+            snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        )
+    return path, path.name
+
+
+def dataset_file(repo: str, filename: str) -> Path:
+    """One file of a dataset repository.
+
+    Raises:
+        InputError: as :func:`snapshot`.
+    """
+    from huggingface_hub import snapshot_download
+
+    with _hub_errors(repo, None):
+        file = Path(snapshot_download(repo, repo_type="dataset", allow_patterns=[filename])) / filename
+    if not file.is_file():
+        raise InputError(f"{repo} on the hub has no file {filename} any more")
+    return file
+
+
+@contextmanager
+def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
+    try:
+        yield
+    except (
+        Exception
+    ) as error:  # the one boundary: huggingface_hub lets errors of several HTTP libraries through
+        raise InputError(_line(error, repo, revision)) from error
+
+
+def _line(error: Exception, repo: str, revision: str | None) -> str:
+    from huggingface_hub import errors
+
+    match error:
+        case errors.GatedRepoError():
+            return (
+                f"{repo} is gated: accept its terms on its hub page, "
+                "then set HF_TOKEN to a token of that account and run again"
+            )
+        case errors.RepositoryNotFoundError():
+            return (
+                f"{repo} is neither a path here nor a repository on the hub that you may read; "
+                "check the spelling, or set HF_TOKEN if it is private"
+            )
+        case errors.RevisionNotFoundError():
+            return f"{repo} has no revision {revision!r}; name a branch, tag or commit from its hub page"
+        case errors.HFValidationError():
+            return f"{repo!r} is not a hub id: write owner/name or owner/name@revision"
+    said = first_line(error.__cause__ or error)
+    return f"cannot fetch {repo} from the hub ({said}); check the connection and run again, or pass a path"

@@ -1,0 +1,218 @@
+"""A model's name, as the user writes it → a :class:`Model` whose files lie on this machine."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fidelab.errors import InputError, UsageError
+from fidelab.models import embedded, hub
+from fidelab.models.cache import cache_dir
+from fidelab.models.gguf import to_safetensors
+from fidelab.models.weights import file_sha256, folder_sha256, measure, read_json, weight_files
+
+__all__ = ["Listed", "Model", "listing", "path", "pull", "resolve"]
+
+_HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
+_FORMS = (
+    f"an embedded name ({', '.join(embedded.NAMES)}), a hub id (owner/name or owner/name@revision), "
+    "a model folder or a .gguf file"
+)
+
+
+@dataclass(frozen=True)
+class Model:
+    """A checkpoint on this machine.
+
+    ``path`` is the folder that Transformers, vLLM and SGLang load, whatever the model came from; ``gguf``
+    the file that llama.cpp loads, where there is one.  ``weights`` is the hash of the content, ``revision``
+    the hub's commit. ``vocab_size`` counts the rows of the LM head, which may be more than the tokenizer
+    knows; ``parameters`` and ``weight_bytes`` what the files store; ``native`` is the 16-bit type that
+    stands for the checkpoint's own. ``tied``: the LM head is the embedding table.  ``kind`` is ``fake`` for
+    the analytic engine's model, which has no files.
+    """
+
+    name: str
+    path: Path
+    kind: Literal["folder", "gguf", "fake"]
+    weights: str
+    revision: str | None
+    vocab_size: int
+    hidden_size: int
+    max_positions: int | None
+    parameters: int
+    native: Literal["bf16", "f16"]
+    architecture: str
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    tied: bool = False
+    weight_bytes: int = 0
+    gguf: Path | None = None
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of the LM head matrix in 16 bits."""
+        return 2 * self.vocab_size * self.hidden_size
+
+
+@dataclass(frozen=True)
+class Listed:
+    """One embedded model: whether it is at hand, its bytes on disk, where it lies or would lie."""
+
+    name: str
+    present: bool
+    size: int
+    path: Path
+
+
+def resolve(name: str) -> Model:
+    """The model behind ``name``, fetched or converted if need be.
+
+    ``name``: an embedded name, ``fake`` or ``fake:…``, a model folder, a ``.gguf`` file, or a hub id
+    ``owner/name[@revision]``; a path wins over a hub id of the same spelling.
+
+    Raises:
+        InputError: nothing of that name, or what is there cannot be used; the message says what to do.
+    """
+    if name == "fake" or name.startswith("fake:"):
+        return _fake(name)
+    if name in embedded.NAMES:
+        return _read(embedded.pull(), name, gguf=embedded.gguf_file())
+    here = Path(name).expanduser()
+    if name and here.is_dir():
+        return _read(here.absolute(), name)
+    if here.is_file():
+        return _from_gguf(here.absolute(), name)
+    match = _HUB_ID.fullmatch(name)
+    if match is None or here.suffix == ".gguf":
+        raise InputError(_unknown(name))
+    folder, commit = hub.snapshot(match["repo"], match["revision"])
+    return _read(folder, name, revision=commit)
+
+
+def listing() -> list[Listed]:
+    """The embedded models; fetches nothing."""
+    home = embedded.home()
+    size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file()) if home.is_dir() else 0
+    present = (home / "hf").is_dir() and (home / "model.gguf").is_file()
+    return [Listed(embedded.NAMES[0], present, size, home)]
+
+
+def pull(name: str) -> Model:
+    """Fetch (and convert) a model, so that it is at hand later; as :func:`resolve`."""
+    return resolve(name)
+
+
+def path(name: str, form: str = "hf") -> Path:
+    """Where a model lies, fetched if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
+
+    Raises:
+        UsageError: no such form.
+        InputError: the model cannot be had, or has no GGUF file.
+    """
+    if form not in ("hf", "gguf"):
+        raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")
+    if form == "gguf" and name in embedded.NAMES:
+        return embedded.gguf_file()
+    model = resolve(name)
+    found = model.path if form == "hf" else model.gguf
+    if found is None or model.kind == "fake":
+        raise InputError(f"{name} has no {form} form; pass the path of a .gguf file, or an embedded name")
+    return found
+
+
+def _unknown(name: str) -> str:
+    if Path(name).suffix == ".gguf":
+        return f"no file {name}"
+    return f"no model {name!r} here; a model is {_FORMS}"
+
+
+def _fake(name: str) -> Model:
+    return Model(
+        name=name,
+        path=Path(name),
+        kind="fake",
+        weights=hashlib.sha256(name.encode()).hexdigest(),
+        revision=None,
+        vocab_size=256,
+        hidden_size=256,
+        max_positions=1 << 20,
+        parameters=0,
+        native="bf16",
+        architecture="fake",
+    )
+
+
+def _from_gguf(file: Path, name: str) -> Model:
+    if file.suffix != ".gguf":
+        raise InputError(f"{name} is a file; a model is {_FORMS}")
+    folder = to_safetensors(file, cache_dir() / "models" / "gguf" / file_sha256(file))
+    return _read(folder, name, kind="gguf", gguf=file)
+
+
+def _read(
+    folder: Path,
+    name: str,
+    *,
+    kind: Literal["folder", "gguf"] = "folder",
+    revision: str | None = None,
+    gguf: Path | None = None,
+) -> Model:
+    if not (folder / "config.json").is_file():
+        raise InputError(_no_config(folder, name))
+    config = read_json(folder / "config.json")
+    nested = config.get("text_config")
+    text: dict[str, Any] = {**config, **nested} if isinstance(nested, dict) else config
+    files = weight_files(folder)
+    size = measure(files)
+    heads = _first(text, "num_attention_heads", "n_head")
+    hidden = _required(folder, text, "hidden_size", "n_embd", "d_model")
+    return Model(
+        name=name,
+        path=folder,
+        kind=kind,
+        weights=folder_sha256(folder, files),
+        revision=revision,
+        vocab_size=_required(folder, text, "vocab_size"),
+        hidden_size=hidden,
+        max_positions=_first(text, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+        parameters=size.parameters,
+        native="f16" if _dtype(config, text) == "float16" else "bf16",
+        architecture=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
+        layers=_first(text, "num_hidden_layers", "n_layer"),
+        kv_heads=_first(text, "num_key_value_heads") or heads,
+        head_dim=_first(text, "head_dim") or (hidden // heads if heads else None),
+        tied=bool(text.get("tie_word_embeddings")) or not size.has_head,
+        weight_bytes=size.bytes,
+        gguf=gguf,
+    )
+
+
+def _no_config(folder: Path, name: str) -> str:
+    inside = sorted(file.name for file in folder.glob("*.gguf"))
+    if inside:
+        return f"{name} has no config.json but GGUF files: pass one of them, for example {folder / inside[0]}"
+    where = "" if str(folder) == name else f" ({folder})"
+    return (
+        f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
+    )
+
+
+def _first(config: dict[str, Any], *keys: str) -> int | None:
+    return next((int(config[key]) for key in keys if isinstance(config.get(key), int)), None)
+
+
+def _required(folder: Path, config: dict[str, Any], *keys: str) -> int:
+    value = _first(config, *keys)
+    if value is None:
+        raise InputError(f"{folder / 'config.json'} has no {keys[0]}: it does not describe a language model")
+    return value
+
+
+def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
+    found = (place.get(key) for place in (text, config) for key in ("dtype", "torch_dtype"))
+    return str(next((value for value in found if value), "")).removeprefix("torch.")

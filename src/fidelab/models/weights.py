@@ -1,0 +1,200 @@
+"""What a checkpoint folder holds: its weight files, their size, and one hash for its content."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fidelab.core import canonical_json, digest
+from fidelab.errors import InputError
+from fidelab.models.cache import cache_dir
+
+__all__ = ["Size", "file_sha256", "folder_sha256", "measure", "read_json", "weight_files"]
+
+_INDEX = "model.safetensors.index.json"
+_PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+_TOKENIZER = (
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "generation_config.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "tekken.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tokenizer_config.json",
+    "vocab.json",
+    "vocab.txt",
+)
+_NOISE = {
+    "transformers_version",
+    "_name_or_path",
+    "_model_name_or_path",
+}  # of a config: who wrote it, from where
+_CACHE_FROM = 1 << 20  # bytes: smaller files are hashed faster than looked up
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file.
+
+    Raises:
+        InputError: the file is not JSON, or not an object.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path} should hold a JSON object, not {type(value).__name__}")
+    return value
+
+
+def weight_files(folder: Path) -> tuple[Path, ...]:
+    """The safetensors files of a checkpoint, sorted: by its index, else ``model.safetensors``, else all.
+
+    Raises:
+        InputError: there are none, only pickled ones, or the index names files that are missing or outside
+            the folder.
+    """
+    index = folder / _INDEX
+    if index.is_file():
+        return _indexed(index)
+    single = folder / "model.safetensors"
+    found = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
+    if found:
+        return found
+    pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
+    if pickled:
+        raise InputError(
+            f"{folder} holds pickled weights only ({pickled[0]}), which can run code when loaded; "
+            "fidelab reads safetensors: convert them, or take a revision that has safetensors"
+        )
+    raise InputError(
+        f"{folder} has no *.safetensors file: a model folder holds config.json, weights and a tokenizer"
+    )
+
+
+def _indexed(index: Path) -> tuple[Path, ...]:
+    entries = read_json(index).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise InputError(f"{index} has no weight_map; fetch the model again")
+    names = sorted({str(name) for name in entries.values()})
+    for name in names:
+        pure = PurePosixPath(name.replace("\\", "/"))
+        if pure.is_absolute() or ".." in pure.parts or ":" in name:
+            raise InputError(
+                f"{index} names a file outside its folder ({name!r}); do not use this checkpoint"
+            )
+    missing = [name for name in names if not (index.parent / name).is_file()]
+    if missing:
+        raise InputError(
+            f"{index.parent} is incomplete: {len(missing)} of {len(names)} weight files are missing, "
+            f"the first is {missing[0]}; fetch the model again"
+        )
+    return tuple(index.parent / name for name in names)
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the headers of weight files say: numbers stored, their bytes, and whether an LM head is there."""
+
+    parameters: int
+    bytes: int
+    has_head: bool
+
+
+def measure(files: tuple[Path, ...]) -> Size:
+    """Count what the files store, from their headers.  A packed 4-bit weight counts as what it is packed in.
+
+    Raises:
+        InputError: a file is not a complete safetensors file.
+    """
+    tensors = [(name, entry) for path in files for name, entry in _header(path).items()]
+    return Size(
+        parameters=sum(math.prod(entry["shape"]) for _, entry in tensors),
+        bytes=sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in tensors),
+        has_head=any("lm_head" in name or "embed_out" in name for name, _ in tensors),
+    )
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            n = int.from_bytes(file.read(8), "little")
+            if n > size - 8:
+                raise ValueError("its header goes beyond the end of the file")
+            header: dict[str, Any] = json.loads(file.read(n))
+        header.pop("__metadata__", None)
+        end = 8 + n + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if end != size:
+            raise ValueError(f"{size} bytes where its header says {end}")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise InputError(
+            f"{path} is not a complete safetensors file ({error}); fetch the model again"
+        ) from None
+    return header
+
+
+def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
+    """SHA-256 over names and contents of weights, config and tokenizer, in sorted order.
+
+    The place of the folder and notes about who wrote the config do not count.
+
+    Raises:
+        InputError: a file from the hub's cache has not the hash it was stored under.
+    """
+    parts = [(path.relative_to(folder).as_posix(), _checked_sha256(path)) for path in files]
+    parts += [(name, file_sha256(folder / name)) for name in _TOKENIZER if (folder / name).is_file()]
+    config = {key: value for key, value in read_json(folder / "config.json").items() if key not in _NOISE}
+    parts.append(("config.json", digest(canonical_json(config))))
+    return digest(*(text for part in sorted(parts) for text in part))
+
+
+def _checked_sha256(path: Path) -> str:
+    """The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked."""
+    found = file_sha256(path)
+    stored = path.resolve()
+    if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != found:
+        raise InputError(
+            f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again"
+        )
+    return found
+
+
+def file_sha256(path: Path) -> str:
+    """SHA-256 of a file's bytes; of a large one remembered in the cache by path, size and time of change."""
+    real = path.resolve()
+    stat = real.stat()
+    if stat.st_size < _CACHE_FROM:
+        return hashlib.sha256(real.read_bytes()).hexdigest()
+    note = cache_dir() / "hashes" / digest(str(real), str(stat.st_size), str(stat.st_mtime_ns))
+    try:
+        known = note.read_text(encoding="ascii")
+    except (OSError, ValueError):
+        known = ""
+    if _SHA256.fullmatch(known):
+        return known
+    with real.open("rb") as file:
+        value = hashlib.file_digest(file, "sha256").hexdigest()
+    _remember(note, value)
+    return value
+
+
+def _remember(note: Path, value: str) -> None:
+    """Write the note whole; a cache that cannot be written only costs time."""
+    part = note.with_name(f"{note.name}.{os.getpid()}")
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(value, encoding="ascii")
+        part.replace(note)
+    except OSError:
+        part.unlink(missing_ok=True)

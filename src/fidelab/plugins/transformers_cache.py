@@ -1,0 +1,248 @@
+"""A Transformers cache that stores keys and values in any of our formats.
+
+``EncodedCache`` encodes on write and hands attention the decoded content of all positions, the current ones
+too, so prefill already sees the format.  Layer kinds come from Transformers' own dispatch: full attention,
+sliding-window and hybrid layers are encoded; layers without per-token keys and values (recurrent, convolution,
+shared) are left alone and counted.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
+
+from fidelab.errors import NotSupportedError
+from fidelab.formats.base import Format, Parts
+
+__all__ = ["EncodedCache", "EncodedStore"]
+
+
+class EncodedStore:
+    """Encoded content of one side (K or V) of one layer; grows along the token dimension.
+
+    Parts have shape ``[batch, heads, tokens, width]``; ``scale`` is the format's fitted scale, if it has one.
+    """
+
+    def __init__(self, fmt: Format) -> None:
+        self.format = fmt
+        self.parts: Parts | None = None
+        self.scale: Tensor | None = None
+        self.heads = 0
+        self.dim = 0
+
+    def write(self, x: Tensor, mask: Tensor | None) -> Tensor:
+        """Append content ``[B, H, T, D]`` and return everything stored so far, decoded, in ``x``'s type."""
+        if self.parts is None:
+            self.heads, self.dim = x.shape[1], x.shape[-1]
+            self.scale = self.format.fit(x, mask)
+            self.parts = self.format.encode(x, self.scale)
+        else:
+            new = self.format.encode(x, self.scale)
+            self.parts = tuple(torch.cat((old, part), dim=2) for old, part in zip(self.parts, new, strict=True))
+        return self.format.decode(self.parts, self.dim, x.dtype, self.scale)
+
+    def keep_last(self, tokens: int) -> None:
+        """Drop all but the last ``tokens`` positions (sliding windows)."""
+        if self.parts is not None and self.tokens > tokens:
+            start = self.tokens - tokens
+            # .clone(): a view would keep the dropped positions' memory alive
+            self.parts = tuple(part[:, :, start:, :].clone() for part in self.parts)
+
+    def select(self, indices: Tensor) -> None:
+        """Keep or reorder sequences of the batch."""
+        if self.parts is not None:
+            self.parts = tuple(part.index_select(0, indices) for part in self.parts)
+        if self.scale is not None:
+            self.scale = self.scale.index_select(0, indices)
+
+    @property
+    def tokens(self) -> int:
+        """Stored positions."""
+        return 0 if self.parts is None else self.parts[0].shape[2]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes really held: parts and fitted scale."""
+        held = 0 if self.parts is None else sum(part.untyped_storage().nbytes() for part in self.parts)
+        return held + (0 if self.scale is None else self.scale.untyped_storage().nbytes())
+
+    @property
+    def expected_bytes(self) -> int:
+        """Bytes the format promises for this content."""
+        if self.parts is None:
+            return 0
+        batch = self.parts[0].shape[0]
+        per_sequence = self.format.sequence_bytes(self.heads, self.dim)
+        return batch * (self.heads * self.tokens * self.format.token_bytes(self.dim) + per_sequence)
+
+
+class _EncodedAttention:
+    """Mixed in before a Transformers layer class: replaces the storage of keys and values, nothing else."""
+
+    k: EncodedStore
+    v: EncodedStore
+    owner: EncodedCache
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        mask = self.owner.padding_mask if self.k.parts is None else None
+        keys, values = self.k.write(key_states, mask), self.v.write(value_states, mask)
+        if self.is_sliding:
+            self.cumulative_length += key_states.shape[-2]
+            self.k.keep_last(self.sliding_window - 1)
+            self.v.keep_last(self.sliding_window - 1)
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self.cumulative_length if self.is_sliding else self.k.tokens
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.k.select(beam_idx)
+        self.v.select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.as_tensor(indices))
+
+    def _unsupported(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotSupportedError("an encoded cache cannot be cropped, offloaded, repeated or reset: make a new one")
+
+    crop = offload = prefetch = reset = batch_repeat_interleave = activate_past_recording = _unsupported
+
+
+class _EncodedFull(_EncodedAttention, DynamicLayer):
+    pass
+
+
+class _EncodedSliding(_EncodedAttention, DynamicSlidingWindowLayer):
+    pass
+
+
+class _EncodedHybrid(_EncodedAttention, LinearAttentionAndFullAttentionLayer):
+    pass
+
+
+class _EncodedHybridSliding(_EncodedAttention, LinearAttentionAndSlidingWindowAttentionLayer):
+    pass
+
+
+_ENCODED: dict[type[Any], type[Any]] = {
+    DynamicLayer: _EncodedFull,
+    DynamicSlidingWindowLayer: _EncodedSliding,
+    LinearAttentionAndFullAttentionLayer: _EncodedHybrid,
+    LinearAttentionAndSlidingWindowAttentionLayer: _EncodedHybridSliding,
+}
+
+
+class EncodedCache(DynamicCache):
+    """The cache to pass as ``past_key_values``.
+
+    Args:
+        config: the model's configuration; it says which layers have keys and values.
+        k, v: formats of keys and values.
+        skip_layers: layer numbers whose keys and values stay in the compute type.
+        padding_mask: ``[batch, tokens]`` bool of the first forward, False at left padding, so that fitted
+            scales do not see it.
+
+    Raises:
+        NotSupportedError: a layer keeps keys and values in a way that this cache does not know, or a
+            skipped layer does not exist.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        k: Format,
+        v: Format,
+        skip_layers: tuple[int, ...] = (),
+        padding_mask: Tensor | None = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.padding_mask = padding_mask
+        beyond = [layer for layer in skip_layers if layer >= len(self.layers)]
+        if beyond:
+            raise NotSupportedError(f"skip-layers={beyond[0]}: the model has layers 0–{len(self.layers) - 1}")
+        self.encoded: list[_EncodedAttention] = []
+        for index, layer in enumerate(self.layers):
+            if index in skip_layers or not isinstance(layer, DynamicLayer):
+                continue
+            self.layers[index] = self._encode_layer(index, layer, k, v)
+
+    def _encode_layer(self, index: int, layer: DynamicLayer, k: Format, v: Format) -> Any:
+        cls = _ENCODED.get(type(layer))
+        if cls is None:
+            raise NotSupportedError(
+                f"layer {index} keeps its cache in a {type(layer).__name__}, which cannot hold other formats yet"
+            )
+        fresh = cls.__new__(cls)
+        fresh.__dict__.update(layer.__dict__)  # sliding window, state counts: as Transformers configured them
+        fresh.k, fresh.v, fresh.owner = EncodedStore(k), EncodedStore(v), self
+        self.encoded.append(fresh)
+        return fresh
+
+    @property
+    def has_recurrent_layers(self) -> bool:
+        """Some layers carry state across tokens that left padding would enter."""
+        return any(hasattr(layer, "recurrent_states") for layer in self.layers)
+
+    @property
+    def kv_layers(self) -> int:
+        """Layers that hold keys and values, skipped ones included."""
+        return sum(isinstance(layer, DynamicLayer) for layer in self.layers)
+
+    def bytes(self) -> int:
+        """Bytes held by keys and values, skipped layers included."""
+        return sum(store.bytes for store in self._stores()) + self._plain_bytes()
+
+    def expected_bytes(self) -> int:
+        """Bytes that the formats promise for the same content."""
+        return sum(store.expected_bytes for store in self._stores()) + self._plain_bytes()
+
+    def bytes_per_token(self) -> float | None:
+        """Bytes per token of one sequence over all layers: ``None`` before the first write."""
+        return self._per_token([store.bytes for store in self._stores()])
+
+    def expected_bytes_per_token(self) -> float | None:
+        """The same from the formats' promise."""
+        return self._per_token([store.expected_bytes for store in self._stores()])
+
+    def storage_dtypes(self) -> tuple[str, str] | None:
+        """Element types of the K and V codes as held, or ``None`` before the first write."""
+        for layer in self.encoded:
+            if layer.k.parts is not None and layer.v.parts is not None:
+                return _dtype_name(layer.k.parts[0]), _dtype_name(layer.v.parts[0])
+        return None
+
+    def _per_token(self, held: list[int]) -> float | None:
+        total = 0.0
+        for count, store in zip(held, self._stores(), strict=True):
+            if store.parts is not None:
+                total += count / (store.parts[0].shape[0] * store.tokens)
+        for layer in self._plain():
+            for x in (layer.keys, layer.values):
+                total += x.nbytes / (x.shape[0] * x.shape[-2])
+        return total or None
+
+    def _stores(self) -> list[EncodedStore]:
+        return [store for layer in self.encoded for store in (layer.k, layer.v)]
+
+    def _plain(self) -> list[Any]:
+        encoded = {id(layer) for layer in self.encoded}
+        plain = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and id(layer) not in encoded]
+        return [layer for layer in plain if layer.is_initialized and layer.get_seq_length()]
+
+    def _plain_bytes(self) -> int:
+        return sum(x.nbytes for layer in self._plain() for x in (layer.keys, layer.values))
+
+
+def _dtype_name(x: Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")

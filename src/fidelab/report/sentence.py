@@ -1,0 +1,141 @@
+"""One plain sentence per candidate that says what to do.
+
+The band is given, never computed here; words and formats follow from it.  A cost is blamed on the keys only
+where something points to them: the values are native, or an arm of the same run with native keys does well.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fidelab.core import Estimator, Status
+from fidelab.report.view import format_kld, one_line
+
+__all__ = ["ArmFacts", "is_native", "sentence"]
+
+_ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
+_SIZE = {
+    "EXCELLENT": "near-lossless",
+    "PASS": "within the good range",
+    "DEGRADED": "a noticeable change",
+    "FAIL": "a significant change",
+}
+_NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
+
+
+@dataclass(frozen=True)
+class ArmFacts:
+    """What is known about one candidate when its sentence is written.
+
+    ``band``: the verdict's, ``None`` where there is none.  ``kld``: mean (nats), ``kld_upper`` the upper end
+    of its 95% interval.  ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run
+    whose keys are native and whose values have this arm's format, if there is one.  ``native_keys_format``:
+    what to suggest where there is none, in the engine's own words (``f16/q8_0`` on llama.cpp).
+    ``lowered_by``: why the band is below what the KLD alone gives.
+    """
+
+    k: str
+    v: str
+    status: Status = Status.OK
+    reason: str = ""
+    band: str | None = None
+    kld: float | None = None
+    kld_upper: float | None = None
+    estimator: str | None = None
+    n_positions: int | None = None
+    n_failed: int = 0
+    control: str | None = None
+    control_kld: float | None = None
+    native_keys_arm: str | None = None
+    native_keys_band: str | None = None
+    native_keys_kld: float | None = None
+    native_keys_format: str = "k16v8"
+    lowered_by: str = ""
+
+
+def is_native(name: str) -> bool:
+    """The format keeps the compute type, as engines call it (``bf16``, ``f16``, ``float32``, ``auto``)."""
+    return _NATIVE.match(name.lower()) is not None
+
+
+def sentence(arm: ArmFacts) -> str:
+    """What to do with the candidate, on one line."""
+    reason = one_line(arm.reason) or "no reason was recorded"
+    if arm.status is Status.FAILED:
+        return f"not running: {reason}"
+    if arm.status is Status.NOT_SUPPORTED:
+        return f"not supported: {reason}"
+    if arm.status is Status.NOT_ENGAGED:
+        return f"not engaged: this format did not run, so nothing is known about it: {reason}"
+    if arm.status is Status.IDENTICAL:
+        return "safe: the format ran and its output is identical to the reference's"
+    if arm.band is None:
+        return f"no verdict: {_why_none(arm)}"
+    return "; ".join([f"{_head(arm)}: {', '.join(_facts(arm))}", *_remedies(arm)])
+
+
+def _why_none(arm: ArmFacts) -> str:
+    if arm.estimator == Estimator.TOPK:
+        return f"only a lower bound could be measured (KLD {format_kld(arm.kld, bound=True)} nats)"
+    if arm.reason.strip():
+        return one_line(arm.reason)
+    if arm.kld is None:
+        return "full-vocabulary KLD was not measured"
+    return f"too little text for an interval (KLD {format_kld(arm.kld)} nats); measure more windows"
+
+
+def _head(arm: ArmFacts) -> str:
+    assert arm.band is not None
+    if arm.band in ("EXCELLENT", "PASS") or _hides_the_format(arm):
+        return _ADVICE[arm.band]
+    k_native, v_native = is_native(arm.k), is_native(arm.v)
+    mended = arm.native_keys_band in ("EXCELLENT", "PASS")
+    if not k_native and (v_native or mended):
+        return "keys break"
+    if k_native and not v_native:
+        return "values break"
+    return _ADVICE[arm.band]
+
+
+def _facts(arm: ArmFacts) -> list[str]:
+    assert arm.band is not None
+    facts = []
+    if arm.n_failed:
+        total = f" of {arm.n_positions:,}" if arm.n_positions else ""
+        facts.append(f"{arm.n_failed:,}{total} positions gave no number")
+    if arm.lowered_by:
+        facts.append(one_line(arm.lowered_by))
+    if arm.kld is not None:
+        most = f" (at most {format_kld(arm.kld_upper)})" if arm.kld_upper is not None else ""
+        facts.append(f"costs {format_kld(arm.kld)} nats{most}")
+    if not arm.n_failed and not arm.lowered_by:
+        facts.append(_SIZE[arm.band])
+    return facts
+
+
+def _remedies(arm: ArmFacts) -> list[str]:
+    bad = arm.band in ("DEGRADED", "FAIL")
+    if _mostly_control(arm):
+        named = f"control {one_line(arm.control)}" if arm.control else "control"
+        line = f"the kernel path, not the format, is most of it ({named}: {format_kld(arm.control_kld)})"
+        return [line, "try another attention backend"] if bad and not arm.n_failed else [line]
+    if not bad or _hides_the_format(arm):
+        return []
+    if is_native(arm.k):
+        return [] if is_native(arm.v) else ["try wider values"]
+    if arm.native_keys_band in ("EXCELLENT", "PASS"):
+        return [f"try {one_line(arm.native_keys_arm or '')} ({format_kld(arm.native_keys_kld)} nats)"]
+    if arm.native_keys_band is not None:
+        other = f"{one_line(arm.native_keys_arm or '')}: {format_kld(arm.native_keys_kld)} nats"
+        return [f"native keys alone do not mend it ({other}): try wider values too"]
+    return [f"try {arm.native_keys_format}"]
+
+
+def _mostly_control(arm: ArmFacts) -> bool:
+    return arm.control_kld is not None and arm.kld is not None and arm.control_kld > arm.kld / 2
+
+
+def _hides_the_format(arm: ArmFacts) -> bool:
+    """Something else than the format's width explains the band."""
+    return bool(arm.n_failed or arm.lowered_by) or _mostly_control(arm)

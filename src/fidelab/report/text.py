@@ -1,0 +1,115 @@
+"""A report as terminal text: what failed, one table, one sentence per candidate, floor and control.
+
+Nothing from models, logs or configs is read as markup.  At 100 columns all figures are shown; in a narrower
+terminal the tail (p99, max) and top-1 are left out, and a line says so.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from fidelab.report.view import ABSENT, ArmRow, Estimate, View, build_view, one_line
+from fidelab.results.record import Report
+
+__all__ = ["render_text", "wrap_name"]
+
+_WIDE = 98
+_NAME_WIDTH = 17
+_ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "Δ": "d"})
+_STYLES = {
+    "excellent": "bold green",
+    "identical": "bold green",
+    "pass": "green",
+    "degraded": "yellow",
+    "fail": "bold red",
+    "broken": "red",
+}
+
+
+def render_text(report: Report, console: Console, *, folder: Path | None = None) -> None:
+    """Print the report; ``folder`` is where its files lie."""
+    view = build_view(report)
+    wide = console.width >= _WIDE
+
+    def line(text: str, style: str = "") -> None:
+        console.print(_text(text, console, style), overflow="fold")
+
+    line(f"{view.title}; {view.subtitle}", "bold")
+    if view.failures:
+        line("failed items:", "red")
+        for failure in view.failures:
+            line(f"  {failure}")
+    console.print(_table(view, console, wide))
+    for row in view.candidates:
+        close = " (composite too close to call)" if row.too_close else ""
+        line(f"{row.name}: {row.sentence}{close}")
+    line("")
+    line(view.floor)
+    line(view.control)
+    if not wide:
+        line("narrow terminal: p99, max and top-1 are left out")
+    if folder is not None:
+        # Not wrapped: a path is to be copied.
+        console.print(_text(f"files: {one_line(str(folder))}", console), soft_wrap=True)
+
+
+def wrap_name(name: str, width: int) -> str:
+    """A long name on several lines, broken after a separator where there is one in the second half."""
+    lines = []
+    while len(name) > width:
+        cuts = [match.end() for match in re.finditer(r"[/,:=_\-\s\]]", name[:width])]
+        cut = cuts[-1] if cuts and cuts[-1] > width // 2 else width
+        lines.append(name[:cut].rstrip())
+        name = name[cut:]
+    return "\n".join([*lines, name])
+
+
+def _table(view: View, console: Console, wide: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if wide else 0, 0, 0), show_lines=False)
+    table.add_column("arm", overflow="fold", max_width=_NAME_WIDTH)
+    table.add_column("verdict", overflow="fold")
+    for header in ("KLD\nnats", "over\ncontrol"):
+        table.add_column(header, justify="right", no_wrap=True)
+    if wide:
+        table.add_column("p99\nmax", justify="right", no_wrap=True)
+        table.add_column("top-1", justify="right", no_wrap=True)
+    for header in ("traj.\n0-100", "comp.\n0-100"):
+        table.add_column(header, justify="right", no_wrap=True)
+    table.add_column("bytes/\ntoken", justify="right", no_wrap=True)
+    for row in view.rows:
+        tail = [_stacked(Estimate(row.p99, row.max)), row.top1] if wide else []
+        cells = [
+            *(_stacked(estimate) for estimate in (row.kld, row.excess)),
+            *tail,
+            *(_stacked(estimate) for estimate in (row.trajectory, row.composite)),
+            row.cache_bytes,
+        ]
+        table.add_row(
+            _text(wrap_name(row.name, _NAME_WIDTH), console),
+            _text(_verdict(row), console, _STYLES.get(row.key, "")),
+            *(_text(cell, console) for cell in cells),
+        )
+    return table
+
+
+def _verdict(row: ArmRow) -> str:
+    return f"{row.verdict}\n{row.note}" if row.note else row.verdict
+
+
+def _stacked(estimate: Estimate) -> str:
+    return estimate.value if estimate.margin == ABSENT else f"{estimate.value}\n{estimate.margin}"
+
+
+def _text(text: str, console: Console, style: str = "") -> Text:
+    """Literal text that the console's encoding can hold."""
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
+    return Text(text, style=style)

@@ -1,0 +1,468 @@
+"""The record of a run: ``report.json``, schema ``fidelab.report/0``.
+
+Units: scores 0-100, KL divergences in nats, intervals 95%, memory in bytes, throughput in tok/s, shares 0-1.
+Absent is ``null``; NaN and infinities are refused when a record is built, so they cannot be written.
+``python -m fidelab.results.record`` prints the JSON Schema.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal, NoReturn, Self
+
+from pydantic import (
+    AfterValidator,
+    AwareDatetime,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+
+from fidelab.core import Estimator, FormatSpec, KVSpec, Status
+from fidelab.errors import InputError, OutputError
+
+__all__ = [
+    "SCHEMA",
+    "ArmRecord",
+    "Axes",
+    "Band",
+    "Bins",
+    "Composite",
+    "Excess",
+    "KVFormats",
+    "KldAxis",
+    "OtherAxis",
+    "Ran",
+    "Report",
+    "TrajectoryAxis",
+    "Verdict",
+    "write_atomically",
+]
+
+SCHEMA: Final = "fidelab.report/0"
+
+Band = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
+
+
+def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
+    if interval[0] > interval[1]:
+        raise ValueError(f"the lower bound {interval[0]} lies above the upper bound {interval[1]}")
+    return interval
+
+
+def _strict_json(value: Any) -> Any:
+    """The value as JSON gives it back (tuples become lists); what JSON cannot hold is refused."""
+    try:
+        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
+        text.encode()  # lone surrogates
+    except (TypeError, RecursionError) as error:
+        raise ValueError(str(error)) from None
+    return json.loads(text)
+
+
+Score = Annotated[float, Field(ge=0, le=100)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Nats = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
+Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
+Free = Annotated[Any, AfterValidator(_strict_json)]
+FreeDict = Annotated[dict[str, Any], AfterValidator(_strict_json)]
+
+_NEEDS_REASON = frozenset({Status.FAILED, Status.NOT_ENGAGED, Status.NOT_SUPPORTED, Status.NOT_MEASURABLE})
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        json_schema_serialization_defaults_required=True,  # what is written names every field
+        validate_by_name=True,
+        validate_by_alias=True,
+    )
+
+
+class _Outcome(_Record):
+    status: Status
+    """How it ended."""
+    reason: str | None = None
+    """Why, in one line; always there when the status is neither ok nor identical."""
+
+    @model_validator(mode="after")
+    def _explained(self) -> Self:
+        if self.status in _NEEDS_REASON and not (self.reason or "").strip():
+            raise ValueError(f"status {self.status.value!r} needs a reason")
+        return self
+
+
+# ------------------------------------------------------------------------------------------------- axes
+
+
+class Excess(_Record):
+    """Candidate minus control, paired over the same resampling units."""
+
+    mean: float | None = None
+    """Mean difference, in the axis's own unit (KLD: nats; scores: points)."""
+    ci: Interval | None = None
+    """95% interval of the paired difference; null with a single unit."""
+
+
+class Bins(_Record):
+    """A mean per bin."""
+
+    edges: tuple[float, ...]
+    """Bin edges, one more than there are bins."""
+    mean: tuple[float | None, ...]
+    """Mean of each bin; null where the bin is empty."""
+    count: tuple[Count, ...]
+    """Values in each bin."""
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if not len(self.edges) - 1 == len(self.mean) == len(self.count):
+            raise ValueError(
+                f"{len(self.edges)} edges need {len(self.edges) - 1} means and counts, "
+                f"not {len(self.mean)} and {len(self.count)}"
+            )
+        return self
+
+
+class _Axis(_Outcome):
+    score: Score | None = None
+    """0-100, higher is closer to the reference."""
+    ci: Interval | None = None
+    """95% interval of the score."""
+    n_failed: Count | None = None
+    """Items that a failure made unusable; they are in no other figure."""
+    excess_over_control: Excess | None = None
+    """The cost beyond the control arm's."""
+
+    @model_validator(mode="after")
+    def _no_score_without_outcome(self) -> Self:
+        if self.status in _NEEDS_REASON and self.score is not None:
+            raise ValueError(f"status {self.status.value!r} cannot have a score")
+        return self
+
+
+class KldAxis(_Axis):
+    """KL divergence from the reference over the full vocabulary, in nats per scored position."""
+
+    mean: Nats | None = None
+    """Mean KL (nats); a lower bound where the estimator is topk."""
+    mean_ci: Interval | None = None
+    """95% interval of the mean (nats)."""
+    stderr: Nats | None = None
+    """Standard error of the mean (nats)."""
+    median: Nats | None = None
+    """Median KL (nats)."""
+    p90: Nats | None = None
+    """90th percentile (nats)."""
+    p95: Nats | None = None
+    """95th percentile (nats)."""
+    p99: Nats | None = None
+    """99th percentile (nats)."""
+    p999: Nats | None = None
+    """99.9th percentile (nats)."""
+    max: Nats | None = None
+    """Largest KL of one position (nats)."""
+    top1: Share | None = None
+    """Share of positions whose most likely token is the reference's (0-1)."""
+    rms_dp: Share | None = None
+    """Root mean square change of the actual next token's probability (0-1)."""
+    n_positions: Count | None = None
+    """Positions asked for; ``n_failed`` of them gave no number."""
+    estimator: Estimator | None = None
+    """How the distributions were obtained."""
+    by_position: Bins | None = None
+    """Mean KL (nats) by position in the window."""
+    by_confidence: Bins | None = None
+    """Mean KL (nats) by the reference's largest probability (0-1)."""
+    n_units: Count | None = None
+    """Resampling units behind the interval (documents, or blocks of windows)."""
+
+
+class TrajectoryAxis(_Axis):
+    """Greedy decoding: how long the candidate writes what the reference writes."""
+
+    exact_match_rate: Share | None = None
+    """Share of items with equal token ids throughout (0-1)."""
+    median_first_divergence: float | None = None
+    """Median index of the first differing token over the items that diverge; null where none does."""
+    near_tie_share: Share | None = None
+    """Share of divergences where the reference's margin is under 0.1 nats (0-1)."""
+    positional_agreement: Share | None = None
+    """Share of positions with equal tokens, also after a divergence (0-1)."""
+    n_items: Count | None = None
+    """Prompts asked; ``n_failed`` of them were unusable."""
+    n_predict: Count | None = None
+    """Tokens generated at most."""
+    template: str | None = None
+    """Chat template used, or ``raw``."""
+    survival: tuple[Share, ...] | None = None
+    """Entry n: share of items still identical after n tokens (entry 0 is 1)."""
+    score_refract: Score | None = None
+    """The score by REFRACT's definition (compat mode)."""
+
+
+class OtherAxis(_Axis):
+    """An axis that this schema has no model for (third-party, or of a later version)."""
+
+    n_items: Count | None = None
+    """Items asked."""
+    details: FreeDict = Field(default_factory=dict)
+    """Further figures, named by the axis."""
+
+
+class Axes(_Record):
+    """Axis name → what it found; any other name holds the general form of an axis."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, OtherAxis] = Field(init=False)
+
+    kld: KldAxis | None = None
+    """Fidelity of the distributions."""
+    trajectory: TrajectoryAxis | None = None
+    """Fidelity of greedy text."""
+
+    def others(self) -> dict[str, OtherAxis]:
+        """The axes without a model of their own."""
+        return dict(self.__pydantic_extra__)
+
+
+# ------------------------------------------------------------------------------------------------- arms
+
+
+class KVFormats(_Record):
+    """What was asked for the cache, in the engine's own names."""
+
+    k: str
+    """Format of the keys."""
+    v: str
+    """Format of the values."""
+    options: FreeDict = Field(default_factory=dict)
+    """Options: ``k`` and ``v`` (of each side), ``skip_layers``; only those that were given."""
+
+    @classmethod
+    def from_spec(cls, spec: KVSpec) -> KVFormats:
+        """The record of a KV spec."""
+
+        def given(side: FormatSpec) -> dict[str, str]:
+            return dict(side.options)
+
+        options = {"k": given(spec.k), "v": given(spec.v), "skip_layers": list(spec.skip_layers)}
+        return cls(
+            k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value}
+        )
+
+
+class Ran(_Record):
+    """What really ran, as the engine tells it; engines may add keys of their own."""
+
+    model_config = ConfigDict(extra="allow")
+    __pydantic_extra__: dict[str, Free] = Field(init=False)
+
+    k_dtype: str | None = None
+    """Type of the stored keys."""
+    v_dtype: str | None = None
+    """Type of the stored values."""
+    attention: str | None = None
+    """Attention backend or kernel."""
+    cache_bytes_per_token: Annotated[float, Field(ge=0)] | None = None
+    """Bytes of KV cache per token, all layers, scales included."""
+    versions: dict[str, str] = Field(default_factory=dict)
+    """Package → version, in the engine's environment."""
+
+    def others(self) -> dict[str, Any]:
+        """The engine's own keys."""
+        return dict(self.__pydantic_extra__)
+
+
+class Composite(_Record):
+    """Harmonic mean of the axes measured; shown, never a verdict."""
+
+    value: Score | None = None
+    """0-100."""
+    ci: Interval | None = None
+    """95% interval."""
+    band: Band | None = None
+    """Null unless all four axes were measured."""
+    too_close_to_call: bool = False
+    """The interval crosses the edge of a band."""
+
+
+class Verdict(_Record):
+    """What to do with a candidate."""
+
+    band: Band | None = None
+    """By the upper 95% bound of the mean KL; null is "no verdict"."""
+    sentence: str
+    """One plain sentence that says what to do."""
+    because: tuple[str, ...] = ()
+    """The facts that set or lowered the band."""
+
+
+class ArmRecord(_Outcome):
+    """One thing that was run, or was to be run."""
+
+    name: str
+    """Short name, unique among the candidates."""
+    engine: str
+    """Engine that runs it."""
+    model: str
+    """The model as the user knows it."""
+    kv: KVFormats
+    """What was asked."""
+    ran: Ran | None = None
+    """What ran; null where nothing was opened."""
+    axes: Axes = Field(default_factory=Axes)
+    """Fidelity against the reference; empty for the reference itself."""
+    benches: FreeDict = Field(default_factory=dict)
+    """Bench name → its figures (ms, tok/s, bytes)."""
+    composite: Composite | None = None
+    """The source's combined score."""
+    verdict: Verdict | None = None
+    """Candidates have one, also when nothing ran."""
+
+    @field_validator("status")
+    @classmethod
+    def _arm_status(cls, status: Status) -> Status:
+        if status is Status.NOT_MEASURABLE:
+            raise ValueError("'not_measurable' is the outcome of an axis, not of an arm")
+        return status
+
+
+# ----------------------------------------------------------------------------------------------- report
+
+
+class Report(_Record):
+    """Everything a run found."""
+
+    schema_name: Literal["fidelab.report/0"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of this schema."""
+    run_id: str
+    """Name of the run's folder."""
+    created: AwareDatetime
+    """When the report was made, with time zone."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that repeats the run."""
+    environment: FreeDict = Field(default_factory=dict)
+    """Device, driver, operating system, Python, packages."""
+    settings: FreeDict = Field(default_factory=dict)
+    """The resolved settings, defaults included."""
+    comparability_key: FreeDict = Field(default_factory=dict)
+    """What must agree before two numbers stand in one ranking."""
+    reference: ArmRecord
+    """The arm that all others are compared with."""
+    control: ArmRecord | None = None
+    """The nearest arm that should cost nothing: the noise floor of the kernel path."""
+    candidates: tuple[ArmRecord, ...] = ()
+    """The arms in question."""
+    floor: Axes = Field(default_factory=Axes)
+    """The reference against a replicate of itself: repeatability."""
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [arm.name for arm in self.candidates]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"two candidates are named {twice[0]!r}")
+        return self
+
+    def to_json(self) -> str:
+        """Strict JSON, indented, ending in a newline."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    @classmethod
+    def from_json(cls, path: str | Path) -> Report:
+        """Read a report file.
+
+        Raises:
+            InputError: unreadable, not JSON, of another schema, or malformed; the message names the place.
+        """
+        path = Path(path)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except OSError as error:
+            raise InputError(f"{path}: cannot read the report: {error.strerror}") from error
+        except UnicodeDecodeError as error:
+            raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+        _check_schema(path, text)
+        try:
+            return cls.model_validate_json(text, strict=True)
+        except ValidationError as error:
+            raise InputError(f"{path}: {_first_fault(error)}") from error
+
+    def write(self, path: str | Path) -> Path:
+        """Write the file in one step: readers see the old one or the whole new one.
+
+        Raises:
+            OutputError: the file cannot be written.
+        """
+        return write_atomically(path, self.to_json())
+
+    @classmethod
+    def json_schema(cls) -> dict[str, Any]:
+        """JSON Schema of what :meth:`write` writes."""
+        schema = cls.model_json_schema(by_alias=True, mode="serialization")
+        head = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$id": SCHEMA}
+        return {**head, **schema, "title": SCHEMA}
+
+
+def _check_schema(path: Path, text: str) -> None:
+    def refuse(constant: str) -> NoReturn:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        plain = json.loads(text, parse_constant=refuse)
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {error}") from error
+    found = plain.get("schema") if isinstance(plain, dict) else None
+    if found is None:
+        raise InputError(f"{path}: not a fidelab report (it names no schema)")
+    if found != SCHEMA:
+        raise InputError(f"{path}: has schema {found!r}; this fidelab reads {SCHEMA!r}")
+
+
+def _first_fault(error: ValidationError) -> str:
+    faults = error.errors(include_url=False)
+    place = ".".join(str(part) for part in faults[0]["loc"]) or "the report"
+    more = f" (and {len(faults) - 1} more)" if len(faults) > 1 else ""
+    return f"{place}: {faults[0]['msg']}{more}"
+
+
+def write_atomically(path: str | Path, text: str) -> Path:
+    """Write a text file under a temporary name beside its place, then rename it.
+
+    Raises:
+        OutputError: the folder or the file cannot be written.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("w", encoding="utf-8", newline="\n") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot write: {error.strerror}") from error
+    return path
+
+
+if __name__ == "__main__":
+    print(json.dumps(Report.json_schema(), indent=2))

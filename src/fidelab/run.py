@@ -1,0 +1,379 @@
+"""The conductor: plan, run, score, store, report.  Read this first.
+
+A run's life: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
+runs in a fresh process that leaves captures; captures are scored into a report.  Everything between the
+first and the last step is on disk, so a run that was stopped anywhere goes on with :func:`resume`, and
+:func:`rescore` needs no engine at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import fidelab
+from fidelab.axes.base import AxisInputs
+from fidelab.captures.manifest import load_manifest, slug
+
+from fidelab.captures.writer import store_vocabulary
+from fidelab.config.load import dump, load
+from fidelab.config.schema import Experiment
+from fidelab.core import Status
+from fidelab.errors import CaptureError, OutputError
+from fidelab.inputs.corpus import load_text
+from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.plan.build import Plan, PlannedJob, build_plan, expected_bytes
+from fidelab.plan.resolve import Settings, resolve_experiment
+from fidelab.results.record import Report
+from fidelab.results.store import RunFolder
+from fidelab.scoring import ArmResult, RunFacts, score_run
+from fidelab.workers.messages import Captured, Job, Message, Opened, Progress
+from fidelab.workers.parent import Outcome, run_worker
+
+__all__ = ["Listener", "Prepared", "Silent", "capture", "execute", "prepare", "rescore", "resume"]
+
+_SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
+
+
+class Listener(Protocol):
+    """Who watches a run (a progress bar, plain lines, nobody)."""
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        """The plan is made."""
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        """A job begins; ``reused``: all its captures exist already."""
+
+    def opened(self, job: PlannedJob, seconds: float) -> None:
+        """The model is loaded."""
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        """Tokens processed since the last call."""
+
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+        """A job is over, however it ended."""
+
+    def scoring(self) -> None:
+        """All captures are there; scores are computed."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Silent:
+    """Nobody watches."""
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
+    def opened(self, job: PlannedJob, seconds: float) -> None: ...
+    def progress(self, job: PlannedJob, tokens: int) -> None: ...
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
+    def scoring(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what it was made from."""
+
+    plan: Plan
+    tokenizer: Tokenizer
+    sample: str
+
+    @property
+    def settings(self) -> Settings:
+        """The resolved experiment."""
+        return self.plan.settings
+
+
+def prepare(experiment: Experiment) -> Prepared:
+    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
+
+    Raises:
+        FidelabError: anything a user can mend, in one line.
+    """
+    settings = resolve_experiment(_absolute(experiment))
+    tokenizer = Tokenizer.load(settings.model)
+    text = load_text(settings.experiment.text)
+    prompts = settings.experiment.prompts
+    inputs = AxisInputs(
+        tokenizer=tokenizer,
+        text=text,
+        prompts=load_prompts(None if prompts == "default" else Path(prompts)),
+        max_positions=settings.model.max_positions,
+    )
+    plan = build_plan(settings, inputs)
+    _check_disk(plan)
+    return Prepared(plan, tokenizer, text.content[:_SAMPLE_CHARACTERS])
+
+
+def execute(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[Report, RunFolder]:
+    """Run an experiment in a new run folder.
+
+    Raises:
+        FidelabError: before anything ran.  What fails later is in the report.
+        KeyboardInterrupt: stopped; the children are ended and the folder can be resumed.
+    """
+    prepared = prepare(experiment)
+    folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model))
+    facts = RunFacts(folder.run_id, _now(), command, _environment())
+    try:
+        folder.config.write_text(dump(prepared.settings.experiment, {"command": command, "created": facts.created}), "utf-8")
+    except OSError as error:
+        raise OutputError(f"{folder.config}: cannot write: {error.strerror}") from None
+    return _conduct(prepared, folder, facts, listener or Silent()), folder
+
+
+def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, RunFolder]:
+    """Go on with a stopped run: finished captures are kept, the rest is made, all is scored.
+
+    Raises:
+        FidelabError: no run folder, or its settings no longer hold.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    prepared = prepare(load(folder.config))
+    facts = _stored_facts(folder)
+    folder.event("resumed")
+    return _conduct(prepared, folder, facts, listener or Silent()), folder
+
+
+def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
+    """Compute all scores again from the captures; no engine and no model are needed.
+
+    Raises:
+        InputError: the folder is no run.  CaptureError: a capture is gone or damaged; names it.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    record = folder.read_outcomes()
+    results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
+    return _finish(load(folder.config), folder, RunFacts(**record["facts"]), results), folder
+
+
+def capture(experiment: Experiment, *, listener: Listener | None = None) -> list[ArmResult]:
+    """Run only the reference arm's captures, into ``captures_dir``: the first phase apart from scoring."""
+    prepared = prepare(experiment)
+    job = prepared.plan.job("reference")
+    assert job is not None
+    settings = prepared.settings
+    logs = settings.captures_dir / "logs"
+    watcher = listener or Silent()
+    watcher.start(Plan(settings, (job,)), None)
+    try:
+        with _terminate_as_interrupt():
+            return [_run_job(job, prepared, logs / f"{slug(job.arm.name)}.log", watcher, lambda *_a, **_k: None)]
+    finally:
+        watcher.close()
+
+
+# ----------------------------------------------------------------------------------------------- inside
+
+
+def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+    plan = prepared.plan
+    results: list[ArmResult] = []
+    folder.event("planned", jobs=[job.role for job in plan.jobs], unsupported=dict(plan.settings.unsupported))
+    listener.start(plan, folder)
+    try:
+        with _terminate_as_interrupt():
+            for job in plan.jobs:
+                result = _run_job(job, prepared, folder.log(job.role), listener, folder.event)
+                results.append(result)
+                _store_outcomes(folder, facts, results, prepared)
+            listener.scoring()
+            every = [*results, *_unsupported(plan)]
+            _store_outcomes(folder, facts, results, prepared)
+            return _finish(plan.settings.experiment, folder, facts, every)
+    except KeyboardInterrupt:
+        folder.event("interrupted")
+        raise
+    finally:
+        listener.close()
+
+
+def _run_job(
+    job: PlannedJob, prepared: Prepared, log: Path, listener: Listener, event: Callable[..., None]
+) -> ArmResult:
+    missing = job.missing()
+    tokens = sum(capture.tokens for capture in missing)
+    listener.job_started(job, tokens, reused=not missing)
+    event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
+    outcome = Outcome()
+    if missing:
+        vocabulary = prepared.tokenizer.vocabulary()
+        store_vocabulary(prepared.settings.captures_dir, vocabulary, prepared.tokenizer.pieces())
+        message = Job(
+            arm=job.arm.record(),
+            store=str(prepared.settings.captures_dir),
+            tasks=[capture.task() for capture in missing],
+            vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
+            sample_text=prepared.sample,
+            sample_ids=list(prepared.tokenizer.encode(prepared.sample)),
+        )
+
+        def listen(received: Message) -> None:
+            match received:
+                case Progress(tokens=done):
+                    listener.progress(job, done)
+                case Opened(seconds=seconds):
+                    listener.opened(job, seconds)
+                    event("opened", role=job.role, seconds=round(seconds, 3))
+                case Captured(index=index, seconds=seconds):
+                    event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+
+        outcome = run_worker(
+            message, log=log, env=_thread_env(job.arm.threads), deadline=prepared.settings.experiment.deadline, listen=listen
+        )
+    result = _result(job, [c.axis for c in missing], outcome)
+    event("job_ended", role=job.role, status=str(result.status), reason=result.reason, seconds=round(outcome.seconds, 3))
+    listener.job_ended(job, result)
+    return result
+
+
+def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
+    """What the store holds now counts, not what the worker said."""
+    captures, failures, ran = {}, {}, outcome.ran
+    for capture in job.captures:
+        try:
+            manifest = load_manifest(capture.folder)
+        except CaptureError:
+            index = asked.index(capture.axis) if capture.axis in asked else -1
+            failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
+        else:
+            captures[capture.axis] = capture.folder
+            ran = ran or manifest["ran"]
+    status = outcome.status
+    if status is Status.OK and failures:
+        status = Status.FAILED
+    reason = outcome.reason
+    if status is not Status.OK and outcome.log_tail and reason:
+        reason = f"{reason} (last log line: {outcome.log_tail[-1][:200]})" if _adds(outcome, reason) else reason
+    timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
+    return ArmResult(job.role, job.arm, status, reason, ran, captures, failures, timing)
+
+
+def _adds(outcome: Outcome, reason: str) -> bool:
+    """The log says something that a crash's reason does not."""
+    return reason.startswith("the worker") and outcome.log_tail[-1] not in reason
+
+
+def _unsupported(plan: Plan) -> list[ArmResult]:
+    settings = plan.settings
+    roles = {arm.name: f"candidate:{arm.name}" for arm in settings.candidates}
+    if settings.control is not None and settings.control.name in settings.unsupported:
+        roles[settings.control.name] = "control"
+    arms = {arm.name: arm for arm in settings.arms()}
+    return [
+        ArmResult(roles[name], arms[name], Status.NOT_SUPPORTED, reason)
+        for name, reason in settings.unsupported.items()
+    ]
+
+
+def _store_outcomes(folder: RunFolder, facts: RunFacts, results: list[ArmResult], prepared: Prepared) -> None:
+    every = [*results, *_unsupported(prepared.plan)]
+    folder.write_outcomes({"facts": vars(facts), "arms": [result.record(folder.path) for result in every]})
+
+
+def _stored_facts(folder: RunFolder) -> RunFacts:
+    """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
+    with contextlib.suppress(Exception):
+        return RunFacts(**folder.read_outcomes()["facts"])
+    head = dict(line[2:].split(": ", 1) for line in folder.config.read_text("utf-8").splitlines() if line.startswith("# "))
+    return RunFacts(folder.run_id, head.get("created", _now()), head.get("command", ""), _environment())
+
+
+def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results: list[ArmResult]) -> Report:
+    from fidelab.report.html import write_html
+
+    scored = score_run(experiment, facts, results)
+    folder.write_positions(scored.positions)
+    write_html(scored.report, folder.html)
+    scored.report.write(folder.report)  # last: a run folder with a report is complete
+    folder.event("reported", report=folder.report.name)
+    return scored.report
+
+
+def _absolute(experiment: Experiment) -> Experiment:
+    """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
+    updates: dict[str, Any] = {"output_dir": str(Path(experiment.output_dir).expanduser().absolute())}
+    for name in ("text", "prompts", "model"):
+        value = getattr(experiment, name)
+        if Path(value).expanduser().exists() and value not in ("default", "fake"):
+            updates[name] = str(Path(value).expanduser().absolute())
+    if experiment.captures_dir is not None:
+        updates["captures_dir"] = str(Path(experiment.captures_dir).expanduser().absolute())
+    return experiment.model_copy(update=updates)
+
+
+def _check_disk(plan: Plan) -> None:
+    settings = plan.settings
+    need = needed_bytes(plan)
+    place = next(path for path in (settings.captures_dir, *settings.captures_dir.parents) if path.exists())
+    free = shutil.disk_usage(place).free
+    if need > free:
+        raise OutputError(
+            f"captures need about {need / 2**30:.2f} GiB in {settings.captures_dir}, {free / 2**30:.2f} GiB are free: "
+            "use fewer --windows, or another --output-dir"
+        )
+
+
+def needed_bytes(plan: Plan) -> int:
+    """Disk that the captures still to be made will take, heads included."""
+    settings = plan.settings
+    width, dtype = settings.model.hidden_size, settings.experiment.dtype
+    need = sum(expected_bytes(capture, width, dtype) for job in plan.jobs for capture in job.missing())
+    head = settings.model.vocab_size * width * 2
+    return need + (head if need and not any((settings.captures_dir / "heads").glob("*.safetensors")) else 0)
+
+
+def _thread_env(threads: int) -> dict[str, str]:
+    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+    fixed = {name: str(threads) for name in names} | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    # Spinning OpenMP threads fall to a tenth of their speed as soon as anything else wants a core.
+    return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"})
+
+
+def _environment() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    import psutil
+
+    return {
+        "fidelab": fidelab.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "usable_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+    }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends children and leaves a resumable run, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raise_interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, raise_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,354 @@
+"""Captures → report, without any engine: what ``run``, ``rescore`` and ``score`` have in common."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.axes import AXES
+from fidelab.axes.base import Axis, AxisScore, excess, replicates
+from fidelab.captures.pair import Pair, comparability_key
+from fidelab.captures.reader import Capture
+from fidelab.config.schema import Experiment
+from fidelab.core import Arm, KVSpec, Status
+from fidelab.errors import FidelabError, MismatchError
+from fidelab.metrics.composite import composite, verdict
+from fidelab.report.sentence import ArmFacts, is_native, sentence
+from fidelab.results.record import ArmRecord, Axes, Bins, Composite, KVFormats, Ran, Report, Verdict
+
+__all__ = ["ArmResult", "RunFacts", "Scored", "score_run"]
+
+_BYTES_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What became of one arm: its captures by axis, or why there are none.
+
+    ``role``: ``reference``, ``control``, ``candidate:<name>`` or ``floor``.
+    """
+
+    role: str
+    arm: Arm
+    status: Status
+    reason: str | None = None
+    ran: Mapping[str, Any] | None = None
+    captures: Mapping[str, Path] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    timing: Mapping[str, float | None] = field(default_factory=dict)
+
+    def record(self, base: Path) -> dict[str, Any]:
+        """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
+        return {
+            "role": self.role,
+            "arm": self.arm.record(),
+            "status": str(self.status),
+            "reason": self.reason,
+            "ran": self.ran,
+            "captures": {axis: _relative(path, base) for axis, path in self.captures.items()},
+            "failures": dict(self.failures),
+            "timing": dict(self.timing),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], base: Path) -> ArmResult:
+        """The inverse of :meth:`record`."""
+        return cls(
+            role=record["role"],
+            arm=Arm.from_record(record["arm"]),
+            status=Status(record["status"]),
+            reason=record["reason"],
+            ran=record["ran"],
+            captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
+            failures=record["failures"],
+            timing=record["timing"],
+        )
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What the report says about the run itself."""
+
+    run_id: str
+    created: str
+    command: str
+    environment: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The report, and per arm the columns of ``positions.parquet``."""
+
+    report: Report
+    positions: Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult]) -> Scored:
+    """Score every arm against the reference, control and floor included.
+
+    A failed reference leaves every candidate without scores; a failed candidate leaves the others theirs.
+    """
+    scorer = _Scorer(experiment, results)
+    reference = scorer.by_role["reference"]
+    control = scorer.by_role.get("control")
+    candidates = [result for result in results if result.role.startswith("candidate:")]
+    measured = {result.role: scorer.measure(result) for result in results if result.role != "reference"}
+    summary = _Summary(experiment, measured, control)
+    report = Report(
+        run_id=facts.run_id,
+        created=facts.created,  # type: ignore[arg-type]  # pydantic reads the ISO text
+        fidelab_version=fidelab.__version__,
+        command=facts.command,
+        environment=dict(facts.environment),
+        settings=experiment.model_dump(mode="json"),
+        comparability_key=scorer.comparability(),
+        reference=_bare_record(reference),
+        control=None if control is None else summary.record(control),
+        candidates=tuple(summary.record(candidate) for candidate in candidates),
+        floor=summary.axes(measured["floor"]) if "floor" in measured else Axes(),
+    )
+    tables = [
+        (result.arm.name, score.positions)
+        for result in [*([control] if control else []), *candidates]
+        for score in measured[result.role].scores.values()
+        if score.positions
+    ]
+    return Scored(report, tables)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """One arm's axis scores, or why an axis has none."""
+
+    result: ArmResult
+    status: Status
+    reason: str | None
+    scores: Mapping[str, AxisScore]
+    failures: Mapping[str, tuple[Status, str]]
+
+
+class _Scorer:
+    """Pairs every arm's captures with the reference's."""
+
+    def __init__(self, experiment: Experiment, results: Sequence[ArmResult]) -> None:
+        self.experiment = experiment
+        self.by_role = {result.role: result for result in results}
+        self.axes: dict[str, Axis] = {}
+        for name, values in experiment.axes.items():
+            cls: type[Axis] = AXES.load(name)
+            self.axes[name] = cls(cls.Settings.model_validate(values))
+        self._reference: dict[str, Capture] = {}
+        for axis, folder in self.by_role["reference"].captures.items():
+            self._reference[axis] = Capture(folder)
+
+    def comparability(self) -> dict[str, Any]:
+        return {axis: comparability_key(capture) for axis, capture in self._reference.items()}
+
+    def measure(self, result: ArmResult) -> _Measured:
+        scores: dict[str, AxisScore] = {}
+        failures: dict[str, tuple[Status, str]] = {}
+        status, reason = _engaged(result)
+        for name, axis in self.axes.items():
+            if status in (Status.NOT_SUPPORTED, Status.NOT_ENGAGED):
+                failures[name] = (status, reason or "")
+                continue
+            try:
+                scores[name] = self._score(axis, name, result)
+            except MismatchError:
+                raise
+            except FidelabError as error:
+                failures[name] = (Status.FAILED, str(error))
+        if status is Status.OK and failures:
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(text for _, text in failures.values()))
+        elif status is Status.OK and scores and all(score.identical for score in scores.values()):
+            status = Status.IDENTICAL
+        return _Measured(result, status, reason, scores, failures)
+
+    def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
+        if name not in result.captures:
+            raise FidelabError(result.failures.get(name) or result.reason or "no capture")
+        if name not in self._reference:
+            reference = self.by_role["reference"]
+            why = reference.failures.get(name) or reference.reason or "no capture"
+            raise FidelabError(f"the reference has no answer: {why}")
+        test = Capture(result.captures[name])
+        pair = Pair.match(self._reference[name], test, subset=result.role == "floor")
+        return axis.score(pair, self.experiment.seed)
+
+
+def _engaged(result: ArmResult) -> tuple[Status, str | None]:
+    """Is there proof that the asked format ran?  (DESIGN §4, proof of engagement)"""
+    if result.status is not Status.OK or result.ran is None:
+        return result.status, result.reason
+    ran, kv = result.ran, result.arm.kv
+    for side, asked in (("k", kv.k), ("v", kv.v)):
+        found = ran.get(f"{side}_format")
+        if found is None:
+            return Status.NOT_ENGAGED, f"the engine gave no evidence that {side.upper()} was stored as {asked}"
+        if found != str(asked):
+            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {found}"
+    held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
+    if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
+        return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"
+    return result.status, result.reason
+
+
+class _Summary:
+    """Axis scores → records, with what needs the other arms: excess over control, composite, verdict, sentence."""
+
+    def __init__(
+        self, experiment: Experiment, measured: Mapping[str, _Measured], control: ArmResult | None
+    ) -> None:
+        self.experiment = experiment
+        self.seed = experiment.seed
+        self.measured = measured
+        self.control = None if control is None else measured["control"]
+
+    def record(self, result: ArmResult) -> ArmRecord:
+        this = self.measured[result.role]
+        axes = self.axes(this)
+        base = _bare_record(result)
+        return base.model_copy(
+            update={
+                "status": this.status,
+                "reason": this.reason,
+                "axes": axes,
+                "composite": self._composite(this),
+                "verdict": self._verdict(this),
+            }
+        )
+
+    def axes(self, this: _Measured) -> Axes:
+        """All axes of one arm."""
+        found: dict[str, Any] = {}
+        for name in self.experiment.axes:
+            if name in this.failures:
+                status, reason = this.failures[name]
+                found[name] = {"status": status, "reason": reason}
+                continue
+            score = this.scores[name]
+            found[name] = {
+                **_figures(score),
+                "status": Status.IDENTICAL if score.identical else Status.OK,
+                "excess_over_control": self._excess(this, name),
+            }
+            if score.score() is None:
+                found[name] |= {"status": Status.FAILED, "reason": "no item was usable"}
+        return Axes.model_validate(found)
+
+    def _excess(self, this: _Measured, axis: str) -> dict[str, Any] | None:
+        if self.control is None or this is self.control or axis not in self.control.scores:
+            return None
+        return excess(this.scores[axis], self.control.scores[axis], self.seed)
+
+    def _composite(self, this: _Measured) -> Composite | None:
+        if not this.scores:
+            return None
+        draws = {name: replicates(score, self.seed) for name, score in this.scores.items()}
+        whole = composite(
+            {name: score.score() for name, score in this.scores.items()},
+            {name: values for name, values in draws.items() if values is not None},
+            bands=self.experiment.bands,
+            seed=self.seed,
+        )
+        return Composite(
+            value=whole.value,
+            ci=whole.interval,
+            band=None if whole.band is None else whole.band.value,
+            too_close_to_call=whole.too_close_to_call,
+        )
+
+    def _verdict(self, this: _Measured) -> Verdict:
+        kld = this.scores.get("kld")
+        facts = self._facts(this)
+        if kld is None or this.status not in (Status.OK, Status.IDENTICAL):
+            return Verdict(band=None, sentence=sentence(facts), because=(facts.reason or "no full-vocabulary KLD",))
+        ruling = self._ruling(this)
+        band = None if ruling.band is None else ruling.band.value
+        return Verdict(band=band, sentence=sentence(facts), because=ruling.because)
+
+    def _ruling(self, this: _Measured) -> Any:
+        kld = this.scores["kld"]
+        interval = kld.mean_interval(self.seed)
+        failed = int((~kld.usable).sum())
+        return verdict(None if interval is None else interval[1], failed, len(kld.usable))
+
+    def _facts(self, this: _Measured) -> ArmFacts:
+        kv = this.result.arm.kv
+        kld = this.scores.get("kld")
+        figures = kld.figures if kld is not None else {}
+        interval = figures.get("mean_ci")
+        ruling = self._ruling(this) if kld is not None else None
+        control_kld = self.control.scores.get("kld") if self.control and self.control is not this else None
+        other = self._native_keys_arm(this)
+        other_kld = other.scores.get("kld") if other else None
+        return ArmFacts(
+            k=kv.k.name,
+            v=kv.v.name,
+            status=this.status,
+            reason=this.reason or "",
+            band=ruling.band.value if ruling is not None and ruling.band is not None else None,
+            kld=figures.get("mean"),
+            kld_upper=interval[1] if interval else None,
+            estimator=figures.get("estimator"),
+            n_positions=figures.get("n_positions"),
+            n_failed=figures.get("n_failed", 0),
+            control=self.control.result.arm.name if control_kld is not None and self.control else None,
+            control_kld=control_kld.figures.get("mean") if control_kld is not None else None,
+            native_keys_arm=other.result.arm.name if other else None,
+            native_keys_band=self._band(other),
+            native_keys_kld=other_kld.figures.get("mean") if other_kld is not None else None,
+            native_keys_format=_native_keys(kv),
+        )
+
+    def _band(self, this: _Measured | None) -> str | None:
+        if this is None or "kld" not in this.scores:
+            return None
+        band = self._ruling(this).band
+        return None if band is None else str(band.value)
+
+    def _native_keys_arm(self, this: _Measured) -> _Measured | None:
+        """An arm of this run with the same values and native keys."""
+        kv = this.result.arm.kv
+        if is_native(kv.k.name):
+            return None
+        for other in self.measured.values():
+            theirs = other.result.arm.kv
+            if other.result.role.startswith("candidate:") and is_native(theirs.k.name) and theirs.v == kv.v:
+                return other
+        return None
+
+
+def _native_keys(kv: KVSpec) -> str:
+    return "k16v8" if kv.v.name.startswith("fp8") else f"bf16/{kv.v}"
+
+
+def _figures(score: AxisScore) -> dict[str, Any]:
+    """Figures as the record names them; what is not finite has no place in it."""
+    figures = dict(score.figures)
+    for name in ("by_position", "by_confidence"):
+        if name in figures:
+            bins = figures[name]
+            figures[name] = Bins(edges=bins["edges"], mean=bins["means"], count=bins["counts"]) if bins["edges"] else None
+    return figures
+
+
+def _bare_record(result: ArmResult) -> ArmRecord:
+    return ArmRecord(
+        status=result.status,
+        reason=result.reason,
+        name=result.arm.name,
+        engine=result.arm.engine,
+        model=result.arm.model,
+        kv=KVFormats.from_spec(result.arm.kv),
+        ran=None if result.ran is None else Ran.model_validate(dict(result.ran)),
+        benches={"timing": dict(result.timing)} if result.timing else {},
+    )
+
+
+def _relative(path: Path, base: Path) -> str:
+    return os.path.relpath(path, base)

@@ -1,0 +1,178 @@
+"""The worker process: opens one engine, streams answers into captures, exits.
+
+Runs as ``python -m fidelab.workers.child`` in the engine's environment; besides the engine itself only the
+standard library and numpy are imported.  Messages go out on the original standard output; whatever the
+engine prints there is sent to standard error, which the parent keeps as the arm's log.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+from fidelab.captures.container import Array
+from fidelab.captures.writer import CaptureWriter, store_head
+from fidelab.core import Arm, Status, Vocabulary, probe_from_record
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Engine
+from fidelab.errors import EngineError, FidelabError, NotSupportedError
+from fidelab.workers.messages import (
+    PROTOCOL,
+    Captured,
+    Done,
+    Failed,
+    Hello,
+    Job,
+    Message,
+    Opened,
+    ProbeFailed,
+    ProbeTask,
+    Progress,
+    decode,
+    encode,
+)
+
+ORPHANED = 3  # exit code of a child whose parent went away
+_PROGRESS_EVERY = 0.2  # seconds between progress messages
+
+
+class _Outbox:
+    """Sends messages; bundles progress."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self._tokens = 0
+        self._last = 0.0
+
+    def send(self, message: Message) -> None:
+        self._stream.write(encode(message))
+        self._stream.flush()
+
+    def progress(self, tokens: int) -> None:
+        self._tokens += tokens
+        now = time.monotonic()
+        if now - self._last >= _PROGRESS_EVERY:
+            self.flush()
+            self._last = now
+
+    def flush(self) -> None:
+        if self._tokens:
+            self.send(Progress(self._tokens))
+            self._tokens = 0
+
+
+class _Sink:
+    """The engine's view of a capture writer."""
+
+    def __init__(self, writer: CaptureWriter, outbox: _Outbox) -> None:
+        self._writer = writer
+        self._outbox = outbox
+
+    def add(self, item: int, arrays: Mapping[str, Array]) -> None:
+        self._writer.add(item, arrays)
+
+    def fail(self, item: int, reason: str) -> None:
+        self._writer.fail(item, reason)
+
+    def progress(self, tokens: int) -> None:
+        self._outbox.progress(tokens)
+
+
+def main() -> int:
+    """Say hello, read one job, do it."""
+    outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
+    os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
+    outbox.send(Hello(pid=os.getpid()))
+    inbox = sys.stdin.buffer
+    line = inbox.readline()
+    if not line:
+        return ORPHANED
+    job = decode(line)
+    if not isinstance(job, Job) or job.protocol != PROTOCOL:
+        outbox.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
+        return 1
+    threading.Thread(target=_exit_with_parent, args=(inbox,), daemon=True).start()
+    try:
+        _work(job, outbox)
+    except NotSupportedError as error:
+        outbox.send(Failed(Status.NOT_SUPPORTED, str(error)))
+        return 1
+    except Exception as error:
+        traceback.print_exc()
+        outbox.send(Failed(Status.FAILED, reason_of(error)))
+        return 1
+    return 0
+
+
+def _work(job: Job, outbox: _Outbox) -> None:
+    started = time.monotonic()
+    arm = Arm.from_record(job.arm)
+    engine: Engine = ENGINES.load(arm.engine)()
+    engine.open(arm)
+    if job.sample_text:
+        _check_tokenizer(engine, job)
+    outbox.send(Opened(time.monotonic() - started))
+    for index, task in enumerate(job.tasks):
+        began = time.monotonic()
+        try:
+            path = _answer(engine, arm, job, task, outbox)
+        except Exception as error:
+            traceback.print_exc()
+            outbox.flush()
+            outbox.send(ProbeFailed(index, reason_of(error)))
+            continue
+        outbox.flush()
+        outbox.send(Captured(index, str(path), time.monotonic() - began))
+    outbox.send(Done(engine.ran().record()))
+    engine.close()
+
+
+def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox) -> Path:
+    probe = probe_from_record(task.probe)
+    writer = CaptureWriter(Path(task.target), probe, task.key, arm.record(), Vocabulary(**job.vocabulary))
+    try:
+        answer = engine.answer(probe, _Sink(writer, outbox))
+        if answer.head is not None:
+            writer.head(store_head(Path(job.store), answer.head, answer.softcap, answer.scale))
+        return writer.finish(answer.estimator, engine.ran().record(), answer.facts)
+    except BaseException:
+        writer.abort()
+        raise
+
+
+def _check_tokenizer(engine: Engine, job: Job) -> None:
+    ours, theirs = list(job.sample_ids), engine.tokenize(job.sample_text)
+    if ours != theirs:
+        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        raise EngineError(
+            f"the engine's tokenizer disagrees with the model's own from token {at} of a sample on; "
+            "its numbers could not be compared"
+        )
+
+
+def reason_of(error: BaseException) -> str:
+    """One line for an exception: our own messages as they are, others with their type."""
+    if isinstance(error, FidelabError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return f"no space left on the device while writing {error.filename or 'a capture'}"
+    text = " ".join(str(error).split())[:500]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _exit_with_parent(inbox: BinaryIO) -> None:
+    """The parent holds our standard input open for as long as it lives; its end is ours, even after SIGKILL."""
+    while inbox.read(1):
+        pass
+    os._exit(ORPHANED)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

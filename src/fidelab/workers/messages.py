@@ -1,0 +1,135 @@
+"""Typed parent–child messages: one JSON object per line, over the child's standard input and output.
+
+The version is checked when the child says hello, because the child may live in another environment.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from fidelab.errors import EngineError
+
+__all__ = [
+    "PROTOCOL",
+    "Captured",
+    "Done",
+    "Failed",
+    "Hello",
+    "Job",
+    "Message",
+    "Opened",
+    "ProbeFailed",
+    "ProbeTask",
+    "Progress",
+    "decode",
+    "encode",
+]
+
+PROTOCOL = 1
+
+
+@dataclass(frozen=True)
+class ProbeTask:
+    """One probe to answer: its record, where the capture goes, and the capture's key."""
+
+    probe: Mapping[str, Any]
+    target: str
+    key: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """Parent → child: everything one arm has to answer."""
+
+    arm: Mapping[str, Any]
+    store: str
+    tasks: list[ProbeTask]
+    vocabulary: Mapping[str, Any]
+    sample_text: str = ""
+    sample_ids: list[int] = field(default_factory=list)
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Hello:
+    """Child → parent: alive, before anything heavy is imported."""
+
+    pid: int
+    protocol: int = PROTOCOL
+
+
+@dataclass(frozen=True)
+class Opened:
+    """Child → parent: the model is loaded; ``seconds`` since the job arrived."""
+
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Child → parent: ``tokens`` processed since the last message."""
+
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Captured:
+    """Child → parent: the capture of task ``index`` is in place."""
+
+    index: int
+    path: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ProbeFailed:
+    """Child → parent: task ``index`` failed, the next one goes on."""
+
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Child → parent: nothing more can be answered.  ``kind``: a value of core.Status."""
+
+    kind: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """Child → parent: all tasks were tried; what ran."""
+
+    ran: Mapping[str, Any]
+
+
+Message = Job | Hello | Opened | Progress | Captured | ProbeFailed | Failed | Done
+_TYPES: dict[str, type[Any]] = {
+    cls.__name__: cls for cls in (Job, Hello, Opened, Progress, Captured, ProbeFailed, Failed, Done)
+}
+
+
+def encode(message: Message) -> bytes:
+    """One line."""
+    return json.dumps({"type": type(message).__name__, **asdict(message)}, ensure_ascii=True).encode() + b"\n"
+
+
+def decode(line: bytes) -> Message:
+    """The inverse of :func:`encode`.
+
+    Raises:
+        EngineError: the line is no message of this protocol.
+    """
+    try:
+        fields = json.loads(line)
+        cls = _TYPES[fields.pop("type")]
+        if cls is Job:
+            fields["tasks"] = [ProbeTask(**task) for task in fields["tasks"]]
+        message: Message = cls(**fields)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineError(f"the worker sent something that is no message ({error}): {line[:80]!r}") from None
+    return message

@@ -1,0 +1,59 @@
+"""Fixtures that several rooms share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from fidelab.models import Model, resolve
+
+MakeFolder = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Model:
+    """The embedded model; fetched and converted on first use."""
+    return resolve("smollm2-135m")
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty fidelab cache of this test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("FIDELAB_CACHE", str(folder))
+    return folder
+
+
+@pytest.fixture
+def make_folder(cache: Path) -> MakeFolder:
+    """Writes a checkpoint of 320 float32 parameters; keywords change its config, ``None`` drops a key."""
+
+    def make(folder: Path, **changes: Any) -> Path:
+        folder.mkdir(parents=True)
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 32,
+            "hidden_size": 8,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "max_position_embeddings": 64,
+            "torch_dtype": "bfloat16",
+            **changes,
+        }
+        kept = {key: value for key, value in config.items() if value is not None}
+        (folder / "config.json").write_text(json.dumps(kept))
+        table = np.arange(256, dtype=np.float32).reshape(32, 8)
+        layer = np.ones((8, 8), dtype=np.float32)
+        tensors = {"model.embed_tokens.weight": table, "model.layers.0.self_attn.q_proj.weight": layer}
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make

@@ -1,0 +1,289 @@
+"""What every format promises, run over one table of all formats and options."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fidelab.core import KVSpec
+from fidelab.formats import FORMATS, create
+from fidelab.formats.base import Format
+
+NATIVE = ["f32", "f16", "bf16"]
+FP8 = [
+    f"{name}[scale={scale}]"
+    for name in ("fp8_e4m3", "fp8_e5m2")
+    for scale in ("none", "per-tensor", "per-channel", "per-token-head")
+]
+INTS = [f"{name}[group={group}]" for name in ("int8", "int4", "int2") for group in (8, 32, 128)]
+BLOCKS = ["q8_0", "q4_0"]
+ALL = [*NATIVE, *FP8, *INTS, *BLOCKS]
+DIMS = [1, 5, 40, 64, 80, 96, 112, 128]
+
+every = pytest.mark.parametrize("text", ALL)
+
+
+def make(text: str) -> Format:
+    return create(KVSpec.parse(text).k)
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def magnitudes(dim: int) -> Tensor:
+    """[2, 2, 84, dim]: a magnitude per token, from float32's subnormals to its largest; then mixtures."""
+    powers = torch.linspace(-45, 38, 84, dtype=torch.float64)
+    x = normal(2, 2, 84, dim).double() * (10.0**powers)[:, None]
+    mixed = torch.randperm(x[1].numel(), generator=torch.Generator().manual_seed(1))
+    x[1] = x[1].flatten()[mixed].view(2, 84, dim)
+    top = torch.finfo(torch.float32).max
+    x = x.clamp(-top, top).float()
+    x[0, 0, ::5] *= (normal(17, dim, seed=2) > 0).float()  # zeros among the values
+    x[0, 1, 3] = 0.0
+    x[0, 1, 7, 0] = top
+    return x
+
+
+def through(fmt: Format, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    scale = fmt.fit(x)
+    return fmt.decode(fmt.encode(x, scale), x.shape[-1], dtype, scale)
+
+
+def exceeds(fmt: Format, x: Tensor) -> Tensor:
+    """Where the round trip is further off than ``error_bound`` says; a NaN is beyond every finite bound."""
+    scale = fmt.fit(x)
+    error, bound = (through(fmt, x).double() - x.double()).abs(), fmt.error_bound(x, scale).double()
+    # ggml's blocks may have no bound; elsewhere float32 ends where the bound of its last numbers is computed
+    boundless = bound.isinf() & (torch.tensor(fmt.name in BLOCKS) | (x.abs() > 1e38))
+    return ~((error <= bound) & bound.isfinite() | boundless)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(
+        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
+    )
+
+
+def finite_floats(dim: int) -> st.SearchStrategy[NDArray[np.float32]]:
+    return arrays(
+        np.float32, (1, 1, 2, dim), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
+    )
+
+
+def test_the_table_has_every_registered_format() -> None:
+    assert {make(text).name for text in ALL} == set(FORMATS.names())
+
+
+@every
+@pytest.mark.parametrize("dim", [5, 64, 80, 128])
+def test_the_round_trip_stays_within_the_bound_at_every_magnitude(text: str, dim: int) -> None:
+    assert not exceeds(make(text), magnitudes(dim)).any()
+
+
+@every
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(values=finite_floats(40))
+def test_the_round_trip_stays_within_the_bound_for_any_finite_values(
+    text: str, values: NDArray[np.float32]
+) -> None:
+    x = torch.from_numpy(values)
+    assert not exceeds(make(text), x).any()
+
+
+@pytest.mark.parametrize("text", FP8)
+def test_later_tokens_stay_within_the_bound_of_the_fitted_scale(text: str) -> None:
+    fmt, first, later = make(text), normal(2, 2, 4, 80) * 1e-30, magnitudes(80)
+    scale = fmt.fit(first)
+    error = (fmt.decode(fmt.encode(later, scale), 80, torch.float32, scale).double() - later.double()).abs()
+    assert (error <= fmt.error_bound(later, scale).double()).all()
+
+
+@every
+def test_the_bound_is_finite_for_values_of_float16(text: str) -> None:
+    x = normal(1, 2, 16, 80) * 100
+    x[0, 0, 0, 0] = 65504.0
+    fmt = make(text)
+    assert fmt.error_bound(x, fmt.fit(x)).isfinite().all()
+
+
+@pytest.mark.parametrize("text", [text for text in ALL if text != "f32"])
+def test_the_bound_is_reached(text: str) -> None:
+    fmt, x = make(text), normal(2, 4, 64, 128)
+    scale = fmt.fit(x)
+    assert ((through(fmt, x) - x).abs() / fmt.error_bound(x, scale)).max() > 0.9
+
+
+@every
+def test_zero_stays_zero(text: str) -> None:
+    x = normal(1, 2, 4, 80)
+    x[0, 0] = 0.0
+    x[0, 1, :, ::3] = 0.0
+    assert (through(make(text), x)[x == 0] == 0).all()
+
+
+@every
+@pytest.mark.parametrize("dim", DIMS)
+def test_token_bytes_are_the_bytes_of_the_parts(text: str, dim: int) -> None:
+    fmt, x = make(text), normal(1, 1, 3, dim)
+    parts = fmt.encode(x, fmt.fit(x))
+    assert fmt.token_bytes(dim) == sum(part.element_size() * part.numel() for part in parts) // 3
+
+
+@every
+def test_sequence_bytes_are_the_bytes_of_the_fitted_scale(text: str) -> None:
+    fmt, x = make(text), normal(2, 3, 4, 80)
+    scale = fmt.fit(x)
+    assert fmt.sequence_bytes(3, 80) == (0 if scale is None else scale[0].numel() * scale.element_size())
+
+
+@every
+def test_parts_append_along_the_tokens(text: str) -> None:
+    fmt, x = make(text), normal(2, 3, 11, 80)
+    for part in fmt.encode(x, fmt.fit(x)):
+        assert part.shape[:3] == (2, 3, 11)
+
+
+@every
+def test_two_appended_pieces_equal_one(text: str) -> None:
+    fmt, x = make(text), normal(2, 3, 11, 80)
+    scale = fmt.fit(x[:, :, :7])
+    pieces = zip(fmt.encode(x[:, :, :7], scale), fmt.encode(x[:, :, 7:], scale), strict=True)
+    whole = fmt.encode(x, scale)
+    assert all(same_bits(torch.cat(pair, 2), part) for pair, part in zip(pieces, whole, strict=True))
+
+
+@every
+def test_no_tokens_encode_to_no_bytes_and_back(text: str) -> None:
+    fmt, x = make(text), torch.empty(2, 3, 0, 80)
+    scale = fmt.fit(x)
+    parts = fmt.encode(x, scale)
+    assert [part.shape[:3] for part in parts] == [(2, 3, 0)] * len(parts)
+    assert fmt.decode(parts, 80, torch.bfloat16, scale).shape == (2, 3, 0, 80)
+    assert fmt.error_bound(x, scale).shape == (2, 3, 0, 80)
+
+
+@every
+def test_parts_append_to_those_of_no_tokens(text: str) -> None:
+    fmt, x = make(text), normal(2, 3, 4, 80)
+    scale = fmt.fit(x)
+    pairs = zip(fmt.encode(x[:, :, :0], scale), fmt.encode(x, scale), strict=True)
+    assert all(same_bits(torch.cat(pair, 2), pair[1]) for pair in pairs)
+
+
+@every
+@pytest.mark.parametrize("dim", DIMS)
+def test_decode_gives_the_shape_and_type_asked_for(text: str, dim: int) -> None:
+    out = through(make(text), normal(2, 3, 4, dim), torch.bfloat16)
+    assert out.shape == (2, 3, 4, dim)
+    assert out.dtype == torch.bfloat16
+
+
+def nan_reach(text: str) -> int:
+    """How many neighbours along the head dimension share one NaN."""
+    if text in BLOCKS:
+        return 32
+    return int(text.partition("group=")[2][:-1]) if text in INTS else 1
+
+
+@every
+def test_a_nan_stays_nan_in_its_scale_group_and_nowhere_else(text: str) -> None:
+    x = normal(2, 2, 6, 80)
+    x[0, 1, 2, 33] = torch.nan
+    first = 33 // nan_reach(text) * nan_reach(text)
+    expected = torch.zeros(x.shape, dtype=torch.bool)
+    expected[0, 1, 2, first : first + nan_reach(text)] = True
+    assert torch.equal(through(make(text), x).isnan(), expected)
+
+
+@pytest.mark.parametrize("text", [*FP8, *INTS])
+def test_an_infinity_saturates(text: str) -> None:
+    x = normal(1, 2, 6, 80)
+    x[0, 1, 2, 33], x[0, 1, 2, 34] = torch.inf, -torch.inf
+    out = through(make(text), x)
+    assert out.isfinite().all()
+    assert out[0, 1, 2, 33] == out[0, 1, :, 33].max() >= x[0, 1, [0, 1, 3, 4, 5], 33].max()
+    assert out[0, 1, 2, 34] == out[0, 1, :, 34].min() <= x[0, 1, [0, 1, 3, 4, 5], 34].min()
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_content_encodes_as_its_float32_value(text: str, dtype: torch.dtype) -> None:
+    fmt, x = make(text), normal(2, 3, 4, 80).to(dtype)
+    scale = fmt.fit(x)
+    pairs = zip(fmt.encode(x, scale), fmt.encode(x.float(), scale), strict=True)
+    assert all(same_bits(*pair) for pair in pairs)
+
+
+@every
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_decode_rounds_the_float32_value_once(text: str, dtype: torch.dtype) -> None:
+    fmt, x = make(text), normal(2, 3, 4, 80)
+    assert torch.equal(through(fmt, x, dtype), through(fmt, x).to(dtype))
+
+
+@pytest.mark.parametrize("text", [*FP8, *INTS])
+def test_decode_to_float16_saturates(text: str) -> None:
+    x = torch.full((1, 1, 2, 80), 65504.0)
+    x[..., ::2] = 1e9
+    assert through(make(text), x, torch.float16).isfinite().all()
+
+
+@every
+def test_content_of_any_strides_gives_the_same_parts(text: str) -> None:
+    fmt = make(text)
+    x = normal(4, 80, 6, 2, seed=3).permute(3, 2, 0, 1)[:, ::2]
+    assert not x.is_contiguous()
+    scale = fmt.fit(x.contiguous())
+    assert scale is None or same_bits(scale, fmt.fit(x))  # type: ignore[arg-type]
+    pairs = zip(fmt.encode(x, scale), fmt.encode(x.contiguous(), scale), strict=True)
+    assert all(same_bits(*pair) for pair in pairs)
+
+
+@every
+def test_parts_of_any_strides_decode_to_the_same_content(text: str) -> None:
+    fmt, x = make(text), normal(2, 3, 4, 80)
+    scale = fmt.fit(x)
+    parts = fmt.encode(x, scale)
+    strided = tuple(part.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for part in parts)
+    assert same_bits(
+        fmt.decode(strided, 80, torch.float32, scale), fmt.decode(parts, 80, torch.float32, scale)
+    )
+
+
+@every
+def test_encode_leaves_its_input_alone(text: str) -> None:
+    fmt, x = make(text), magnitudes(80)
+    before = x.clone()
+    fmt.error_bound(x, fmt.fit(x))
+    through(fmt, x)
+    assert same_bits(x, before)
+
+
+@every
+def test_encode_warns_of_nothing(text: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        through(make(text), magnitudes(80))
+
+
+@every
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_gives_the_bits_of_the_cpu(text: str) -> None:
+    fmt, x = make(text), magnitudes(80)
+    scale, scale_there = fmt.fit(x), fmt.fit(x.cuda())
+    parts, parts_there = fmt.encode(x, scale), fmt.encode(x.cuda(), scale_there)
+    assert all(same_bits(a, b.cpu()) for a, b in zip(parts, parts_there, strict=True))
+    there = fmt.decode(parts_there, 80, torch.float32, scale_there)
+    assert there.is_cuda
+    torch.testing.assert_close(
+        there.cpu(), fmt.decode(parts, 80, torch.float32, scale), rtol=0, atol=0, equal_nan=True
+    )

@@ -1,0 +1,190 @@
+"""Texts and the windows cut from them."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fidelab.errors import InputError, UsageError
+from fidelab.inputs.corpus import Protocol, Text, load_text, make_windows
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model, resolve
+
+
+@pytest.fixture
+def fake() -> Tokenizer:
+    """One token per byte, so that tokens can be counted by eye."""
+    return Tokenizer.load(resolve("fake"))
+
+
+def _text(content: str, *doc_starts: int) -> Text:
+    return Text("t", content, doc_starts, "")
+
+
+def _load(tmp_path: Path, content: str) -> Text:
+    file = tmp_path / "t.txt"
+    file.write_bytes(content.encode())
+    return load_text(file)
+
+
+# ------------------------------------------------------------------------------------------------- texts
+
+
+def test_text_keeps_its_bytes(tmp_path: Path) -> None:
+    text = _load(tmp_path, "a\r\nb\n")
+    assert text.content == "a\r\nb\n"
+    assert text.sha256 == hashlib.sha256(b"a\r\nb\n").hexdigest()
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_wikitext_titles_begin_documents(end: str, tmp_path: Path) -> None:
+    lines = [" ", " = One = ", " text = not = title ", " = = Part = = ", " = Two = Too = ", " x ", ""]
+    text = _load(tmp_path, end.join(lines))
+    assert [text.content[start:].split("=")[1].strip() for start in text.doc_starts] == ["One", "Two"]
+
+
+def test_markdown_titles_begin_documents(tmp_path: Path) -> None:
+    text = _load(tmp_path, "# One\n\nx\n\n## Part\n\n# Two\n\ny #no\n")
+    assert [text.content[start : start + 5] for start in text.doc_starts] == ["# One", "# Two"]
+
+
+@pytest.mark.parametrize("content", ["plain\n", "# only one\n", "x = 1\n# a comment\n# another\n"])
+def test_other_text_has_no_documents(content: str, tmp_path: Path) -> None:
+    assert _load(tmp_path, content).doc_starts == ()
+
+
+def test_default_text_is_the_packages_own() -> None:
+    text = load_text("default")
+    assert text.name == "default"
+    assert len(text.doc_starts) > 1
+
+
+@pytest.mark.parametrize("content", ["", " \n\n"])
+def test_empty_text_is_refused(content: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"t\.txt is empty"):
+        _load(tmp_path, content)
+
+
+def test_other_encoding_is_refused_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "t.txt").write_bytes(b"ab\nc\nd\xe9f\n")
+    with pytest.raises(InputError, match=r"not UTF-8: byte 0xe9 in line 3 \(byte 6 of the file\)"):
+        load_text(tmp_path / "t.txt")
+
+
+def test_missing_text_names_what_there_is() -> None:
+    with pytest.raises(InputError, match="no text 'wikitext': write default, wikitext-2 or the path"):
+        load_text("wikitext")
+
+
+# ----------------------------------------------------------------------------------------------- windows
+
+
+def test_windows_are_cut_from_the_text_tokenised_once(fake: Tokenizer) -> None:
+    found = make_windows(fake, _text("abcdefghijklm"), n_ctx=4, n_windows=3)
+    assert [fake.decode(window) for window in found.windows] == ["abcd", "efgh", "ijkl"]
+    assert (found.text_tokens, found.bos) == (13, False)
+
+
+def test_bos_takes_the_place_of_the_first_token(fake: Tokenizer) -> None:
+    found = make_windows(replace(fake, bos_id=1), _text("abcdefgh"), n_ctx=4, n_windows=2)
+    assert found.windows == ((1, *b"bcd"), (1, *b"fgh"))
+    assert found.bos
+
+
+@pytest.mark.parametrize(
+    ("protocol", "first", "last"), [("half", 256, 510), ("full", 1, 510), ("sliding", 0, 511)]
+)
+def test_protocol_says_which_rows_are_scored(
+    protocol: Protocol, first: int, last: int, fake: Tokenizer
+) -> None:
+    found = make_windows(fake, _text("x" * 1024), n_ctx=512, n_windows=2, protocol=protocol)
+    assert (found.first, found.last) == (first, last)
+    assert [len(units) for units in found.units] == [last - first + 1] * 2
+
+
+def test_half_scores_255_of_512(fake: Tokenizer) -> None:
+    assert len(make_windows(fake, _text("x" * 512), 512, 1).units[0]) == 255
+
+
+def test_guide_has_204800_rows(fake: Tokenizer) -> None:
+    text = _text("x" * (99 * 512 + 2048))
+    found = make_windows(fake, text, n_ctx=2048, n_windows=100, protocol="sliding", stride=512)
+    assert sum(len(units) for units in found.units) == 204_800
+
+
+def test_sliding_windows_begin_every_stride(fake: Tokenizer) -> None:
+    found = make_windows(fake, _text("abcdefgh"), n_ctx=4, n_windows=3, protocol="sliding", stride=2)
+    assert [fake.decode(window) for window in found.windows] == ["abcd", "cdef", "efgh"]
+
+
+def test_unit_is_the_document_of_the_predicted_token(fake: Tokenizer) -> None:
+    text = _text("..AAABB" + "C" * 9, 2, 5, 7)
+    found = make_windows(fake, text, n_ctx=8, n_windows=2, protocol="full")
+    assert found.unit == "document"
+    assert found.units == ((1, 1, 1, 2, 2, 3), (3,) * 6)
+
+
+def test_unit_of_the_row_before_a_window_border_is_the_next_windows(fake: Tokenizer) -> None:
+    text = _text("AAAABBBB", 0, 4)
+    found = make_windows(fake, text, n_ctx=4, n_windows=2, protocol="sliding", stride=4)
+    assert found.units == ((1, 1, 1, 2), (2, 2, 2, 2))
+
+
+def test_without_documents_the_unit_is_a_block_of_windows(fake: Tokenizer) -> None:
+    found = make_windows(fake, _text("x" * 128), n_ctx=4, n_windows=32)
+    assert found.unit == "block"
+    assert [units[0] for units in found.units][:7] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def test_overlapping_windows_share_a_block(fake: Tokenizer) -> None:
+    found = make_windows(fake, _text("x" * 64), n_ctx=32, n_windows=8, protocol="sliding", stride=4)
+    assert {units[0] for units in found.units} == {0}
+
+
+def test_tokenizer_without_offsets_gets_blocks(fake: Tokenizer) -> None:
+    text = _text("AAAABBBB", 0, 4)
+    assert make_windows(replace(fake, offsets=False), text, 4, 2).unit == "block"
+
+
+def test_short_text_says_how_many_tokens_are_needed(fake: Tokenizer) -> None:
+    with pytest.raises(InputError, match="text t has 9 tokens, but 3 windows of n_ctx 4 need 12: use fewer"):
+        make_windows(fake, _text("x" * 9), n_ctx=4, n_windows=3)
+
+
+def test_last_overlapping_window_counts_once(fake: Tokenizer) -> None:
+    with pytest.raises(InputError, match="has 7 tokens, but 3 windows of n_ctx 4 need 8"):
+        make_windows(fake, _text("x" * 7), n_ctx=4, n_windows=3, protocol="sliding", stride=2)
+
+
+def test_window_beyond_the_models_limit_is_refused(fake: Tokenizer) -> None:
+    short = replace(fake, model=replace(fake.model, max_positions=256))
+    with pytest.raises(UsageError, match="n_ctx 512 is beyond the limit of fake: at most 256 positions"):
+        make_windows(short, _text("x" * 512), n_ctx=512, n_windows=1)
+
+
+@pytest.mark.parametrize(
+    ("n_ctx", "n_windows", "protocol", "stride", "says"),
+    [
+        (2, 1, "half", None, "at least 4"),
+        (8, 0, "half", None, "at least 1"),
+        (8, 1, "halves", None, "half, full, sliding"),
+        (8, 1, "half", 4, "--stride is for protocol sliding"),
+        (8, 1, "sliding", 9, "tokens are left out"),
+        (8, 1, "sliding", 0, "from 1"),
+    ],
+)
+def test_sizes_that_cannot_be_are_refused(
+    n_ctx: int, n_windows: int, protocol: str, stride: int | None, says: str, fake: Tokenizer
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        make_windows(fake, _text("x" * 99), n_ctx, n_windows, protocol, stride)  # type: ignore[arg-type]
+
+
+@pytest.mark.model
+def test_default_text_is_long_enough_for_the_default_windows(smollm2: Model) -> None:
+    found = make_windows(Tokenizer.load(smollm2), load_text("default"), n_ctx=512, n_windows=32)
+    assert len(found.windows) == 32
+    assert found.unit == "document"

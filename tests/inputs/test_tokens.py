@@ -1,0 +1,179 @@
+"""The tokenizer facade: ids without additions, offsets, chat templates, what ends a turn."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.core import Vocabulary, digest
+from fidelab.errors import InputError
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model, resolve
+from tests.conftest import MakeFolder
+
+SPECIAL = ["<s>", "</s>", "<end>"]
+CHATML = (
+    "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'] }}<end>\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:"
+    "{% if enable_thinking is undefined or enable_thinking %} THINK{% endif %}{% endif %}"
+)
+QUESTION = [{"role": "user", "content": "hi"}]
+
+MakeTokenizer = Callable[..., Tokenizer]
+
+
+@pytest.fixture
+def make(tmp_path: Path, make_folder: MakeFolder) -> MakeTokenizer:
+    """A byte-level tokenizer with three special tokens in front; ``bos`` adds ``<s>`` to every text."""
+
+    def build(
+        bos: bool = False, template: str | None = None, generation: dict[str, Any] | None = None
+    ) -> Tokenizer:
+        from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
+        from tokenizers import Tokenizer as Backend
+        from transformers import PreTrainedTokenizerFast
+
+        letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+        backend = Backend(models.BPE({piece: i for i, piece in enumerate([*SPECIAL, *letters])}, []))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        backend.decoder = decoders.ByteLevel()
+        backend.add_special_tokens([AddedToken(piece, special=True) for piece in SPECIAL])
+        if bos:
+            backend.post_processor = processors.TemplateProcessing(
+                single="<s> $A", pair="<s> $A $B", special_tokens=[("<s>", 0)]
+            )
+        folder = make_folder(tmp_path / "m")
+        fast_class: Any = PreTrainedTokenizerFast
+        fast = fast_class(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+        fast.chat_template = template
+        fast.save_pretrained(folder)
+        if generation is not None:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        return Tokenizer.load(resolve(str(folder)))
+
+    return build
+
+
+@pytest.fixture
+def fake() -> Tokenizer:
+    return Tokenizer.load(resolve("fake"))
+
+
+def test_ids_carry_no_bos(make: MakeTokenizer) -> None:
+    tokenizer = make(bos=True)
+    assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
+    assert len(tokenizer.encode("ab")) == 2
+
+
+@pytest.mark.parametrize(("bos", "expected"), [(True, 0), (False, None)])
+def test_bos_is_known_only_where_the_tokenizer_adds_it(
+    bos: bool, expected: int | None, make: MakeTokenizer
+) -> None:
+    assert make(bos=bos).bos_id == expected
+
+
+def test_offsets_are_character_starts(make: MakeTokenizer) -> None:
+    ids, starts = make(bos=True).encode_with_offsets("aé b")
+    assert len(ids) == 5
+    assert starts == (0, 1, 1, 2, 3)
+
+
+def test_special_tokens_stay_whole(make: MakeTokenizer) -> None:
+    assert make().encode("a<end>")[1:] == (2,)
+
+
+def test_template_is_the_models_own_with_thinking_off(make: MakeTokenizer) -> None:
+    tokenizer = make(bos=True, template=CHATML)
+    assert tokenizer.template == "chat"
+    assert tokenizer.decode(tokenizer.chat(QUESTION)) == "<s>user: hi<end>\n<s>assistant:"
+
+
+def test_raw_takes_the_content_behind_a_bos(make: MakeTokenizer) -> None:
+    tokenizer = make(bos=True, template=CHATML)
+    assert tokenizer.decode(tokenizer.chat(QUESTION, template="raw")) == "<s>hi"
+
+
+def test_without_a_template_chat_is_raw_and_says_so(make: MakeTokenizer) -> None:
+    tokenizer = make()
+    assert tokenizer.template == "raw"
+    assert tokenizer.decode(tokenizer.chat([*QUESTION, *QUESTION])) == "hi\n\nhi"
+
+
+def test_prompt_that_the_template_refuses_is_one_line(make: MakeTokenizer) -> None:
+    tokenizer = make(template="{{ raise_exception('no system\nrole') }}")
+    with pytest.raises(InputError, match=r"refuses the prompt: no system$"):
+        tokenizer.chat(QUESTION)
+
+
+@pytest.mark.parametrize(
+    ("template", "generation", "expected"),
+    [
+        (None, None, (1,)),
+        (CHATML, None, (1, 2)),
+        (None, {"eos_token_id": 7}, (1, 7)),
+        (CHATML, {"eos_token_id": [1, 9]}, (1, 2, 9)),
+        ("{{ raise_exception('only tools') }}", None, (1,)),
+        ("{% for m in messages %}{{ m['content'] }} {% endfor %}", None, (1,)),
+    ],
+)
+def test_stop_ids_come_from_tokenizer_template_and_generation_config(
+    template: str | None, generation: dict[str, Any] | None, expected: tuple[int, ...], make: MakeTokenizer
+) -> None:
+    assert make(template=template, generation=generation).stop_ids == expected
+
+
+def test_pieces_are_the_strings_by_id(make: MakeTokenizer) -> None:
+    tokenizer = make()
+    pieces = tokenizer.pieces()
+    assert len(pieces) == 259
+    assert pieces[:3] == SPECIAL
+    assert [pieces[i] for i in tokenizer.encode("a b")] == ["a", "Ġ", "b"]
+
+
+def test_vocabulary_is_the_hash_of_the_pieces(make: MakeTokenizer) -> None:
+    tokenizer = make()
+    assert tokenizer.vocabulary() == Vocabulary(259, digest(*tokenizer.pieces()))
+
+
+def test_folder_without_tokenizer_is_one_line(tmp_path: Path, make_folder: MakeFolder) -> None:
+    with pytest.raises(InputError, match="no tokenizer that can be loaded") as caught:
+        Tokenizer.load(resolve(str(make_folder(tmp_path / "m"))))
+    assert "\n" not in str(caught.value)
+
+
+def test_tokenizer_code_in_a_folder_is_never_run(tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m", model_type="unheard_of")
+    config = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Own: pass\n")
+    with pytest.raises(InputError, match="no tokenizer that can be loaded"):
+        Tokenizer.load(resolve(str(folder)))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_fake_tokenizer_is_bytes(fake: Tokenizer) -> None:
+    assert fake.encode("aé") == (97, 0xC3, 0xA9)
+    assert fake.encode_with_offsets("aé b") == ((97, 0xC3, 0xA9, 32, 98), (0, 1, 1, 2, 3))
+    assert fake.decode(fake.encode("aé")) == "aé"
+    assert (fake.bos_id, fake.stop_ids, fake.template) == (None, (0,), "raw")
+    assert fake.vocabulary().size == len(set(fake.pieces())) == 256
+
+
+@pytest.mark.model
+def test_embedded_model_stops_at_the_end_of_its_turn(smollm2: Model) -> None:
+    tokenizer = Tokenizer.load(smollm2)
+    assert [tokenizer.pieces()[i] for i in tokenizer.stop_ids] == ["<|im_end|>"]
+    assert tokenizer.bos_id is None
+    assert len(tokenizer.pieces()) == smollm2.vocab_size
+
+
+@pytest.mark.model
+def test_embedded_model_chats_with_its_own_system_prompt(smollm2: Model) -> None:
+    tokenizer = Tokenizer.load(smollm2)
+    text = tokenizer.decode(tokenizer.chat(QUESTION))
+    assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
+    assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")

@@ -1,0 +1,243 @@
+"""METRICS §6: composite, bands, verdict."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fidelab.errors import UnknownNameError
+from fidelab.metrics.composite import (
+    AXES,
+    BANDS,
+    Band,
+    composite,
+    harmonic_mean,
+    kl_band,
+    lower,
+    normal_draws,
+    verdict,
+)
+
+NAN = math.nan
+
+
+def four(*values: float | None) -> dict[str, float | None]:
+    return dict(zip(AXES, values, strict=True))
+
+
+def point(value: float) -> NDArray[np.float64]:
+    return np.array([value])
+
+
+# ------------------------------------------------------------------------------------------- composite
+
+
+@pytest.mark.parametrize(
+    ("scores", "value"),
+    [
+        ([90.0, 30.0], 45.0),
+        ([80.0, 99.0, 70.0, 90.0], 83.3371),
+        ([100.0, 100.0, 0.0], 0.0),
+        ([100.0, -3.0], 0.0),
+        ([77.0], 77.0),
+    ],
+)
+def test_harmonic_mean_cases_of_metrics(scores: list[float], value: float) -> None:
+    assert harmonic_mean(scores) == pytest.approx(value, abs=5e-5)
+
+
+def test_harmonic_mean_of_nothing_is_none_and_of_nan_is_nan() -> None:
+    assert harmonic_mean([]) is None
+    assert math.isnan(harmonic_mean([NAN, 0.0]) or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("scores", "value", "band"),
+    [
+        ((69.62, 99.75, 100.0, 96.54), 89.39, Band.PASS),
+        ((67.71, 97.95, 100.0, 90.77), 86.97, Band.PASS),
+        ((62.40, 96.35, 100.0, 90.58), 84.31, Band.DEGRADED),
+    ],
+)
+def test_the_papers_rows(scores: tuple[float, ...], value: float, band: Band) -> None:
+    got = composite(four(*scores))
+    assert got.value == pytest.approx(value, abs=6e-3)
+    assert got.band is band
+
+
+@pytest.mark.parametrize(
+    ("table", "score", "band"),
+    [
+        ("fidelab", 95.0, Band.EXCELLENT),
+        ("fidelab", 94.99, Band.PASS),
+        ("fidelab", 85.0, Band.PASS),
+        ("fidelab", 84.99, Band.DEGRADED),
+        ("fidelab", 70.0, Band.DEGRADED),
+        ("fidelab", 69.99, Band.FAIL),
+        ("fidelab", NAN, Band.FAIL),
+        ("refract", 90.0, Band.EXCELLENT),
+        ("refract", 89.99, Band.PASS),
+        ("refract", 80.0, Band.PASS),
+        ("refract", 79.99, Band.DEGRADED),
+        ("refract", 60.0, Band.DEGRADED),
+        ("refract", 59.99, Band.FAIL),
+    ],
+)
+def test_band_edges(table: str, score: float, band: Band) -> None:
+    assert BANDS[table].band(score) is band
+    if not math.isnan(score):  # the harmonic mean of equal scores is the score, up to rounding at the edge
+        assert composite(four(*[score + 1e-9] * 4), bands=table).band is band
+
+
+def test_a_composite_of_fewer_than_four_axes_has_no_band() -> None:
+    got = composite(four(96.0, 99.0, None, 98.0))
+    assert got.value == pytest.approx(3 / (1 / 96 + 1 / 99 + 1 / 98))
+    assert (got.band, got.too_close_to_call, got.missing) == (None, False, ("rniah",))
+
+
+@pytest.mark.parametrize("scores", [{}, four(None, None, None, None)])
+def test_a_composite_of_no_axis_is_none(scores: dict[str, float | None]) -> None:
+    got = composite(scores)
+    assert (got.value, got.interval, got.band, got.missing) == (None, None, None, AXES)
+
+
+def test_a_nan_axis_fails_the_composite() -> None:
+    got = composite(four(99.0, NAN, 99.0, 99.0), {axis: point(99.0) for axis in AXES})
+    assert got.band is Band.FAIL
+    assert got.value is not None
+    assert math.isnan(got.value)
+    assert got.interval is None
+
+
+def test_a_dead_axis_takes_the_composite_to_zero() -> None:
+    got = composite(four(99.0, 0.0, 99.0, 99.0))
+    assert (got.value, got.band) == (0.0, Band.FAIL)
+
+
+def test_an_unknown_axis_or_band_table_is_refused_by_name() -> None:
+    with pytest.raises(UnknownNameError, match="trajectory"):
+        composite({"trajectry": 1.0})
+    with pytest.raises(UnknownNameError, match="refract"):
+        composite(four(1.0, 1.0, 1.0, 1.0), bands="refrat")
+
+
+def test_fixed_axes_give_an_interval_of_no_width() -> None:
+    got = composite(four(90.0, 90.0, 90.0, 90.0), {axis: point(90.0) for axis in AXES})
+    assert got.interval == pytest.approx((90.0, 90.0))
+    assert not got.too_close_to_call
+
+
+@pytest.mark.parametrize(("score", "close"), [(90.0, False), (86.0, True), (94.0, True)])
+def test_an_interval_across_a_band_edge_is_too_close_to_call(score: float, close: bool) -> None:
+    draws = {axis: normal_draws(score, (score - 4, score + 4), seed=i) for i, axis in enumerate(AXES)}
+    assert composite(four(*[score] * 4), draws).too_close_to_call is close
+
+
+def test_an_axis_without_replicates_leaves_the_composite_without_interval() -> None:
+    got = composite(four(90.0, 90.0, 90.0, 90.0), {axis: point(90.0) for axis in AXES[:3]})
+    assert got.interval is None
+    assert not got.too_close_to_call
+
+
+def test_axes_are_drawn_on_their_own_even_where_their_replicates_are_the_same_array() -> None:
+    shared = normal_draws(50.0, (40.0, 60.0))
+    one = composite({"trajectory": 50.0}, {"trajectory": shared}).interval
+    both = composite({"trajectory": 50.0, "plad": 50.0}, {"trajectory": shared, "plad": shared}).interval
+    assert one is not None
+    assert both is not None
+    # independent errors average out by √2; paired ones would keep the width of one axis
+    assert (one[1] - one[0]) / (both[1] - both[0]) == pytest.approx(math.sqrt(2), rel=0.08)
+
+
+def test_the_same_seed_gives_the_same_composite() -> None:
+    draws = {axis: normal_draws(88.0, (80.0, 95.0), seed=i) for i, axis in enumerate(AXES)}
+    assert composite(four(*[88.0] * 4), draws, seed=1) == composite(four(*[88.0] * 4), draws, seed=1)
+
+
+def test_a_replicate_at_zero_counts_as_zero() -> None:
+    draws = {axis: point(90.0) for axis in AXES} | {"rniah": np.array([0.0, 90.0])}
+    got = composite(four(90.0, 90.0, 45.0, 90.0), draws)
+    assert got.interval == pytest.approx((0.0, 90.0))
+
+
+@pytest.mark.parametrize("interval", [(80.0, 96.0), (70.8, 90.0), (90.0, 90.0)])
+def test_normal_draws_come_back_as_the_interval_they_were_made_from(interval: tuple[float, float]) -> None:
+    draws = normal_draws(90.0, interval, n_draws=200_000)
+    np.testing.assert_allclose(np.quantile(draws, [0.025, 0.975]), interval, atol=0.2)
+
+
+def test_normal_draws_stay_within_0_and_100() -> None:
+    draws = normal_draws(99.0, (90.0, 100.0))
+    assert draws.max() <= 100.0
+
+
+# --------------------------------------------------------------------------------------------- verdict
+
+
+@pytest.mark.parametrize(
+    ("upper", "band"),
+    [
+        (0.0, Band.EXCELLENT),
+        (0.00999, Band.EXCELLENT),
+        (0.01, Band.PASS),
+        (0.0499, Band.PASS),
+        (0.05, Band.DEGRADED),
+        (0.0999, Band.DEGRADED),
+        (0.1, Band.FAIL),
+        (NAN, Band.FAIL),
+    ],
+)
+def test_kl_bands_of_metrics(upper: float, band: Band) -> None:
+    assert kl_band(upper) is band
+    assert verdict(upper, 0, 100).band is band
+
+
+def test_lower_goes_one_band_down_and_stops_at_fail() -> None:
+    assert [lower(band) for band in Band] == [Band.PASS, Band.DEGRADED, Band.FAIL, Band.FAIL]
+
+
+@pytest.mark.parametrize(
+    ("upper", "n_failed", "band"),
+    [
+        (0.001, 1, Band.DEGRADED),
+        (0.02, 1, Band.DEGRADED),
+        (0.2, 1, Band.FAIL),
+        (0.001, 10, Band.DEGRADED),  # exactly 1%
+        (0.001, 11, Band.FAIL),
+    ],
+)
+def test_failed_positions_cap_the_verdict(upper: float, n_failed: int, band: Band) -> None:
+    got = verdict(upper, n_failed, 1000)
+    assert got.band is band
+    assert f"{n_failed} of 1000 positions failed" in got.because
+
+
+@pytest.mark.parametrize("reasons", [["R-NIAH"], ["R-NIAH", "degeneration"]])
+def test_reasons_to_lower_cost_one_band_together_and_are_told(reasons: list[str]) -> None:
+    got = verdict(0.001, 0, 1000, reasons)
+    assert got.band is Band.PASS
+    assert set(reasons) <= set(got.because)
+
+
+def test_without_full_vocabulary_kld_there_is_no_verdict() -> None:
+    got = verdict(None, 0, 0)
+    assert (got.band, got.label) == (None, "no verdict")
+    assert "full vocabulary" in got.because[0]
+
+
+def test_garbage_fails_whatever_the_kl_says() -> None:
+    got = verdict(0.001, 0, 1000, failed_because=["garbage from token 410"])
+    assert (got.band, got.label) == (Band.FAIL, "FAIL")
+    assert "garbage from token 410" in got.because
+
+
+def test_rows_that_all_failed_are_a_fail_not_a_missing_verdict() -> None:
+    assert verdict(None, 500, 500).band is Band.FAIL
+
+
+def test_impossible_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match="positions"):
+        verdict(0.1, 5, 4)

@@ -1,0 +1,410 @@
+"""METRICS §3: KL over the full vocabulary, its failures, its summaries, and the top-k bound."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from scipy.special import log_softmax, rel_entr
+from torch import Tensor
+
+from fidelab.metrics import divergence
+from fidelab.metrics.divergence import (
+    Head,
+    RowComparison,
+    compare_rows,
+    head_logits,
+    kl_by_confidence,
+    kl_by_position,
+    kld_score,
+    summarise_kl,
+    topk_lower_bound,
+)
+
+Floats = NDArray[np.float64]
+NAN, INF = math.nan, math.inf
+
+
+def rows(*values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32)
+
+
+def first_ids(n: int) -> Tensor:
+    return torch.zeros(n, dtype=torch.int64)
+
+
+def compare(ref: Tensor, test: Tensor) -> RowComparison:
+    return compare_rows(ref, test, first_ids(len(ref)))
+
+
+def random_pair(n: int, vocab: int, noise: float = 0.1, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ref = 3 * torch.randn((n, vocab), generator=generator)
+    return ref, ref + noise * torch.randn((n, vocab), generator=generator)
+
+
+def oracle(ref: Tensor, test: Tensor) -> Floats:
+    """KL per row in float64 throughout, by scipy."""
+    p = np.exp(log_softmax(ref.double().numpy(), axis=-1))
+    q = np.exp(log_softmax(test.double().numpy(), axis=-1))
+    total: Floats = rel_entr(p, q).sum(axis=-1)
+    return total
+
+
+# ------------------------------------------------------------------------------------------------- head
+
+
+def test_head_is_a_float32_product_with_bias_scale_and_softcap() -> None:
+    rng = np.random.default_rng(0)
+    hidden, weight, bias = rng.normal(size=(5, 8)), rng.normal(size=(11, 8)), rng.normal(size=11)
+    head = Head(torch.tensor(weight).bfloat16(), torch.tensor(bias).bfloat16(), softcap=2.0, scale=0.5)
+    got = head_logits(torch.tensor(hidden).bfloat16(), head.float32())
+    h16, w16, b16 = (torch.tensor(x).bfloat16().double().numpy() for x in (hidden, weight, bias))
+    expected = 2.0 * np.tanh(0.5 * (h16 @ w16.T + b16) / 2.0)
+    assert got.dtype == torch.float32
+    np.testing.assert_allclose(got.numpy(), expected, atol=1e-6)
+
+
+def test_head_keeps_only_the_first_ids_of_a_cut_vocabulary() -> None:
+    head = Head(torch.randn(11, 8), torch.randn(11)).float32()
+    hidden = torch.randn(3, 8)
+    torch.testing.assert_close(head_logits(hidden, head, vocab=7), head_logits(hidden, head)[:, :7])
+
+
+def test_float32_head_converts_a_float32_weight_without_a_copy() -> None:
+    weight = torch.randn(4, 3)
+    assert Head(weight).float32().weight.data_ptr() == weight.data_ptr()
+
+
+# --------------------------------------------------------------------------------------------------- KL
+
+
+@pytest.mark.parametrize("noise", [1e-5, 0.01, 0.1, 1.0])
+def test_kl_agrees_with_a_float64_oracle(noise: float) -> None:
+    ref, test = random_pair(37, 5003, noise)
+    np.testing.assert_allclose(compare(ref, test).kl, oracle(ref, test), rtol=1e-6, atol=3e-8)
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.5, 0.25), (0.9, 0.1), (0.999, 0.5), (0.3, 0.3)])
+def test_kl_of_two_level_distributions_is_bernoullis(p: float, q: float) -> None:
+    # one token with mass p, the other V − 1 share the rest evenly: the even shares cancel
+    vocab = 1001
+    spread = math.log(vocab - 1)
+    ref, test = torch.zeros(1, vocab), torch.zeros(1, vocab)
+    ref[0, 0], test[0, 0] = math.log(p / (1 - p)) + spread, math.log(q / (1 - q)) + spread
+    expected = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+    assert compare(ref, test).kl[0] == pytest.approx(expected, rel=1e-6, abs=3e-8)  # logits round too
+
+
+@pytest.mark.parametrize(("a", "b"), [(0.9, 0.8), (0.5, 0.99), (0.99, 0.999)])
+def test_kl_of_truncated_geometric_distributions_is_the_closed_form(a: float, b: float) -> None:
+    vocab = 500
+    ids = torch.arange(vocab, dtype=torch.float64)
+    # P(x) = a^x / Z(a), Z(a) = (1 − a^V)/(1 − a); KL = E[x]·log(a/b) − log Z(a) + log Z(b)
+    za, zb = ((1 - r**vocab) / (1 - r) for r in (a, b))
+    mean = a / (1 - a) - vocab * a**vocab / (1 - a**vocab)
+    expected = mean * math.log(a / b) - math.log(za) + math.log(zb)
+    got = compare((ids * math.log(a)).float()[None], (ids * math.log(b)).float()[None])
+    assert got.kl[0] == pytest.approx(expected, rel=1e-6, abs=3e-8)
+
+
+def test_bit_identical_rows_give_exactly_zero() -> None:
+    ref, _ = random_pair(50, 4099)
+    ref[7, 100:200] = -INF
+    assert (compare(ref, ref.clone()).kl == 0.0).all()
+
+
+def test_shifted_scores_are_the_same_distribution_and_never_negative() -> None:
+    ref, _ = random_pair(64, 1009)
+    kl = compare(ref, ref + 5.0).kl
+    assert (kl >= 0).all()
+    assert kl.max() < 1e-7
+
+
+def test_a_kl_of_1e_5_survives_a_flat_row_of_a_large_vocabulary() -> None:
+    # a float32 sum of 150,000 equal terms is off by 4e-5: three times the KL
+    vocab = 150_000
+    ref, test = torch.zeros(1, vocab), torch.zeros(1, vocab)
+    test[0, ::2] = 0.01
+    got = compare(ref, test)
+    assert got.kl[0] == pytest.approx(1.25e-5, rel=1e-3)
+    assert got.nll_ref[0] == pytest.approx(math.log(vocab), abs=1e-9)
+
+
+def test_log_probabilities_in_half_precision_are_renormalised() -> None:
+    ref, test = random_pair(20, 2003)
+    stored = [torch.log_softmax(x, -1).half() for x in (ref, test)]
+    np.testing.assert_allclose(compare(*stored).kl, oracle(*stored), rtol=1e-6, atol=3e-8)
+
+
+def test_results_do_not_depend_on_how_rows_fall_into_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    ref, test = random_pair(23, 997)
+    whole = compare(ref, test)
+    monkeypatch.setattr(divergence, "_CPU_BLOCK", 997 * 5)
+    blocks = compare(ref, test)
+    np.testing.assert_array_equal(whole.kl, blocks.kl)
+    np.testing.assert_array_equal(whole.nll_test, blocks.nll_test)
+
+
+def test_inputs_are_left_as_they_were() -> None:
+    ref, test = random_pair(4, 101)
+    before = ref.clone(), test.clone()
+    compare(ref, test)
+    assert torch.equal(ref, before[0])
+    assert torch.equal(test, before[1])
+
+
+# ------------------------------------------------------------------------------------------------ failed
+
+BAD_ROWS = {
+    "NaN in the reference": ([0.0, NAN, 1.0], [0.0, 0.5, 1.0]),
+    "NaN in the test": ([0.0, 0.5, 1.0], [0.0, NAN, 1.0]),
+    "NaN on both sides": ([0.0, NAN, 1.0], [0.0, NAN, 1.0]),
+    "+inf in the reference": ([0.0, INF, 1.0], [0.0, 0.5, 1.0]),
+    "+inf in the test": ([0.0, 0.5, 1.0], [0.0, INF, 1.0]),
+    "+inf on both sides": ([0.0, INF, 1.0], [0.0, INF, 1.0]),
+    "P > 0 where Q = 0": ([0.0, 0.5, 1.0], [0.0, -INF, 1.0]),
+    "P > 0 that underflows where Q = 0": ([0.0, -200.0, 1.0], [0.0, -INF, 1.0]),
+    "nothing left on one side": ([0.0, 0.5, 1.0], [-INF, -INF, -INF]),
+    "nothing left on either side": ([-INF, -INF, -INF], [-INF, -INF, -INF]),
+}
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_a_bad_row_fails_and_leaves_its_neighbours_alone(name: str) -> None:
+    good_ref, good_test = [0.0, 0.5, 1.0], [0.1, 0.4, 1.0]
+    bad_ref, bad_test = BAD_ROWS[name]
+    got = compare(rows(good_ref, bad_ref, good_ref), rows(good_test, bad_test, good_test))
+    assert got.failed.tolist() == [False, True, False]
+    assert np.isnan(got.kl[1])
+    assert not got.top1[1]
+    expected = oracle(rows(good_ref), rows(good_test))[0]
+    np.testing.assert_allclose(got.kl[[0, 2]], expected, atol=1e-7)
+
+
+def test_a_token_masked_on_both_sides_costs_nothing() -> None:
+    got = compare(rows([0.0, -INF, 1.0]), rows([0.2, -INF, 1.0]))
+    without = compare(rows([0.0, 1.0]), rows([0.2, 1.0]))
+    assert not got.failed[0]
+    assert got.kl[0] == pytest.approx(without.kl[0], abs=1e-7)
+
+
+def test_p_zero_where_q_is_positive_costs_only_the_mass_q_puts_there() -> None:
+    got = compare(rows([0.0, -INF, 0.0]), rows([0.0, 0.0, 0.0]))
+    assert not got.failed[0]
+    assert got.kl[0] == pytest.approx(math.log(1.5), abs=1e-6)
+
+
+# ---------------------------------------------------------------------------------------- cut vocabulary
+
+
+def test_different_vocabularies_are_cut_to_the_common_size_and_renormalised() -> None:
+    ref, test = random_pair(9, 130)
+    test = test[:, :100]
+    for a, b in ((ref, test), (test, ref)):
+        np.testing.assert_allclose(compare(a, b).kl, oracle(a[:, :100], b[:, :100]), rtol=1e-6, atol=3e-8)
+
+
+def test_what_is_cut_away_cannot_fail_a_row() -> None:
+    got = compare(rows([0.0, 1.0, NAN]), rows([0.0, 1.0]))
+    assert not got.failed[0]
+    assert got.kl[0] == 0.0
+
+
+# ------------------------------------------------------------------------------------- the other columns
+
+
+def test_columns_hold_top1_confidence_dp_and_both_nll() -> None:
+    p, q = [0.7, 0.2, 0.1], [0.3, 0.6, 0.1]
+    got = compare_rows(torch.tensor([p, p]).log(), torch.tensor([q, p]).log(), torch.tensor([1, 0]))
+    assert got.top1.tolist() == [False, True]
+    np.testing.assert_allclose(got.confidence, [0.7, 0.7], rtol=1e-6)
+    np.testing.assert_allclose(got.dp, [0.4, 0.0], atol=1e-7)
+    np.testing.assert_allclose(got.nll_ref, -np.log([0.2, 0.7]), rtol=1e-6)
+    np.testing.assert_allclose(got.nll_test, -np.log([0.6, 0.7]), rtol=1e-6)
+
+
+def test_equal_tops_are_decided_for_the_first_id_on_both_sides() -> None:
+    got = compare(rows([2.0, 2.0, 0.0], [2.0, 2.0, 0.0]), rows([2.0, 2.0, 0.0], [2.0, 2.1, 0.0]))
+    assert got.top1.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("target", [-1, 3, 100])
+def test_a_target_outside_the_common_vocabulary_is_unknown_not_wrong(target: int) -> None:
+    got = compare_rows(rows([0.0, 1.0, 2.0]), rows([0.0, 1.0, 2.0]), torch.tensor([target]))
+    assert np.isnan([got.dp[0], got.nll_ref[0], got.nll_test[0]]).all()
+    assert not got.failed[0]
+
+
+def test_a_broken_test_row_keeps_the_references_columns() -> None:
+    got = compare(rows([1.0, 0.0]), rows([NAN, 0.0]))
+    assert got.confidence[0] == pytest.approx(math.e / (1 + math.e))
+    assert np.isfinite(got.nll_ref[0])
+    assert np.isnan([got.nll_test[0], got.dp[0]]).all()
+
+
+def test_chunks_concatenate_to_the_whole() -> None:
+    ref, test = random_pair(10, 53)
+    whole = compare(ref, test)
+    parts = RowComparison.concat([compare(ref[:4], test[:4]), compare(ref[4:], test[4:])])
+    assert len(parts) == 10
+    np.testing.assert_array_equal(whole.kl, parts.kl)
+    np.testing.assert_array_equal(whole.top1, parts.top1)
+
+
+def test_zero_rows_are_an_empty_comparison() -> None:
+    assert len(compare(torch.empty(0, 5), torch.empty(0, 5))) == 0
+
+
+@pytest.mark.parametrize(
+    ("ref", "test", "n"), [((3, 5), (2, 5), 3), ((3, 5), (3, 5), 2), ((3, 0), (3, 5), 3)]
+)
+def test_shapes_that_do_not_fit_are_refused(ref: tuple[int, int], test: tuple[int, int], n: int) -> None:
+    with pytest.raises(ValueError, match="rows"):
+        compare_rows(torch.zeros(ref), torch.zeros(test), first_ids(n))
+
+
+# ------------------------------------------------------------------------------------------------- top-k
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.floats(-8, 8), st.floats(-8, 8)), min_size=2, max_size=30),
+    st.integers(1, 30),
+    st.integers(1, 30),
+)
+def test_topk_bound_is_never_above_the_true_kl(
+    scores: list[tuple[float, float]], k_ref: int, k_test: int
+) -> None:
+    log_p, log_q = log_softmax(np.array(scores).T, axis=-1)
+    top_p, top_q = np.argsort(-log_p)[:k_ref], np.argsort(-log_q)[:k_test]
+    bound = topk_lower_bound(top_p, log_p[top_p], top_q, log_q[top_q])
+    truth = float(rel_entr(np.exp(log_p), np.exp(log_q)).sum())
+    assert 0.0 <= bound <= truth + 1e-9
+
+
+def test_topk_keeps_common_tokens_and_puts_the_rest_into_one_bucket() -> None:
+    # P = .5 .3 | .2, Q = .4 .4 | .2 over tokens 7, 8; 9 is on one side only and joins the bucket
+    bound = topk_lower_bound([7, 8, 9], np.log([0.5, 0.3, 0.1]), [8, 7], np.log([0.4, 0.4]))
+    assert bound == pytest.approx(0.5 * math.log(0.5 / 0.4) + 0.3 * math.log(0.3 / 0.4) + 0.0)
+
+
+def test_topk_over_the_whole_vocabulary_is_the_kl() -> None:
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.3, 0.5])
+    bound = topk_lower_bound([0, 1, 2], np.log(p), [0, 1, 2], np.log(q))
+    assert bound == pytest.approx(float(rel_entr(p, q).sum()), abs=1e-6)
+
+
+def test_topk_without_a_common_token_knows_nothing() -> None:
+    assert topk_lower_bound([1], [math.log(0.9)], [2], [math.log(0.9)]) == 0.0
+
+
+def test_topk_mass_rounded_above_one_stays_finite() -> None:
+    over = np.log([0.6, 0.4]) + 1e-7
+    under = np.log([0.6, 0.4]) - 1e-7
+    assert topk_lower_bound([0, 1], under, [0, 1], over) == pytest.approx(0.0, abs=1e-6)
+
+
+@pytest.mark.parametrize("rest", [0.0, 5e-7, 0.1])
+def test_topk_of_two_equal_reports_is_exactly_zero(rest: float) -> None:
+    log_p = np.log([0.6, 0.4 - rest])
+    assert topk_lower_bound([0, 1], log_p, [0, 1], log_p) == 0.0
+
+
+def test_topk_charges_a_token_that_left_the_list_less_than_a_floor_of_minus_30_would() -> None:
+    # one token of P = 0.001 leaves the top-k: REFRACT's floor adds 0.023 nats
+    p, q = np.array([0.999, 0.001]), np.array([0.999])
+    assert 0.001 * (math.log(0.001) + 30) == pytest.approx(0.023, abs=1e-3)
+    assert topk_lower_bound([0, 1], np.log(p), [0], np.log(q)) < 1e-9
+
+
+@pytest.mark.parametrize("bad", [NAN, INF])
+def test_topk_with_a_broken_log_probability_is_nan(bad: float) -> None:
+    assert math.isnan(topk_lower_bound([0, 1], [-0.5, bad], [0], [-0.5]))
+    assert math.isnan(topk_lower_bound([0], [-0.5], [0, 1], [-0.5, bad]))
+
+
+def test_topk_is_infinite_where_the_candidate_reports_zero_for_a_likely_token() -> None:
+    assert topk_lower_bound([0], [-0.5], [0], [-INF]) == INF
+
+
+def test_topk_refuses_an_id_reported_twice() -> None:
+    with pytest.raises(ValueError, match="twice"):
+        topk_lower_bound([0, 0], [-1.0, -1.0], [0], [-1.0])
+
+
+# --------------------------------------------------------------------------------------------- summaries
+
+
+@pytest.mark.parametrize(
+    ("mean", "score"), [(0.0, "100.0000"), (0.0025, "99.7503"), (0.7, "49.6585"), (2.133356, "11.844")]
+)
+def test_kld_score_cases_of_metrics(mean: float, score: str) -> None:
+    decimals = len(score.partition(".")[2])
+    assert f"{kld_score(mean):.{decimals}f}" == score
+
+
+def test_summary_holds_the_statistics_of_usable_positions_only() -> None:
+    kl = np.append(np.arange(1001) / 1000, [NAN, NAN])
+    failed = np.isnan(kl)
+    top1 = np.append(np.arange(1001) % 4 == 0, [True, True])
+    dp = np.append(np.full(1001, 0.1), [9.0, NAN])
+    got = summarise_kl(kl, failed, top1, dp)
+    assert (got.n_positions, got.n_failed) == (1003, 2)
+    values = (got.mean, got.median, got.p90, got.p95, got.p99, got.p999, got.max)
+    assert values == pytest.approx((0.5, 0.5, 0.9, 0.95, 0.99, 0.999, 1.0))
+    assert got.top1 == pytest.approx(251 / 1001)
+    assert got.rms_dp == pytest.approx(0.1)
+
+
+def test_rms_dp_is_a_root_mean_square_over_known_tokens() -> None:
+    kl = np.zeros(3)
+    got = summarise_kl(kl, kl > 0, kl == 0, np.array([0.3, -0.4, NAN]))
+    assert got.rms_dp == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_summary_of_nothing_usable_is_none_and_still_counts(n: int) -> None:
+    got = summarise_kl(np.full(n, NAN), np.ones(n, bool), np.zeros(n, bool), np.full(n, NAN))
+    assert (got.mean, got.p999, got.top1, got.rms_dp) == (None, None, None, None)
+    assert (got.n_positions, got.n_failed) == (n, n)
+
+
+def test_an_infinite_topk_kl_is_counted_as_failed() -> None:
+    got = summarise_kl(np.array([0.1, INF]), np.zeros(2, bool), np.ones(2, bool), np.zeros(2))
+    assert (got.mean, got.n_failed) == (0.1, 1)
+
+
+def test_position_bins_span_the_scored_positions_and_average_inside() -> None:
+    positions = np.tile(np.arange(256, 320), 2)
+    got = kl_by_position(positions, positions.astype(float))
+    assert (len(got.edges), len(got.means)) == (33, 32)
+    assert (got.edges[0], got.edges[-1]) == (256, 320)
+    assert got.counts == (4,) * 32
+    assert got.means == pytest.approx([256.5 + 2 * i for i in range(32)])
+
+
+def test_position_bins_lose_failed_rows_but_keep_their_edges() -> None:
+    kl = np.array([1.0, 2.0, NAN, NAN])
+    got = kl_by_position(np.arange(4), kl, n_bins=2)
+    assert got.edges == (0.0, 2.0, 4.0)
+    assert got.means == (1.5, None)
+    assert got.counts == (2, 0)
+
+
+def test_no_positions_have_no_bins() -> None:
+    assert kl_by_position(np.empty(0, int), np.empty(0)).edges == ()
+
+
+def test_confidence_bins_are_tenths_and_the_last_one_is_closed() -> None:
+    got = kl_by_confidence(np.array([0.05, 0.95, 1.0, NAN]), np.array([1.0, 2.0, 4.0, NAN]))
+    assert got.edges == pytest.approx(np.linspace(0, 1, 11))
+    assert got.counts == (1, 0, 0, 0, 0, 0, 0, 0, 0, 2)
+    assert got.means[0] == 1.0
+    assert got.means[1] is None
+    assert got.means[-1] == 3.0

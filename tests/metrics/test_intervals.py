@@ -1,0 +1,343 @@
+"""METRICS §1: intervals over units, paired differences, and the exact bounds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from scipy import stats
+
+from fidelab.metrics.divergence import kld_score
+from fidelab.metrics.intervals import (
+    RatioItems,
+    binomial_interval,
+    bootstrap_replicates,
+    mcnemar_exact,
+    paired_difference,
+    ratio_estimate,
+    ratio_interval,
+    resample_weights,
+    standard_error,
+    wilson_interval,
+)
+
+Floats = NDArray[np.float64]
+
+
+def plain(values: Floats | list[float]) -> RatioItems:
+    """A plain mean, each item a unit of its own."""
+    return RatioItems.of(values, 1.0, np.arange(len(values)))
+
+
+# ------------------------------------------------------------------------------------------------ items
+
+
+def test_items_sum_by_unit_in_the_order_of_the_ids() -> None:
+    got = RatioItems.of([1.0, 2.0, 4.0], [1.0, 1.0, 3.0], ["b", "a", "b"]).by_unit()
+    assert got.units.tolist() == ["a", "b"]
+    assert got.num.tolist() == [2.0, 5.0]
+    assert got.den.tolist() == [1.0, 4.0]
+
+
+def test_the_estimate_is_the_transformed_ratio_of_sums() -> None:
+    items = RatioItems.of([1.0, 2.0], [1.0, 4.0], [0, 1])
+    assert ratio_estimate(items) == pytest.approx(0.6)
+    assert ratio_estimate(items, lambda r: 100 * r) == pytest.approx(60.0)
+
+
+def test_without_a_denominator_there_is_no_estimate_and_no_interval() -> None:
+    items = RatioItems.of([0.0, 0.0], 0.0, [0, 1])
+    assert ratio_estimate(items) is None
+    assert ratio_interval(items) is None
+    assert standard_error(items) is None
+
+
+@pytest.mark.parametrize(("num", "den"), [([math.nan, 1.0], 1.0), ([1.0, 2.0], math.inf), ([1.0, 2.0], -1.0)])
+def test_failed_items_are_refused_not_dropped(num: list[float], den: float) -> None:
+    with pytest.raises(ValueError, match="finite"):
+        RatioItems.of(num, den, [0, 1])
+
+
+# -------------------------------------------------------------------------------------------- resamples
+
+
+def test_same_units_and_seed_give_the_same_resamples() -> None:
+    np.testing.assert_array_equal(resample_weights(30, seed=3), resample_weights(30, seed=3))
+    assert not np.array_equal(resample_weights(30, seed=3), resample_weights(30, seed=4))
+
+
+def test_each_resample_draws_as_many_units_as_there_are() -> None:
+    weights = resample_weights(25)
+    assert weights.shape == (2000, 25)
+    assert (weights.sum(axis=1) == 25).all()
+    assert weights.mean() == 1.0
+
+
+def test_replicates_are_the_ratio_under_each_resample() -> None:
+    items = RatioItems.of([1.0, 5.0], [2.0, 4.0], [0, 1])
+    weights = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
+    np.testing.assert_allclose(bootstrap_replicates(items, weights), [0.5, 1.25, 1.0])
+
+
+def test_resamples_of_another_number_of_units_are_refused() -> None:
+    with pytest.raises(ValueError, match="do not fit"):
+        bootstrap_replicates(plain([1.0, 2.0]), resample_weights(3))
+
+
+def test_the_interval_of_equal_items_is_equal_whether_given_seed_or_resamples() -> None:
+    items = plain(np.random.default_rng(0).exponential(size=30))
+    assert ratio_interval(items, 5) == ratio_interval(items, resample_weights(30, seed=5))
+
+
+# --------------------------------------------------------------------------------------------- coverage
+
+
+def coverage(runs: int, n: int, draw: Callable[[np.random.Generator], RatioItems], truth: float) -> float:
+    rng = np.random.default_rng(20260301)
+    weights = resample_weights(n)
+    hits = 0
+    for _ in range(runs):
+        interval = ratio_interval(draw(rng), weights)
+        assert interval is not None
+        hits += interval[0] <= truth <= interval[1]
+    return hits / runs
+
+
+@pytest.mark.parametrize("n", [12, 40])
+def test_intervals_of_a_mean_cover_95_in_100(n: int) -> None:
+    assert 0.92 <= coverage(600, n, lambda rng: plain(rng.normal(2.0, 1.0, n)), 2.0) <= 0.98
+
+
+@pytest.mark.parametrize("n", [12, 40])
+def test_intervals_of_a_ratio_with_unequal_items_cover_95_in_100(n: int) -> None:
+    def draw(rng: np.random.Generator) -> RatioItems:
+        den = rng.integers(20, 60, n).astype(float)
+        return RatioItems.of(den * rng.normal(0.5, 0.1, n), den, np.arange(n))
+
+    assert 0.91 <= coverage(600, n, draw, 0.5) <= 0.98
+
+
+def test_correlated_items_are_covered_because_units_are_resampled() -> None:
+    # 40 articles of 25 positions with a common offset: by position the interval would be far too narrow
+    units = np.repeat(np.arange(40), 25)
+
+    def draw(rng: np.random.Generator) -> RatioItems:
+        values = 3.0 + rng.normal(0, 1, 40)[units] + rng.normal(0, 0.1, 1000)
+        return RatioItems.of(values, 1.0, units)
+
+    assert 0.91 <= coverage(300, 40, draw, 3.0) <= 0.98
+
+
+# ----------------------------------------------------------------------------------- interval, its rules
+
+
+def test_below_20_units_the_interval_is_students() -> None:
+    values = np.random.default_rng(1).normal(size=12)
+    expected = stats.t.interval(0.95, 11, loc=values.mean(), scale=stats.sem(values))
+    assert ratio_interval(plain(values)) == pytest.approx(expected)
+
+
+def test_from_20_units_on_the_interval_is_the_bootstraps_percentiles() -> None:
+    values = np.random.default_rng(2).exponential(size=20)
+    means = resample_weights(20, seed=9) @ values / 20
+    assert ratio_interval(plain(values), 9) == pytest.approx(np.quantile(means, [0.025, 0.975]))
+
+
+def test_the_standard_error_of_a_plain_mean_is_the_textbooks() -> None:
+    values = np.random.default_rng(3).normal(size=50)
+    assert standard_error(plain(values)) == pytest.approx(stats.sem(values))
+
+
+def test_the_standard_error_of_a_ratio_agrees_with_simulation() -> None:
+    rng = np.random.default_rng(4)
+
+    def draw() -> RatioItems:
+        den = rng.integers(1, 10, 200).astype(float)
+        return RatioItems.of(den * 0.3 + rng.normal(0, 1, 200), den, np.arange(200))
+
+    runs = [draw() for _ in range(400)]
+    spread = np.std([items.num.sum() / items.den.sum() for items in runs])
+    assert np.mean([standard_error(items) for items in runs]) == pytest.approx(spread, rel=0.1)
+
+
+@pytest.mark.parametrize("proportion", [False, True])
+def test_a_single_unit_gives_no_interval(proportion: bool) -> None:
+    items = RatioItems.of([1.0, 1.0, 1.0], 1.0, ["only", "only", "only"])
+    assert ratio_interval(items, bounds=(0, 1), proportion=proportion) is None
+    assert standard_error(items) is None
+
+
+@pytest.mark.parametrize("n", [12, 40])
+def test_a_falling_transform_returns_its_ends_in_order(n: int) -> None:
+    items = plain(np.random.default_rng(5).exponential(0.3, n))
+    kl, score = ratio_interval(items), ratio_interval(items, transform=kld_score)
+    assert kl is not None
+    assert score == (kld_score(kl[1]), kld_score(kl[0]))
+
+
+def test_the_interval_is_clipped_to_the_ratios_bounds() -> None:
+    items = plain([0.0, 0.0, 0.0, 1.0])
+    free, clipped = ratio_interval(items), ratio_interval(items, bounds=(0, math.inf))
+    assert free is not None
+    assert free[0] < 0
+    assert clipped == (0.0, free[1])
+
+
+@pytest.mark.parametrize("n", [2, 9, 40])
+def test_a_proportion_where_all_items_agree_gets_the_exact_binomial_bound(n: int) -> None:
+    exact = stats.binomtest(n, n).proportion_ci(0.95, "exact")
+    top = ratio_interval(plain(np.ones(n)), bounds=(0, 1), proportion=True)
+    assert top == pytest.approx((exact.low, 1.0))
+    bottom = ratio_interval(plain(np.zeros(n)), bounds=(0, 1), proportion=True)
+    assert bottom == pytest.approx((0.0, 1 - exact.low))
+
+
+def test_the_exact_bound_counts_units_not_items() -> None:
+    items = RatioItems.of(np.full(100, 64.0), 64.0, np.repeat(np.arange(5), 20))
+    got = ratio_interval(items, bounds=(0, 1), proportion=True, transform=lambda r: 100 * r)
+    assert got == pytest.approx((100 * 0.025 ** (1 / 5), 100.0))
+
+
+def test_the_exact_bound_scales_to_other_bounds() -> None:
+    got = ratio_interval(plain(np.full(10, 100.0)), bounds=(0, 100), proportion=True)
+    assert got == pytest.approx((100 * 0.025**0.1, 100.0))
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_an_unbounded_mean_of_exact_zeros_keeps_zero_width(n: int) -> None:
+    assert ratio_interval(plain(np.zeros(n)), bounds=(0, math.inf)) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("bounds", [None, (0, math.inf)])
+def test_a_proportion_without_finite_bounds_is_refused(bounds: tuple[float, float] | None) -> None:
+    with pytest.raises(ValueError, match="finite bounds"):
+        ratio_interval(plain([1.0, 0.0]), bounds=bounds, proportion=True)
+
+
+# ------------------------------------------------------------------------------------------------ paired
+
+
+@pytest.mark.parametrize("n", [12, 40])
+def test_a_small_consistent_shift_shows_where_separate_intervals_overlap(n: int) -> None:
+    rng = np.random.default_rng(6)
+    control = rng.exponential(1.0, n)
+    candidate = control + 0.05 + rng.normal(0, 0.01, n)
+    a, b = ratio_interval(plain(candidate)), ratio_interval(plain(control))
+    assert a is not None
+    assert b is not None
+    assert a[0] < b[1]  # they overlap
+    got = paired_difference(plain(candidate), plain(control))
+    assert got.excludes_zero
+    assert got.interval is not None
+    assert got.interval[0] < 0.05 < got.interval[1]
+    assert got.estimate == pytest.approx(0.05, abs=0.01)
+
+
+@pytest.mark.parametrize("n", [12, 40])
+def test_noise_around_no_shift_does_not_exclude_zero_more_than_5_in_100(n: int) -> None:
+    rng = np.random.default_rng(7)
+    weights = resample_weights(n)
+    wrong = 0
+    for _ in range(300):
+        base = rng.exponential(1.0, n)
+        candidate = base + rng.normal(0, 0.1, n)
+        wrong += paired_difference(plain(candidate), plain(base), weights).excludes_zero
+    assert wrong / 300 <= 0.09
+
+
+def test_below_20_units_the_paired_interval_is_students_on_the_differences() -> None:
+    rng = np.random.default_rng(8)
+    a, b = rng.normal(size=12), rng.normal(size=12)
+    expected = stats.ttest_rel(a, b).confidence_interval(0.95)
+    assert paired_difference(plain(a), plain(b)).interval == pytest.approx((expected.low, expected.high))
+
+
+def test_from_20_units_on_both_sides_see_the_same_resamples() -> None:
+    rng = np.random.default_rng(9)
+    a, b = rng.normal(size=25), rng.normal(size=25)
+    weights = resample_weights(25, seed=2)
+    expected = np.quantile(weights @ (a - b) / 25, [0.025, 0.975])
+    assert paired_difference(plain(a), plain(b), 2).interval == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("scale", [100.0, -100.0])
+def test_scale_turns_shares_into_points_with_ordered_ends(scale: float) -> None:
+    a, b = plain([0.5, 0.6, 0.9]), plain([0.4, 0.2, 0.8])
+    unscaled, scaled = paired_difference(a, b), paired_difference(a, b, scale=scale)
+    assert unscaled.interval is not None
+    assert scaled.estimate == pytest.approx(scale * unscaled.estimate)
+    assert scaled.interval == pytest.approx(sorted(scale * end for end in unscaled.interval))
+
+
+@pytest.mark.parametrize("n", [5, 40])
+def test_identical_candidates_do_not_differ(n: int) -> None:
+    items = plain(np.random.default_rng(10).exponential(size=n))
+    got = paired_difference(items, items)
+    assert (got.estimate, got.interval, got.excludes_zero) == (0.0, (0.0, 0.0), False)
+
+
+def test_a_single_unit_gives_a_difference_without_interval() -> None:
+    got = paired_difference(RatioItems.of([1.0, 3.0], 1.0, [0, 0]), RatioItems.of([1.0, 2.0], 1.0, [0, 0]))
+    assert (got.estimate, got.interval, got.excludes_zero) == (0.5, None, False)
+
+
+def test_items_of_different_units_are_not_compared() -> None:
+    with pytest.raises(ValueError, match="both sides"):
+        paired_difference(RatioItems.of([1.0, 2.0], 1.0, [0, 1]), RatioItems.of([1.0, 2.0], 1.0, [0, 2]))
+
+
+@pytest.mark.parametrize("n", range(2, 12))
+def test_all_lost_excludes_zero_exactly_where_mcnemar_does(n: int) -> None:
+    got = paired_difference(plain(np.zeros(n)), plain(np.ones(n)), bounds=(0, 1), proportion=True)
+    assert got.estimate == -1.0
+    assert got.excludes_zero == (mcnemar_exact(0, n) < 0.05)
+
+
+@pytest.mark.parametrize("n", [3, 30])
+def test_all_ties_keep_an_honest_width(n: int) -> None:
+    hits = plain(np.ones(n))
+    got = paired_difference(hits, hits, bounds=(0, 1), proportion=True, scale=100)
+    most = 100 * (1 - 0.025 ** (1 / n))
+    assert got.interval == pytest.approx((-most, most))
+
+
+def test_a_paired_interval_is_clipped_to_what_the_ratios_allow() -> None:
+    got = paired_difference(plain([0.0, 1.0, 0.0]), plain([1.0, 1.0, 1.0]), bounds=(0, 1))
+    assert got.interval is not None
+    assert got.interval[0] == -1.0
+
+
+# ------------------------------------------------------------------------------------------------ counts
+
+COUNTS = [(0, 5), (5, 5), (1, 9), (50, 200), (199, 200)]
+
+
+@pytest.mark.parametrize(("k", "n"), COUNTS)
+def test_clopper_pearson_is_scipys(k: int, n: int) -> None:
+    expected = stats.binomtest(k, n).proportion_ci(0.95, "exact")
+    assert binomial_interval(k, n) == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(("k", "n"), COUNTS)
+def test_wilson_is_scipys(k: int, n: int) -> None:
+    expected = stats.binomtest(k, n).proportion_ci(0.95, "wilson")
+    assert wilson_interval(k, n) == pytest.approx((expected.low, expected.high))
+
+
+@pytest.mark.parametrize(("k", "n"), [(0, 0), (3, 2), (-1, 2)])
+@pytest.mark.parametrize("interval", [binomial_interval, wilson_interval])
+def test_impossible_counts_are_refused(interval: Callable[[int, int], object], k: int, n: int) -> None:
+    with pytest.raises(ValueError, match="0 <= k <= n"):
+        interval(k, n)
+
+
+@pytest.mark.parametrize(("b", "c"), [(0, 1), (0, 6), (6, 0), (3, 9), (12, 12), (40, 61)])
+def test_mcnemar_is_the_exact_two_sided_binomial_test(b: int, c: int) -> None:
+    assert mcnemar_exact(b, c) == pytest.approx(stats.binomtest(b, b + c, 0.5).pvalue)
+
+
+def test_mcnemar_without_discordant_pairs_shows_nothing() -> None:
+    assert mcnemar_exact(0, 0) == 1.0

@@ -1,0 +1,133 @@
+"""A name becomes a model, or one line that says what to do."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fidelab.errors import InputError, UsageError
+from fidelab.models import Model, listing, path, pull, resolve
+from tests.conftest import MakeFolder
+
+
+def test_folder_is_a_model(tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m")
+    model = resolve(str(folder))
+    assert (model.kind, model.path, model.gguf, model.revision) == ("folder", folder, None, None)
+    assert (model.vocab_size, model.hidden_size, model.max_positions, model.parameters) == (32, 8, 64, 320)
+    assert (model.layers, model.kv_heads, model.head_dim, model.head_bytes) == (1, 1, 4, 512)
+
+
+def test_relative_folder_wins_over_a_hub_id(
+    tmp_path: Path, make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "owner" / "name")
+    monkeypatch.chdir(tmp_path)
+    assert resolve("owner/name").path == folder
+
+
+@pytest.mark.parametrize(
+    ("dtype", "native"),
+    [("bfloat16", "bf16"), ("float16", "f16"), ("torch.float16", "f16"), ("float32", "bf16"), (None, "bf16")],
+)
+def test_native_type_is_the_configs(
+    dtype: str | None, native: str, tmp_path: Path, make_folder: MakeFolder
+) -> None:
+    assert resolve(str(make_folder(tmp_path / "m", torch_dtype=dtype))).native == native
+
+
+def test_text_config_is_read(tmp_path: Path, make_folder: MakeFolder) -> None:
+    text = {"vocab_size": 99, "hidden_size": 16, "dtype": "float16", "max_position_embeddings": 7}
+    model = resolve(str(make_folder(tmp_path / "m", text_config=text, hidden_size=None, torch_dtype=None)))
+    assert (model.vocab_size, model.hidden_size, model.native, model.max_positions) == (99, 16, "f16", 7)
+
+
+def test_fake_has_no_files_and_a_hash_of_its_name() -> None:
+    model = resolve("fake:skewed")
+    assert (model.kind, model.vocab_size, model.hidden_size) == ("fake", 256, 256)
+    assert model.max_positions == 1 << 20
+    assert model.weights != resolve("fake").weights
+
+
+@pytest.mark.parametrize("name", ["smollm", "smollm2", "no such model", "a/b/c", "./nowhere", ""])
+def test_unknown_name_lists_the_forms(name: str) -> None:
+    with pytest.raises(InputError, match=r"smollm2-135m.*owner/name.*folder.*\.gguf") as caught:
+        resolve(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_without_config_names_it(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(InputError, match=r"no config\.json"):
+        resolve(str(tmp_path))
+
+
+def test_folder_of_gguf_files_names_one(tmp_path: Path, cache: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"pass one of them.*m\.gguf"):
+        resolve(str(tmp_path))
+
+
+def test_config_that_is_not_json_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m")
+    (folder / "config.json").write_text("{")
+    with pytest.raises(InputError, match="not valid JSON"):
+        resolve(str(folder))
+
+
+def test_config_of_something_else_is_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
+    with pytest.raises(InputError, match="no vocab_size"):
+        resolve(str(make_folder(tmp_path / "m", vocab_size=None)))
+
+
+def test_missing_gguf_file_is_said_so() -> None:
+    with pytest.raises(InputError, match=r"^no file some/where\.gguf$"):
+        resolve("some/where.gguf")
+
+
+def test_other_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(b"")
+    with pytest.raises(InputError, match="is a file"):
+        resolve(str(tmp_path / "m.bin"))
+
+
+def test_listing_fetches_nothing(cache: Path) -> None:
+    (row,) = listing()
+    assert (row.name, row.present, row.size) == ("smollm2-135m", False, 0)
+    assert not cache.exists()
+
+
+def test_path_refuses_an_unknown_form() -> None:
+    with pytest.raises(UsageError, match="'hf' or 'gguf'"):
+        path("fake", "onnx")
+
+
+def test_folder_has_no_gguf_form(tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m")
+    assert path(str(folder)) == folder
+    with pytest.raises(InputError, match="no gguf form"):
+        path(str(folder), "gguf")
+
+
+def test_room_imports_no_heavy_library() -> None:
+    heavy = "{'torch', 'transformers', 'huggingface_hub', 'gguf'} & set(sys.modules)"
+    script = f"import sys, fidelab.models, fidelab.inputs.corpus, fidelab.inputs.prompts; print({heavy})"
+    assert subprocess.check_output([sys.executable, "-c", script], text=True) == "set()\n"
+
+
+@pytest.mark.model
+def test_embedded_model_is_what_the_design_says(smollm2: Model) -> None:
+    assert (smollm2.layers, smollm2.kv_heads, smollm2.head_dim, smollm2.tied) == (30, 3, 64, True)
+    assert (smollm2.vocab_size, smollm2.max_positions, smollm2.native) == (49152, 8192, "bf16")
+    assert smollm2.parameters == 134_515_008
+
+
+@pytest.mark.model
+def test_embedded_model_is_listed_and_found_again(smollm2: Model) -> None:
+    (row,) = listing()
+    assert row.present
+    assert row.size > 300_000_000
+    assert pull("smollm2-135m") == smollm2
+    assert path("smollm2-135m", "gguf") == smollm2.gguf

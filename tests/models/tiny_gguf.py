@@ -1,0 +1,69 @@
+"""A one-layer llama in a GGUF file, with a byte-level vocabulary and three merges of blanks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+HIDDEN, HEADS, FFN = 32, 2, 64
+CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] + '<|im_end|>' }}{% endfor %}"
+
+
+def write_gguf(path: Path, pre: str = "smollm", template: str = TEMPLATE) -> Path:
+    """Write the file; equal arguments give equal bytes."""
+    import gguf
+
+    tokens = [*CONTROL, *_byte_letters(), "ĠĠ", "ĠĠĠ"]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(64)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(FFN)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(1)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3] * len(CONTROL) + [1] * (len(tokens) - len(CONTROL)))
+    writer.add_token_merges(["Ġ Ġ", "ĠĠ Ġ"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_add_bos_token(False)
+    writer.add_chat_template(template)
+    rng = np.random.default_rng(0)
+    for name, shape in _shapes(len(tokens)).items():
+        writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _byte_letters() -> list[str]:
+    """GPT-2's printable letter for each byte, in the order of the bytes."""
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = iter(range(256, 512))
+    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
+
+
+def _shapes(vocabulary: int) -> dict[str, tuple[int, ...]]:
+    kv = HIDDEN // HEADS
+    return {
+        "token_embd.weight": (vocabulary, HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+        "blk.0.attn_k.weight": (kv, HIDDEN),
+        "blk.0.attn_v.weight": (kv, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+        "blk.0.ffn_gate.weight": (FFN, HIDDEN),
+        "blk.0.ffn_up.weight": (FFN, HIDDEN),
+        "blk.0.ffn_down.weight": (HIDDEN, FFN),
+    }

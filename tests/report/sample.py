@@ -1,0 +1,173 @@
+"""A full report: reference, control, floor, and candidates of every outcome; the figures are made up."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Any
+
+from fidelab.core import Estimator, KVSpec, Status
+from fidelab.results.record import (
+    ArmRecord,
+    Axes,
+    Bins,
+    Composite,
+    Excess,
+    KldAxis,
+    KVFormats,
+    OtherAxis,
+    Ran,
+    Report,
+    TrajectoryAxis,
+    Verdict,
+)
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>[bold]\x1b[31m"
+
+OUTCOMES = ("EXCELLENT", "PASS", "FAIL", "identical", "failed", "not engaged", "not supported")
+"""Words that every rendering of the sample contains."""
+
+MODEL = "SmolLM2-135M-Instruct"
+
+
+def kld_axis(mean: float, half: float, control: float | None = None, **changes: Any) -> KldAxis:
+    """An axis whose other figures follow from the mean."""
+    excess = None
+    if control is not None:
+        excess = Excess(mean=mean - control, ci=(mean - control - half, mean - control + half))
+    fields: dict[str, Any] = {
+        "status": Status.OK,
+        "score": 100 * (1 - mean / (1 + mean)),
+        "ci": (90.0, 99.9),
+        "mean": mean,
+        "mean_ci": (max(0.0, mean - half), mean + half),
+        "stderr": half / 2,
+        "median": mean / 3,
+        "p90": mean * 2,
+        "p95": mean * 4,
+        "p99": mean * 9,
+        "p999": mean * 30,
+        "max": mean * 100,
+        "top1": 1 / (1 + mean),
+        "rms_dp": mean / (1 + mean),
+        "n_positions": 8160,
+        "n_failed": 0,
+        "estimator": Estimator.HIDDEN,
+        "excess_over_control": excess,
+        "by_position": Bins(edges=(255, 383, 511), mean=(mean, None), count=(8160, 0)),
+        "by_confidence": Bins(edges=(0, 0.5, 1), mean=(mean, mean), count=(4000, 4160)),
+        "n_units": 32,
+    }
+    return KldAxis(**{**fields, **changes})
+
+
+def trajectory_axis(score: float, half: float, **changes: Any) -> TrajectoryAxis:
+    """An axis whose other figures follow from the score."""
+    fields: dict[str, Any] = {
+        "status": Status.OK,
+        "score": score,
+        "ci": (score - half, min(100.0, score + half)),
+        "exact_match_rate": score / 200,
+        "median_first_divergence": 17.5,
+        "near_tie_share": 0.4,
+        "positional_agreement": 0.62,
+        "n_items": 10,
+        "n_failed": 0,
+        "n_predict": 64,
+        "template": "chat",
+        "excess_over_control": Excess(mean=score - 90, ci=(score - 95, score - 85)),
+        "survival": (1.0, 0.9, 0.7),
+        "score_refract": score,
+    }
+    return TrajectoryAxis(**{**fields, **changes})
+
+
+def arm(kv: str, **changes: Any) -> ArmRecord:
+    """An arm on Transformers; ``changes`` replace its fields."""
+    spec = KVSpec.parse(kv)
+    fields: dict[str, Any] = {
+        "name": kv,
+        "engine": "hf",
+        "model": MODEL,
+        "kv": KVFormats.from_spec(spec),
+        "status": Status.OK,
+        "ran": Ran.model_validate(
+            {
+                "k_dtype": spec.k.name,
+                "v_dtype": spec.v.name,
+                "attention": "sdpa",
+                "cache_bytes_per_token": 46080,
+                "versions": {"transformers": "5.0", "torch": "2.9"},
+                "scale_source": "unit",
+            }
+        ),
+    }
+    return ArmRecord(**{**fields, **changes})
+
+
+def candidate(kv: str, mean: float, band: str, size: float, sentence: str, **changes: Any) -> ArmRecord:
+    """A candidate that ran and was measured."""
+    spec = KVSpec.parse(kv)
+    composite = Composite(value=88.1, ci=(84.2, 91.0), too_close_to_call=band == "DEGRADED")
+    fields: dict[str, Any] = {
+        "ran": Ran(k_dtype=spec.k.name, v_dtype=spec.v.name, attention="sdpa", cache_bytes_per_token=size),
+        "axes": Axes(kld=kld_axis(mean, mean / 5, control=0.00003), trajectory=trajectory_axis(70.3, 12.1)),
+        "benches": {"memory": {"reserved": 123456, "used": None}},
+        "composite": composite,
+        "verdict": Verdict.model_validate(
+            {"band": band, "sentence": sentence, "because": [f"upper bound {1.2 * mean:.3g}"]}
+        ),
+    }
+    return arm(kv, **{**fields, **changes})
+
+
+def broken(kv: str, status: Status, reason: str) -> ArmRecord:
+    """A candidate that gave no numbers."""
+    return arm(kv, status=status, reason=reason, ran=None, verdict=Verdict(sentence=f"not running: {reason}"))
+
+
+def sample_report(**changes: Any) -> Report:
+    """The whole sample; ``changes`` replace its fields."""
+    half_broken = Axes.model_validate(
+        {
+            "kld": kld_axis(0.151, 0.02, control=0.00003, n_failed=12),
+            "trajectory": TrajectoryAxis(status=Status.FAILED, reason="time-out after 60 s"),
+            "rniah": OtherAxis(
+                status=Status.NOT_MEASURABLE, reason="no informative cell", details={"cells": 9}
+            ),
+        }
+    )
+    same = Axes(kld=kld_axis(0, 0, status=Status.IDENTICAL), trajectory=trajectory_axis(100, 0))
+    fields: dict[str, Any] = {
+        "run_id": "2026-05-04-smollm2-a1b2",
+        "created": datetime(2026, 5, 4, 12, 30, 15, tzinfo=UTC),
+        "fidelab_version": "0.1.0",
+        "command": "fidelab run runs/2026-05-04-smollm2-a1b2/config.resolved.yaml",
+        "environment": {"device": {"name": "cpu", "threads": 2}, "python": "3.11.9"},
+        "settings": {"axes": {"kld": {"protocol": "half", "n_ctx": 512, "windows": 32}}, "seed": 0},
+        "comparability_key": {"inputs": "9f2c", "protocol": "half", "n_predict": 64},
+        "reference": arm("f32", ran=Ran(k_dtype="f32", v_dtype="f32", cache_bytes_per_token=92160)),
+        "control": arm("bf16", axes=Axes(kld=kld_axis(0.00003, 0.000004), trajectory=trajectory_axis(90, 6))),
+        "candidates": (
+            candidate("k16v8", 0.000712, "EXCELLENT", 34560, "safe: costs 0.000712 nats, near-lossless"),
+            candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe: costs 0.0312 nats, within the good range"),
+            candidate(
+                "int4[group=32,skip-layers=0,29]",
+                0.151,
+                "FAIL",
+                14400,
+                "do not use: costs 0.151 nats; try k16v8",
+                axes=half_broken,
+            ),
+            arm(
+                "f16/f16",
+                status=Status.IDENTICAL,
+                axes=same,
+                verdict=Verdict(band="EXCELLENT", sentence="safe: identical to the reference"),
+            ),
+            broken("q8_0", Status.FAILED, "out of memory: lower the context"),
+            broken("fp8_e5m2", Status.NOT_ENGAGED, "the cache holds bf16"),
+            broken("nvfp4", Status.NOT_SUPPORTED, "hf has: bf16, f16, f32, fp8_e4m3, int4"),
+        ),
+        "floor": Axes(kld=kld_axis(0, 0, n_positions=2040), trajectory=trajectory_axis(100, 0)),
+    }
+    return Report(**{**fields, **changes})

@@ -1,0 +1,123 @@
+"""The terminal report fits its width and takes nothing from outside as markup."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.cells import cell_len
+from rich.console import Console
+
+from fidelab.core import Status
+from fidelab.report.text import render_text, wrap_name
+from fidelab.results.record import Report
+from tests.report.sample import HOSTILE, OUTCOMES, broken, candidate, sample_report
+
+
+def printed(report: Report, width: int = 100, folder: Path | None = None) -> str:
+    file = io.StringIO()
+    render_text(report, Console(file=file, width=width), folder=folder)
+    return file.getvalue()
+
+
+def widest(text: str) -> int:
+    return max(cell_len(line) for line in text.splitlines())
+
+
+LONG = "llamacpp:flash-attn=on,cache-type-k=q4_0,cache-type-v=q4_0,threads=16"
+
+
+@pytest.mark.parametrize("width", [80, 100, 160])
+@pytest.mark.parametrize(
+    "report",
+    [
+        sample_report(),
+        sample_report(candidates=(candidate("q4", 0.000123456, "FAIL", 1234567, HOSTILE, name=LONG),)),
+        sample_report(run_id=HOSTILE, candidates=(broken("q4", Status.FAILED, "x" * 300),)),
+        sample_report(candidates=(), control=None),
+    ],
+    ids=["sample", "long", "hostile", "empty"],
+)
+def test_no_line_exceeds_the_width(report: Report, width: int) -> None:
+    assert widest(printed(report, width)) <= width
+
+
+@pytest.mark.parametrize("width", [80, 100])
+@pytest.mark.parametrize("word", OUTCOMES)
+def test_every_outcome_is_printed(width: int, word: str) -> None:
+    assert word in printed(sample_report(), width)
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_numbers_are_never_cut(width: int) -> None:
+    text = printed(sample_report(), width)
+    assert "…" not in text
+    for number in ("0.000712", "± 0.00014", "+0.000682", "92,160", "70.3", "± 12.1"):
+        assert number in text
+
+
+def test_a_narrow_terminal_says_what_is_left_out() -> None:
+    assert "p99, max and top-1 are left out" in printed(sample_report(), 80)
+    assert "left out" not in printed(sample_report(), 100)
+
+
+def test_failed_items_come_before_the_table() -> None:
+    text = printed(sample_report())
+    assert text.index("12 of 8,160 positions failed") < text.index("verdict")
+
+
+def test_each_candidate_has_its_sentence() -> None:
+    text = printed(sample_report())
+    assert "k16v8: safe: costs 0.000712 nats, near-lossless" in text
+    assert "q8_0: not running: out of memory: lower the context" in text
+
+
+def test_floor_control_and_folder_close_the_report() -> None:
+    last = printed(sample_report(), folder=Path("runs/x")).splitlines()[-3:]
+    assert [line.split()[0] for line in last] == ["floor", "control", "files:"]
+
+
+def test_a_folder_is_never_broken() -> None:
+    folder = Path("runs") / ("x" * 200)
+    assert str(folder) in printed(sample_report(), 80, folder)
+
+
+def test_outside_text_is_not_markup() -> None:
+    text = printed(sample_report(candidates=(broken("q4", Status.FAILED, "[bold]see[/bold] [link=x]"),)))
+    assert "[bold]see[/bold] [link=x]" in text
+
+
+def test_outside_text_cannot_control_the_terminal() -> None:
+    report = sample_report(candidates=(candidate("q4", 0.1, "FAIL", 1, HOSTILE, name=HOSTILE),))
+    assert "\x1b" not in printed(report)
+
+
+def test_no_colour_outside_a_terminal() -> None:
+    assert "\x1b" not in printed(sample_report())
+
+
+def test_colour_in_a_terminal() -> None:
+    file = io.StringIO()
+    render_text(sample_report(), Console(file=file, width=100, force_terminal=True, color_system="standard"))
+    assert "\x1b[" in file.getvalue()
+
+
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    raw = io.BytesIO()
+    with io.TextIOWrapper(raw, encoding="ascii") as file:
+        render_text(sample_report(), Console(file=file, width=100))
+        file.flush()
+        assert b"+/- 0.00014" in raw.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        ("q8_0", ["q8_0"]),
+        ("int4[group=32,skip-layers=0,29]", ["int4[group=32,", "skip-layers=0,29]"]),
+        ("x" * 20, ["x" * 17, "xxx"]),
+    ],
+)
+def test_long_names_break_at_separators(name: str, lines: list[str]) -> None:
+    assert wrap_name(name, 17).split("\n") == lines

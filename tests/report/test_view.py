@@ -1,0 +1,155 @@
+"""Numbers have one format, and every outcome has words."""
+
+from __future__ import annotations
+
+import pytest
+
+from fidelab.core import Estimator, Status
+from fidelab.report.view import (
+    ArmRow,
+    build_view,
+    format_bytes,
+    format_kld,
+    format_margin,
+    format_score,
+    format_share,
+    one_line,
+)
+from fidelab.results.record import Axes, Excess, Verdict
+from tests.report.sample import arm, candidate, kld_axis, sample_report
+
+
+def rows() -> dict[str, ArmRow]:
+    return {row.name: row for row in build_view(sample_report()).rows}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (0.0007, "0.000700"),
+        (0.00003, "3.00e-5"),
+        (9.996e-5, "0.000100"),
+        (0.0001, "0.000100"),
+        (0.03124, "0.0312"),
+        (0.9996, "1.00"),
+        (2.133356, "2.13"),
+        (123.4, "123"),
+        (1234, "1230"),
+        (-0.00012, "−0.000120"),
+    ],
+)
+def test_kld_has_three_significant_digits(value: float | None, text: str) -> None:
+    assert format_kld(value) == text
+
+
+def test_an_excess_shows_its_sign() -> None:
+    assert [format_kld(value, signed=True) for value in (0.01, -0.01, 0)] == ["+0.0100", "−0.0100", "0"]
+
+
+def test_a_lower_bound_is_marked() -> None:
+    assert format_kld(0.5, bound=True) == "≥ 0.500"
+
+
+def test_a_margin_is_half_the_interval() -> None:
+    assert format_margin((0.1, 0.3)) == "± 0.10"
+
+
+def test_no_interval_is_not_zero_width() -> None:
+    assert format_margin(None) == "–"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (1, "100.00%"),
+        (0.999999, "> 99.99%"),
+        (0.00001, "< 0.01%"),
+        (0, "0.00%"),
+        (0.5, "50.00%"),
+    ],
+)
+def test_shares_never_round_to_all_or_nothing(value: float | None, text: str) -> None:
+    assert format_share(value) == text
+
+
+def test_scores_have_one_decimal() -> None:
+    assert [format_score(value) for value in (69.62, 100, None)] == ["69.6", "100.0", "–"]
+
+
+def test_bytes_stand_in_full() -> None:
+    assert format_bytes(57344) == "57,344"
+
+
+def test_foreign_text_stays_on_its_line() -> None:
+    assert one_line("a\n\tb\x1b[31m\x00") == "a b\ufffd[31m\ufffd"
+
+
+@pytest.mark.parametrize(
+    ("name", "verdict", "note", "key"),
+    [
+        ("f32", "reference", "", "reference"),
+        ("bf16", "control", "", "control"),
+        ("k16v8", "EXCELLENT", "", "excellent"),
+        ("f16/f16", "EXCELLENT", "identical", "excellent"),
+        ("q8_0", "failed", "", "broken"),
+        ("fp8_e5m2", "not engaged", "", "broken"),
+        ("nvfp4", "not supported", "", "broken"),
+    ],
+)
+def test_every_outcome_has_its_word(name: str, verdict: str, note: str, key: str) -> None:
+    row = rows()[name]
+    assert (row.verdict, row.note, row.key) == (verdict, note, key)
+
+
+def test_an_arm_without_a_band_has_no_verdict() -> None:
+    report = sample_report(candidates=(arm("q4", verdict=Verdict(sentence="no verdict: too little text")),))
+    assert build_view(report).candidates[0].verdict == "no verdict"
+
+
+def test_the_reason_is_shown_even_where_the_sentence_lacks_it() -> None:
+    lost = arm("q4", status=Status.FAILED, reason="no memory", verdict=Verdict(sentence="not running"))
+    assert build_view(sample_report(candidates=(lost,))).candidates[0].sentence == "not running (no memory)"
+
+
+def test_topk_figures_are_lower_bounds_and_have_no_excess() -> None:
+    axes = Axes(kld=kld_axis(0.02, 0.001, control=0.01, estimator=Estimator.TOPK))
+    view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
+    row = view.candidates[0]
+    assert (row.kld.value, row.p99, row.excess.value) == ("≥ 0.0200", "≥ 0.180", "–")
+    assert [point.name for point in view.points] == ["bf16"]
+
+
+def test_a_negative_excess_is_shown_as_such() -> None:
+    axes = Axes(kld=kld_axis(0.02, 0.001, excess_over_control=Excess(mean=-0.001, ci=(-0.002, 0))))
+    view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
+    assert str(view.candidates[0].excess) == "−0.00100 ± 0.0010"
+
+
+def test_failed_items_are_listed_with_their_counts() -> None:
+    assert build_view(sample_report()).failures == (
+        "int4[group=32,skip-layers=0,29]: 12 of 8,160 positions failed (KLD)",
+        "int4[group=32,skip-layers=0,29]: trajectory failed: time-out after 60 s",
+        "int4[group=32,skip-layers=0,29]: rniah not measurable: no informative cell",
+    )
+
+
+def test_a_missing_floor_and_control_are_said() -> None:
+    view = build_view(sample_report(floor=Axes(), control=None))
+    assert (view.floor, view.control) == (
+        "floor (reference against itself): not measured",
+        "control: none",
+    )
+
+
+def test_a_broken_control_says_why() -> None:
+    view = build_view(sample_report(control=arm("bf16", status=Status.FAILED, reason="killed")))
+    assert view.control == "control bf16: failed: killed"
+
+
+def test_asked_and_ran_stand_side_by_side() -> None:
+    table = build_view(sample_report()).tables[-1]
+    row = dict(zip(table.columns, table.rows[-1], strict=True))
+    assert (row["K asked"], row["K ran"]) == ("nvfp4", "–")

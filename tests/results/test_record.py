@@ -1,0 +1,251 @@
+"""The record is strict JSON, says what it refuses, and is written in one step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+from pydantic import BaseModel, ValidationError
+
+from fidelab.core import KVSpec, Status
+from fidelab.errors import InputError, OutputError
+from fidelab.results.record import (
+    ArmRecord,
+    Axes,
+    Bins,
+    KldAxis,
+    KVFormats,
+    Ran,
+    Report,
+    TrajectoryAxis,
+    write_atomically,
+)
+from tests.report.sample import HOSTILE, arm, candidate, sample_report
+
+SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-0.schema.json"
+
+
+def edited(tmp_path: Path, edit: dict[str, Any]) -> Path:
+    """A written sample with some top-level keys replaced."""
+    path = sample_report().write(tmp_path / "report.json")
+    path.write_text(json.dumps({**json.loads(path.read_text()), **edit}))
+    return path
+
+
+def test_a_report_survives_the_round_trip(tmp_path: Path) -> None:
+    report = sample_report()
+    assert Report.from_json(report.write(tmp_path / "report.json")) == report
+
+
+def test_hostile_text_survives_the_round_trip(tmp_path: Path) -> None:
+    report = sample_report(command=HOSTILE, settings={HOSTILE: [HOSTILE]})
+    assert Report.from_json(report.write(tmp_path / "report.json")) == report
+
+
+def test_absent_is_null() -> None:
+    reference = json.loads(sample_report().to_json())["reference"]
+    assert reference["axes"] == {"kld": None, "trajectory": None}
+    assert reference["composite"] is None
+
+
+def test_schema_name_comes_first() -> None:
+    assert next(iter(json.loads(sample_report().to_json()).items())) == ("schema", "fidelab.report/0")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize(
+    ("model", "fields"),
+    [
+        (KldAxis, {"status": "ok", "mean": ...}),
+        (KldAxis, {"status": "ok", "mean_ci": (0, ...)}),
+        (TrajectoryAxis, {"status": "ok", "survival": [1, ...]}),
+        (Ran, {"scale": ...}),
+        (Ran, {"scale": {"layers": [...]}}),
+        (KVFormats, {"k": "a", "v": "b", "options": {"group": ...}}),
+    ],
+)
+def test_numbers_that_json_lacks_are_refused(
+    model: type[BaseModel], fields: dict[str, Any], value: float
+) -> None:
+    def put(tree: Any) -> Any:
+        if isinstance(tree, dict):
+            return {key: put(item) for key, item in tree.items()}
+        if isinstance(tree, list | tuple):
+            return [put(item) for item in tree]
+        return value if tree is ... else tree
+
+    with pytest.raises(ValidationError):
+        model.model_validate(put(fields))
+
+
+def test_nan_in_a_file_is_refused(tmp_path: Path) -> None:
+    path = edited(tmp_path, {"settings": {"x": float("nan")}})
+    with pytest.raises(InputError, match="NaN is not JSON"):
+        Report.from_json(path)
+
+
+def test_lone_surrogates_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        sample_report(settings={"log": "\ud800"})
+
+
+def test_another_schema_is_named(tmp_path: Path) -> None:
+    path = edited(tmp_path, {"schema": "fidelab.report/7", "new": 1})
+    with pytest.raises(InputError, match=r"has schema 'fidelab\.report/7'; .* reads 'fidelab\.report/0'"):
+        Report.from_json(path)
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "{}", '{"schema": null}'])
+def test_other_json_is_not_a_report(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "x.json"
+    path.write_text(text)
+    with pytest.raises(InputError, match="not a fidelab report"):
+        Report.from_json(path)
+
+
+def test_broken_json_is_named_by_line_and_column(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_text('{\n "schema": oops}')
+    with pytest.raises(InputError, match="line 2, column 12"):
+        Report.from_json(path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "place"),
+    [
+        ({"colour": "red"}, "colour"),
+        ({"command": 3}, "command"),
+        ({"created": "2026-05-04T12:00:00"}, "created"),
+        ({"reference": {"name": "x"}}, "reference.status"),
+        ({"floor": {"kld": {"status": "ok", "mean": "0.1"}}}, "floor.kld.mean"),
+        ({"floor": {"kdl": {"status": "ok", "mean": 0.1}}}, "floor.kdl.mean"),
+    ],
+)
+def test_malformed_reports_are_refused_by_place(tmp_path: Path, edit: dict[str, Any], place: str) -> None:
+    with pytest.raises(InputError, match=rf"report\.json: {place}: "):
+        Report.from_json(edited(tmp_path, edit))
+
+
+def test_a_missing_file_is_an_input_error(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="cannot read"):
+        Report.from_json(tmp_path / "none.json")
+
+
+def test_bytes_that_are_no_text_are_an_input_error(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    path.write_bytes(b"{\xff}")
+    with pytest.raises(InputError, match="byte 1"):
+        Report.from_json(path)
+
+
+@pytest.mark.parametrize("status", ["failed", "not_engaged", "not_supported"])
+def test_a_bad_status_needs_a_reason(status: str) -> None:
+    with pytest.raises(ValidationError, match="needs a reason"):
+        arm("bf16", status=status, reason=" ")
+
+
+def test_an_arm_cannot_be_not_measurable() -> None:
+    with pytest.raises(ValidationError, match="outcome of an axis"):
+        arm("bf16", status=Status.NOT_MEASURABLE, reason="x")
+
+
+def test_a_failed_axis_has_no_score() -> None:
+    with pytest.raises(ValidationError, match="cannot have a score"):
+        KldAxis(status=Status.FAILED, reason="x", score=100)
+
+
+@pytest.mark.parametrize("score", [-0.1, 100.1])
+def test_scores_lie_between_0_and_100(score: float) -> None:
+    with pytest.raises(ValidationError):
+        KldAxis(status=Status.OK, score=score)
+
+
+def test_an_interval_upside_down_is_refused() -> None:
+    with pytest.raises(ValidationError, match="lies above"):
+        KldAxis(status=Status.OK, mean_ci=(0.2, 0.1))
+
+
+def test_bins_need_one_more_edge() -> None:
+    with pytest.raises(ValidationError, match="2 edges need 1 means"):
+        Bins(edges=(0, 1), mean=(1, 2), count=(1, 2))
+
+
+def test_two_candidates_of_one_name_are_refused() -> None:
+    twin = candidate("fp8_e4m3", 0.01, "PASS", 1, "safe")
+    with pytest.raises(ValidationError, match="named 'fp8_e4m3'"):
+        sample_report(candidates=(twin, twin))
+
+
+def test_a_record_cannot_be_edited() -> None:
+    with pytest.raises(ValidationError, match="frozen"):
+        sample_report().run_id = "x"
+
+
+def test_axes_without_a_model_keep_the_general_form() -> None:
+    axes = Axes.model_validate({"rniah": {"status": "ok", "score": 50, "details": {"cells": [1, 2]}}})
+    assert axes.others()["rniah"].details == {"cells": [1, 2]}
+
+
+def test_free_fields_hold_what_json_gives_back() -> None:
+    assert Ran.model_validate({"shape": (1, 2)}).others() == {"shape": [1, 2]}
+
+
+def test_a_kv_spec_keeps_its_options() -> None:
+    formats = KVFormats.from_spec(KVSpec.parse("int4[group=32,skip-layers=0,29]/f16"))
+    assert formats == KVFormats(k="int4", v="f16", options={"k": {"group": "32"}, "skip_layers": [0, 29]})
+
+
+def test_the_stored_schema_is_current() -> None:
+    assert json.loads(SCHEMA_FILE.read_text()) == Report.json_schema()
+
+
+def test_the_sample_is_valid_under_the_stored_schema() -> None:
+    jsonschema.validate(json.loads(sample_report().to_json()), json.loads(SCHEMA_FILE.read_text()))
+
+
+def test_the_stored_schema_refuses_unknown_keys() -> None:
+    plain = {**json.loads(sample_report().to_json()), "colour": "red"}
+    with pytest.raises(jsonschema.ValidationError, match="colour"):
+        jsonschema.validate(plain, json.loads(SCHEMA_FILE.read_text()))
+
+
+def test_every_field_says_what_it_is() -> None:
+    definitions = Report.json_schema()["$defs"]
+    bare = [
+        f"{name}.{field}"
+        for name, definition in definitions.items()
+        for field, about in definition.get("properties", {}).items()
+        if not about.get("description")
+    ]
+    assert bare == []
+
+
+def test_writing_replaces_the_file_and_leaves_nothing_beside_it(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "x.txt"
+    write_atomically(path, "one")
+    write_atomically(path, "two")
+    assert [(file.name, file.read_text()) for file in path.parent.iterdir()] == [("x.txt", "two")]
+
+
+def test_a_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.txt"
+    write_atomically(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        write_atomically(path, "\ud800")
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("x.txt", "old")]
+
+
+def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OutputError, match="cannot write"):
+        sample_report().write(tmp_path / "file" / "report.json")
+
+
+def test_a_candidate_that_ran_nothing_is_complete() -> None:
+    failed = ArmRecord(
+        name="a", engine="fake", model="m", kv=KVFormats(k="a", v="a"), status=Status.FAILED, reason="x"
+    )
+    assert failed.ran is None
