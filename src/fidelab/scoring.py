@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from fidelab.core import Arm, KVSpec, Status
 from fidelab.errors import FidelabError, MismatchError
 from fidelab.metrics.composite import composite, verdict
 from fidelab.report.sentence import ArmFacts, is_native, sentence
-from fidelab.results.record import ArmRecord, Axes, Bins, Composite, KVFormats, Ran, Report, Verdict
+from fidelab.results.record import ArmRecord, Axes, Bins, Comparison, Composite, KVFormats, Ran, Report, Verdict
 
 __all__ = ["ArmResult", "RunFacts", "Scored", "score_run"]
 
@@ -109,6 +110,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         reference=_bare_record(reference),
         control=None if control is None else summary.record(control),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
+        comparisons=tuple(summary.comparisons(candidates)),
         floor=summary.axes(measured["floor"]) if "floor" in measured else Axes(),
     )
     tables = [
@@ -240,6 +242,28 @@ class _Summary:
                 found[name] |= {"status": Status.FAILED, "reason": "no item was usable"}
         return Axes.model_validate(found)
 
+    def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
+        """Candidates in the order of their mean KL, each against the next, by paired difference."""
+        scored = [this for c in candidates if "kld" in (this := self.measured[c.role]).scores]
+        means = [(this.scores["kld"].figures["mean"], this) for this in scored]
+        ordered = [this for _, this in sorted((m for m in means if m[0] is not None), key=lambda m: m[0])]
+        found = []
+        for better, worse in pairwise(ordered):
+            difference = excess(worse.scores["kld"], better.scores["kld"], self.seed)
+            if difference is not None:
+                low_high = difference["ci"]
+                found.append(
+                    Comparison(
+                        axis="kld",
+                        better=better.result.arm.name,
+                        worse=worse.result.arm.name,
+                        difference=difference["mean"],
+                        ci=low_high,
+                        differs=low_high is not None and not low_high[0] <= 0 <= low_high[1],
+                    )
+                )
+        return found
+
     def _excess(self, this: _Measured, axis: str) -> dict[str, Any] | None:
         if self.control is None or this is self.control or axis not in self.control.scores:
             return None
@@ -333,7 +357,8 @@ def _figures(score: AxisScore) -> dict[str, Any]:
     for name in ("by_position", "by_confidence"):
         if name in figures:
             bins = figures[name]
-            figures[name] = Bins(edges=bins["edges"], mean=bins["means"], count=bins["counts"]) if bins["edges"] else None
+            full = Bins(edges=bins["edges"], mean=bins["means"], count=bins["counts"]) if bins["edges"] else None
+            figures[name] = full
     return figures
 
 

@@ -89,9 +89,10 @@ def test_file_that_is_no_gguf_is_one_line(tmp_path: Path, cache: Path) -> None:
         resolve(str(tmp_path / "x.gguf"))
 
 
-def test_truncated_gguf_is_one_line_and_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+@pytest.mark.parametrize("share", [0.05, 0.5, 0.99])
+def test_truncated_gguf_is_one_line_and_leaves_nothing(share: float, tmp_path: Path, cache: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
-    (tmp_path / "x.gguf").write_bytes(whole[: len(whole) // 2])
+    (tmp_path / "x.gguf").write_bytes(whole[: int(share * len(whole))])
     with pytest.raises(InputError, match="cannot be converted") as caught:
         resolve(str(tmp_path / "x.gguf"))
     assert "\n" not in str(caught.value)

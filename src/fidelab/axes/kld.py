@@ -53,7 +53,12 @@ class KLD(Axis):
             first=cut.first,
             last=cut.last,
             units=cut.units,
-            settings=(("bos", inputs.tokenizer.bos_id), ("n_ctx", s.n_ctx), ("protocol", s.protocol), ("stride", cut.stride)),
+            settings=(
+                ("bos", inputs.tokenizer.bos_id),
+                ("n_ctx", s.n_ctx),
+                ("protocol", s.protocol),
+                ("stride", cut.stride),
+            ),
         )
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
@@ -107,7 +112,7 @@ def _with_figures(
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
     estimators = {pair.ref.estimator, pair.test.estimator}
     figures: dict[str, Any] = {
-        **{key: value for key, value in vars(summary).items()},
+        **vars(summary),
         "score": score.score(),
         "ci": score.score_interval(seed),
         "mean_ci": score.mean_interval(seed),

@@ -26,7 +26,9 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name an experiment file") from None
     except IsADirectoryError:
-        raise ConfigError(f"{path} is a folder; name an experiment file (to go on with a run: --resume {path})") from None
+        raise ConfigError(
+            f"{path} is a folder; name an experiment file (to go on with a run: fidelab compare --resume {path})"
+        ) from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
     try:
@@ -75,7 +77,8 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
     """One line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
     first = error.errors()[0]
     # pydantic puts the alternatives it tried into the place; users wrote none of them
-    names = [str(part) for part in first["loc"] if not str(part).startswith(("literal[", "function-")) and part != "ArmConfig"]
+    tried = ("literal[", "function-", "ArmConfig")
+    names = [str(part) for part in first["loc"] if not str(part).startswith(tried)]
     place = ".".join(([prefix] if prefix else []) + names)
     if first["type"] == "extra_forbidden":
         parent = model

@@ -11,6 +11,10 @@ __all__ = ["ArmConfig", "Experiment"]
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
+def _default_axes() -> dict[str, dict[str, Any]]:
+    return {"trajectory": {}, "kld": {}}
+
+
 class ArmConfig(BaseModel):
     """One arm: its KV format, and what differs from the experiment's defaults."""
 
@@ -30,10 +34,10 @@ class Experiment(BaseModel):
     engine: str = Field(default="hf", description="which engine runs all arms")
     engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of all arms")
     reference: ArmConfig = Field(description="the arm all others are compared with")
-    control: ArmConfig | Literal["auto", "none"] = Field(default="auto", description="the arm that should cost nothing")
+    control: ArmConfig | Literal["auto", "none"] = Field(default="auto", description="arm that should cost nothing")
     candidates: list[ArmConfig] = Field(min_length=1, description="the arms in question")
     axes: dict[str, dict[str, Any]] = Field(
-        default_factory=lambda: {"trajectory": {}, "kld": {}}, description="axes and their settings"
+        default_factory=_default_axes, description="axes and their settings"
     )
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
@@ -46,7 +50,7 @@ class Experiment(BaseModel):
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
     fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the lower bound of the KLD score")
     output_dir: str = Field(default="runs", description="where runs are written")
-    captures_dir: str | None = Field(default=None, description="where captures are kept; <output_dir>/captures by default")
+    captures_dir: str | None = Field(default=None, description="where captures lie; <output_dir>/captures by default")
 
     @field_validator("reference", "control", mode="before")
     @classmethod

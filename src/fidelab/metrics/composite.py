@@ -164,8 +164,8 @@ def normal_draws(
     100) comes back as the draws' percentiles.
     """
     z = np.random.default_rng(seed).standard_normal(n_draws)
-    reach = np.where(z < 0, score - interval[0], interval[1] - score) / special.ndtri(0.5 + level / 2)
-    return np.clip(score + z * reach, 0.0, 100.0)
+    reach = np.maximum(np.where(z < 0, score - interval[0], interval[1] - score), 0.0)
+    return np.clip(score + z * reach / special.ndtri(0.5 + level / 2), 0.0, 100.0)
 
 
 # --------------------------------------------------------------------------------------------- verdict

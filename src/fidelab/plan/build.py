@@ -11,11 +11,11 @@ from typing import Any
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import is_complete
-from fidelab.core import Arm, Generate, Prefill, Probe, probe_record
+from fidelab.core import Arm, Generate, Prefill, Probe, Timed, probe_record
 from fidelab.plan.resolve import Settings
 from fidelab.workers.messages import ProbeTask
 
-__all__ = ["FLOOR", "PlannedCapture", "PlannedJob", "Plan", "build_plan"]
+__all__ = ["FLOOR", "Plan", "PlannedCapture", "PlannedJob", "build_plan", "expected_bytes"]
 
 FLOOR = "floor"
 
@@ -87,13 +87,13 @@ def build_plan(settings: Settings, inputs: AxisInputs) -> Plan:
         jobs.append(_job(settings, role, arm, probes, twin_replicate if arm.fingerprint() == reference else 0))
     share = settings.experiment.floor
     if share > 0:
-        cut = {name: probe.select(_spread(len(probe.items()), share)) for name, probe in probes.items() if _has_items(probe)}
+        cut: dict[str, Probe] = {
+            name: probe.select(_spread(len(probe.items()), share))
+            for name, probe in probes.items()
+            if not isinstance(probe, Timed)
+        }
         jobs.append(_job(settings, FLOOR, settings.reference, cut, floor_replicate))
     return Plan(settings, tuple(jobs))
-
-
-def _has_items(probe: Probe) -> bool:
-    return bool(probe.items())
 
 
 def _spread(n: int, share: float) -> list[int]:

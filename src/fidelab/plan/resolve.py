@@ -1,4 +1,7 @@
-"""Schema → settings: names looked up, model found, arms complete.  What cannot be is found here, before anything runs."""
+"""Schema → settings: names looked up, model found, arms complete.
+
+What cannot be is found here, before anything runs.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +134,9 @@ def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
     if fmt.name not in _BITS16:
         return fmt
     if fmt.options:
-        raise UsageError(f"KV format {fmt}: k16v8 takes no options; write K/V, as in '{model.native}/fp8_e4m3[scale=…]'")
+        raise UsageError(
+            f"KV format {fmt}: k16v8 takes no options; write K/V, as in '{model.native}/fp8_e4m3[scale=per-token-head]'"
+        )
     return FormatSpec(model.native) if side == "k" else FormatSpec("fp8_e4m3")
 
 

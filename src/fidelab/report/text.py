@@ -21,7 +21,7 @@ __all__ = ["render_text", "wrap_name"]
 
 _WIDE = 98
 _NAME_WIDTH = 17
-_ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "Δ": "d"})
+_ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d"})
 _STYLES = {
     "excellent": "bold green",
     "identical": "bold green",
@@ -52,6 +52,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None)
     line("")
     line(view.floor)
     line(view.control)
+    if view.ranking:
+        line(view.ranking)
     if not wide:
         line("narrow terminal: p99, max and top-1 are left out")
     if folder is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Estimator, Status
-from fidelab.results.record import ArmRecord, Axes, KldAxis, OtherAxis, Report, TrajectoryAxis
+from fidelab.results.record import ArmRecord, Axes, Comparison, KldAxis, OtherAxis, Report, TrajectoryAxis
 
 __all__ = [
     "ABSENT",
@@ -202,6 +202,7 @@ class View:
     rows: tuple[ArmRow, ...]
     floor: str
     control: str
+    ranking: str
     tables: tuple[Table, ...]
     points: tuple[Point, ...]
     run_details: tuple[tuple[str, str], ...]
@@ -230,6 +231,7 @@ def build_view(report: Report) -> View:
         rows=tuple(_row(role, arm) for role, arm in arms),
         floor=_floor(report.floor),
         control=_control(report.control),
+        ranking=_ranking(report.comparisons),
         tables=tuple(_tables(arms)),
         points=tuple(point for role, arm in arms if role != "reference" for point in _points(role, arm)),
         run_details=tuple(_run_details(report)),
@@ -370,6 +372,16 @@ def _control(arm: ArmRecord | None) -> str:
     if arm.axes.trajectory is not None and arm.axes.trajectory.score is not None:
         parts.append(f"trajectory {_scored(arm.axes.trajectory.score, arm.axes.trajectory.ci)}")
     return f"control {name}: {', '.join(parts) or 'not measured'}; excess = candidate {MINUS} control, paired"
+
+
+def _ranking(comparisons: Sequence[Comparison]) -> str:
+    """Candidates by mean KL, best first: ``<`` where the paired difference excludes 0, ``≈`` where it does not."""
+    if not comparisons:
+        return ""
+    names = one_line(comparisons[0].better)
+    for pair in comparisons:
+        names += f" {'<' if pair.differs else '≈'} {one_line(pair.worse)}"
+    return f"cost by paired KLD differences: {names}" + ("" if all(c.differs for c in comparisons) else " (≈: cannot tell)")
 
 
 def _points(role: str, arm: ArmRecord) -> list[Point]:

@@ -32,6 +32,7 @@ __all__ = [
     "Axes",
     "Band",
     "Bins",
+    "Comparison",
     "Composite",
     "Excess",
     "KVFormats",
@@ -340,6 +341,23 @@ class ArmRecord(_Outcome):
 # ----------------------------------------------------------------------------------------------- report
 
 
+class Comparison(_Record):
+    """Two candidates next to each other in an axis' order, by their paired difference."""
+
+    axis: str
+    """Which axis."""
+    better: str
+    """Name of the candidate with the smaller cost."""
+    worse: str
+    """Name of the candidate with the larger cost."""
+    difference: float
+    """Cost of ``worse`` minus cost of ``better``, in the axis's own unit (KLD: nats)."""
+    ci: Interval | None = None
+    """95% interval of the paired difference; null with a single unit."""
+    differs: bool = False
+    """The interval excludes 0: the order is more than chance."""
+
+
 class Report(_Record):
     """Everything a run found."""
 
@@ -365,6 +383,8 @@ class Report(_Record):
     """The nearest arm that should cost nothing: the noise floor of the kernel path."""
     candidates: tuple[ArmRecord, ...] = ()
     """The arms in question."""
+    comparisons: tuple[Comparison, ...] = ()
+    """Candidates in the order of their mean KL, each with the next one."""
     floor: Axes = Field(default_factory=Axes)
     """The reference against a replicate of itself: repeatability."""
 

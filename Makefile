@@ -1,0 +1,27 @@
+# make demo   the main job on a real model, from nothing
+# make test   all tests
+# make check  ruff and strict mypy
+.PHONY: demo test check setup clean
+
+RUN := .venv/bin/python -m
+
+demo: .venv/.ready
+	.venv/bin/fidelab compare smollm2-135m --engine hf --dtype float32 --reference f32 --control bf16 \
+	  --kv k16v8 --kv fp8_e4m3 --kv q8_0 --kv int4 --windows 8 --limit 10 --n-predict 64
+
+test: .venv/.ready
+	.venv/bin/fidelab models pull smollm2-135m
+	$(RUN) pytest
+
+check: .venv/.ready
+	$(RUN) ruff check .
+	$(RUN) ruff format --check .
+	$(RUN) mypy
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml scripts/setup
+	scripts/setup
+
+clean:
+	rm -rf .venv build dist
