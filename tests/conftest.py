@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import pytest
 from safetensors.numpy import save_file
 
 from fidelab.models import Model, resolve
+
+# Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 MakeFolder = Callable[..., Path]
 

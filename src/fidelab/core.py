@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -33,7 +36,10 @@ __all__ = [
     "Vocabulary",
     "canonical_json",
     "digest",
+    "finite",
     "probe_from_record",
+    "slug",
+    "usable_cores",
 ]
 
 
@@ -56,6 +62,9 @@ class Estimator(StrEnum):
     TOPK = "topk"
 
 
+_LONGEST_SLUG = 60  # three of them and two digests make a folder's name; file systems allow 255 bytes
+
+
 def canonical_json(value: Any) -> str:
     """JSON with sorted keys and no spaces: equal records give equal text."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -69,6 +78,31 @@ def digest(*parts: bytes | str) -> str:
         h.update(len(raw).to_bytes(8, "little"))
         h.update(raw)
     return h.hexdigest()
+
+
+def slug(text: str) -> str:
+    """Text fit for a file name: of a path the last part; other characters than [A-Za-z0-9._-] as '_'; cut at 60."""
+    name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
+    return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
+
+
+def finite(value: Any) -> Any:
+    """Plain data as strict JSON can hold it: NaN and infinities become ``None``, tuples lists."""
+    match value:
+        case Mapping():
+            return {key: finite(item) for key, item in value.items()}
+        case list() | tuple():
+            return [finite(item) for item in value]
+        case float() if not math.isfinite(value):
+            return None
+        case _:
+            return value
+
+
+def usable_cores() -> int:
+    """CPU cores that this process may use."""
+    affinity = getattr(os, "sched_getaffinity", None)  # Linux alone has it
+    return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
 # ---------------------------------------------------------------------------------------------- KV spec
@@ -161,7 +195,7 @@ def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
             raise UsageError(f"KV format {whole!r}: option {item!r} has no value; write key=value")
     layers = []
     for number in options.pop("skip-layers", []):
-        if not number.isdigit():
+        if not (number.isascii() and number.isdigit()):
             raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0, not {number!r}")
         layers.append(int(number))
     pairs = tuple(sorted((k, ",".join(v)) for k, v in options.items()))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ def score_captures(
     bands: str = "fidelab",
     output_dir: Path | None = None,
     command: str = "",
+    note: Callable[[str], None] = lambda _text: None,
 ) -> tuple[Report, Path | None]:
     """Score test captures against a reference capture.
 
@@ -38,69 +40,104 @@ def score_captures(
         ref, tests: capture folders, or folders that hold one arm's captures.
         names: one per test; by default what the captures say.
         output_dir: where to leave a run folder; ``None`` for none.
+        note: told about axes that are left out, because not every arm has a capture of them.
 
     Raises:
         CaptureError: no capture there, a damaged one, or (MismatchError) two that must not be compared.
-        UsageError: names that do not fit.
+        UsageError: names that do not fit, or the reference's own capture as a test.
     """
     if names is not None and len(names) != len(tests):
         raise UsageError(f"--names has {len(names)} names for {len(tests)} --test captures")
-    reference = _load("reference", ref, None)
-    results = [reference]
-    for index, path in enumerate(tests):
-        results.append(_load("candidate", path, names[index] if names else None))
-    axes = [axis for axis in reference.captures if all(axis in result.captures for result in results[1:])]
-    if not axes:
-        raise CaptureError(f"{ref} and the test captures have no axis in common: {', '.join(reference.captures)} against others")
-    experiment = _experiment(results, axes, seed, bands)
+    arms = [_find("reference", ref, None)]
+    arms += [_find("candidate", path, names[index] if names else None) for index, path in enumerate(tests)]
+    results = _choose(arms, note)
+    experiment = _experiment(results, list(results[0].captures), seed, bands)
     facts = RunFacts(
         run_id="score",
         created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         command=command,
         environment={"fidelab": fidelab.__version__, "python": platform.python_version()},
     )
-    if output_dir is None:
-        return score_run(experiment, facts, results).report, None
-    folder = RunFolder.create(output_dir.absolute(), "score")
-    facts = RunFacts(folder.run_id, facts.created, facts.command, facts.environment)
-    folder.config.write_text(dump(experiment, {"command": command}), "utf-8")
-    folder.write_outcomes({"facts": vars(facts), "arms": [result.record(folder.path) for result in results]})
     scored = score_run(experiment, facts, results)
+    if output_dir is None:
+        return scored.report, None
+    config = dump(experiment, {"command": command, "created": facts.created})
+    folder = RunFolder.create(output_dir.absolute(), "score", config)
+    report = scored.report.model_copy(update={"run_id": folder.run_id})
+    folder.write_outcomes(
+        {
+            "facts": {**vars(facts), "run_id": folder.run_id},
+            "planned": [result.role for result in results],
+            "arms": [result.record(folder.path) for result in results],
+        }
+    )
     folder.write_positions(scored.positions)
-    write_html(scored.report, folder.html)
-    scored.report.write(folder.report)
-    return scored.report, folder.path
+    write_html(report, folder.html)
+    report.write(folder.report)
+    return report, folder.path
 
 
-def _load(role: str, path: Path, name: str | None) -> ArmResult:
-    """One arm from a capture folder or a folder of captures; the first replicate of each axis counts."""
-    path = path.absolute()
-    captures: dict[str, Capture] = {}
+@dataclass(frozen=True)
+class _Found:
+    """One arm's captures on disk: axis → probe hash → capture, of replicates the first."""
+
+    role: str
+    arm: Arm
+    path: Path
+    captures: Mapping[str, Mapping[str, Capture]]
+
+    def result(self, chosen: Mapping[str, Capture]) -> ArmResult:
+        """The arm as scoring wants it."""
+        ran = next(iter(chosen.values())).manifest["ran"]
+        folders = {axis: capture.folder for axis, capture in chosen.items()}
+        return ArmResult(role=self.role, arm=self.arm, status=Status.OK, ran=ran, captures=folders)
+
+
+def _find(role: str, path: Path, name: str | None) -> _Found:
+    """One arm from a capture folder or a folder of captures."""
+    path = path.resolve()
+    captures: dict[str, dict[str, Capture]] = {}
+    asked: dict[str, Any] = {}
     for folder in find_captures(path) if path.is_dir() else []:
         capture = Capture(folder)
-        known = captures.get(capture.axis)
-        if known is not None and known.manifest["key"]["arm"] != capture.manifest["key"]["arm"]:
+        key = capture.manifest["key"]
+        asked = asked or {"arm": key["arm"], **capture.manifest["asked"]}
+        if asked["arm"] != key["arm"]:
             raise CaptureError(f"{path} holds captures of several arms; name the folder of one")
-        if known is not None and _order(known) == _order(capture):
-            raise CaptureError(f"{path} holds several {capture.axis} captures; name one: {known.folder} or {folder}")
-        if known is None or _order(capture) < _order(known):
-            captures[capture.axis] = capture
+        same = captures.setdefault(capture.axis, {})
+        known = same.get(key["probe"])
+        if known is None or key["replicate"] < known.manifest["key"]["replicate"]:
+            same[key["probe"]] = capture
     if not captures:
         Capture(path)  # says what is wrong with the path
-    first = next(iter(captures.values())).manifest
-    arm = Arm.from_record(first["asked"])
-    arm = Arm(**{**vars(arm), "name": name or arm.name})
-    return ArmResult(
-        role=role if role == "reference" else f"{role}:{arm.name}",
-        arm=arm,
-        status=Status.OK,
-        ran=first["ran"],
-        captures={axis: capture.folder for axis, capture in captures.items()},
-    )
+    arm = Arm.from_record({field: value for field, value in asked.items() if field != "arm"})
+    arm = replace(arm, name=name or arm.name)
+    return _Found(role if role == "reference" else f"{role}:{arm.name}", arm, path, captures)
 
 
-def _order(capture: Capture) -> int:
-    return int(capture.manifest["key"]["replicate"])
+def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResult]:
+    """Per axis one capture of every arm: those that answer the same question, where there are several."""
+    every = list(dict.fromkeys(axis for found in arms for axis in found.captures))
+    common = [axis for axis in every if all(axis in found.captures for found in arms)]
+    if not common:
+        listed = "; ".join(f"{found.path} has {', '.join(found.captures)}" for found in arms)
+        raise CaptureError(f"the captures have no axis in common: {listed}")
+    for axis in every:
+        if axis not in common:
+            lacking = next(found for found in arms if axis not in found.captures)
+            note(f"axis {axis} is left out: {lacking.path} has no capture of it")
+    chosen: list[dict[str, Capture]] = [{} for _ in arms]
+    for axis in common:
+        probes = set.intersection(*(set(found.captures[axis]) for found in arms))
+        for found, mine in zip(arms, chosen, strict=True):
+            there = [c for probe, c in found.captures[axis].items() if probe in probes or not probes]
+            if len(there) > 1:
+                raise CaptureError(f"{found.path} holds several {axis} captures; name one, such as {there[0].folder}")
+            mine[axis] = there[0]
+    for axis, reference in chosen[0].items():
+        if any(mine[axis].folder == reference.folder for mine in chosen[1:]):
+            raise UsageError(f"--ref and --test name the same capture {reference.folder}; capture that arm once more")
+    return [found.result(mine) for found, mine in zip(arms, chosen, strict=True)]
 
 
 def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str) -> Experiment:

@@ -16,22 +16,23 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import fidelab
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.manifest import load_manifest, slug
-
+from fidelab.captures.manifest import load_manifest
+from fidelab.captures.reader import Capture
 from fidelab.captures.writer import store_vocabulary
 from fidelab.config.load import dump, load
 from fidelab.config.schema import Experiment
-from fidelab.core import Status
-from fidelab.errors import CaptureError, OutputError
+from fidelab.core import Status, slug, usable_cores
+from fidelab.errors import CaptureError, InputError, OutputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, PlannedJob, build_plan, expected_bytes
 from fidelab.plan.resolve import Settings, resolve_experiment
 from fidelab.results.record import Report
@@ -40,9 +41,17 @@ from fidelab.scoring import ArmResult, RunFacts, score_run
 from fidelab.workers.messages import Captured, Job, Message, Opened, Progress
 from fidelab.workers.parent import Outcome, run_worker
 
-__all__ = ["Listener", "Prepared", "Silent", "capture", "execute", "prepare", "rescore", "resume"]
+__all__ = ["Interrupted", "Listener", "Prepared", "Silent", "capture", "execute", "prepare", "rescore", "resume"]
 
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"stopped; go on with the run in {folder}")
+        self.folder = folder
 
 
 class Listener(Protocol):
@@ -96,8 +105,10 @@ class Prepared:
         return self.plan.settings
 
 
-def prepare(experiment: Experiment) -> Prepared:
+def prepare(experiment: Experiment, only: str | None = None) -> Prepared:
     """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
+
+    ``only``: keep the job of this role alone.
 
     Raises:
         FidelabError: anything a user can mend, in one line.
@@ -113,6 +124,8 @@ def prepare(experiment: Experiment) -> Prepared:
         max_positions=settings.model.max_positions,
     )
     plan = build_plan(settings, inputs)
+    if only is not None:
+        plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role == only))
     _check_disk(plan)
     return Prepared(plan, tokenizer, text.content[:_SAMPLE_CHARACTERS])
 
@@ -122,15 +135,13 @@ def execute(experiment: Experiment, *, command: str, listener: Listener | None =
 
     Raises:
         FidelabError: before anything ran.  What fails later is in the report.
-        KeyboardInterrupt: stopped; the children are ended and the folder can be resumed.
+        Interrupted: stopped; the children are ended and the folder can be resumed.
     """
     prepared = prepare(experiment)
-    folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model))
-    facts = RunFacts(folder.run_id, _now(), command, _environment())
-    try:
-        folder.config.write_text(dump(prepared.settings.experiment, {"command": command, "created": facts.created}), "utf-8")
-    except OSError as error:
-        raise OutputError(f"{folder.config}: cannot write: {error.strerror}") from None
+    created = _now()
+    config = dump(prepared.settings.experiment, {"command": command, "created": created})
+    folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
+    facts = RunFacts(folder.run_id, created, command, _environment())
     return _conduct(prepared, folder, facts, listener or Silent()), folder
 
 
@@ -139,8 +150,10 @@ def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, 
 
     Raises:
         FidelabError: no run folder, or its settings no longer hold.
+        Interrupted: stopped again.
     """
     folder = RunFolder.open(run_dir.absolute())
+    folder.sweep()
     prepared = prepare(load(folder.config))
     facts = _stored_facts(folder)
     folder.event("resumed")
@@ -151,23 +164,36 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
     """Compute all scores again from the captures; no engine and no model are needed.
 
     Raises:
-        InputError: the folder is no run.  CaptureError: a capture is gone or damaged; names it.
+        InputError: the folder is no run, or an unfinished one.  CaptureError: a capture is gone or damaged; names it.
     """
     folder = RunFolder.open(run_dir.absolute())
     record = folder.read_outcomes()
-    results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
-    return _finish(load(folder.config), folder, RunFacts(**record["facts"]), results), folder
+    try:
+        results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
+        facts = RunFacts(**record["facts"])
+        left = set(record["planned"]) - {result.role for result in results}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder.path}: its outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
+        ) from None
+    if left:
+        raise InputError(
+            f"{folder.path} was stopped before {sorted(left)[0]} was captured; "
+            f"go on with: fidelab compare --resume {folder.path}"
+        )
+    for result in results:
+        for capture_folder in result.captures.values():
+            Capture(capture_folder)
+    return _finish(load(folder.config), folder, facts, results), folder
 
 
 def capture(experiment: Experiment, *, listener: Listener | None = None) -> list[ArmResult]:
     """Run only the reference arm's captures, into ``captures_dir``: the first phase apart from scoring."""
-    prepared = prepare(experiment)
-    job = prepared.plan.job("reference")
-    assert job is not None
-    settings = prepared.settings
-    logs = settings.captures_dir / "logs"
+    prepared = prepare(experiment, only="reference")
+    [job] = prepared.plan.jobs
+    logs = prepared.settings.captures_dir / "logs"
     watcher = listener or Silent()
-    watcher.start(Plan(settings, (job,)), None)
+    watcher.start(prepared.plan, None)
     try:
         with _terminate_as_interrupt():
             return [_run_job(job, prepared, logs / f"{slug(job.arm.name)}.log", watcher, lambda *_a, **_k: None)]
@@ -195,7 +221,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
             return _finish(plan.settings.experiment, folder, facts, every)
     except KeyboardInterrupt:
         folder.event("interrupted")
-        raise
+        raise Interrupted(folder.path) from None
     finally:
         listener.close()
 
@@ -240,8 +266,8 @@ def _run_job(
 
 
 def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
-    """What the store holds now counts, not what the worker said."""
-    captures, failures, ran = {}, {}, outcome.ran
+    """What the store holds now counts, not what the worker said: a resumed run finds the same."""
+    captures, failures, ran = {}, {}, None
     for capture in job.captures:
         try:
             manifest = load_manifest(capture.folder)
@@ -250,7 +276,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
             failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
         else:
             captures[capture.axis] = capture.folder
-            ran = ran or manifest["ran"]
+            ran = manifest["ran"]
     status = outcome.status
     if status is Status.OK and failures:
         status = Status.FAILED
@@ -258,7 +284,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
     if status is not Status.OK and outcome.log_tail and reason:
         reason = f"{reason} (last log line: {outcome.log_tail[-1][:200]})" if _adds(outcome, reason) else reason
     timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
-    return ArmResult(job.role, job.arm, status, reason, ran, captures, failures, timing)
+    return ArmResult(job.role, job.arm, status, reason, ran or outcome.ran, captures, failures, timing)
 
 
 def _adds(outcome: Outcome, reason: str) -> bool:
@@ -280,7 +306,10 @@ def _unsupported(plan: Plan) -> list[ArmResult]:
 
 def _store_outcomes(folder: RunFolder, facts: RunFacts, results: list[ArmResult], prepared: Prepared) -> None:
     every = [*results, *_unsupported(prepared.plan)]
-    folder.write_outcomes({"facts": vars(facts), "arms": [result.record(folder.path) for result in every]})
+    planned = [job.role for job in prepared.plan.jobs]
+    folder.write_outcomes(
+        {"facts": vars(facts), "planned": planned, "arms": [result.record(folder.path) for result in every]}
+    )
 
 
 def _stored_facts(folder: RunFolder) -> RunFacts:
@@ -304,14 +333,22 @@ def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results:
 
 def _absolute(experiment: Experiment) -> Experiment:
     """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
-    updates: dict[str, Any] = {"output_dir": str(Path(experiment.output_dir).expanduser().absolute())}
-    for name in ("text", "prompts", "model"):
+    updates: dict[str, Any] = {"output_dir": str(_expand(experiment.output_dir))}
+    words = {"text": ("default", "wikitext-2"), "prompts": ("default",), "model": ("fake", *NAMES)}
+    for name, reserved in words.items():
         value = getattr(experiment, name)
-        if Path(value).expanduser().exists() and value not in ("default", "fake"):
-            updates[name] = str(Path(value).expanduser().absolute())
+        if value not in reserved and _expand(value).exists():
+            updates[name] = str(_expand(value))
     if experiment.captures_dir is not None:
-        updates["captures_dir"] = str(Path(experiment.captures_dir).expanduser().absolute())
+        updates["captures_dir"] = str(_expand(experiment.captures_dir))
     return experiment.model_copy(update=updates)
+
+
+def _expand(path: str) -> Path:
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # "~nobody"
+        raise InputError(f"{path}: {error}") from None
 
 
 def _check_disk(plan: Plan) -> None:
@@ -352,7 +389,7 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
-        "usable_cores": len(os.sched_getaffinity(0)),
+        "usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
     }

@@ -36,6 +36,11 @@ _NAMES = {
     np.dtype("<f2"): "F16",
     np.dtype("<i8"): "I64",
     np.dtype("<i4"): "I32",
+    np.dtype("<i2"): "I16",
+    np.dtype("i1"): "I8",
+    np.dtype("<u8"): "U64",
+    np.dtype("<u4"): "U32",
+    np.dtype("<u2"): "U16",
     np.dtype("u1"): "U8",
     np.dtype("?"): "BOOL",
 }
@@ -55,13 +60,16 @@ def to_float32(array: Array) -> NDArray[np.float32]:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
-    """Write one file; returns the SHA-256 of its bytes and its size."""
+    """Write one file; returns the SHA-256 of its bytes and its size.
+
+    Raises:
+        CaptureError: an array of a type that the format lacks (complex, text).
+    """
     header: dict[str, object] = {}
     blobs: list[NDArray[np.generic]] = []
     offset = 0
     for name, array in tensors.items():
-        raw = np.ascontiguousarray(array.bits if isinstance(array, BFloat16) else array)
-        kind = "BF16" if isinstance(array, BFloat16) else _NAMES[raw.dtype.newbyteorder("<")]
+        raw, kind = _raw(name, array)
         header[name] = {"dtype": kind, "shape": list(raw.shape), "data_offsets": [offset, offset + raw.nbytes]}
         offset += raw.nbytes
         blobs.append(raw)
@@ -69,10 +77,20 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
     text += b" " * (-len(text) % 8)
     sha = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text, *(memoryview(blob).cast("B") for blob in blobs if blob.size)):
+        for piece in (len(text).to_bytes(8, "little"), text, *(memoryview(blob.reshape(-1)).cast("B") for blob in blobs if blob.size)):
             file.write(piece)
             sha.update(piece)
     return sha.hexdigest(), 8 + len(text) + offset
+
+
+def _raw(name: str, array: Array) -> tuple[NDArray[np.generic], str]:
+    """Little-endian, contiguous, of the same shape; and the format's name of the type."""
+    plain = array.bits if isinstance(array, BFloat16) else array
+    little = plain.dtype.newbyteorder("<")
+    kind = "BF16" if isinstance(array, BFloat16) else _NAMES.get(little)
+    if kind is None:
+        raise CaptureError(f"array {name!r} is of type {plain.dtype}, which a safetensors file cannot hold")
+    return np.asarray(plain, dtype=little, order="C"), kind
 
 
 class TensorFile:
@@ -97,8 +115,8 @@ class TensorFile:
             ends = [entry["data_offsets"][1] for entry in self._header.values() if "data_offsets" in entry]
             if self._start + max(ends, default=0) > size:
                 raise ValueError("truncated")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise CaptureError(f"{path} is damaged ({error}); delete its capture folder and capture again") from None
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CaptureError(f"{path} is damaged ({error}); delete it and capture again") from None
 
     def names(self) -> list[str]:
         """The tensors of this file."""

@@ -8,15 +8,14 @@ captures, under their hashes, in ``heads/`` and ``vocabularies/``.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm, Probe, canonical_json, digest, probe_hash
+from fidelab.core import Arm, Probe, canonical_json, digest, probe_hash, slug
 from fidelab.errors import CaptureError
 
-__all__ = ["MANIFEST", "PROBE", "SCHEMA", "capture_folder", "capture_key", "dump_manifest", "load_manifest", "slug"]
+__all__ = ["MANIFEST", "PROBE", "SCHEMA", "capture_folder", "capture_key", "dump_manifest", "load_manifest"]
 
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
@@ -43,11 +42,6 @@ def capture_folder(store: Path, arm: Arm, probe: Probe, key: Mapping[str, Any]) 
     return store / arm_folder / f"{probe.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
 
 
-def slug(text: str) -> str:
-    """Text fit for a file name: the last path component, other characters than [A-Za-z0-9._-] as '_'."""
-    return re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
-
-
 def dump_manifest(manifest: Mapping[str, Any]) -> str:
     """JSON text with ``checksum``, the SHA-256 of the canonical JSON of all the rest."""
     body = {key: value for key, value in manifest.items() if key != "checksum"}
@@ -68,7 +62,7 @@ def load_manifest(folder: Path) -> dict[str, Any]:
         manifest = json.loads(path.read_text("utf-8"))
         body = {key: value for key, value in manifest.items() if key != "checksum"}
         good = manifest["checksum"] == digest(canonical_json(body))
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         good = False
         manifest = {}
     if not good:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.captures.reader import Capture
-from fidelab.core import Estimator, Prefill
+from fidelab.core import Estimator, Prefill, digest
 from fidelab.errors import MismatchError
 
 __all__ = ["Pair", "comparability_key"]
@@ -80,7 +80,7 @@ def _match_items(ref: Capture, test: Capture, where: str, subset: bool) -> tuple
 def comparability_key(capture: Capture) -> dict[str, Any]:
     """What must agree before two numbers stand in one ranking (METRICS §11), for one axis."""
     return {
-        "items": capture.manifest["key"]["probe"],
+        "items": digest(*(item["hash"] for item in capture.items)),
         "settings": capture.manifest["settings"],
         "vocabulary": capture.vocabulary.sha256,
         "estimator": str(capture.estimator),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
-from fidelab.core import Estimator, Probe, Vocabulary, probe_from_record
+from fidelab.captures.writer import PARTIAL
+from fidelab.core import Estimator, Probe, Vocabulary, digest, probe_from_record
 from fidelab.errors import CaptureError
 
 __all__ = ["Capture", "HeadFile", "find_captures", "is_complete"]
@@ -42,29 +44,33 @@ class Capture:
     """One finished capture.  ``array`` returns views into the file; nothing is loaded before it is used."""
 
     def __init__(self, folder: Path, *, verify: bool = True) -> None:
-        """Open a capture folder.
+        """Open a capture folder; with ``verify``, check all its content, the head beside it included.
 
         Raises:
             CaptureError: no capture, edited, truncated, or of another schema; the message names the folder.
         """
         self.folder = folder
         self.manifest = load_manifest(folder)
-        self.axis: str = self.manifest["axis"]
-        self.items: list[dict[str, Any]] = self.manifest["items"]
-        self.estimator = Estimator(self.manifest["estimator"])
-        self.vocabulary = Vocabulary(**self.manifest["vocabulary"])
+        try:
+            self.axis: str = self.manifest["axis"]
+            self.items: list[dict[str, Any]] = self.manifest["items"]
+            self.estimator = Estimator(self.manifest["estimator"])
+            self.vocabulary = Vocabulary(**self.manifest["vocabulary"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CaptureError(f"capture {folder}: manifest.json lacks or misstates {error}; capture again") from None
         if verify:
             self.verify()
+            _ = self.head
 
-    def verify(self) -> None:
-        """Compare every file with its recorded size and SHA-256."""
+    def verify(self, *, content: bool = True) -> None:
+        """Compare every file of the folder with its recorded size and, for ``content``, SHA-256.
+
+        Raises:
+            CaptureError: one is missing, truncated or edited; names the capture and the file.
+        """
         for entry in self.manifest["files"]:
             path = self.folder / Path(entry["name"]).name
-            if not path.is_file() or path.stat().st_size != entry["bytes"]:
-                raise CaptureError(f"capture {self.folder}: {path.name} is missing or truncated; capture again")
-            with path.open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != entry["sha256"]:
-                    raise CaptureError(f"capture {self.folder}: {path.name} was edited (checksum differs); capture again")
+            _check(path, entry, f"capture {self.folder}: {path.name}", content)
 
     @cached_property
     def probe(self) -> Probe:
@@ -78,14 +84,19 @@ class Capture:
         if record is None:
             return None
         path = self._beside("heads", record["file"])
-        if path.stat().st_size != record["bytes"]:
-            raise CaptureError(f"capture {self.folder}: heads/{path.name} is truncated; delete it and capture again")
+        _check(path, record, f"capture {self.folder}: heads/{path.name}")
         return HeadFile(path, record["sha256"], record["softcap"], record["scale"])
 
     def pieces(self) -> list[str]:
         """The token strings by id."""
         path = self._beside("vocabularies", f"{self.vocabulary.sha256[:24]}.json.gz")
-        return list(json.loads(gzip.decompress(path.read_bytes())))
+        try:
+            pieces = [str(piece) for piece in json.loads(gzip.decompress(path.read_bytes()))]
+        except (OSError, EOFError, ValueError, zlib.error):
+            pieces = []
+        if digest(*pieces) != self.vocabulary.sha256:
+            raise CaptureError(f"capture {self.folder}: vocabularies/{path.name} is damaged; delete it and capture again")
+        return pieces
 
     def array(self, item: int, name: str) -> Array:
         """One stored array of one item."""
@@ -147,7 +158,25 @@ def is_complete(folder: Path) -> bool:
 
 
 def find_captures(root: Path) -> Iterator[Path]:
-    """All capture folders under ``root`` (itself included), in name order."""
-    for manifest in sorted(root.rglob(MANIFEST)):
-        if not any(part.startswith(".partial-") for part in manifest.relative_to(root).parts):
-            yield manifest.parent
+    """All capture folders under ``root`` (itself included), in name order, damaged ones too; no half-written ones."""
+    folders = {file.parent for name in (MANIFEST, PROBE) for file in root.rglob(name)}
+    for folder in sorted(folders):
+        if not any(part.startswith(PARTIAL) for part in folder.relative_to(root).parts):
+            yield folder
+
+
+def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = True) -> None:
+    """A file is as it was recorded."""
+    if not path.is_file() or path.stat().st_size != record["bytes"]:
+        raise CaptureError(f"{name} is missing or truncated; delete it and capture again")
+    if content:
+        found = path.stat()
+        if _sha256(path, found.st_ino, found.st_size, found.st_mtime_ns) != record["sha256"]:
+            raise CaptureError(f"{name} was edited (checksum differs); delete it and capture again")
+
+
+@lru_cache(maxsize=4096)
+def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
+    """Planning, running and scoring all ask; a file that did not change is read once."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import calendar
+import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fidelab.captures.manifest import load_manifest
 from fidelab.captures.reader import Capture, find_captures
+from fidelab.captures.writer import PARTIAL, abandoned
 from fidelab.errors import CaptureError, InputError
 
 __all__ = ["Entry", "collect_garbage", "entries"]
 
-_RACE_SECONDS = 3600  # a partial folder younger than this may belong to a running writer
+_OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
+_SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
 
 
 @dataclass(frozen=True)
@@ -28,51 +31,77 @@ class Entry:
 
 
 def entries(store: Path) -> list[Entry]:
-    """All captures under a folder, in name order.
+    """All captures under a folder, in name order; sizes are checked, content is not read.
 
     Raises:
         InputError: there is no such folder.
     """
     if not store.is_dir():
         raise InputError(f"{store} is no folder of captures; name one with --captures-dir")
-    return [_entry(folder) for folder in find_captures(store)]
+    return [_entry(folder, _open(folder, content=False)) for folder in find_captures(store)]
 
 
 def collect_garbage(
     store: Path, *, older_than_days: float | None = None, dry_run: bool = False
 ) -> list[tuple[Path, int]]:
-    """Remove partial folders, damaged and old captures, then heads and vocabularies without a capture.
+    """Remove what dead writers left, damaged and old captures, then heads and vocabularies without a capture.
 
+    Only what bears the names that fidelab gives, where fidelab puts it, ever goes: the folder may hold other things.
     Returns the (path, bytes) of what went, or with ``dry_run`` would go.
+
+    Raises:
+        InputError: there is no such folder.
     """
+    if not store.is_dir():
+        raise InputError(f"{store} is no folder of captures; name one with --captures-dir")
     doomed: list[Path] = []
-    keep_heads: set[str] = set()
-    keep_words: set[str] = set()
+    needed: set[str] = set()
     now = time.time()
-    for entry in entries(store):
-        if entry.created is None or (older_than_days is not None and now - _seconds(entry.created) > older_than_days * 86_400):
-            doomed.append(entry.folder)
+    for folder in find_captures(store):
+        capture = _open(folder)
+        if capture is None:
+            doomed += [folder] if _is_ours(folder, store) else []
             continue
-        manifest = load_manifest(entry.folder)
-        keep_words.add(f"{manifest['vocabulary']['sha256'][:24]}.json.gz")
-        if manifest["head"]:
-            keep_heads.add(manifest["head"]["file"])
-    doomed += [p for p in store.rglob(".partial-*") if now - p.stat().st_mtime > _RACE_SECONDS]
-    for kind, keep in (("heads", keep_heads), ("vocabularies", keep_words)):
-        doomed += [p for p in (store / kind).glob("*") if p.name not in keep and not p.name.startswith(".partial-")]
+        age = now - _seconds(capture.manifest["created"])
+        if older_than_days is not None and age > older_than_days * 86_400 and _is_ours(folder, store):
+            doomed.append(folder)
+            continue
+        needed.add(f"{capture.vocabulary.sha256[:24]}.json.gz")
+        if capture.manifest["head"]:
+            needed.add(capture.manifest["head"]["file"])
+    for kind, form in _SHARED.items():
+        doomed += [p for p in _glob(store, f"{kind}/*") if form.fullmatch(p.name) and p.name not in needed]
+    doomed += [p for p in _glob(store, f"*/{PARTIAL}*") if abandoned(p)]
     removed = [(path, _size(path)) for path in doomed]
     if not dry_run:
         for path in doomed:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-        for arm in [p for p in store.iterdir() if p.is_dir() and not any(p.iterdir())]:
-            arm.rmdir()
+        for folder in {path.parent for path in doomed}:
+            if not any(folder.iterdir()):
+                folder.rmdir()
     return removed
 
 
-def _entry(folder: Path) -> Entry:
+def _open(folder: Path, content: bool = True) -> Capture | None:
+    """``None`` for a damaged capture.  A head that is missing beside it can still be copied there."""
     try:
-        capture = Capture(folder)
+        capture = Capture(folder, verify=False)
+        capture.verify(content=content)
     except CaptureError:
+        return None
+    return capture
+
+
+def _is_ours(folder: Path, store: Path) -> bool:
+    return folder.parent.parent == store and _OURS.fullmatch(folder.name) is not None
+
+
+def _glob(store: Path, pattern: str) -> Iterator[Path]:
+    yield from sorted(store.glob(pattern))
+
+
+def _entry(folder: Path, capture: Capture | None) -> Entry:
+    if capture is None:
         return Entry(folder, "damaged", _size(folder), None)
     asked = capture.manifest["asked"]
     title = f"{capture.axis} {asked['kv']['label']} ({len(capture.items)} items)"
@@ -85,5 +114,3 @@ def _size(path: Path) -> int:
 
 def _seconds(created: str) -> float:
     return calendar.timegm(time.strptime(created, "%Y-%m-%dT%H:%M:%SZ"))
-
-

@@ -6,27 +6,35 @@ a ``.partial-*`` folder, which nobody takes for a capture and the next writer of
 
 from __future__ import annotations
 
+import glob
 import gzip
 import hashlib
 import os
+import platform
+import re
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fidelab.captures.container import Array, array_bytes, write_tensors
+import numpy as np
+
+from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
 from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest
-from fidelab.core import Probe, Vocabulary, canonical_json, probe_record, token_hashes
+from fidelab.core import Probe, Vocabulary, canonical_json, finite, probe_record, token_hashes
 from fidelab.errors import CaptureError
 
-__all__ = ["CaptureWriter", "store_head", "store_vocabulary", "sweep_partial"]
+__all__ = ["PARTIAL", "CaptureWriter", "abandoned", "store_head", "store_vocabulary", "sweep_partial"]
 
+PARTIAL = ".partial-"
 _PART_BYTES = 32 << 20
+_STALE_SECONDS = 86_400  # what nobody touched for a day has no writer, whatever process has its number now
 
 
 class CaptureWriter:
-    """Collects the answers to one probe; never holds more than one part (32 MiB) in memory."""
+    """Collects the answers to one probe; never holds more than one part (32 MiB) and one item in memory."""
 
     def __init__(
         self, target: Path, probe: Probe, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
@@ -49,26 +57,33 @@ class CaptureWriter:
         self._pending_bytes = 0
         target.parent.mkdir(parents=True, exist_ok=True)
         sweep_partial(target)
-        self._folder = target.parent / f".partial-{target.name}-{os.getpid()}"
+        self._folder = target.parent / _partial(target.name)
         self._folder.mkdir()
         body = gzip.compress(canonical_json(probe_record(probe)).encode(), mtime=0)
         (self._folder / PROBE).write_bytes(body)
         self._files.append({"name": PROBE, "sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)})
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
-        """Store the arrays of one item (window or prompt); each item once, in any order."""
-        if "parts" in self._items[item]:
+        """Store the arrays of one item (window or prompt); each item once, in any order.
+
+        The arrays are copied: the engine may use their memory again.
+        """
+        record = self._item(item)
+        if "parts" in record:
             raise CaptureError(f"item {item} was answered twice")
-        self._items[item]["parts"] = len(self._files)
+        if not arrays:
+            raise CaptureError(f"item {item} was answered with nothing; an item without an answer is to be marked failed")
+        record["parts"] = len(self._files)
         for name, array in arrays.items():
-            self._pending[f"{item}.{name}"] = array
-            self._pending_bytes += array_bytes(array)
+            own: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
+            self._pending[f"{item}.{name}"] = own
+            self._pending_bytes += array_bytes(own)
         if self._pending_bytes >= _PART_BYTES:
             self._flush()
 
     def fail(self, item: int, reason: str) -> None:
         """Mark one item as unusable; it is counted and shown, never dropped."""
-        self._items[item]["failed"] = reason
+        self._item(item)["failed"] = reason
 
     def head(self, head: Mapping[str, Any]) -> None:
         """Name the head by which hidden states become logits (what :func:`store_head` returned)."""
@@ -86,8 +101,8 @@ class CaptureWriter:
             "head": self._head,
             "items": self._items,
             "files": self._files,
-            "ran": dict(ran),
-            "facts": dict(facts),
+            "ran": finite(ran),
+            "facts": finite(facts),
             "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
         path = self._folder / MANIFEST
@@ -95,14 +110,17 @@ class CaptureWriter:
             file.write(dump_manifest(manifest))
             file.flush()
             os.fsync(file.fileno())
-        if self._target.exists():  # damaged or left by a racing run of the same key
-            shutil.rmtree(self._target)
-        self._folder.rename(self._target)
+        self._take_place()
         return self._target
 
     def abort(self) -> None:
         """Remove what was written so far."""
         shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _item(self, item: int) -> dict[str, Any]:
+        if not 0 <= item < len(self._items):
+            raise CaptureError(f"the engine answered item {item} of {len(self._items)}")
+        return self._items[item]
 
     def _flush(self) -> None:
         if not self._pending:
@@ -112,13 +130,85 @@ class CaptureWriter:
         self._files.append({"name": name, "sha256": sha, "bytes": size})
         self._pending, self._pending_bytes = {}, 0
 
+    def _take_place(self) -> None:
+        """Rename to the target; what lies there is damaged, or a racing writer's, whose key promises equal content."""
+        old = self._folder.with_name(f"{self._folder.name}-old")
+        for last in (False, False, True):
+            try:
+                if self._target.exists():
+                    self._target.rename(old)
+                self._folder.rename(self._target)
+                return
+            except OSError:  # another writer came in between
+                if last:
+                    raise
+            finally:
+                shutil.rmtree(old, ignore_errors=True)
+
 
 def sweep_partial(target: Path) -> None:
-    """Remove what a killed writer of the same capture left behind."""
-    for left in target.parent.glob(f".partial-{target.name}-*"):
-        pid = left.name.rpartition("-")[2]
-        if not (pid.isdigit() and Path(f"/proc/{pid}").exists() and int(pid) != os.getpid()):
-            shutil.rmtree(left, ignore_errors=True)
+    """Remove what killed writers of the same capture left behind."""
+    for left in target.parent.glob(f"{PARTIAL}{glob.escape(target.name)}-*"):
+        if abandoned(left, but_mine=True):
+            _remove(left)
+
+
+def abandoned(path: Path, *, but_mine: bool = False) -> bool:
+    """The writer of this ``.partial-*`` file or folder is gone.
+
+    ``but_mine``: what carries this process' number is not of the caller's making, so it is an earlier process'.
+    """
+    found = re.fullmatch(rf"{re.escape(PARTIAL)}.*-(\w+)-(\d+)(-old)?", path.name)
+    try:
+        idle = time.time() - path.stat().st_mtime
+    except OSError:  # gone meanwhile
+        return False
+    if found is None or idle > _STALE_SECONDS:
+        return idle > _STALE_SECONDS
+    host, pid = found[1], int(found[2])
+    if host != _host():
+        return False  # a shared folder: only time can tell
+    return but_mine if pid == os.getpid() else not _alive(pid)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # someone else's, but alive
+        return True
+    return True
+
+
+def _partial(stem: str) -> str:
+    """A temporary name that says whose it is."""
+    return f"{PARTIAL}{stem}-{_host()}-{os.getpid()}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9]", "", platform.node())[:24] or "host"
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _beside(folder: Path, stem: str) -> Iterator[Path]:
+    """A temporary file's path in ``folder``, which is made; what is left of it afterwards, or by the dead, goes."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for left in folder.glob(f"{PARTIAL}{stem}-*"):
+        if abandoned(left):
+            _remove(left)
+    temporary = folder / _partial(stem)
+    try:
+        yield temporary
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, scale: float) -> dict[str, Any]:
@@ -126,26 +216,25 @@ def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, 
 
     ``arrays``: ``weight`` [V, d] and, where the head has one, ``bias`` [V].
     """
-    folder = store / "heads"
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f".partial-{os.getpid()}"
-    try:
+    with _beside(store / "heads", "head") as temporary:
         sha, size = write_tensors(temporary, arrays)
-        target = folder / f"{sha[:24]}.safetensors"
-        if target.exists() and target.stat().st_size == size:
-            temporary.unlink()
-        else:
-            temporary.rename(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+        target = temporary.with_name(f"{sha[:24]}.safetensors")
+        if not _has_content(target, sha, size):
+            temporary.replace(target)
     return {"file": target.name, "sha256": sha, "bytes": size, "softcap": softcap, "scale": scale}
+
+
+def _has_content(path: Path, sha256: str, size: int) -> bool:
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == sha256
 
 
 def store_vocabulary(store: Path, vocabulary: Vocabulary, pieces: Sequence[str]) -> None:
     """Keep the token strings once per content under ``store/vocabularies``."""
     target = store / "vocabularies" / f"{vocabulary.sha256[:24]}.json.gz"
     if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = target.with_name(f".partial-{os.getpid()}")
-        temporary.write_bytes(gzip.compress(canonical_json(list(pieces)).encode(), mtime=0))
-        temporary.rename(target)
+        with _beside(target.parent, "vocabulary") as temporary:
+            temporary.write_bytes(gzip.compress(canonical_json(list(pieces)).encode(), mtime=0))
+            temporary.replace(target)

@@ -101,5 +101,5 @@ def _field_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 def dump(experiment: Experiment, extra: Mapping[str, Any] | None = None) -> str:
     """YAML with every default spelled out; ``extra`` goes in as comments above it."""
-    head = "".join(f"# {key}: {value}\n" for key, value in (extra or {}).items())
+    head = "".join(f"# {key}: {' '.join(value.splitlines())}\n" for key, value in (extra or {}).items())
     return head + yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

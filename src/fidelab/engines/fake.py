@@ -1,9 +1,19 @@
 """A deterministic engine with known distributions: analytic oracles for every axis, and misbehaviour on demand.
 
-KV names are the behaviours: ``exact`` is the reference; ``tilt[q=...]`` and ``decay[b=...]`` move the distribution by
-a divergence with a closed form; others break in a stated way.  Engine options: ``family`` (two-level, geometric),
-``vocab``, ``delay`` (seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms or of one),
-``mask`` (on: the last id is impossible in every arm), ``estimator`` (hidden, logprobs).
+KV names are the behaviours; K decides.
+
+- ``exact``: the reference.
+- ``tilt[q=0.6]``, ``decay[b=0.6]``: another distribution, at a divergence with a closed form (below).
+- ``fork[at=5,every=1]``: every m-th prompt leaves the reference's path at index n; ``short[at=5,every=1]`` stops there.
+- ``nan-row[item=0,row=0]``: one row of one window is NaN.  ``small-vocab[cut=16,q=0.5]``: the last ids are
+  missing, after a tilt.
+- ``masked``: the last id is impossible, which it is not in the reference.  ``missing``: no token is generated.
+- ``garbage``: other tokens and another distribution.  ``silent``: accepted and ignored.  ``refused``: not supported.
+
+Engine options: ``family`` (two-level, geometric), ``vocab`` (at least 256: the tokenizer's ids are bytes), ``delay``
+(seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms, or of one), ``mask`` (on: the last
+id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and the
+next best one, which is what a fork takes).
 
 Families over V tokens (parameters of the reference in brackets):
 
@@ -15,9 +25,10 @@ Families over V tokens (parameters of the reference in brackets):
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -25,25 +36,67 @@ from numpy.typing import NDArray
 
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
-from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.errors import NotSupportedError, UsageError
 
 __all__ = ["FakeEngine"]
 
-_KV = {
-    "exact": (),
-    "tilt": ("q",),
-    "decay": ("b",),
-    "nan-row": ("item", "row"),
-    "small-vocab": ("cut",),
-    "masked": (),
-    "missing": (),
-    "fork": ("at", "every"),
-    "garbage": (),
-    "silent": (),
-    "refused": (),
-}
-_OPTIONS = ("family", "vocab", "delay", "crash", "hang", "estimator", "mask")
+Floats = NDArray[np.float64]
 
+
+def _share(text: str) -> bool:
+    return 0.0 < float(text) < 1.0
+
+
+def _positive(text: str) -> bool:
+    return 0.0 < float(text) < math.inf
+
+
+def _duration(text: str) -> bool:
+    return 0.0 <= float(text) < math.inf
+
+
+def _index(text: str) -> bool:
+    return int(text) >= 0
+
+
+def _count(text: str) -> bool:
+    return int(text) >= 1
+
+
+def _place(text: str) -> bool:
+    return int(text.rpartition(":")[2]) >= 0
+
+
+def _one_of(*names: str) -> Callable[[str], bool]:
+    return lambda text: text in names
+
+
+_Checks = Mapping[str, Callable[[str], bool]]
+_KV: Mapping[str, _Checks] = {
+    "exact": {},
+    "tilt": {"q": _share},
+    "decay": {"b": _positive},
+    "fork": {"at": _index, "every": _count},
+    "short": {"at": _index, "every": _count},
+    "nan-row": {"item": _index, "row": _index},
+    "small-vocab": {"cut": lambda text: 1 <= int(text) <= 64, "q": _share},
+    "masked": {},
+    "missing": {},
+    "garbage": {},
+    "silent": {},
+    "refused": {},
+}
+_OPTIONS: _Checks = {
+    "family": _one_of("two-level", "geometric"),
+    "vocab": lambda text: 256 <= int(text) <= 1 << 18,
+    "delay": _duration,
+    "crash": _place,
+    "hang": _place,
+    "estimator": _one_of("hidden", "logprobs"),
+    "mask": _one_of("on", "off"),
+    "margin": _positive,
+}
+_MARGIN = math.log(4.0)  # nats: half the mass on the generated token, an eighth on the next one
 
 
 class FakeEngine(Engine):
@@ -62,15 +115,14 @@ class FakeEngine(Engine):
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
         for side in (kv.k, kv.v):
-            for key, _ in side.options:
-                if key not in _KV[side.name]:
-                    raise UsageError(f"KV format {kv.label!r}: {side.name} has no option {key!r}")
+            _check(f"KV format {kv.label!r}: {side.name}", dict(side.options), _KV[side.name])
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        for key, _ in arm.options:
-            if key not in _OPTIONS:
-                raise UsageError(f"engine fake has no option {key!r}; it has: {', '.join(_OPTIONS)}")
+        options = dict(arm.options)
+        _check("engine fake", options, _OPTIONS)
+        if options.get("mask") == "on" and options.get("estimator") == "hidden":
+            raise UsageError("engine fake: no hidden state gives the logit -inf; give mask=on or estimator=hidden")
         if arm.kv.k.name == "refused":
             return Verdict(False, "the fake engine refuses this format, as it was asked to")
         return Verdict(True)
@@ -79,14 +131,13 @@ class FakeEngine(Engine):
         self._arm = arm
         options = dict(arm.options)
         self._family = options.get("family", "two-level")
-        if self._family not in ("two-level", "geometric"):
-            raise EngineError(f"engine fake: family {self._family!r} is not two-level or geometric")
         self._vocab = int(options.get("vocab", "256"))
         self._delay = float(options.get("delay", "0"))
         self._crash = _first(options.get("crash"), arm)
         self._hang = _first(options.get("hang"), arm)
         self._estimator = Estimator(options.get("estimator", "logprobs"))
         self._mask = options.get("mask") == "on"
+        self._margin = float(options.get("margin", _MARGIN))
         self._kv = arm.kv.k.name
         self._knobs = {key: float(value) for key, value in arm.kv.k.options}
 
@@ -95,18 +146,20 @@ class FakeEngine(Engine):
 
     def answer(self, probe: Probe, sink: Sink) -> Answer:
         if isinstance(probe, Prefill | Forced):
-            rows = probe.n_rows if isinstance(probe, Prefill) else 0
+            logits = self._logits()
             for item, tokens in enumerate(probe.items()):
                 self._misbehave(item)
-                n = rows or len(probe.continuations[item])  # type: ignore[union-attr]
-                sink.add(item, self._stored(np.broadcast_to(self._logits(), (n, self._width)).copy(), item))
+                n = probe.n_rows if isinstance(probe, Prefill) else len(probe.continuations[item])
+                rows = np.broadcast_to(logits, (n, len(logits))).copy()
+                if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
+                    rows[int(self._knobs.get("row", 0)) % n] = np.nan
+                sink.add(item, self._stored(rows))
                 sink.progress(len(tokens))
         elif isinstance(probe, Generate):
             for item, prompt in enumerate(probe.prompts):
                 self._misbehave(item)
-                ids = self._trajectory(probe, item)
-                arrays = self._stored(self._generated_rows(ids), -1)
-                sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **arrays})
+                ids = self._trajectory(prompt, item, probe.max_tokens)
+                sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **self._stored(self._generated_rows(ids))})
                 if not ids:
                     sink.fail(item, "empty output")
                 sink.progress(len(prompt) + len(ids))
@@ -136,11 +189,11 @@ class FakeEngine(Engine):
     def _width(self) -> int:
         return self._vocab - int(self._knobs.get("cut", 16)) if self._kv == "small-vocab" else self._vocab
 
-    def _logits(self) -> NDArray[np.float64]:
+    def _logits(self) -> Floats:
         """Log-probabilities [V] of this arm."""
         v = self._vocab
         if self._family == "two-level":
-            p = self._knobs.get("q", 0.6) if self._kv == "tilt" else 0.5
+            p = self._knobs.get("q", 0.6 if self._kv == "tilt" else 0.5)
             half = v // 2
             logits = np.where(np.arange(v) < half, np.log(p / half), np.log((1 - p) / (v - half)))
         else:
@@ -151,40 +204,40 @@ class FakeEngine(Engine):
             logits = logits[::-1] * 3.0
         if self._mask:
             logits = np.append(logits[:-1] - np.log1p(-np.exp(logits[-1])), -np.inf)
-        if self._kv == "masked":  # an impossible token, possible in the reference: P > 0 where Q = 0
-            logits = np.where(np.arange(v) == v - 1, -np.inf, logits)
+        if self._kv == "masked":
+            logits = np.append(logits[:-1], -np.inf)
         return np.asarray(logits[: self._width])
 
-    def _stored(self, rows: NDArray[np.float64], item: int) -> dict[str, NDArray[np.generic]]:
-        if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
-            rows[int(self._knobs.get("row", 0))] = np.nan
-        if self._estimator is Estimator.HIDDEN:
-            return {"hidden": rows.astype(np.float32)}
-        return {"logprobs": rows.astype(np.float32)}
+    def _stored(self, rows: Floats) -> dict[str, NDArray[np.generic]]:
+        return {str(self._estimator): rows.astype(np.float32)}
 
     # --------------------------------------------------------------------------------- trajectories
 
-    def _trajectory(self, probe: Generate, item: int) -> list[int]:
-        """Reference: ids counting up from a number that the prompt sets; ``fork[at=n, every=m]``: every m-th prompt differs from index n on."""
-        start = sum(probe.prompts[item])
-        ids = [1 + (start + step) % 250 for step in range(probe.max_tokens)]
-        if self._kv == "missing":
-            return []
-        if self._kv == "garbage":
-            return [7] * probe.max_tokens
-        every = int(self._knobs.get("every", 1))
-        if self._kv == "fork" and item % every == 0:
-            at = int(self._knobs.get("at", 5))
-            ids = [*ids[:at], *(251 + step % 4 for step in range(probe.max_tokens - at))]
-        return ids
+    def _trajectory(self, prompt: Sequence[int], item: int, n: int) -> list[int]:
+        """Reference: ids counting up from a number that the prompt sets."""
+        start = sum(prompt)
+        ids = [1 + (start + step) % 250 for step in range(n)]
+        at, every = int(self._knobs.get("at", 5)), int(self._knobs.get("every", 1))
+        match self._kv:
+            case "missing":
+                return []
+            case "garbage":
+                return [7] * n
+            case "fork" if item % every == 0 and at < n:  # the next best token, then ids that the reference never has
+                return [*ids[:at], ids[at] + 1, *(252 + step % 3 for step in range(n - at - 1))]
+            case "short" if item % every == 0:
+                return ids[:at]
+            case _:
+                return ids
 
-    def _generated_rows(self, ids: Sequence[int]) -> NDArray[np.float64]:
-        """One row per generated token: half the mass on it, a quarter of it on the next id, the rest even."""
+    def _generated_rows(self, ids: Sequence[int]) -> Floats:
+        """One row [V] per generated token: half the mass on it, less by ``margin`` on the next id, the rest even."""
         v = self._width
-        rows = np.full((len(ids), v), 0.375 / (v - 2))
+        second = 0.5 * math.exp(-self._margin)
+        rows = np.full((len(ids), v), (0.5 - second) / (v - 2))
         for step, token in enumerate(ids):
             rows[step, token % v] = 0.5
-            rows[step, (token + 1) % v] = 0.125
+            rows[step, (token + 1) % v] = second
         return np.log(rows)
 
     def _misbehave(self, item: int) -> None:
@@ -195,6 +248,23 @@ class FakeEngine(Engine):
             os.abort()
         if item == self._hang:
             time.sleep(3600)
+
+
+def _check(owner: str, given: Mapping[str, str], allowed: _Checks) -> None:
+    """Every key is known and every value possible.
+
+    Raises:
+        UsageError: names the key, or the value.
+    """
+    for key, value in given.items():
+        if key not in allowed:
+            raise UsageError(f"{owner} has no option {key!r}; it has: {', '.join(allowed) or 'none'}")
+        try:
+            good = allowed[key](value)
+        except ValueError:
+            good = False
+        if not good:
+            raise UsageError(f"{owner}: {key}={value} cannot be")
 
 
 def _first(value: str | None, arm: Arm) -> int | None:

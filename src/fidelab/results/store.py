@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fidelab.core import digest, slug
 from fidelab.errors import InputError, OutputError
 from fidelab.results.record import write_atomically
 
@@ -30,25 +33,25 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, output_dir: Path, label: str) -> RunFolder:
-        """A new folder named by time and label.
+    def create(cls, output_dir: Path, label: str, config: str) -> RunFolder:
+        """A new folder named by time and label, with the resolved experiment in it from its first moment.
 
         Raises:
             OutputError: it cannot be made.
         """
         stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
-        for attempt in range(100):
-            path = output_dir / (stem if attempt == 0 else f"{stem}-{attempt}")
-            try:
-                path.mkdir(parents=True)
-            except FileExistsError:
-                continue
-            except OSError as error:
-                raise OutputError(
-                    f"cannot make {path}: {error.strerror}; name another --output-dir"
-                ) from None
-            return cls(path)
-        raise OutputError(f"cannot find a free name for a run under {output_dir}")
+        temporary = output_dir / f".partial-{stem}-{os.getpid()}"
+        try:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            temporary.mkdir()
+            (temporary / CONFIG).write_text(config, "utf-8")
+            return cls(_named(temporary, output_dir / stem))
+        except OSError as error:
+            raise OutputError(
+                f"cannot make a run folder in {output_dir}: {error.strerror or error}; name another --output-dir"
+            ) from None
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
@@ -88,8 +91,9 @@ class RunFolder:
         return self.path / POSITIONS
 
     def log(self, role: str) -> Path:
-        """What a worker printed."""
-        return self.path / "logs" / f"{role.replace(':', '-').replace('/', '_')}.log"
+        """What a worker printed; the digest tells names apart that look alike in a file's name."""
+        kind, _, name = role.partition(":")
+        return self.path / "logs" / (f"{kind}-{slug(name)}-{digest(name)[:6]}.log" if name else f"{kind}.log")
 
     def event(self, name: str, **fields: Any) -> None:
         """Append one line to the telemetry."""
@@ -114,8 +118,13 @@ class RunFolder:
             raise InputError(
                 f"{self.path} has no finished arm yet; go on with: fidelab compare --resume {self.path}"
             ) from None
-        except ValueError as error:
-            raise InputError(f"{path} is damaged ({error}); run again with --resume {self.path}") from None
+        except (ValueError, TypeError) as error:
+            raise InputError(f"{path} is damaged ({error}); mend it with: fidelab compare --resume {self.path}") from None
+
+    def sweep(self) -> None:
+        """Remove what a killed process was writing."""
+        for left in self.path.glob(".*.tmp"):
+            left.unlink(missing_ok=True)
 
     def write_positions(self, tables: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Write (arm name, columns) tables as row groups of one parquet file."""
@@ -128,15 +137,28 @@ class RunFolder:
             for arm, columns in tables:
                 size = len(next(iter(columns.values())))
                 names = pa.DictionaryArray.from_arrays(pa.array([0] * size, pa.int32()), pa.array([arm]))
-                table = pa.table(
-                    {"arm": names, **{name: pa.array(values) for name, values in columns.items()}}
-                )
+                arrays = {name: pa.array(values, from_pandas=True) for name, values in columns.items()}  # NaN: null
+                table = pa.table({"arm": names, **arrays})
                 writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd")
                 writer.write_table(table)
-            if writer is not None:
+            if writer is None:
+                self.positions.unlink(missing_ok=True)
+            else:
                 writer.close()
                 temporary.replace(self.positions)
         except OSError as error:
             raise OutputError(f"{self.positions}: cannot write: {error.strerror or error}") from error
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def _named(temporary: Path, wanted: Path) -> Path:
+    """Rename to a name that nobody has; a run folder is never empty, so none is overwritten."""
+    for attempt in range(1000):
+        path = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}-{attempt}")
+        try:
+            return temporary.rename(path)
+        except OSError as error:
+            if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                raise
+    raise OutputError(f"cannot find a free name for a run under {wanted.parent}")

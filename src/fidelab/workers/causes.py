@@ -33,6 +33,9 @@ def explain_exit(returncode: int) -> str:
     """What an exit status says."""
     if returncode >= 0:
         return f"the worker exited with status {returncode}"
-    name = signal.Signals(-returncode).name
+    try:
+        name = signal.Signals(-returncode).name
+    except ValueError:  # a real-time signal
+        name = f"signal {-returncode}"
     hint = " (often the kernel's out-of-memory killer)" if -returncode == signal.SIGKILL else ""
     return f"the worker was ended by {name}{hint}"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import BinaryIO
 
 from fidelab.captures.container import Array
 from fidelab.captures.writer import CaptureWriter, store_head
-from fidelab.core import Arm, Status, Vocabulary, probe_from_record
+from fidelab.core import Arm, Status, Vocabulary, finite, probe_from_record
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
@@ -98,7 +99,7 @@ def main() -> int:
     if not isinstance(job, Job) or job.protocol != PROTOCOL:
         outbox.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
         return 1
-    threading.Thread(target=_exit_with_parent, args=(inbox,), daemon=True).start()
+    threading.Thread(target=_exit_with_parent, args=(inbox.fileno(),), daemon=True).start()
     try:
         _work(job, outbox)
     except NotSupportedError as error:
@@ -130,8 +131,11 @@ def _work(job: Job, outbox: _Outbox) -> None:
             continue
         outbox.flush()
         outbox.send(Captured(index, str(path), time.monotonic() - began))
-    outbox.send(Done(engine.ran().record()))
-    engine.close()
+    outbox.send(Done(finite(engine.ran().record())))
+    try:
+        engine.close()
+    except Exception:  # everything is answered; the log keeps what went wrong after that
+        traceback.print_exc()
 
 
 def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox) -> Path:
@@ -167,10 +171,15 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _exit_with_parent(inbox: BinaryIO) -> None:
-    """The parent holds our standard input open for as long as it lives; its end is ours, even after SIGKILL."""
-    while inbox.read(1):
+def _exit_with_parent(inbox: int) -> None:
+    """The parent holds our standard input open for as long as it lives; its end is ours, even after SIGKILL.
+
+    Reads the descriptor itself: a thread inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
+    """
+    while os.read(inbox, 1):
         pass
+    if os.getpgrp() == os.getpid():  # the engine's own processes go with us
+        os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)
 
 

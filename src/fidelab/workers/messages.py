@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from fidelab.core import Status
 from fidelab.errors import EngineError
 
 __all__ = [
@@ -127,7 +128,11 @@ def decode(line: bytes) -> Message:
     try:
         fields = json.loads(line)
         cls = _TYPES[fields.pop("type")]
-        if cls is Job:
+        if cls is Hello:  # of any version, whatever else that version says
+            fields = {"pid": fields["pid"], "protocol": fields["protocol"]}
+        elif cls is Failed:
+            fields["kind"] = str(Status(fields["kind"]))
+        elif cls is Job:
             fields["tasks"] = [ProbeTask(**task) for task in fields["tasks"]]
         message: Message = cls(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

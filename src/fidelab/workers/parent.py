@@ -36,6 +36,8 @@ from fidelab.workers.messages import (
 __all__ = ["Outcome", "run_worker"]
 
 _GRACE = 5.0  # seconds between asking a process group to end and killing it
+_EXIT_WAIT = 120.0  # seconds that a worker may take to exit once it has said everything
+_DRAIN_WAIT = 2.0  # seconds to read what an exited worker left in the pipe, where another process holds that open
 _MEMORY_WAIT = 60.0  # seconds to wait for device memory to come back
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 
@@ -79,14 +81,18 @@ def run_worker(
     memory_before = _gpu_memory() if on_gpu else None
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as stderr:
-        process = subprocess.Popen(
-            [python, "-m", "fidelab.workers.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            env={**os.environ, **env},
-            start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
-        )
+        earlier = stderr.tell()
+        try:
+            process = subprocess.Popen(
+                [python, "-m", "fidelab.workers.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                env={**os.environ, "PYTHONSAFEPATH": "1", **env},  # files in the user's folder are no modules
+                start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+            )
+        except OSError as error:
+            return Outcome(Status.FAILED, f"the worker could not be started: {error.strerror} ({python})")
     try:
         _converse(process, job, outcome, deadline, began, listen)
     finally:
@@ -94,7 +100,7 @@ def run_worker(
         if memory_before is not None:
             _wait_for_memory(memory_before)
         outcome.seconds = time.monotonic() - began
-    outcome.log_tail = _tail(log)
+    outcome.log_tail = _tail(log, earlier)
     if outcome.status is Status.FAILED and (cause := explain([*outcome.log_tail, outcome.reason or ""])):
         outcome.reason = f"{outcome.reason} — {cause}"
     return outcome
@@ -111,18 +117,20 @@ def _converse(
     inbox: queue.Queue[bytes | None] = queue.Queue()
     assert process.stdout is not None
     assert process.stdin is not None
-    threading.Thread(target=_pump, args=(process.stdout, inbox), daemon=True).start()
+    _start_pump(process, inbox)
+    end = None if deadline is None else began + deadline
     finished = False
     while True:
-        left = None if deadline is None else began + deadline - time.monotonic()
+        left = None if end is None else end - time.monotonic()
         try:
             if left is not None and left <= 0:
                 raise queue.Empty
             line = inbox.get(timeout=left)
         except queue.Empty:
-            outcome.status = Status.FAILED
-            outcome.reason = f"not finished within the deadline of {deadline:g} s (--deadline)"
-            return
+            if not finished:
+                outcome.status = Status.FAILED
+                outcome.reason = f"not finished within the deadline of {deadline:g} s (--deadline)"
+            break
         if line is None:
             break
         try:
@@ -153,33 +161,52 @@ def _converse(
             case Done(ran=ran):
                 outcome.ran = dict(ran)
                 finished = True
+        if finished:  # all is said; what remains is to exit
+            end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
         listen(message)
-    returncode = process.wait()
-    if not finished:
+    if not finished and outcome.reason is None:
         outcome.status = Status.FAILED
-        outcome.reason = explain_exit(returncode)
+        outcome.reason = explain_exit(process.wait())
     elif outcome.failed and outcome.status is Status.OK:
         outcome.status = Status.FAILED
-        outcome.reason = "; ".join(outcome.failed.values())
+        outcome.reason = "; ".join(dict.fromkeys(outcome.failed.values()))
 
 
-def _pump(stream: Any, inbox: queue.Queue[bytes | None]) -> None:
-    for line in stream:
-        inbox.put(line)
-    inbox.put(None)
+def _start_pump(process: subprocess.Popen[bytes], inbox: queue.Queue[bytes | None]) -> None:
+    """Lines of the worker into the inbox, then ``None`` once it has exited.
+
+    Its exit counts, not the end of the pipe: a process that the engine left behind may hold that open for ever.
+    """
+
+    def pump() -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            inbox.put(line)
+
+    def wait() -> None:
+        process.wait()
+        reader.join(_DRAIN_WAIT)
+        inbox.put(None)
+
+    reader = threading.Thread(target=pump, daemon=True)
+    reader.start()
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the worker's process group survives this call."""
-    if process.stdin is not None:
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    """Nothing of the worker's process group survives this call, a second Ctrl-C included."""
+    try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
             process.wait(_GRACE)
-    _signal_group(process.pid, signal.SIGKILL)  # also grandchildren that outlived the leader
-    process.wait()
+    except subprocess.TimeoutExpired:
+        pass
+    finally:
+        _signal_group(process.pid, signal.SIGKILL)  # also grandchildren that outlived the leader
+        process.wait()
+        if process.stdin is not None:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
@@ -209,9 +236,10 @@ def _wait_for_memory(before: int) -> None:
         time.sleep(0.5)
 
 
-def _tail(log: Path, lines: int = 12) -> list[str]:
+def _tail(log: Path, start: int, lines: int = 12) -> list[str]:
+    """The last lines behind byte ``start``: an earlier attempt's are not this one's."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(0, log.stat().st_size - 16_384))
+        file.seek(max(start, log.stat().st_size - 16_384))
         text = file.read().decode("utf-8", "replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
     return []

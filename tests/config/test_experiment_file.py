@@ -1,0 +1,106 @@
+"""Reading experiments: short forms, overrides, and one line that names the place of what is wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fidelab.config.load import apply_overrides, dump, load, validate
+from fidelab.errors import ConfigError
+
+MINIMAL: dict[str, Any] = {"model": "m", "reference": "f32", "candidates": ["int4"]}
+
+
+def _write(folder: Path, text: str | bytes) -> Path:
+    path = folder / "experiment.yaml"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def test_a_kv_name_alone_is_an_arm() -> None:
+    assert validate(MINIMAL, "x").candidates[0].kv == "int4"
+
+
+def test_an_arm_may_have_a_name_and_options_of_its_own() -> None:
+    arm = {"kv": "int4", "name": "coarse", "engine_args": {"attention": "eager"}}
+    experiment = validate({**MINIMAL, "candidates": [arm]}, "x")
+    assert (experiment.candidates[0].name, experiment.candidates[0].engine_args) == ("coarse", {"attention": "eager"})
+
+
+def test_axes_may_be_a_list_of_names() -> None:
+    assert validate({**MINIMAL, "axes": ["kld"]}, "x").axes == {"kld": {}}
+
+
+@pytest.mark.parametrize("word", ["auto", "none"])
+def test_control_words_are_not_kv_names(word: str) -> None:
+    assert validate({**MINIMAL, "control": word}, "x").control == word
+
+
+def test_what_is_dumped_reads_back_the_same(tmp_path: Path) -> None:
+    experiment = validate({**MINIMAL, "axes": {"kld": {"windows": 3}}, "control": "bf16"}, "x")
+    assert load(_write(tmp_path, dump(experiment, {"command": "fidelab compare"}))) == experiment
+
+
+def test_the_dump_spells_every_default_out() -> None:
+    written = yaml.safe_load(dump(validate(MINIMAL, "x")))
+    assert set(written) == set(type(validate(MINIMAL, "x")).model_fields)
+
+
+def test_an_override_reaches_a_nested_setting() -> None:
+    data: dict[str, Any] = {"axes": {"kld": {"windows": 32}}}
+    apply_overrides(data, ["axes.kld.windows=64", "seed=7"])
+    assert data == {"axes": {"kld": {"windows": 64}}, "seed": 7}
+
+
+@pytest.mark.parametrize("text", ["windows", "=3", "seed.x=1"])
+def test_an_override_without_a_place_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        apply_overrides({"seed": 1}, [text])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        ({"refrence": "f32"}, "unknown key 'refrence'; did you mean 'reference'"),
+        ({"seed": "many"}, "seed: Input should be a valid integer"),
+        ({"floor": 2}, "floor: Input should be less than or equal to 1"),
+        ({"candidates": []}, "candidates: List should have at least 1 item"),
+        ({"candidates": [{"kv": "int4", "nmae": "x"}]}, "unknown key 'candidates.0.nmae'; did you mean 'name'"),
+        ({"bands": "loose"}, "bands: Input should be 'fidelab' or 'refract'"),
+        ({"axes": {}}, "axes: name at least one"),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_place(change: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        validate({**MINIMAL, **change}, "x.yaml")
+    assert "\n" not in str(error.value)
+    assert expected in str(error.value)
+
+
+def test_a_missing_key_is_named() -> None:
+    with pytest.raises(ConfigError, match="'model' is missing"):
+        validate({"reference": "f32", "candidates": ["int4"]}, "x.yaml")
+
+
+def test_broken_yaml_is_named_with_line_and_column(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"experiment\.yaml:2:\d+ is not YAML"):
+        load(_write(tmp_path, "model: m\n  seed: [1\n"))
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not UTF-8 .byte 7"):
+        load(_write(tmp_path, b"model: \xff\n"))
+
+
+@pytest.mark.parametrize("text", ["", "- a\n- b\n", "just words"])
+def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ConfigError, match="expected keys"):
+        load(_write(tmp_path, text))
+
+
+def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is a folder"):
+        load(tmp_path)

@@ -1,0 +1,171 @@
+"""From what users wrote to jobs: names, controls, replicates, the floor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.config.load import validate
+from fidelab.core import KVSpec
+from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
+from fidelab.plan.build import Plan
+from fidelab.plan.resolve import Settings, resolve_experiment
+from fidelab.run import prepare
+
+FAKE: dict[str, Any] = {
+    "model": "fake",
+    "engine": "fake",
+    "reference": "exact",
+    "control": "none",
+    "candidates": ["tilt"],
+    "axes": {"kld": {"windows": 8, "n_ctx": 32}, "trajectory": {"limit": 8, "n_predict": 4}},
+}
+
+
+def _settings(tmp_path: Path, **change: Any) -> Settings:
+    return resolve_experiment(validate({**FAKE, "output_dir": str(tmp_path), **change}, "test"))
+
+
+def _plan(tmp_path: Path, **change: Any) -> Plan:
+    return prepare(validate({**FAKE, "output_dir": str(tmp_path), **change}, "test")).plan
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, make_folder: Callable[..., Path]) -> Path:
+    """A model folder that resolves without being loaded."""
+    return make_folder(tmp_path / "tiny")
+
+
+def _hf(tmp_path: Path, tiny: Path, **change: Any) -> Settings:
+    base = {"model": str(tiny), "reference": "f32", "candidates": ["int4"], "output_dir": str(tmp_path), "dtype": "float32"}
+    return resolve_experiment(validate({**base, **change}, "test"))
+
+
+# ------------------------------------------------------------------------------------------------ arms
+
+
+def test_k16v8_is_native_keys_and_unscaled_fp8_values(tmp_path: Path, tiny: Path) -> None:
+    [arm] = _hf(tmp_path, tiny, candidates=["k16v8"]).candidates
+    assert (arm.kv.label, str(arm.kv.k), str(arm.kv.v)) == ("k16v8", "bf16", "fp8_e4m3")
+
+
+def test_a_32_bit_reference_gets_the_native_cache_as_control(tmp_path: Path, tiny: Path) -> None:
+    control = _hf(tmp_path, tiny).control
+    assert control is not None
+    assert control.kv == KVSpec.parse("bf16")
+
+
+def test_a_16_bit_reference_on_transformers_has_no_nearer_control(tmp_path: Path, tiny: Path) -> None:
+    assert _hf(tmp_path, tiny, reference="bf16").control is None
+
+
+def test_auto_settings_are_written_out(tmp_path: Path, tiny: Path) -> None:
+    experiment = _hf(tmp_path, tiny, dtype="auto").experiment
+    assert experiment.dtype in ("bfloat16", "float16")
+    assert experiment.device != "auto"
+    assert experiment.threads is not None
+
+
+@pytest.mark.parametrize("twins", [["tilt", "tilt"], ["tilt[q=0.6]", "tilt[q=0.6]"]])
+def test_a_candidate_given_twice_is_refused(tmp_path: Path, twins: list[str]) -> None:
+    with pytest.raises(UsageError, match="given twice"):
+        _settings(tmp_path, candidates=twins)
+
+
+def test_one_format_under_two_spellings_is_one_candidate(tmp_path: Path, tiny: Path) -> None:
+    with pytest.raises(UsageError, match="means the same as 'k16v8'"):
+        _hf(tmp_path, tiny, candidates=["k16v8", "bf16/fp8_e4m3"])
+
+
+def test_the_reference_may_be_a_candidate(tmp_path: Path) -> None:
+    assert _settings(tmp_path, candidates=["exact"]).candidates[0].kv == KVSpec.parse("exact")
+
+
+def test_an_unknown_format_lists_what_exists_nearest_first(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError) as error:
+        _hf_unknown(tmp_path)
+    assert "did you mean 'fp8_e4m3'?" in str(error.value)
+    assert str(error.value).index("fp8_e4m3") < str(error.value).index("int2")
+
+
+def _hf_unknown(tmp_path: Path) -> Settings:
+    # the name is refused before the model is looked for
+    data = {"model": "no-such-model", "reference": "f32", "candidates": ["fp8_e4m4"], "output_dir": str(tmp_path)}
+    return resolve_experiment(validate(data, "test"))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"engine": "hff"}, UnknownNameError, "did you mean 'hf'"),
+        ({"axes": {"kdl": {}}}, UnknownNameError, "did you mean 'kld'"),
+        ({"axes": {"kld": {"window": 3}}}, ConfigError, "unknown key 'axes.kld.window'; did you mean 'windows'"),
+        ({"axes": {"kld": {"windows": "few"}}}, ConfigError, "axes.kld.windows"),
+        ({"engine_args": {"colour": "red"}}, UsageError, "no option 'colour'"),
+        ({"candidates": ["tilt[p=1]"]}, UsageError, "no option 'p'"),
+        ({"reference": "refused"}, UsageError, "the reference cannot run"),
+        ({"engine": "hf", "reference": "f32", "candidates": ["int4"]}, UsageError, "go together"),
+    ],
+)
+def test_what_cannot_be_is_found_before_anything_runs(
+    tmp_path: Path, change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words.replace("[", r"\[")):
+        _settings(tmp_path, **change)
+
+
+def test_an_unsupported_candidate_is_kept_with_its_reason(tmp_path: Path) -> None:
+    assert "refuses this format" in _settings(tmp_path, candidates=["tilt", "refused"]).unsupported["refused"]
+
+
+def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OutputError, match="is a file"):
+        _settings(tmp_path, output_dir=str(tmp_path / "file" / "runs"))
+
+
+# ------------------------------------------------------------------------------------------------ jobs
+
+
+def test_jobs_run_reference_first_and_floor_last(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, control="tilt[q=0.51]", candidates=["tilt", "exact"])
+    assert [job.role for job in plan.jobs] == ["reference", "control", "candidate:tilt", "candidate:exact", "floor"]
+
+
+def test_an_identical_candidate_gets_a_capture_of_its_own(tmp_path: Path) -> None:
+    plan = _plan(tmp_path, candidates=["exact"])
+    folders = {capture.folder for job in plan.jobs for capture in job.captures}
+    assert len(folders) == 3 * 2
+
+
+def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) -> None:
+    plan = _plan(tmp_path)
+    floor, reference = plan.job("floor"), plan.job("reference")
+    assert floor is not None
+    assert reference is not None
+    whole, part = reference.captures[0].probe.items(), floor.captures[0].probe.items()
+    assert part == (whole[0], whole[7])
+
+
+def test_without_a_floor_the_reference_runs_once(tmp_path: Path) -> None:
+    assert _plan(tmp_path, floor=0).job("floor") is None
+
+
+def test_an_unsupported_candidate_has_no_job(tmp_path: Path) -> None:
+    assert _plan(tmp_path, candidates=["tilt", "refused"]).job("candidate:refused") is None
+
+
+def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:
+    one = _plan(tmp_path)
+    two = _plan(tmp_path, axes={"kld": {"windows": 8, "n_ctx": 16}})
+    assert one.jobs[0].captures[0].folder != two.jobs[0].captures[0].folder
+
+
+def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
+    text = tmp_path / "short.txt"
+    text.write_text("too short")
+    with pytest.raises(InputError, match="9 tokens.*need 256"):
+        _plan(tmp_path, text=str(text))

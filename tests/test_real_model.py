@@ -1,0 +1,143 @@
+"""The main job on a real language model: what a user is promised, seen happen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+
+from fidelab.api import compare
+from fidelab.core import Status
+from fidelab.models import Model
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.store import RunFolder
+from fidelab.run import rescore
+
+pytestmark = pytest.mark.model
+
+KV_HEADS, HEAD_DIM, LAYERS = 3, 64, 30
+AXES = {"kld": {"windows": 8}, "trajectory": {"limit": 4, "n_predict": 16}}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run on the embedded model."""
+
+    report: Report
+    folder: RunFolder
+    captures: Path
+
+    def arm(self, name: str) -> ArmRecord:
+        """A candidate by name."""
+        return next(arm for arm in self.report.candidates if arm.name == name)
+
+    def kld(self, name: str) -> float:
+        """Mean KL of a candidate, nats."""
+        kld = self.arm(name).axes.kld
+        assert kld is not None
+        assert kld.mean is not None
+        return kld.mean
+
+
+@pytest.fixture(scope="module")
+def run(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """f32 against itself and five formats: 8 windows `half`, 4 prompts."""
+    output = tmp_path_factory.mktemp("runs")
+    report = compare(
+        "smollm2-135m",
+        reference="f32",
+        candidates=["f32", "k16v8", "fp8_e4m3", "q8_0", "int4"],
+        axes=AXES,
+        dtype="float32",
+        output_dir=str(output),
+    )
+    folder = RunFolder.open(output / report.run_id)
+    return Run(report, folder, output / "captures")
+
+
+def test_the_reference_format_as_candidate_is_identical_from_two_captures(run: Run) -> None:
+    arm = run.arm("f32")
+    assert arm.status is Status.IDENTICAL
+    assert arm.axes.kld is not None
+    assert arm.axes.trajectory is not None
+    assert (arm.axes.kld.mean, arm.axes.kld.max, arm.axes.trajectory.score) == (0.0, 0.0, 100.0)
+    outcomes = {record["role"]: record for record in run.folder.read_outcomes()["arms"]}
+    first, second = outcomes["reference"]["captures"], outcomes["candidate:f32"]["captures"]
+    assert set(first.values()).isdisjoint(second.values())
+
+
+def test_coarser_formats_cost_more_by_paired_differences(run: Run) -> None:
+    order = [run.report.comparisons[0].better, *(c.worse for c in run.report.comparisons)]
+    assert order.index("q8_0") < order.index("fp8_e4m3") < order.index("int4")
+    assert order.index("k16v8") < order.index("fp8_e4m3")
+    assert all(c.differs for c in run.report.comparisons if c.worse in ("fp8_e4m3", "int4"))
+
+
+@pytest.mark.parametrize(("name", "seen"), [("q8_0", 0.0003), ("k16v8", 0.0007), ("fp8_e4m3", 0.0065), ("int4", 0.109)])
+def test_mean_kl_is_of_the_size_seen_elsewhere(run: Run, name: str, seen: float) -> None:
+    assert seen / 2 < run.kld(name) < seen * 2
+
+
+def test_the_16_bit_control_costs_next_to_nothing(run: Run) -> None:
+    assert run.report.control is not None
+    assert run.report.control.axes.kld is not None
+    mean = run.report.control.axes.kld.mean
+    assert mean is not None
+    assert 0 < mean < 1e-4
+
+
+def test_the_floor_of_a_deterministic_engine_is_zero(run: Run) -> None:
+    floor = run.report.floor
+    assert floor.kld is not None
+    assert floor.trajectory is not None
+    assert (floor.kld.max, floor.trajectory.score) == (0.0, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "bytes_per_pair"),
+    [("f32", 8 * 64), ("k16v8", 3 * 64), ("fp8_e4m3", 2 * 64), ("q8_0", 4 * 34), ("int4", 2 * (32 + 4))],
+)
+def test_the_cache_holds_what_the_format_says(run: Run, name: str, bytes_per_pair: int) -> None:
+    ran = run.arm(name).ran
+    assert ran is not None
+    assert ran.cache_bytes_per_token == LAYERS * KV_HEADS * bytes_per_pair
+
+
+def test_verdicts_follow_the_upper_bound(run: Run) -> None:
+    bands = {arm.name: arm.verdict.band for arm in run.report.candidates if arm.verdict}
+    assert bands["q8_0"] == bands["k16v8"] == bands["fp8_e4m3"] == "EXCELLENT"
+    assert bands["int4"] in ("DEGRADED", "FAIL")
+
+
+def test_sentinel_windows_replay_the_live_logits(run: Run) -> None:
+    [manifest] = run.captures.glob("*-hf-f32-*/kld-*-r0/manifest.json")
+    facts = json.loads(manifest.read_text())["facts"]
+    assert facts["sentinel_cosine"] >= 0.9999
+    assert facts["sentinel_kl"] <= 1e-8
+
+
+def test_rescoring_gives_the_same_report(run: Run) -> None:
+    before = run.folder.report.read_bytes()
+    report, _ = rescore(run.folder.path)
+    assert report.to_json().encode() == before
+
+
+def test_positions_hold_every_scored_row_of_every_arm(run: Run) -> None:
+    table = pq.read_table(run.folder.positions).to_pandas()
+    assert (table.groupby("arm", observed=True).size() == 8 * 255).all()
+    means = table.groupby("arm", observed=True)["kl"].mean()
+    assert means["int4"] == pytest.approx(run.kld("int4"), rel=1e-12)
+
+
+def test_the_next_run_finds_the_reference_again(run: Run) -> None:
+    before = {path: path.stat().st_mtime_ns for path in run.captures.rglob("manifest.json")}
+    settings: dict[str, Any] = {"axes": AXES, "dtype": "float32", "output_dir": str(run.captures.parent)}
+    again = compare("smollm2-135m", reference="f32", candidates=["q8_0"], **settings)
+    assert {path: path.stat().st_mtime_ns for path in run.captures.rglob("manifest.json")} == before
+    kld = again.candidates[0].axes.kld
+    assert kld is not None
+    assert kld.mean == run.kld("q8_0")
