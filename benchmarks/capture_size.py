@@ -1,6 +1,6 @@
 """Bytes per position of the captures in a store, over d × bytes of the compute type (goal ≤ 1.01 for prefill).
 
-    python benchmarks/capture_size.py runs/captures
+python benchmarks/capture_size.py runs/captures
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ def main() -> None:
         if positions:
             ratio = capture.bytes / content
             rows.append({"capture": folder.name, "positions": positions, "bytes": capture.bytes, "ratio": ratio})
-            print(f"{folder.name:<40} {positions:>8,} positions {capture.bytes / positions:>10.1f} bytes each, ratio {ratio:.4f}")
+            each = capture.bytes / positions
+            print(f"{folder.name:<40} {positions:>8,} positions {each:>10.1f} bytes each, ratio {ratio:.4f}")
     print(json.dumps({"benchmark": "capture_size", "captures": rows}))
 
 

@@ -1,6 +1,6 @@
 """Seconds that ``import fidelab`` and ``fidelab --help`` take, in fresh processes; the fastest and the median of n.
 
-    python benchmarks/startup.py [--repeats 7]
+python benchmarks/startup.py [--repeats 7]
 """
 
 from __future__ import annotations

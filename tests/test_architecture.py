@@ -117,6 +117,8 @@ def test_what_runs_in_engine_environments_needs_numpy_alone(module: str) -> None
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
-    script = "import fidelab, sys; print([m for m in ('numpy', 'torch', 'pydantic', 'transformers') if m in sys.modules])"
+    script = (
+        "import fidelab, sys; print([m for m in ('numpy', 'torch', 'pydantic', 'transformers') if m in sys.modules])"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -46,7 +46,7 @@ class UnknownNameError(UsageError):
     def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
         ordered = nearest_first(name, known)
         close = difflib.get_close_matches(name.lower(), [k.lower() for k in ordered], n=1, cutoff=0.6)
-        guess = f"; did you mean {ordered[0]!r}?" if close else ""
+        guess = f"; did you mean {ordered[0]!r}?" if close else "."
         tail = f" {hint}" if hint else ""
         super().__init__(f"unknown {kind} {name!r}{guess} There are: {', '.join(ordered) or 'none'}.{tail}")
         self.name = name

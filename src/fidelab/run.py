@@ -174,7 +174,7 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
         left = set(record["planned"]) - {result.role for result in results}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise InputError(
-            f"{folder.path}: its outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
+            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
         ) from None
     if left:
         raise InputError(
@@ -257,10 +257,16 @@ def _run_job(
                     event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
 
         outcome = run_worker(
-            message, log=log, env=_thread_env(job.arm.threads), deadline=prepared.settings.experiment.deadline, listen=listen
+            message,
+            log=log,
+            env=_thread_env(job.arm.threads),
+            deadline=prepared.settings.experiment.deadline,
+            listen=listen,
         )
     result = _result(job, [c.axis for c in missing], outcome)
-    event("job_ended", role=job.role, status=str(result.status), reason=result.reason, seconds=round(outcome.seconds, 3))
+    event(
+        "job_ended", role=job.role, status=str(result.status), reason=result.reason, seconds=round(outcome.seconds, 3)
+    )
     listener.job_ended(job, result)
     return result
 
@@ -316,7 +322,9 @@ def _stored_facts(folder: RunFolder) -> RunFacts:
     """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
     with contextlib.suppress(Exception):
         return RunFacts(**folder.read_outcomes()["facts"])
-    head = dict(line[2:].split(": ", 1) for line in folder.config.read_text("utf-8").splitlines() if line.startswith("# "))
+    head = dict(
+        line[2:].split(": ", 1) for line in folder.config.read_text("utf-8").splitlines() if line.startswith("# ")
+    )
     return RunFacts(folder.run_id, head.get("created", _now()), head.get("command", ""), _environment())
 
 

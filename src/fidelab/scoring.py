@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -95,6 +95,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     """
     scorer = _Scorer(experiment, results)
     reference = scorer.by_role["reference"]
+    status, reason = _engaged(reference)
     control = scorer.by_role.get("control")
     candidates = [result for result in results if result.role.startswith("candidate:")]
     measured = {result.role: scorer.measure(result) for result in results if result.role != "reference"}
@@ -107,7 +108,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         environment=dict(facts.environment),
         settings=experiment.model_dump(mode="json"),
         comparability_key=scorer.comparability(),
-        reference=_bare_record(reference),
+        reference=_bare_record(replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
@@ -124,13 +125,14 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
 
 @dataclass(frozen=True)
 class _Measured:
-    """One arm's axis scores, or why an axis has none."""
+    """One arm's axis scores, or why an axis has none.  ``broken``: axes on which this arm alone gave no usable item."""
 
     result: ArmResult
     status: Status
     reason: str | None
     scores: Mapping[str, AxisScore]
     failures: Mapping[str, tuple[Status, str]]
+    broken: tuple[str, ...] = ()
 
 
 class _Scorer:
@@ -168,7 +170,17 @@ class _Scorer:
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(text for _, text in failures.values()))
         elif status is Status.OK and scores and all(score.identical for score in scores.values()):
             status = Status.IDENTICAL
-        return _Measured(result, status, reason, scores, failures)
+        return _Measured(result, status, reason, scores, failures, self._broken(result, scores))
+
+    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
+        """Output that nobody can use, such as no token at all, where the reference has some."""
+        silent = [name for name, score in scores.items() if name != "kld" and not score.usable.any()]
+        return tuple(
+            f"{name}: no item was usable, first {reasons[0]}"
+            for name in silent
+            if any(item["failed"] is None for item in self._reference[name].items)
+            and (reasons := [str(item["failed"]) for item in Capture(result.captures[name]).items if item["failed"]])
+        )
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         if name not in result.captures:
@@ -202,9 +214,7 @@ def _engaged(result: ArmResult) -> tuple[Status, str | None]:
 class _Summary:
     """Axis scores → records, with what needs the other arms: excess over control, composite, verdict, sentence."""
 
-    def __init__(
-        self, experiment: Experiment, measured: Mapping[str, _Measured], control: ArmResult | None
-    ) -> None:
+    def __init__(self, experiment: Experiment, measured: Mapping[str, _Measured], control: ArmResult | None) -> None:
         self.experiment = experiment
         self.seed = experiment.seed
         self.measured = measured
@@ -270,8 +280,8 @@ class _Summary:
         return excess(this.scores[axis], self.control.scores[axis], self.seed)
 
     def _composite(self, this: _Measured) -> Composite | None:
-        if not this.scores:
-            return None
+        if not this.scores or this.failures or any(score.score() is None for score in this.scores.values()):
+            return None  # the mean of what happened to be usable would flatter
         draws = {name: replicates(score, self.seed) for name, score in this.scores.items()}
         whole = composite(
             {name: score.score() for name, score in this.scores.items()},
@@ -299,7 +309,8 @@ class _Summary:
         kld = this.scores["kld"]
         interval = kld.mean_interval(self.seed)
         failed = int((~kld.usable).sum())
-        return verdict(None if interval is None else interval[1], failed, len(kld.usable))
+        upper = None if interval is None else interval[1]
+        return verdict(upper, failed, len(kld.usable), failed_because=this.broken)
 
     def _facts(self, this: _Measured) -> ArmFacts:
         kv = this.result.arm.kv
@@ -327,6 +338,7 @@ class _Summary:
             native_keys_band=self._band(other),
             native_keys_kld=other_kld.figures.get("mean") if other_kld is not None else None,
             native_keys_format=_native_keys(kv),
+            lowered_by="; ".join(this.broken),
         )
 
     def _band(self, this: _Measured | None) -> str | None:

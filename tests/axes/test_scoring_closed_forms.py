@@ -24,7 +24,9 @@ V = 8
 Rows = NDArray[np.float64]
 
 
-def _capture(store: Path, name: str, probe: Probe, answers: Sequence[dict[str, Any]], head: Rows | None = None) -> Capture:
+def _capture(
+    store: Path, name: str, probe: Probe, answers: Sequence[dict[str, Any]], head: Rows | None = None
+) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
     for item, arrays in enumerate(answers):
@@ -101,12 +103,14 @@ def test_one_unit_gives_no_interval(tmp_path: Path) -> None:
 
 
 def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
-    probe = _prefill(6)
-    ref = [_rows(w, 3) for w in range(6)]
+    probe = _prefill(12)
+    ref = [_rows(w, 3) for w in range(12)]
 
     def moved(name: str, by: float) -> Capture:
-        noise = [_rows(50 + w, 3) * by for w in range(6)]
-        return _capture(tmp_path, name, probe, [{"logprobs": (x + n).astype(np.float32)} for x, n in zip(ref, noise, strict=True)])
+        noise = [_rows(50 + w, 3) * by for w in range(12)]
+        return _capture(
+            tmp_path, name, probe, [{"logprobs": (x + n).astype(np.float32)} for x, n in zip(ref, noise, strict=True)]
+        )
 
     p, axis = moved("f32", 0.0), KLD(KLD.Settings())
     candidate, control = (axis.score(Pair.match(p, moved(n, by)), 0) for n, by in (("int4", 0.3), ("bf16", 0.1)))
@@ -143,7 +147,7 @@ def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: 
 
 
 def test_a_candidate_that_stops_early_does_not_score_full_marks(tmp_path: Path) -> None:
-    figures = _score(tmp_path, [list(range(1, 8)) + [1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]]).figures
+    figures = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]]).figures
     assert (figures["score"], figures["score_refract"]) == (50.0, 62.5)
 
 

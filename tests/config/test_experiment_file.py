@@ -91,7 +91,7 @@ def test_broken_yaml_is_named_with_line_and_column(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not UTF-8 .byte 7"):
+    with pytest.raises(ConfigError, match=r"not UTF-8 \(byte 7\)"):
         load(_write(tmp_path, b"model: \xff\n"))
 
 

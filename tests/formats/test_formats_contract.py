@@ -68,15 +68,11 @@ def exceeds(fmt: Format, x: Tensor) -> Tensor:
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(
-        a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)
-    )
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
 
 
 def finite_floats(dim: int) -> st.SearchStrategy[NDArray[np.float32]]:
-    return arrays(
-        np.float32, (1, 1, 2, dim), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)
-    )
+    return arrays(np.float32, (1, 1, 2, dim), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 
 
 def test_the_table_has_every_registered_format() -> None:
@@ -92,9 +88,7 @@ def test_the_round_trip_stays_within_the_bound_at_every_magnitude(text: str, dim
 @every
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(values=finite_floats(40))
-def test_the_round_trip_stays_within_the_bound_for_any_finite_values(
-    text: str, values: NDArray[np.float32]
-) -> None:
+def test_the_round_trip_stays_within_the_bound_for_any_finite_values(text: str, values: NDArray[np.float32]) -> None:
     x = torch.from_numpy(values)
     assert not exceeds(make(text), x).any()
 
@@ -254,9 +248,7 @@ def test_parts_of_any_strides_decode_to_the_same_content(text: str) -> None:
     scale = fmt.fit(x)
     parts = fmt.encode(x, scale)
     strided = tuple(part.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for part in parts)
-    assert same_bits(
-        fmt.decode(strided, 80, torch.float32, scale), fmt.decode(parts, 80, torch.float32, scale)
-    )
+    assert same_bits(fmt.decode(strided, 80, torch.float32, scale), fmt.decode(parts, 80, torch.float32, scale))
 
 
 @every
@@ -284,6 +276,4 @@ def test_cuda_gives_the_bits_of_the_cpu(text: str) -> None:
     assert all(same_bits(a, b.cpu()) for a, b in zip(parts, parts_there, strict=True))
     there = fmt.decode(parts_there, 80, torch.float32, scale_there)
     assert there.is_cuda
-    torch.testing.assert_close(
-        there.cpu(), fmt.decode(parts, 80, torch.float32, scale), rtol=0, atol=0, equal_nan=True
-    )
+    torch.testing.assert_close(there.cpu(), fmt.decode(parts, 80, torch.float32, scale), rtol=0, atol=0, equal_nan=True)

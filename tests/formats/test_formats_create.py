@@ -68,7 +68,5 @@ def test_a_multiple_of_eight_is_a_group(group: int) -> None:
 
 
 def test_the_table_is_read_without_torch() -> None:
-    code = (
-        "import sys; from fidelab.formats import FORMATS; FORMATS.names(); sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; from fidelab.formats import FORMATS; FORMATS.names(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -19,9 +19,7 @@ def encode(name: str, *values: float, dtype: torch.dtype = torch.float32) -> Par
     return create(FormatSpec(name)).encode(torch.tensor(values, dtype=dtype).view(1, 1, 1, -1))
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("f32", torch.float32), ("f16", torch.float16), ("bf16", torch.bfloat16)])
 def test_the_one_part_has_the_formats_type(name: str, dtype: torch.dtype) -> None:
     (part,) = encode(name, 1.0, 2.0)
     assert part.dtype == dtype

@@ -94,12 +94,8 @@ def test_bos_takes_the_place_of_the_first_token(fake: Tokenizer) -> None:
     assert found.bos
 
 
-@pytest.mark.parametrize(
-    ("protocol", "first", "last"), [("half", 256, 510), ("full", 1, 510), ("sliding", 0, 511)]
-)
-def test_protocol_says_which_rows_are_scored(
-    protocol: Protocol, first: int, last: int, fake: Tokenizer
-) -> None:
+@pytest.mark.parametrize(("protocol", "first", "last"), [("half", 256, 510), ("full", 1, 510), ("sliding", 0, 511)])
+def test_protocol_says_which_rows_are_scored(protocol: Protocol, first: int, last: int, fake: Tokenizer) -> None:
     found = make_windows(fake, _text("x" * 1024), n_ctx=512, n_windows=2, protocol=protocol)
     assert (found.first, found.last) == (first, last)
     assert [len(units) for units in found.units] == [last - first + 1] * 2

@@ -110,10 +110,7 @@ def test_no_eight_word_sequence_is_shared_by_two_texts() -> None:
 def test_no_eight_word_sequence_occurs_twice_within_a_text() -> None:
     texts = [*_documents(), *(prompt["prompt"] for prompt in _prompts())]
     repeats = [
-        " ".join(gram)
-        for text in texts
-        for gram, count in Counter(_grams(text, NO_REPEAT_LENGTH)).items()
-        if count > 1
+        " ".join(gram) for text in texts for gram, count in Counter(_grams(text, NO_REPEAT_LENGTH)).items() if count > 1
     ]
     assert repeats == []
 

@@ -30,9 +30,7 @@ MakeTokenizer = Callable[..., Tokenizer]
 def make(tmp_path: Path, make_folder: MakeFolder) -> MakeTokenizer:
     """A byte-level tokenizer with three special tokens in front; ``bos`` adds ``<s>`` to every text."""
 
-    def build(
-        bos: bool = False, template: str | None = None, generation: dict[str, Any] | None = None
-    ) -> Tokenizer:
+    def build(bos: bool = False, template: str | None = None, generation: dict[str, Any] | None = None) -> Tokenizer:
         from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
         from tokenizers import Tokenizer as Backend
         from transformers import PreTrainedTokenizerFast
@@ -70,9 +68,7 @@ def test_ids_carry_no_bos(make: MakeTokenizer) -> None:
 
 
 @pytest.mark.parametrize(("bos", "expected"), [(True, 0), (False, None)])
-def test_bos_is_known_only_where_the_tokenizer_adds_it(
-    bos: bool, expected: int | None, make: MakeTokenizer
-) -> None:
+def test_bos_is_known_only_where_the_tokenizer_adds_it(bos: bool, expected: int | None, make: MakeTokenizer) -> None:
     assert make(bos=bos).bos_id == expected
 
 

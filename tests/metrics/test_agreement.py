@@ -34,9 +34,7 @@ EIGHT = [0, 1, 2, 3, 4, 95, 96, 97]
         ([], [1], 0, 0),
     ],
 )
-def test_first_divergence_cases_of_metrics(
-    ref: list[int], test: list[int], index: int | None, prefix: int
-) -> None:
+def test_first_divergence_cases_of_metrics(ref: list[int], test: list[int], index: int | None, prefix: int) -> None:
     got = first_divergence(ref, test)
     assert (got.first_divergence, got.prefix, got.failed) == (index, prefix, False)
 

@@ -261,9 +261,7 @@ def test_zero_rows_are_an_empty_comparison() -> None:
     assert len(compare(torch.empty(0, 5), torch.empty(0, 5))) == 0
 
 
-@pytest.mark.parametrize(
-    ("ref", "test", "n"), [((3, 5), (2, 5), 3), ((3, 5), (3, 5), 2), ((3, 0), (3, 5), 3)]
-)
+@pytest.mark.parametrize(("ref", "test", "n"), [((3, 5), (2, 5), 3), ((3, 5), (3, 5), 2), ((3, 0), (3, 5), 3)])
 def test_shapes_that_do_not_fit_are_refused(ref: tuple[int, int], test: tuple[int, int], n: int) -> None:
     with pytest.raises(ValueError, match="rows"):
         compare_rows(torch.zeros(ref), torch.zeros(test), first_ids(n))
@@ -278,9 +276,7 @@ def test_shapes_that_do_not_fit_are_refused(ref: tuple[int, int], test: tuple[in
     st.integers(1, 30),
     st.integers(1, 30),
 )
-def test_topk_bound_is_never_above_the_true_kl(
-    scores: list[tuple[float, float]], k_ref: int, k_test: int
-) -> None:
+def test_topk_bound_is_never_above_the_true_kl(scores: list[tuple[float, float]], k_ref: int, k_test: int) -> None:
     log_p, log_q = log_softmax(np.array(scores).T, axis=-1)
     top_p, top_q = np.argsort(-log_p)[:k_ref], np.argsort(-log_q)[:k_test]
     bound = topk_lower_bound(top_p, log_p[top_p], top_q, log_q[top_q])

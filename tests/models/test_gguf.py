@@ -132,9 +132,7 @@ def test_embedded_model_answers_and_ends_its_turn(smollm2: Model) -> None:
     from transformers import AutoModelForCausalLM
 
     tokenizer = _tokenizer(smollm2.path)
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        smollm2.path, dtype=torch.float32, local_files_only=True
-    )
+    model: Any = AutoModelForCausalLM.from_pretrained(smollm2.path, dtype=torch.float32, local_files_only=True)
     question = [{"role": "user", "content": "What is the capital of France? Answer in one short sentence."}]
     text = tokenizer.apply_chat_template(question, add_generation_prompt=True, tokenize=False)
     ids = tokenizer(text, return_tensors="pt")

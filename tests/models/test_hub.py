@@ -252,9 +252,7 @@ def test_wikitext_comes_back_as_its_raw_text(hub: Hub, tmp_path: Path) -> None:
     table = pa.table({"text": ["", " = One = \n", "", " Körper . \n"]})
     sink = pa.BufferOutputStream()
     parquet.write_table(table, sink)
-    hub.files[COMMITS["main"]] = {
-        "wikitext-2-raw-v1/test-00000-of-00001.parquet": sink.getvalue().to_pybytes()
-    }
+    hub.files[COMMITS["main"]] = {"wikitext-2-raw-v1/test-00000-of-00001.parquet": sink.getvalue().to_pybytes()}
     assert _ask(hub.endpoint, "wikitext-2", tmp_path) == {"text": " \n = One = \n \n Körper . \n"}
 
 

@@ -33,9 +33,7 @@ def test_relative_folder_wins_over_a_hub_id(
     ("dtype", "native"),
     [("bfloat16", "bf16"), ("float16", "f16"), ("torch.float16", "f16"), ("float32", "bf16"), (None, "bf16")],
 )
-def test_native_type_is_the_configs(
-    dtype: str | None, native: str, tmp_path: Path, make_folder: MakeFolder
-) -> None:
+def test_native_type_is_the_configs(dtype: str | None, native: str, tmp_path: Path, make_folder: MakeFolder) -> None:
     assert resolve(str(make_folder(tmp_path / "m", torch_dtype=dtype))).native == native
 
 

@@ -40,7 +40,13 @@ def tiny(tmp_path: Path, make_folder: Callable[..., Path]) -> Path:
 
 
 def _hf(tmp_path: Path, tiny: Path, **change: Any) -> Settings:
-    base = {"model": str(tiny), "reference": "f32", "candidates": ["int4"], "output_dir": str(tmp_path), "dtype": "float32"}
+    base = {
+        "model": str(tiny),
+        "reference": "f32",
+        "candidates": ["int4"],
+        "output_dir": str(tmp_path),
+        "dtype": "float32",
+    }
     return resolve_experiment(validate({**base, **change}, "test"))
 
 
@@ -167,5 +173,5 @@ def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:
 def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("too short")
-    with pytest.raises(InputError, match="9 tokens.*need 256"):
+    with pytest.raises(InputError, match=r"9 tokens.*need 256"):
         _plan(tmp_path, text=str(text))

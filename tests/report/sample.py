@@ -131,9 +131,7 @@ def sample_report(**changes: Any) -> Report:
         {
             "kld": kld_axis(0.151, 0.02, control=0.00003, n_failed=12),
             "trajectory": TrajectoryAxis(status=Status.FAILED, reason="time-out after 60 s"),
-            "rniah": OtherAxis(
-                status=Status.NOT_MEASURABLE, reason="no informative cell", details={"cells": 9}
-            ),
+            "rniah": OtherAxis(status=Status.NOT_MEASURABLE, reason="no informative cell", details={"cells": 9}),
         }
     )
     same = Axes(kld=kld_axis(0, 0, status=Status.IDENTICAL), trajectory=trajectory_axis(100, 0))

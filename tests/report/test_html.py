@@ -122,9 +122,7 @@ def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
     chart = draw_chart((Point("a", 0, 0, (0, 0), "excellent"), Point("b", 9, 1e-7, (-1e-7, 3e-7), "pass")))
     assert chart is not None
     assert [mark.zero for mark in chart.marks] == [False, True]
-    assert all(
-        chart.top <= y <= chart.bottom for mark in chart.marks for y in (mark.y, mark.top, mark.bottom)
-    )
+    assert all(chart.top <= y <= chart.bottom for mark in chart.marks for y in (mark.y, mark.top, mark.bottom))
 
 
 def test_labels_of_close_points_do_not_overlap() -> None:

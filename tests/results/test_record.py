@@ -67,9 +67,7 @@ def test_schema_name_comes_first() -> None:
         (KVFormats, {"k": "a", "v": "b", "options": {"group": ...}}),
     ],
 )
-def test_numbers_that_json_lacks_are_refused(
-    model: type[BaseModel], fields: dict[str, Any], value: float
-) -> None:
+def test_numbers_that_json_lacks_are_refused(model: type[BaseModel], fields: dict[str, Any], value: float) -> None:
     def put(tree: Any) -> Any:
         if isinstance(tree, dict):
             return {key: put(item) for key, item in tree.items()}
@@ -245,7 +243,5 @@ def test_a_place_that_cannot_be_written_is_an_output_error(tmp_path: Path) -> No
 
 
 def test_a_candidate_that_ran_nothing_is_complete() -> None:
-    failed = ArmRecord(
-        name="a", engine="fake", model="m", kv=KVFormats(k="a", v="a"), status=Status.FAILED, reason="x"
-    )
+    failed = ArmRecord(name="a", engine="fake", model="m", kv=KVFormats(k="a", v="a"), status=Status.FAILED, reason="x")
     assert failed.ran is None

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,7 +31,7 @@ class BFloat16:
 
 Array = NDArray[np.generic] | BFloat16
 
-_NAMES = {
+_NAMES: dict[np.dtype[Any], str] = {
     np.dtype("<f8"): "F64",
     np.dtype("<f4"): "F32",
     np.dtype("<f2"): "F16",
@@ -44,7 +45,7 @@ _NAMES = {
     np.dtype("u1"): "U8",
     np.dtype("?"): "BOOL",
 }
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()} | {"BF16": np.dtype("<u2")}
+_DTYPES: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in _NAMES.items()} | {"BF16": np.dtype("<u2")}
 
 
 def array_bytes(array: Array) -> int:
@@ -66,18 +67,18 @@ def write_tensors(path: Path, tensors: Mapping[str, Array]) -> tuple[str, int]:
         CaptureError: an array of a type that the format lacks (complex, text).
     """
     header: dict[str, object] = {}
-    blobs: list[NDArray[np.generic]] = []
+    blobs: list[bytes | memoryview] = []
     offset = 0
     for name, array in tensors.items():
         raw, kind = _raw(name, array)
         header[name] = {"dtype": kind, "shape": list(raw.shape), "data_offsets": [offset, offset + raw.nbytes]}
         offset += raw.nbytes
-        blobs.append(raw)
+        blobs.append(raw.reshape(-1).view(np.uint8).data)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     sha = hashlib.sha256()
     with path.open("wb") as file:
-        for piece in (len(text).to_bytes(8, "little"), text, *(memoryview(blob.reshape(-1)).cast("B") for blob in blobs if blob.size)):
+        for piece in [len(text).to_bytes(8, "little"), text, *blobs]:
             file.write(piece)
             sha.update(piece)
     return sha.hexdigest(), 8 + len(text) + offset

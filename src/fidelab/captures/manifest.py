@@ -66,7 +66,9 @@ def load_manifest(folder: Path) -> dict[str, Any]:
         good = False
         manifest = {}
     if not good:
-        raise CaptureError(f"capture {folder}: manifest.json was edited or truncated; delete the folder and capture again")
+        raise CaptureError(
+            f"capture {folder}: manifest.json was edited or truncated; delete the folder and capture again"
+        )
     if manifest.get("schema") != SCHEMA:
         raise CaptureError(f"capture {folder} has schema {manifest.get('schema')!r}; this version reads {SCHEMA!r}")
     return dict(manifest)

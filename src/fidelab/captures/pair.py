@@ -38,7 +38,8 @@ class Pair:
         _same_vocabulary(ref, test, where)
         if (ref.estimator is Estimator.TOPK) != (test.estimator is Estimator.TOPK):
             raise MismatchError(
-                f"{where}: estimator {test.estimator} cannot be paired with {ref.estimator} (top-k gives only a lower bound)"
+                f"{where}: estimator {test.estimator} cannot be paired with {ref.estimator} "
+                "(top-k gives only a lower bound)"
             )
         if isinstance(ref.probe, Prefill) and isinstance(test.probe, Prefill):
             rows, other = (ref.probe.first, ref.probe.last), (test.probe.first, test.probe.last)

@@ -95,7 +95,9 @@ class Capture:
         except (OSError, EOFError, ValueError, zlib.error):
             pieces = []
         if digest(*pieces) != self.vocabulary.sha256:
-            raise CaptureError(f"capture {self.folder}: vocabularies/{path.name} is damaged; delete it and capture again")
+            raise CaptureError(
+                f"capture {self.folder}: vocabularies/{path.name} is damaged; delete it and capture again"
+            )
         return pieces
 
     def array(self, item: int, name: str) -> Array:
@@ -129,7 +131,7 @@ class Capture:
     @property
     def bytes(self) -> int:
         """Size of the capture's own files (heads and vocabularies, which are shared, not counted)."""
-        return sum(entry["bytes"] for entry in self.manifest["files"]) + (self.folder / MANIFEST).stat().st_size
+        return sum(int(entry["bytes"]) for entry in self.manifest["files"]) + (self.folder / MANIFEST).stat().st_size
 
     def _part(self, index: int) -> TensorFile:
         if index not in self._parts:

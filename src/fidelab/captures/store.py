@@ -6,7 +6,6 @@ import calendar
 import re
 import shutil
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from fidelab.errors import CaptureError, InputError
 
 __all__ = ["Entry", "collect_garbage", "entries"]
 
+_GRACE = 3600  # seconds that a head or a vocabulary may wait for its capture to be finished
 _OURS = re.compile(r".+-[0-9a-f]{12}-r\d+")  # how manifest.capture_folder names a capture
 _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re.compile(r"[0-9a-f]{24}\.json\.gz")}
 
@@ -70,8 +70,9 @@ def collect_garbage(
         if capture.manifest["head"]:
             needed.add(capture.manifest["head"]["file"])
     for kind, form in _SHARED.items():
-        doomed += [p for p in _glob(store, f"{kind}/*") if form.fullmatch(p.name) and p.name not in needed]
-    doomed += [p for p in _glob(store, f"*/{PARTIAL}*") if abandoned(p)]
+        unused = [p for p in sorted(store.glob(f"{kind}/*")) if form.fullmatch(p.name) and p.name not in needed]
+        doomed += [p for p in unused if now - p.stat().st_mtime > _GRACE]
+    doomed += [p for p in sorted(store.glob(f"*/{PARTIAL}*")) if abandoned(p)]
     removed = [(path, _size(path)) for path in doomed]
     if not dry_run:
         for path in doomed:
@@ -94,10 +95,6 @@ def _open(folder: Path, content: bool = True) -> Capture | None:
 
 def _is_ours(folder: Path, store: Path) -> bool:
     return folder.parent.parent == store and _OURS.fullmatch(folder.name) is not None
-
-
-def _glob(store: Path, pattern: str) -> Iterator[Path]:
-    yield from sorted(store.glob(pattern))
 
 
 def _entry(folder: Path, capture: Capture | None) -> Entry:

@@ -72,7 +72,9 @@ class CaptureWriter:
         if "parts" in record:
             raise CaptureError(f"item {item} was answered twice")
         if not arrays:
-            raise CaptureError(f"item {item} was answered with nothing; an item without an answer is to be marked failed")
+            raise CaptureError(
+                f"item {item} was answered with nothing; an item without an answer is to be marked failed"
+            )
         record["parts"] = len(self._files)
         for name, array in arrays.items():
             own: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
@@ -94,7 +96,9 @@ class CaptureWriter:
         self._flush()
         missing = [i for i, item in enumerate(self._items) if "parts" not in item and item["failed"] is None]
         if missing:
-            raise CaptureError(f"the engine left {len(missing)} of {len(self._items)} items unanswered, first {missing[0]}")
+            raise CaptureError(
+                f"the engine left {len(missing)} of {len(self._items)} items unanswered, first {missing[0]}"
+            )
         manifest = {
             **self._manifest,
             "estimator": estimator,
@@ -219,7 +223,9 @@ def store_head(store: Path, arrays: Mapping[str, Array], softcap: float | None, 
     with _beside(store / "heads", "head") as temporary:
         sha, size = write_tensors(temporary, arrays)
         target = temporary.with_name(f"{sha[:24]}.safetensors")
-        if not _has_content(target, sha, size):
+        if _has_content(target, sha, size):
+            target.touch()  # garbage collection leaves alone what was wanted lately
+        else:
             temporary.replace(target)
     return {"file": target.name, "sha256": sha, "bytes": size, "softcap": softcap, "scale": scale}
 
@@ -234,7 +240,9 @@ def _has_content(path: Path, sha256: str, size: int) -> bool:
 def store_vocabulary(store: Path, vocabulary: Vocabulary, pieces: Sequence[str]) -> None:
     """Keep the token strings once per content under ``store/vocabularies``."""
     target = store / "vocabularies" / f"{vocabulary.sha256[:24]}.json.gz"
-    if not target.exists():
+    if target.exists():
+        target.touch()
+    else:
         with _beside(target.parent, "vocabulary") as temporary:
             temporary.write_bytes(gzip.compress(canonical_json(list(pieces)).encode(), mtime=0))
             temporary.replace(target)

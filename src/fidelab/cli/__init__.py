@@ -7,16 +7,41 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+import typer.core
 
 from fidelab.cli import captures, compare, models, phases, runs
 
 __all__ = ["app", "main"]
 
+# ClickException, which typer keeps in one place or another by version
+_FlagError: type[Exception] = typer.BadParameter.__mro__[2]
+
+
+class _Stopped(Exception):
+    """Ctrl-C, out of reach of typer, which would end silently."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+
+class _Root(typer.core.TyperGroup):
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt as stop:
+            raise _Stopped(getattr(stop, "folder", None)) from None
+        except BrokenPipeError:  # "| head" closed our output
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 0
+
+
 app = typer.Typer(
     name="fidelab",
+    cls=_Root,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="rich",
@@ -40,15 +65,17 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
 ) -> None:
     """Which quantized configuration may I run on my engine, and what do I lose and gain?
 
     [bold]Examples[/bold]
 
-      fidelab compare smollm2-135m --reference f32 --kv k16v8 --kv fp8_e4m3 --dtype float32
+      fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8
 
-      fidelab compare meta-llama/Llama-3.1-8B-Instruct --kv k16v8 --kv int4 --device cuda --fail-under 99
+      fidelab compare Qwen/Qwen2.5-7B-Instruct --kv k16v8 --fail-under 99
 
       fidelab run experiment.yaml --set axes.kld.windows=64
 
@@ -57,20 +84,34 @@ def _root(
 
 
 def main() -> None:
-    """Run the command line; turn our own errors into one line and exit code 2."""
+    """Run the command line; turn every error that a user can mend into one line and exit code 2."""
     from fidelab.errors import FidelabError
 
     try:
-        app()
+        code = app(standalone_mode=False)
+        sys.stdout.flush()
     except FidelabError as error:
-        print(f"fidelab: {' '.join(str(error).split())}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        print("fidelab: stopped; no process was left behind. Go on with: fidelab compare --resume RUN_DIR", file=sys.stderr)
-        sys.exit(130)
-    except BrokenPipeError:  # "| head" closed our output
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        sys.exit(0)
+        code = _fault(str(error))
+    except _FlagError as error:
+        code = _usage(error)
+    except typer.Abort:
+        code = _fault("stopped")
+    except _Stopped as stop:
+        hint = f"Go on with: fidelab compare --resume {stop.folder}" if stop.folder else "Finished captures are kept."
+        print(f"fidelab: stopped; no process was left behind. {hint}", file=sys.stderr)
+        code = 130
     except OSError as error:
-        print(f"fidelab: {error.filename or 'input/output'}: {error.strerror or error}", file=sys.stderr)
-        sys.exit(2)
+        code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _fault(text: str) -> int:
+    print(f"fidelab: {' '.join(text.split())}", file=sys.stderr)
+    return 2
+
+
+def _usage(error: Any) -> int:
+    """A flag or a command that typer refused.  Where no command was named at all, it has shown the help already."""
+    text = error.format_message().strip().rstrip(".")
+    context = getattr(error, "ctx", None)
+    return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

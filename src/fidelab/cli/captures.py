@@ -25,7 +25,9 @@ def list_captures(captures_dir: Store = Path("runs/captures")) -> None:
 @app.command()
 def gc(
     captures_dir: Store = Path("runs/captures"),
-    older_than: Annotated[float | None, typer.Option(help="Also captures older than this many days.", show_default=False)] = None,
+    older_than: Annotated[
+        float | None, typer.Option(help="Also captures older than this many days.", show_default=False)
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
 ) -> None:
     """Remove what killed writers left, damaged captures, and heads and vocabularies that nothing needs."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli.output import gate, note, parse_pairs, show_report
+from fidelab.cli.output import gate, parse_pairs, show_report
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
@@ -20,29 +20,36 @@ __all__ = ["axis_settings", "experiment_from", "register"]
 Engine = Annotated[str, typer.Option(help="Engine that runs all arms.")]
 Axes = Annotated[str, typer.Option(help="Axes, separated by commas.")]
 TextFile = Annotated[str, typer.Option("--text", help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")]
-Windows = Annotated[int | None, typer.Option(help="KLD: number of windows. [default: 32]", show_default=False)]
-NCtx = Annotated[int | None, typer.Option("--n-ctx", help="KLD: tokens per window. [default: 512]", show_default=False)]
-Protocol = Annotated[
-    str | None, typer.Option(help="KLD: rows scored: half, full or sliding. [default: half]", show_default=False)
+Windows = Annotated[int | None, typer.Option(help="KLD: number of windows. \\[default: 32]", show_default=False)]
+NCtx = Annotated[
+    int | None, typer.Option("--n-ctx", help="KLD: tokens per window. \\[default: 512]", show_default=False)
 ]
-Stride = Annotated[int | None, typer.Option(help="KLD, sliding: tokens between windows. [default: n-ctx / 4]", show_default=False)]
+Protocol = Annotated[
+    str | None, typer.Option(help="KLD: rows scored: half, full or sliding. \\[default: half]", show_default=False)
+]
+Stride = Annotated[
+    int | None, typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]", show_default=False)
+]
 Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")]
 NPredict = Annotated[
-    int | None, typer.Option("--n-predict", help="Trajectory: tokens per prompt. [default: 64]", show_default=False)
+    int | None, typer.Option("--n-predict", help="Trajectory: tokens per prompt. \\[default: 64]", show_default=False)
 ]
 Limit = Annotated[int | None, typer.Option(help="Trajectory: first prompts only.", show_default=False)]
-Template = Annotated[
-    str | None, typer.Option(help="Trajectory: chat or raw. [default: chat]", show_default=False)
-]
+Template = Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]", show_default=False)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
 Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")]
-Threads = Annotated[int | None, typer.Option(help="CPU threads of a worker. [default: all usable cores]", show_default=False)]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
+]
 EngineArg = Annotated[list[str] | None, typer.Option("--engine-arg", help="Engine option K=V; may be repeated.")]
-Deadline = Annotated[float | None, typer.Option(help="Seconds for one arm, model load included. [default: 14400]")]
+Deadline = Annotated[
+    float | None, typer.Option(help="Seconds for one arm, model load included. \\[default: 14400]", show_default=False)
+]
 Seed = Annotated[int, typer.Option(help="Seed of the bootstrap.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 FailUnder = Annotated[
-    float | None, typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False)
+    float | None,
+    typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
 
@@ -54,15 +61,21 @@ def register(app: typer.Typer) -> None:
 
 
 def compare(
+    context: typer.Context,
     model: Annotated[
         str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
     ] = None,
-    reference: Annotated[str | None, typer.Option(help="KV format of the reference. [default: bf16]", show_default=False)] = None,
+    reference: Annotated[
+        str | None, typer.Option(help="KV format of the reference. \\[default: bf16]", show_default=False)
+    ] = None,
     kv: Annotated[
-        list[str] | None, typer.Option("--kv", help="Candidate KV format: NAME, K/V, or NAME[key=value,…]; may be repeated.")
+        list[str] | None,
+        typer.Option("--kv", help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; may be repeated."),
     ] = None,
     engine: Engine = "hf",
-    control: Annotated[str, typer.Option(help="The arm that should cost nothing: auto, none, or a KV format.")] = "auto",
+    control: Annotated[
+        str, typer.Option(help="The arm that should cost nothing: auto, none, or a KV format.")
+    ] = "auto",
     axes: Axes = "trajectory,kld",
     text: TextFile = "default",
     windows: Windows = None,
@@ -81,29 +94,35 @@ def compare(
     threads: Threads = None,
     engine_arg: EngineArg = None,
     deadline: Deadline = None,
-    output_dir: Annotated[Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")] = Path("runs"),
+    output_dir: Annotated[
+        Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")
+    ] = Path("runs"),
     fail_under: FailUnder = None,
     as_json: Json = False,
     dry_run: DryRun = False,
     resume_dir: Annotated[
-        Path | None, typer.Option("--resume", metavar="RUN_DIR", help="Go on with a stopped run; give nothing else.", show_default=False)
+        Path | None,
+        typer.Option(
+            "--resume", metavar="RUN_DIR", help="Go on with a stopped run; give nothing else.", show_default=False
+        ),
     ] = None,
 ) -> None:
-    """Run a reference and candidates on the real engine and say what each candidate loses.
+    r"""Run a reference and candidates on the real engine and say what each candidate loses.
 
     [bold]Examples[/bold]
 
-      fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8 --kv fp8_e4m3 --kv int4
+      fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8
 
-      fidelab compare Qwen/Qwen2.5-7B-Instruct --kv 'fp8_e4m3[[scale=per-token-head]]' --kv bf16/int4 --device cuda
+      fidelab compare owner/model --kv 'fp8_e4m3\[scale=per-token-head]' --kv bf16/int4
 
-      fidelab compare ./my-model --kv q8_0 --text notes.txt --windows 64 --fail-under 99.5 --json > report.json
+      fidelab compare ./my-model --kv q8_0 --text notes.txt --fail-under 99.5 --json
+
+      fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
-        if model is not None or kv:
-            raise UsageError("--resume takes the run's own settings: give neither MODEL nor --kv with it")
+        _refuse_others(context)
         _go_on(resume_dir, fail_under, as_json)
         return
     if model is None:
@@ -136,7 +155,9 @@ def compare(
 
 def run(
     experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
-    overrides: Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")
+    ] = None,
     as_json: Json = False,
     dry_run: DryRun = False,
 ) -> None:
@@ -146,7 +167,7 @@ def run(
 
       fidelab run experiment.yaml
 
-      fidelab run runs/20260101-120000-smollm2-135m/config.resolved.yaml --set axes.kld.windows=64
+      fidelab run runs/20260101-120000-smollm2-135m/config.resolved.yaml
     """
     from fidelab.config.load import load
 
@@ -209,6 +230,18 @@ def _launch(experiment: Experiment, as_json: bool, dry_run: bool) -> None:
     gate(report, experiment.fail_under)
 
 
+def _refuse_others(context: typer.Context) -> None:
+    """``--resume`` takes the run's own settings; a flag that would be ignored is an error."""
+    from fidelab.errors import UsageError
+
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in ("resume_dir", "fail_under", "as_json") and source is not None and source.name == "COMMANDLINE":
+            said = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+            raise UsageError(f"--resume takes the run's own settings: leave out {said}")
+
+
 def _go_on(run_dir: Path, fail_under: float | None, as_json: bool) -> None:
     from fidelab.cli.progress import watcher
     from fidelab.config.load import load
@@ -216,6 +249,4 @@ def _go_on(run_dir: Path, fail_under: float | None, as_json: bool) -> None:
 
     report, folder = resume(run_dir, listener=watcher())
     show_report(report, as_json=as_json, folder=folder.path)
-    threshold = fail_under if fail_under is not None else load(folder.config).fail_under
-    gate(report, threshold)
-    note(f"resumed {folder.path}")
+    gate(report, fail_under if fail_under is not None else load(folder.config).fail_under)

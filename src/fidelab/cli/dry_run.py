@@ -22,12 +22,13 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
 
     prepared = prepare(experiment)
     rate = _tokens_per_second(prepared)
-    jobs = []
-    for job in prepared.plan.jobs:
-        missing = job.missing()
+    jobs: list[dict[str, Any]] = []
+    for planned in prepared.plan.jobs:
+        missing = planned.missing()
         tokens = sum(capture.tokens for capture in missing)
-        jobs.append({"role": job.role, "kv": job.arm.kv.label, "captures_missing": len(missing), "tokens": tokens})
-    total = sum(job["tokens"] for job in jobs)
+        label = planned.arm.kv.label
+        jobs.append({"role": planned.role, "kv": label, "captures_missing": len(missing), "tokens": tokens})
+    total: int = sum(job["tokens"] for job in jobs)
     plan: dict[str, Any] = {
         "jobs": jobs,
         "not_supported": dict(prepared.settings.unsupported),
@@ -44,9 +45,11 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
         print(f"{job['role']:<28} {job['kv']:<28} {state}")
     for name, reason in plan["not_supported"].items():
         print(f"{name:<28} not supported: {reason}")
-    print(f"\ntotal {total:,} tokens, {plan['disk_bytes'] / 2**20:.1f} MiB of captures in {prepared.settings.captures_dir}")
+    mib = plan["disk_bytes"] / 2**20
+    print(f"\ntotal {total:,} tokens, {mib:.1f} MiB of captures in {prepared.settings.captures_dir}")
     if rate:
-        print(f"about {total / rate:,.0f} s of computing at {rate:,.0f} tok/s (from a 2-second matrix-multiply probe), plus model loads")
+        seconds, source = total / rate, "from a 2-second matrix-multiply probe"
+        print(f"about {seconds:,.0f} s of computing at {rate:,.0f} tok/s ({source}), plus model loads")
     else:
         print("no estimate of time: the model has no weights to multiply", file=sys.stderr)
 

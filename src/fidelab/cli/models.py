@@ -18,7 +18,11 @@ def list_models() -> None:
     from fidelab.models import listing
 
     for entry in listing():
-        state = f"{entry.size / 2**20:,.0f} MiB in {entry.path}" if entry.present else "not fetched yet (fidelab models pull)"
+        state = (
+            f"{entry.size / 2**20:,.0f} MiB in {entry.path}"
+            if entry.present
+            else "not fetched yet (fidelab models pull)"
+        )
         print(f"{entry.name:<20} {state}")
 
 
@@ -32,9 +36,7 @@ def pull(name: Name) -> None:
 
 
 @app.command()
-def path(
-    name: Name, form: Annotated[str, typer.Option(help="hf (safetensors folder) or gguf.")] = "hf"
-) -> None:
+def path(name: Name, form: Annotated[str, typer.Option(help="hf (safetensors folder) or gguf.")] = "hf") -> None:
     """Print where a model lies, fetching it if need be."""
     from fidelab.models import path as locate
 

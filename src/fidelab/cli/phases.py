@@ -24,7 +24,9 @@ def register(app: typer.Typer) -> None:
 def capture(
     model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")],
     kv: Annotated[str, typer.Option("--kv", help="KV format of this arm.")] = "bf16",
-    output_dir: Annotated[Path, typer.Option(help="Folder of captures; can be copied to another machine.")] = Path("captures"),
+    output_dir: Annotated[Path, typer.Option(help="Folder of captures; can be copied to another machine.")] = Path(
+        "captures"
+    ),
     engine: flags.Engine = "hf",
     axes: flags.Axes = "trajectory,kld",
     text: flags.TextFile = "default",
@@ -46,7 +48,9 @@ def capture(
 
     [bold]Example[/bold]
 
-      fidelab score --ref "$(fidelab capture smollm2-135m --kv bf16)" --test "$(fidelab capture smollm2-135m --kv int4)"
+      ref=$(fidelab capture smollm2-135m --kv bf16 --output-dir captures)
+
+      fidelab score --ref "$ref" --test "$(fidelab capture smollm2-135m --kv int4)"
     """
     from fidelab.cli.progress import watcher
     from fidelab.run import capture as run_capture
@@ -80,7 +84,9 @@ def capture(
 def score(
     ref: Annotated[Path, typer.Option("--ref", help="Capture (or folder of one arm's captures) of the reference.")],
     test: Annotated[list[Path], typer.Option("--test", help="The same of a candidate; may be repeated.")],
-    names: Annotated[str | None, typer.Option(help="Names of the candidates, separated by commas.", show_default=False)] = None,
+    names: Annotated[
+        str | None, typer.Option(help="Names of the candidates, separated by commas.", show_default=False)
+    ] = None,
     seed: flags.Seed = 42,
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab",
     output_dir: Annotated[
@@ -93,12 +99,21 @@ def score(
 
     [bold]Example[/bold]
 
-      fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test captures/smollm2-135m-hf-int4-5f6a7b8c9d
+      fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test copied/int4
     """
     from fidelab.phases import score_captures
 
     labels = [name.strip() for name in names.split(",")] if names else None
     command = shlex.join(["fidelab", *sys.argv[1:]])
-    report, folder = score_captures(ref, test, labels, seed=seed, bands=bands, output_dir=output_dir, command=command)
+    report, folder = score_captures(
+        ref,
+        test,
+        labels,
+        seed=seed,
+        bands=bands,
+        output_dir=output_dir,
+        command=command,
+        note=lambda text: note(f"fidelab: {text}"),
+    )
     show_report(report, as_json=as_json, folder=folder)
     gate(report, fail_under)

@@ -8,7 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 __all__ = ["ArmConfig", "Experiment"]
 
-_STRICT = ConfigDict(extra="forbid", frozen=True)
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 def _default_axes() -> dict[str, dict[str, Any]]:
@@ -36,12 +36,12 @@ class Experiment(BaseModel):
     reference: ArmConfig = Field(description="the arm all others are compared with")
     control: ArmConfig | Literal["auto", "none"] = Field(default="auto", description="arm that should cost nothing")
     candidates: list[ArmConfig] = Field(min_length=1, description="the arms in question")
-    axes: dict[str, dict[str, Any]] = Field(
-        default_factory=_default_axes, description="axes and their settings"
-    )
+    axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
-    floor: float = Field(default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none")
+    floor: float = Field(
+        default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none"
+    )
     seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
     bands: Literal["fidelab", "refract"] = Field(default="fidelab", description="band table of the composite")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="compute type")

@@ -101,7 +101,7 @@ class Engine(ABC):
     def supports(cls, arm: Arm) -> Verdict:
         """Whether this arm can run here; cheap, before anything loads."""
 
-    @classmethod
+    @classmethod  # noqa: B027  (formats without options need no check)
     def check_kv(cls, kv: KVSpec) -> None:
         """Reject a KV spec whose options make no sense, before anything runs.
 
@@ -134,5 +134,5 @@ class Engine(ABC):
     def ran(self) -> Ran:
         """What ran, asked after the last probe, when the cache has been seen at work."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  (the exit releases the rest)
         """Release what can be released; the process exits right after."""

@@ -11,9 +11,9 @@ KV names are the behaviours; K decides.
 - ``garbage``: other tokens and another distribution.  ``silent``: accepted and ignored.  ``refused``: not supported.
 
 Engine options: ``family`` (two-level, geometric), ``vocab`` (at least 256: the tokenizer's ids are bytes), ``delay``
-(seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms, or of one), ``mask`` (on: the last
-id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and the
-next best one, which is what a fork takes).
+(seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms, or of one), ``mask`` (on: the
+last id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and
+the next best one, which is what a fork takes).
 
 Families over V tokens (parameters of the reference in brackets):
 
@@ -195,18 +195,19 @@ class FakeEngine(Engine):
         if self._family == "two-level":
             p = self._knobs.get("q", 0.6 if self._kv == "tilt" else 0.5)
             half = v // 2
-            logits = np.where(np.arange(v) < half, np.log(p / half), np.log((1 - p) / (v - half)))
+            logits = np.full(v, math.log((1 - p) / (v - half)))
+            logits[:half] = math.log(p / half)
         else:
             rate = self._knobs.get("b", 0.6) if self._kv == "decay" else 0.5
-            logits = -rate * np.arange(v)
-            logits = logits - np.log(np.exp(logits).sum())
+            logits = -rate * np.arange(v, dtype=np.float64)
+            logits -= math.log(np.exp(logits).sum())
         if self._kv == "garbage":
             logits = logits[::-1] * 3.0
         if self._mask:
             logits = np.append(logits[:-1] - np.log1p(-np.exp(logits[-1])), -np.inf)
         if self._kv == "masked":
             logits = np.append(logits[:-1], -np.inf)
-        return np.asarray(logits[: self._width])
+        return logits[: self._width]
 
     def _stored(self, rows: Floats) -> dict[str, NDArray[np.generic]]:
         return {str(self._estimator): rows.astype(np.float32)}
@@ -234,11 +235,11 @@ class FakeEngine(Engine):
         """One row [V] per generated token: half the mass on it, less by ``margin`` on the next id, the rest even."""
         v = self._width
         second = 0.5 * math.exp(-self._margin)
-        rows = np.full((len(ids), v), (0.5 - second) / (v - 2))
+        rows: Floats = np.full((len(ids), v), (0.5 - second) / (v - 2))
         for step, token in enumerate(ids):
             rows[step, token % v] = 0.5
             rows[step, (token + 1) % v] = second
-        return np.log(rows)
+        return np.asarray(np.log(rows))
 
     def _misbehave(self, item: int) -> None:
         if self._delay:

@@ -91,10 +91,7 @@ class Block(Format):
         stored = d.to(torch.float16).float()
         multiples = blocks / d
         slack = 256 * FLOAT32_SLACK  # in units of d: no multiple exceeds 127
-        bound = (
-            d.abs() * (self.rounding(multiples) + slack)
-            + (multiples.abs() + 0.5 + slack) * (stored - d).abs()
-        )
+        bound = d.abs() * (self.rounding(multiples) + slack) + (multiples.abs() + 0.5 + slack) * (stored - d).abs()
         # A block whose stored d is 0 decodes to zeros.
         return ungrouped(torch.where(stored == 0, blocks.abs(), bound), x.shape[-1])
 

@@ -172,9 +172,7 @@ def _step(protocol: Protocol, n_ctx: int, stride: int | None) -> int:
     if protocol == "sliding":
         return n_ctx // 4 if stride is None else stride
     if stride not in (None, n_ctx):
-        raise UsageError(
-            f"protocol {protocol} has windows that do not overlap: --stride is for protocol sliding"
-        )
+        raise UsageError(f"protocol {protocol} has windows that do not overlap: --stride is for protocol sliding")
     return n_ctx
 
 
@@ -187,9 +185,7 @@ def _check_sizes(tokenizer: Tokenizer, n_ctx: int, n_windows: int, step: int, pr
         raise UsageError(f"stride {step} with n_ctx {n_ctx}: from 1 to n_ctx, or tokens are left out")
     limit = tokenizer.model.max_positions
     if limit is not None and n_ctx > limit:
-        raise UsageError(
-            f"n_ctx {n_ctx} is beyond the limit of {tokenizer.model.name}: at most {limit} positions"
-        )
+        raise UsageError(f"n_ctx {n_ctx} is beyond the limit of {tokenizer.model.name}: at most {limit} positions")
 
 
 def _rows(protocol: Protocol, n_ctx: int) -> tuple[int, int]:

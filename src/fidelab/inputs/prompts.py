@@ -44,9 +44,7 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Pr
         raise InputError(f"prompt file {source} has no prompt in it")
     if source.suffix == ".txt":
         return tuple(_plain(number, line) for number, line in numbered[:limit])
-    prompts = tuple(
-        _from_json(f"prompt file {source}, line {number}", number, line) for number, line in numbered
-    )
+    prompts = tuple(_from_json(f"prompt file {source}, line {number}", number, line) for number, line in numbered)
     _refuse_twins(source, prompts)
     return prompts[:limit]
 
@@ -66,14 +64,8 @@ def _from_json(place: str, number: int, line: str) -> Prompt:
         messages: Any = [{"role": "user", "content": record["prompt"]}]
     else:
         messages = record["messages"]
-    if (
-        not isinstance(messages, list)
-        or not messages
-        or not all(_is_message(message) for message in messages)
-    ):
-        raise InputError(
-            f"{place}: a prompt is text, messages are a list of objects with text in 'role' and 'content'"
-        )
+    if not isinstance(messages, list) or not messages or not all(_is_message(message) for message in messages):
+        raise InputError(f"{place}: a prompt is text, messages are a list of objects with text in 'role' and 'content'")
     return Prompt(
         id=str(record.get("id", number)),
         kind=str(record.get("kind", "user")),

@@ -130,9 +130,7 @@ class _HuggingFace:
 
         self._name = model.name
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(
-                model.path, local_files_only=True, trust_remote_code=False
-            )
+            self._hf: Any = AutoTokenizer.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
             self._generation: Any = None
             if (model.path / "generation_config.json").is_file():
                 self._generation = GenerationConfig.from_pretrained(model.path, local_files_only=True)
@@ -168,9 +166,7 @@ class _HuggingFace:
                 thinking=False,
             )
         except Exception as error:  # jinja2's errors, and those that templates raise themselves
-            raise InputError(
-                f"the chat template of {self._name} refuses the prompt: {first_line(error)}"
-            ) from error
+            raise InputError(f"the chat template of {self._name} refuses the prompt: {first_line(error)}") from error
         return text
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -80,7 +80,7 @@ def harmonic_mean(scores: Sequence[float]) -> float | None:
 
 def _harmonic(scores: Floats) -> Floats:
     """Row-wise harmonic means of ``[R, k]``."""
-    positive = np.where(scores <= 0, np.inf, scores)  # keeps the division quiet; replaced below
+    positive = np.where(scores <= 0, 1.0, scores)  # keeps the division quiet; replaced below
     means: Floats = np.where((scores <= 0).any(axis=1), 0.0, scores.shape[1] / (1.0 / positive).sum(axis=1))
     return np.where(np.isnan(scores).any(axis=1), np.nan, means)
 

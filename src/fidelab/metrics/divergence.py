@@ -165,9 +165,7 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
     kl, norm_p, norm_q, score_p, score_q = found.cpu().numpy()
     failed = ~np.isfinite(kl)
     no_goal = ~has_goal.cpu().numpy()
-    nll_ref, nll_test = (
-        np.where(no_goal, np.nan, norm - a) for norm, a in ((norm_p, score_p), (norm_q, score_q))
-    )
+    nll_ref, nll_test = (np.where(no_goal, np.nan, norm - a) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
     return RowComparison(
         kl=np.where(failed, np.nan, np.maximum(kl, 0.0)),
         failed=failed,
@@ -183,9 +181,7 @@ class _Work:
     """The buffers of :func:`compare_rows`, ``[block, vocab]`` each."""
 
     def __init__(self, block: int, vocab: int, device: torch.device) -> None:
-        self.p, self.q, self.exp = (
-            torch.empty((block, vocab), dtype=torch.float32, device=device) for _ in range(3)
-        )
+        self.p, self.q, self.exp = (torch.empty((block, vocab), dtype=torch.float32, device=device) for _ in range(3))
         self.wide = torch.empty((block, vocab), dtype=torch.float64, device=device)
 
     def load(self, into: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

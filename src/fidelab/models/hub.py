@@ -29,9 +29,7 @@ def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(repo, revision):
-        path = Path(
-            snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
-        )
+        path = Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     return path, path.name
 
 
@@ -54,9 +52,7 @@ def dataset_file(repo: str, filename: str) -> Path:
 def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
-    except (
-        Exception
-    ) as error:  # the one boundary: huggingface_hub lets errors of several HTTP libraries through
+    except Exception as error:  # the one boundary: huggingface_hub lets errors of several HTTP libraries through
         raise InputError(_line(error, repo, revision)) from error
 
 

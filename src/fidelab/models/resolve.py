@@ -197,9 +197,7 @@ def _no_config(folder: Path, name: str) -> str:
     if inside:
         return f"{name} has no config.json but GGUF files: pass one of them, for example {folder / inside[0]}"
     where = "" if str(folder) == name else f" ({folder})"
-    return (
-        f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
-    )
+    return f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
 
 
 def _first(config: dict[str, Any], *keys: str) -> int | None:

@@ -77,9 +77,7 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
             f"{folder} holds pickled weights only ({pickled[0]}), which can run code when loaded; "
             "fidelab reads safetensors: convert them, or take a revision that has safetensors"
         )
-    raise InputError(
-        f"{folder} has no *.safetensors file: a model folder holds config.json, weights and a tokenizer"
-    )
+    raise InputError(f"{folder} has no *.safetensors file: a model folder holds config.json, weights and a tokenizer")
 
 
 def _indexed(index: Path) -> tuple[Path, ...]:
@@ -90,9 +88,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
     for name in names:
         pure = PurePosixPath(name.replace("\\", "/"))
         if pure.is_absolute() or ".." in pure.parts or ":" in name:
-            raise InputError(
-                f"{index} names a file outside its folder ({name!r}); do not use this checkpoint"
-            )
+            raise InputError(f"{index} names a file outside its folder ({name!r}); do not use this checkpoint")
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
         raise InputError(
@@ -138,9 +134,7 @@ def _header(path: Path) -> dict[str, Any]:
         if end != size:
             raise ValueError(f"{size} bytes where its header says {end}")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise InputError(
-            f"{path} is not a complete safetensors file ({error}); fetch the model again"
-        ) from None
+        raise InputError(f"{path} is not a complete safetensors file ({error}); fetch the model again") from None
     return header
 
 
@@ -164,9 +158,7 @@ def _checked_sha256(path: Path) -> str:
     found = file_sha256(path)
     stored = path.resolve()
     if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != found:
-        raise InputError(
-            f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again"
-        )
+        raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
     return found
 
 

@@ -6,7 +6,7 @@ What cannot be is found here, before anything runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from fidelab.axes import AXES
 from fidelab.axes.base import Axis
 from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, Experiment
-from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.core import Arm, FormatSpec, KVSpec, usable_cores
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine, Verdict
 from fidelab.errors import ConfigError, OutputError, UnknownNameError, UsageError
@@ -60,12 +60,13 @@ def resolve_experiment(experiment: Experiment) -> Settings:
     model = resolve(experiment.model)
     if (model.kind == "fake") != (experiment.engine == "fake"):
         raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
-    experiment = _fill(experiment, model)
+    experiment = _fill(experiment, model, axes)
     reference = resolve_arm(experiment, experiment.reference, engine, model)
     candidates = tuple(resolve_arm(experiment, arm, engine, model) for arm in experiment.candidates)
     _refuse_twins(candidates)
     control = _control(experiment, engine, model, reference)
     arms = [reference, *([control] if control else []), *candidates]
+    _refuse_namesakes(arms)
     verdicts: dict[str, Verdict] = {arm.name: engine.supports(arm) for arm in arms}
     if not verdicts[reference.name].ok:
         raise UsageError(f"the reference cannot run on engine {experiment.engine}: {verdicts[reference.name].reason}")
@@ -85,12 +86,15 @@ def resolve_experiment(experiment: Experiment) -> Settings:
     )
 
 
-def _fill(experiment: Experiment, model: Model) -> Experiment:
-    """Every "auto" replaced by what it means on this machine, so that the resolved file says it."""
-    dtype = _DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype
-    threads = experiment.threads or len(os.sched_getaffinity(0))
+def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis]) -> Experiment:
+    """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
     return experiment.model_copy(
-        update={"dtype": dtype, "threads": threads, "device": _device(experiment.device, model)}
+        update={
+            "dtype": _DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
+            "threads": experiment.threads or usable_cores(),
+            "device": _device(experiment.device, model),
+            "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
+        }
     )
 
 
@@ -173,6 +177,14 @@ def _refuse_twins(candidates: tuple[Arm, ...]) -> None:
             raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
         names.add(arm.name)
         prints[arm.fingerprint()] = arm.name
+
+
+def _refuse_namesakes(arms: Sequence[Arm]) -> None:
+    """Reports and verdicts know an arm by its name."""
+    prints: dict[str, str] = {}
+    for arm in arms:
+        if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
+            raise UsageError(f"two different arms are named {arm.name!r}; give one of them another 'name'")
 
 
 def _axis(name: str, values: Mapping[str, object]) -> Axis:

@@ -3,21 +3,24 @@
 ``EncodedCache`` encodes on write and hands attention the decoded content of all positions, the current ones
 too, so prefill already sees the format.  Layer kinds come from Transformers' own dispatch: full attention,
 sliding-window and hybrid layers are encoded; layers without per-token keys and values (recurrent, convolution,
-shared) are left alone and counted.
+shared) are left alone and counted; a layer that keeps anything else is refused.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionCacheLayerMixin,
 )
 
 from fidelab.errors import NotSupportedError
@@ -30,21 +33,23 @@ class EncodedStore:
     """Encoded content of one side (K or V) of one layer; grows along the token dimension.
 
     Parts have shape ``[batch, heads, tokens, width]``; ``scale`` is the format's fitted scale, if it has one.
+    ``padding_mask``: ``[batch, tokens]`` bool of the first write, False where the scale must not look.
     """
 
-    def __init__(self, fmt: Format) -> None:
+    def __init__(self, fmt: Format, padding_mask: Tensor | None = None) -> None:
         self.format = fmt
         self.parts: Parts | None = None
         self.scale: Tensor | None = None
         self.heads = 0
         self.dim = 0
+        self._padding_mask = padding_mask
 
-    def write(self, x: Tensor, mask: Tensor | None) -> Tensor:
+    def write(self, x: Tensor) -> Tensor:
         """Append content ``[B, H, T, D]`` and return everything stored so far, decoded, in ``x``'s type."""
         if self.parts is None:
             self.heads, self.dim = x.shape[1], x.shape[-1]
-            self.scale = self.format.fit(x, mask)
-            self.parts = self.format.encode(x, self.scale)
+            self.scale = self.format.fit(x, self._padding_mask)
+            self.parts = tuple(_owned(part) for part in self.format.encode(x, self.scale))
         else:
             new = self.format.encode(x, self.scale)
             self.parts = tuple(torch.cat((old, part), dim=2) for old, part in zip(self.parts, new, strict=True))
@@ -54,15 +59,14 @@ class EncodedStore:
         """Drop all but the last ``tokens`` positions (sliding windows)."""
         if self.parts is not None and self.tokens > tokens:
             start = self.tokens - tokens
-            # .clone(): a view would keep the dropped positions' memory alive
-            self.parts = tuple(part[:, :, start:, :].clone() for part in self.parts)
+            self.parts = tuple(_owned(part[:, :, start:]) for part in self.parts)
 
     def select(self, indices: Tensor) -> None:
         """Keep or reorder sequences of the batch."""
         if self.parts is not None:
-            self.parts = tuple(part.index_select(0, indices) for part in self.parts)
+            self.parts = tuple(part.index_select(0, indices.to(part.device)) for part in self.parts)
         if self.scale is not None:
-            self.scale = self.scale.index_select(0, indices)
+            self.scale = self.scale.index_select(0, indices.to(self.scale.device))
 
     @property
     def tokens(self) -> int:
@@ -70,33 +74,50 @@ class EncodedStore:
         return 0 if self.parts is None else self.parts[0].shape[2]
 
     @property
+    def positions(self) -> int:
+        """Stored positions of all sequences of the batch."""
+        return 0 if self.parts is None else self.parts[0].shape[0] * self.tokens
+
+    @property
     def bytes(self) -> int:
-        """Bytes really held: parts and fitted scale."""
-        held = 0 if self.parts is None else sum(part.untyped_storage().nbytes() for part in self.parts)
-        return held + (0 if self.scale is None else self.scale.untyped_storage().nbytes())
+        """Bytes really held: the memory behind parts and fitted scale."""
+        held = (*(self.parts or ()), *(() if self.scale is None else (self.scale,)))
+        return sum(x.untyped_storage().nbytes() for x in held)
 
     @property
     def expected_bytes(self) -> int:
         """Bytes the format promises for this content."""
         if self.parts is None:
             return 0
-        batch = self.parts[0].shape[0]
         per_sequence = self.format.sequence_bytes(self.heads, self.dim)
-        return batch * (self.heads * self.tokens * self.format.token_bytes(self.dim) + per_sequence)
+        per_token = self.heads * self.format.token_bytes(self.dim)
+        return self.parts[0].shape[0] * (self.tokens * per_token + per_sequence)
+
+
+def _owned(x: Tensor) -> Tensor:
+    """``x`` in memory of exactly its size: a slice, or a view into a fused QKV projection, keeps the rest alive."""
+    if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
+        return x
+    return x.clone(memory_format=torch.contiguous_format)
 
 
 class _EncodedAttention:
     """Mixed in before a Transformers layer class: replaces the storage of keys and values, nothing else."""
 
+    is_croppable = False
     k: EncodedStore
     v: EncodedStore
-    owner: EncodedCache
+    # of the Transformers class behind it
+    is_initialized: bool
+    is_sliding: bool
+    sliding_window: int
+    cumulative_length: int
+    lazy_initialization: Callable[..., None]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        mask = self.owner.padding_mask if self.k.parts is None else None
-        keys, values = self.k.write(key_states, mask), self.v.write(value_states, mask)
+        keys, values = self.k.write(key_states), self.v.write(value_states)
         if self.is_sliding:
             self.cumulative_length += key_states.shape[-2]
             self.k.keep_last(self.sliding_window - 1)
@@ -107,6 +128,8 @@ class _EncodedAttention:
         return self.cumulative_length if self.is_sliding else self.k.tokens
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
+        if isinstance(self, LinearAttentionCacheLayerMixin):
+            LinearAttentionCacheLayerMixin.reorder_cache(self, beam_idx)
         self.k.select(beam_idx)
         self.v.select(beam_idx)
 
@@ -154,8 +177,8 @@ class EncodedCache(DynamicCache):
             scales do not see it.
 
     Raises:
-        NotSupportedError: a layer keeps keys and values in a way that this cache does not know, or a
-            skipped layer does not exist.
+        NotSupportedError: a layer keeps its content in a way that this cache does not know, or a skipped layer
+            does not exist.
     """
 
     def __init__(
@@ -167,48 +190,47 @@ class EncodedCache(DynamicCache):
         padding_mask: Tensor | None = None,
     ) -> None:
         super().__init__(config=config)
-        self.padding_mask = padding_mask
         beyond = [layer for layer in skip_layers if layer >= len(self.layers)]
         if beyond:
             raise NotSupportedError(f"skip-layers={beyond[0]}: the model has layers 0–{len(self.layers) - 1}")
         self.encoded: list[_EncodedAttention] = []
+        self._skipped: list[Any] = []
         for index, layer in enumerate(self.layers):
-            if index in skip_layers or not isinstance(layer, DynamicLayer):
-                continue
-            self.layers[index] = self._encode_layer(index, layer, k, v)
-
-    def _encode_layer(self, index: int, layer: DynamicLayer, k: Format, v: Format) -> Any:
-        cls = _ENCODED.get(type(layer))
-        if cls is None:
-            raise NotSupportedError(
-                f"layer {index} keeps its cache in a {type(layer).__name__}, which cannot hold other formats yet"
-            )
-        fresh = cls.__new__(cls)
-        fresh.__dict__.update(layer.__dict__)  # sliding window, state counts: as Transformers configured them
-        fresh.k, fresh.v, fresh.owner = EncodedStore(k), EncodedStore(v), self
-        self.encoded.append(fresh)
-        return fresh
+            kind = type(layer)
+            if kind in _ENCODED:
+                if index in skip_layers:
+                    self._skipped.append(layer)
+                    continue
+                encoded: Any = object.__new__(_ENCODED[kind])
+                encoded.__dict__.update(layer.__dict__)  # window and state counts, as Transformers set them
+                encoded.k, encoded.v = EncodedStore(k, padding_mask), EncodedStore(v, padding_mask)
+                self.encoded.append(encoded)
+                self.layers[index] = encoded
+            elif isinstance(layer, DynamicLayer) or not isinstance(layer, LinearAttentionCacheLayerMixin | DummyLayer):
+                raise NotSupportedError(
+                    f"layer {index} keeps its cache in a {kind.__name__}, which cannot hold other formats yet"
+                )
 
     @property
     def has_recurrent_layers(self) -> bool:
         """Some layers carry state across tokens that left padding would enter."""
-        return any(hasattr(layer, "recurrent_states") for layer in self.layers)
+        return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in self.layers)
 
     @property
     def kv_layers(self) -> int:
-        """Layers that hold keys and values, skipped ones included."""
-        return sum(isinstance(layer, DynamicLayer) for layer in self.layers)
+        """Layers that hold keys and values, skipped ones included: 0 before the first write."""
+        return sum(layer.k.parts is not None for layer in self.encoded) + len(self._plain())
 
     def bytes(self) -> int:
         """Bytes held by keys and values, skipped layers included."""
-        return sum(store.bytes for store in self._stores()) + self._plain_bytes()
+        return sum(store.bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
 
     def expected_bytes(self) -> int:
         """Bytes that the formats promise for the same content."""
-        return sum(store.expected_bytes for store in self._stores()) + self._plain_bytes()
+        return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
 
     def bytes_per_token(self) -> float | None:
-        """Bytes per token of one sequence over all layers: ``None`` before the first write."""
+        """Bytes per stored token of one sequence over all layers: ``None`` before the first write."""
         return self._per_token([store.bytes for store in self._stores()])
 
     def expected_bytes_per_token(self) -> float | None:
@@ -223,25 +245,19 @@ class EncodedCache(DynamicCache):
         return None
 
     def _per_token(self, held: list[int]) -> float | None:
-        total = 0.0
-        for count, store in zip(held, self._stores(), strict=True):
-            if store.parts is not None:
-                total += count / (store.parts[0].shape[0] * store.tokens)
-        for layer in self._plain():
-            for x in (layer.keys, layer.values):
-                total += x.nbytes / (x.shape[0] * x.shape[-2])
-        return total or None
+        encoded = sum(n / store.positions for n, store in zip(held, self._stores(), strict=True) if store.positions)
+        plain = sum(x.nbytes / (x.shape[0] * x.shape[-2]) for x in self._plain_sides())
+        return encoded + plain or None
 
     def _stores(self) -> list[EncodedStore]:
         return [store for layer in self.encoded for store in (layer.k, layer.v)]
 
     def _plain(self) -> list[Any]:
-        encoded = {id(layer) for layer in self.encoded}
-        plain = [layer for layer in self.layers if isinstance(layer, DynamicLayer) and id(layer) not in encoded]
-        return [layer for layer in plain if layer.is_initialized and layer.get_seq_length()]
+        """Skipped layers with content."""
+        return [layer for layer in self._skipped if layer.is_initialized and layer.keys.numel()]
 
-    def _plain_bytes(self) -> int:
-        return sum(x.nbytes for layer in self._plain() for x in (layer.keys, layer.values))
+    def _plain_sides(self) -> list[Tensor]:
+        return [x for layer in self._plain() for x in (layer.keys, layer.values)]
 
 
 def _dtype_name(x: Tensor) -> str:

@@ -19,9 +19,7 @@ from fidelab.results.record import Report, write_atomically
 
 __all__ = ["Chart", "draw_chart", "render_html", "write_html"]
 
-_ESCAPES = str.maketrans(
-    {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
-)
+_ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def render_html(report: Report) -> str:
@@ -105,9 +103,7 @@ def draw_chart(points: tuple[Point, ...]) -> Chart | None:
         return None
     width, height, left, right, top, bottom = 860, 380, 70, 830, 16, 330
     low = math.floor(math.log10(min(positive, default=1e-4)))
-    highest = max(
-        [*positive, *(p.interval[1] for p in points if p.interval and p.interval[1] > 0)], default=1e-3
-    )
+    highest = max([*positive, *(p.interval[1] for p in points if p.interval and p.interval[1] > 0)], default=1e-3)
     high = max(low + 1, math.ceil(math.log10(highest)))
     step = _round_step(max(point.bytes for point in points) / 5)
     span = step * max(1, math.ceil(max(point.bytes for point in points) * 1.02 / step))
@@ -149,8 +145,7 @@ def draw_chart(points: tuple[Point, ...]) -> Chart | None:
         bottom=bottom,
         x_ticks=tuple(Tick(x(step * n), format_bytes(step * n)) for n in range(round(span / step) + 1)),
         y_ticks=tuple(
-            Tick(y(10.0**power), f"{10.0**power:g}" if power > -5 else f"1e{power}")
-            for power in range(low, high + 1)
+            Tick(y(10.0**power), f"{10.0**power:g}" if power > -5 else f"1e{power}") for power in range(low, high + 1)
         ),
         marks=tuple(marks),
     )

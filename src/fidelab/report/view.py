@@ -26,6 +26,7 @@ __all__ = [
     "format_bytes",
     "format_kld",
     "format_margin",
+    "format_range",
     "format_score",
     "format_share",
     "one_line",
@@ -61,6 +62,11 @@ def format_margin(interval: tuple[float, float] | None, decimals: int | None = N
         return ABSENT
     half = (interval[1] - interval[0]) / 2
     return "± " + (_significant(half, 2) if decimals is None else f"{half:.{decimals}f}")
+
+
+def format_range(interval: tuple[float, float] | None) -> str:
+    """``65–100`` of an interval of scores, which is lopsided near its ends; absent is ``–``."""
+    return ABSENT if interval is None else f"{interval[0]:.0f}–{interval[1]:.0f}"
 
 
 def format_score(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
@@ -125,7 +131,9 @@ class Estimate:
         return self.value == ABSENT
 
     def __str__(self) -> str:
-        return self.value if self.margin == ABSENT else f"{self.value} {self.margin}"
+        if self.margin == ABSENT:
+            return self.value
+        return f"{self.value} {self.margin}" if self.margin.startswith("±") else f"{self.value} ({self.margin})"
 
 
 @dataclass(frozen=True)
@@ -245,10 +253,7 @@ def _engines(arms: Iterable[ArmRecord]) -> list[str]:
 
 
 def _kv(arm: ArmRecord) -> str:
-    sides = [
-        one_line(name) + _options(arm.kv.options.get(side))
-        for side, name in (("k", arm.kv.k), ("v", arm.kv.v))
-    ]
+    sides = [one_line(name) + _options(arm.kv.options.get(side)) for side, name in (("k", arm.kv.k), ("v", arm.kv.v))]
     text = sides[0] if sides[0] == sides[1] else f"K {sides[0]}, V {sides[1]}"
     rest = _options({name: value for name, value in arm.kv.options.items() if name not in ("k", "v")})
     return f"{text} {rest}".strip()
@@ -307,9 +312,7 @@ def _sentence(arm: ArmRecord) -> str:
 def _kld(axis: KldAxis | None) -> Estimate:
     if axis is None or axis.mean is None:
         return Estimate()
-    return Estimate(
-        format_kld(axis.mean, bound=axis.estimator is Estimator.TOPK), format_margin(axis.mean_ci)
-    )
+    return Estimate(format_kld(axis.mean, bound=axis.estimator is Estimator.TOPK), format_margin(axis.mean_ci))
 
 
 def _excess(axis: KldAxis | None) -> Estimate:
@@ -321,7 +324,7 @@ def _excess(axis: KldAxis | None) -> Estimate:
 
 
 def _scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:
-    return Estimate(format_score(value), format_margin(interval, 1)) if value is not None else Estimate()
+    return Estimate(format_score(value), format_range(interval)) if value is not None else Estimate()
 
 
 def _failures(role: str, arm: ArmRecord) -> list[str]:
@@ -371,7 +374,7 @@ def _control(arm: ArmRecord | None) -> str:
         parts.append(f"KLD {_kld(arm.axes.kld)} nats")
     if arm.axes.trajectory is not None and arm.axes.trajectory.score is not None:
         parts.append(f"trajectory {_scored(arm.axes.trajectory.score, arm.axes.trajectory.ci)}")
-    return f"control {name}: {', '.join(parts) or 'not measured'}; excess = candidate {MINUS} control, paired"
+    return f"control {name}: {', '.join(parts) or 'not measured'}; over control: paired differences"
 
 
 def _ranking(comparisons: Sequence[Comparison]) -> str:
@@ -381,7 +384,9 @@ def _ranking(comparisons: Sequence[Comparison]) -> str:
     names = one_line(comparisons[0].better)
     for pair in comparisons:
         names += f" {'<' if pair.differs else '≈'} {one_line(pair.worse)}"
-    return f"cost by paired KLD differences: {names}" + ("" if all(c.differs for c in comparisons) else " (≈: cannot tell)")
+    return f"cost by paired KLD differences: {names}" + (
+        "" if all(c.differs for c in comparisons) else " (≈: cannot tell)"
+    )
 
 
 def _points(role: str, arm: ArmRecord) -> list[Point]:
@@ -407,9 +412,7 @@ def _tables(arms: Sequence[tuple[str, ArmRecord]]) -> list[Table]:
     compared = [arm for role, arm in arms if role != "reference"]
     kld = [(arm.name, _kld_cells(axis)) for arm in compared if (axis := arm.axes.kld)]
     greedy = [(arm.name, _trajectory_cells(found)) for arm in compared if (found := arm.axes.trajectory)]
-    others = [
-        (arm.name, _other_cells(name, axis)) for arm in compared for name, axis in arm.axes.others().items()
-    ]
+    others = [(arm.name, _other_cells(name, axis)) for arm in compared for name, axis in arm.axes.others().items()]
     tables = [
         _table("KL divergence per position (nats)", _KLD_COLUMNS, kld),
         _table("Trajectory (greedy)", _TRAJECTORY_COLUMNS, greedy),
@@ -440,11 +443,7 @@ def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
 
 def _trajectory_cells(axis: TrajectoryAxis) -> tuple[str, ...]:
     excess = axis.excess_over_control
-    over = (
-        Estimate(format_score(excess.mean, signed=True), format_margin(excess.ci, 1))
-        if excess
-        else Estimate()
-    )
+    over = Estimate(format_score(excess.mean, signed=True), format_margin(excess.ci, 1)) if excess else Estimate()
     return (
         str(_scored(axis.score, axis.ci)),
         str(over),

@@ -257,9 +257,7 @@ class KVFormats(_Record):
             return dict(side.options)
 
         options = {"k": given(spec.k), "v": given(spec.v), "skip_layers": list(spec.skip_layers)}
-        return cls(
-            k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value}
-        )
+        return cls(k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value})
 
 
 class Ran(_Record):

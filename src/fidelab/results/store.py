@@ -9,8 +9,11 @@ import shutil
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fidelab.core import digest, slug
 from fidelab.errors import InputError, OutputError
@@ -119,7 +122,9 @@ class RunFolder:
                 f"{self.path} has no finished arm yet; go on with: fidelab compare --resume {self.path}"
             ) from None
         except (ValueError, TypeError) as error:
-            raise InputError(f"{path} is damaged ({error}); mend it with: fidelab compare --resume {self.path}") from None
+            raise InputError(
+                f"{path} is damaged ({error}); mend it with: fidelab compare --resume {self.path}"
+            ) from None
 
     def sweep(self) -> None:
         """Remove what a killed process was writing."""
@@ -128,16 +133,16 @@ class RunFolder:
 
     def write_positions(self, tables: Iterable[tuple[str, Mapping[str, Any]]]) -> None:
         """Write (arm name, columns) tables as row groups of one parquet file."""
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
+        pa: Any = import_module("pyarrow")  # without types
+        pq: Any = import_module("pyarrow.parquet")
         temporary = self.positions.with_name(f".{POSITIONS}.{os.getpid()}.tmp")
         writer: Any = None
         try:
             for arm, columns in tables:
                 size = len(next(iter(columns.values())))
                 names = pa.DictionaryArray.from_arrays(pa.array([0] * size, pa.int32()), pa.array([arm]))
-                arrays = {name: pa.array(values, from_pandas=True) for name, values in columns.items()}  # NaN: null
+                # NaN becomes null; pyarrow's own switch for that imports pandas
+                arrays = {name: pa.array(values, mask=np.not_equal(values, values)) for name, values in columns.items()}
                 table = pa.table({"arm": names, **arrays})
                 writer = writer or pq.ParquetWriter(temporary, table.schema, compression="zstd")
                 writer.write_table(table)

@@ -8,15 +8,30 @@ import signal
 __all__ = ["explain", "explain_exit"]
 
 _CAUSES: tuple[tuple[str, str], ...] = (
-    (r"out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY", "out of device memory: use a smaller --n-ctx or batch"),
-    (r"DefaultCPUAllocator: can't allocate|MemoryError|Cannot allocate memory", "out of host memory: free some, or use a smaller --n-ctx"),
+    (
+        r"out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY",
+        "out of device memory: use a smaller --n-ctx or batch",
+    ),
+    (
+        r"DefaultCPUAllocator: can't allocate|MemoryError|Cannot allocate memory",
+        "out of host memory: free some, or use a smaller --n-ctx",
+    ),
     (r"No space left on device|no space left", "the disk is full: free some space, or choose another --output-dir"),
     (r"Torch not compiled with CUDA|No CUDA GPUs are available|no NVIDIA driver", "no usable GPU: pass --device cpu"),
-    (r"max_num_seqs \(\d+\) exceeds available Mamba cache blocks", "hybrid model with the default concurrency: lower max_num_seqs"),
-    (r"Requested prompt logprobs of \d+, which is greater than max allowed", "the engine caps log-probabilities: raise max_logprobs"),
+    (
+        r"max_num_seqs \(\d+\) exceeds available Mamba cache blocks",
+        "hybrid model with the default concurrency: lower max_num_seqs",
+    ),
+    (
+        r"Requested prompt logprobs of \d+, which is greater than max allowed",
+        "the engine caps log-probabilities: raise max_logprobs",
+    ),
     (r"Free memory on device .* is less than desired", "an earlier process still holds device memory: end it"),
     (r"invalid argument for batch_prefill", "this attention backend rejects the model: choose another one"),
-    (r"model type .* but Transformers does not recognize", "the installed transformers does not know this model: upgrade it"),
+    (
+        r"model type .* but Transformers does not recognize",
+        "the installed transformers does not know this model: upgrade it",
+    ),
 )
 
 

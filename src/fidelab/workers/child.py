@@ -154,7 +154,9 @@ def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox
 def _check_tokenizer(engine: Engine, job: Job) -> None:
     ours, theirs = list(job.sample_ids), engine.tokenize(job.sample_text)
     if ours != theirs:
-        at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+        at = next(
+            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+        )
         raise EngineError(
             f"the engine's tokenizer disagrees with the model's own from token {at} of a sample on; "
             "its numbers could not be compared"

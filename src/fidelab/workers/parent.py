@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.errors import EngineError
 from fidelab.workers.causes import explain, explain_exit
@@ -97,6 +98,8 @@ def run_worker(
         _converse(process, job, outcome, deadline, began, listen)
     finally:
         _end_group(process)
+        for task in job.tasks:  # a killed worker's unfinished captures can take gigabytes
+            sweep_partial(Path(task.target))
         if memory_before is not None:
             _wait_for_memory(memory_before)
         outcome.seconds = time.monotonic() - began
@@ -143,7 +146,8 @@ def _converse(
                 if protocol != PROTOCOL:
                     outcome.status = Status.FAILED
                     outcome.reason = (
-                        f"the worker speaks protocol {protocol}, this fidelab {PROTOCOL}: install the same version there"
+                        f"the worker speaks protocol {protocol}, this fidelab {PROTOCOL}: "
+                        "install the same version of fidelab there"
                     )
                     return
                 with contextlib.suppress(BrokenPipeError):

@@ -1,0 +1,85 @@
+"""Keys: whatever an answer depends on makes another capture; what it does not depend on does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.core import Arm, KVSpec, Probe
+from tests.captures import sample
+
+A, W, P = sample.ARM, sample.WINDOWS, sample.PROMPTS
+BASE: dict[str, Any] = {"arm": A, "probe": W, "versions": {"fake": "1", "torch": "2"}, "replicate": 0}
+
+
+def place(arm: Arm, probe: Probe, versions: dict[str, str], replicate: int) -> tuple[dict[str, Any], Path]:
+    key = capture_key(arm, probe, versions, replicate)
+    return key, capture_folder(Path("store"), arm, probe, key)
+
+
+CHANGES: dict[str, dict[str, Any]] = {
+    "option-value": {"arm": replace(A, options=(("a", "2"),))},
+    "option-gone": {"arm": replace(A, options=())},
+    "format": {"arm": replace(A, kv=KVSpec.parse("int4"))},
+    "format-option": {"arm": replace(A, kv=KVSpec.parse("bf16[group=32]"))},
+    "skipped-layers": {"arm": replace(A, kv=KVSpec.parse("bf16[skip-layers=0]"))},
+    "weights": {"arm": replace(A, weights="v" * 8)},
+    "device": {"arm": replace(A, device="cuda")},
+    "threads": {"arm": replace(A, threads=1)},
+    "dtype": {"arm": replace(A, dtype="bfloat16")},
+    "engine": {"arm": replace(A, engine="hf")},
+    "probe-token": {"probe": replace(W, windows=((1, 2, 3, 9), *W.windows[1:]))},
+    "probe-rows": {"probe": replace(W, first=0)},
+    "probe-settings": {"probe": replace(W, settings=(("n_ctx", 5), ("protocol", "half")))},
+    "engine-version": {"versions": {"fake": "2", "torch": "2"}},
+    "replicate": {"replicate": 1},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_whatever_the_answer_depends_on_makes_another_capture(change: dict[str, Any]) -> None:
+    key, folder = place(**BASE)
+    other_key, other_folder = place(**{**BASE, **change})
+    assert key != other_key
+    assert folder != other_folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"arm": replace(A, name="another name")},
+        {"arm": replace(A, path="elsewhere")},
+        {"versions": {"torch": "2", "fake": "1"}},
+    ],
+    ids=["name", "path", "order"],
+)
+def test_names_and_places_do_not_matter(change: dict[str, Any]) -> None:
+    assert place(**BASE) == place(**{**BASE, **change})
+
+
+def test_batch_is_part_of_the_key() -> None:
+    assert place(**{**BASE, "probe": P}) != place(**{**BASE, "probe": replace(P, batch=8)})
+
+
+def test_two_spellings_of_one_format_are_one_arm() -> None:
+    pair, single = KVSpec.parse("bf16/bf16"), KVSpec.parse("bf16")
+    assert replace(A, kv=pair).fingerprint() == replace(A, kv=single).fingerprint()
+
+
+def test_a_folder_name_stays_within_what_file_systems_allow() -> None:
+    layers = ",".join(str(i) for i in range(200))
+    arm = replace(A, model="m" * 300, kv=KVSpec.parse(f"int4[skip-layers={layers}]"))
+    folder = place(**{**BASE, "arm": arm})[1]
+    assert max(len(part.encode()) for part in folder.parts) <= 255
+
+
+@pytest.mark.parametrize("model", ["../../etc", "/a/b/../c", "owner/name", "a b:c*?", ".."])
+def test_a_folder_lies_in_the_store_whatever_the_model_is_called(model: str) -> None:
+    folder = place(**{**BASE, "arm": replace(A, model=model)})[1]
+    assert ".." not in folder.parts
+    assert folder.parts[0] == "store"
+    assert len(folder.parts) == 3

@@ -1,0 +1,188 @@
+"""Engine hf, prefill: the rows that are stored replay the model's own distributions."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fidelab.captures.container import BFloat16, to_float32
+from fidelab.core import Estimator, Forced, Generate, Prefill, Probe
+from fidelab.errors import EngineError
+from tests.captures import sample
+from tests.engines import tiny
+from tests.engines.conftest import Checkpoint
+from tests.engines.tiny import KINDS, Answers
+
+LENGTH, FIRST, LAST = 20, 9, 18
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def windows(n: int = 2, length: int = LENGTH, first: int = FIRST, last: int = LAST) -> Prefill:
+    """The last one repeats the first."""
+    made = tuple(tiny.tokens(length, seed % max(1, n - 1)) for seed in range(n))
+    return Prefill("kld", made, first, last, ((0,) * (last - first + 1),) * n)
+
+
+def live(kind: str, window: tuple[int, ...]) -> torch.Tensor:
+    """The stored rows of Transformers' own logits, without any cache."""
+    logits: torch.Tensor = tiny.model(kind)(input_ids=torch.tensor([window]), use_cache=False).logits[0]
+    return logits[FIRST : LAST + 1]
+
+
+def edited(checkpoint: Path, folder: Path, **changes: Any) -> Path:
+    """A copy of a checkpoint with other words in its configuration."""
+    folder.mkdir()
+    for file in checkpoint.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    return folder
+
+
+# ------------------------------------------------------------------------------------------------- states
+
+
+@kinds
+def test_stored_states_and_head_replay_the_models_own_logits(kind: str, checkpoint: Checkpoint) -> None:
+    probe, sink = windows(), Answers()
+    answer = tiny.opened(checkpoint(kind)).answer(probe, sink)
+    assert answer.estimator is Estimator.HIDDEN
+    for item, window in enumerate(probe.windows):
+        torch.testing.assert_close(tiny.replayed(answer, sink.items[item]), live(kind, window), rtol=1e-4, atol=1e-4)
+    assert answer.facts["sentinel_cosine"] >= 0.9999
+    assert answer.facts["sentinel_kl"] <= 1e-8
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "falcon_h1"])
+def test_a_stored_state_is_the_one_after_the_final_norm(kind: str, checkpoint: Checkpoint) -> None:
+    probe, sink = windows(1), Answers()
+    tiny.opened(checkpoint(kind)).answer(probe, sink)
+    out = tiny.model(kind).model(input_ids=torch.tensor(probe.windows), use_cache=False).last_hidden_state
+    torch.testing.assert_close(tiny.hidden(sink.items[0]), out[0, FIRST : LAST + 1], rtol=1e-4, atol=1e-4)
+
+
+def test_every_window_gets_a_fresh_cache(checkpoint: Checkpoint) -> None:
+    sink = Answers()
+    tiny.opened(checkpoint("falcon_h1"), "fp8_e4m3[scale=per-channel]").answer(windows(3), sink)
+    assert torch.equal(tiny.hidden(sink.items[0]), tiny.hidden(sink.items[2]))
+    assert not torch.equal(tiny.hidden(sink.items[0]), tiny.hidden(sink.items[1]))
+
+
+def test_progress_and_facts_count_the_tokens_of_the_windows(checkpoint: Checkpoint) -> None:
+    sink = Answers()
+    answer = tiny.opened(checkpoint("llama")).answer(windows(3), sink)
+    assert sink.tokens == answer.facts["tokens"] == 3 * LENGTH
+
+
+def test_a_window_shorter_than_the_sentinel_rows_is_answered(checkpoint: Checkpoint) -> None:
+    sink = Answers()
+    tiny.opened(checkpoint("llama")).answer(windows(2, length=4, first=1, last=2), sink)
+    assert tiny.hidden(sink.items[1]).shape == (2, 64)
+
+
+def test_rows_of_nan_are_stored_as_they_are_and_fail_no_other_window(checkpoint: Checkpoint) -> None:
+    engine, sink = tiny.opened(checkpoint("llama")), Answers()
+    engine._model.get_input_embeddings().weight[1] = torch.nan
+    good = windows(2).windows
+    probe = Prefill("kld", ((*good[0][:-3], 1, 4, 5), good[1]), FIRST, LAST, ((0,) * 10,) * 2)
+    answer = engine.answer(probe, sink)
+    broken = tiny.hidden(sink.items[0]).isnan().any(dim=1)
+    assert broken.tolist() == [False] * 8 + [True] * 2
+    assert not tiny.hidden(sink.items[1]).isnan().any()
+    assert answer.facts["sentinel_cosine"] >= 0.9999
+
+
+# -------------------------------------------------------------------------------------- 16 bits, and the head
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "phi", "qwen3_next"])
+def test_a_bfloat16_model_stores_the_bits_of_its_states_and_its_head(kind: str, checkpoint: Checkpoint) -> None:
+    engine, sink = tiny.opened(checkpoint(kind), "bf16", "bfloat16"), Answers()
+    answer = engine.answer(windows(), sink)
+    assert answer.head is not None
+    assert isinstance(sink.items[0]["hidden"], BFloat16)
+    stored = answer.head["weight"]
+    assert isinstance(stored, BFloat16)
+    head = engine._model.get_output_embeddings().weight
+    assert np.array_equal(stored.bits, head.view(torch.uint16).numpy())
+
+
+def test_a_16_bit_head_loaded_in_float32_is_stored_in_16_bits_without_loss(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    short = tiny.save(tiny.model("phi").to(torch.bfloat16), tmp_path / "short")
+    tiny.model.cache_clear()  # .to() changed the shared one
+    answer = tiny.opened(short).answer(windows(), Answers())
+    assert answer.head is not None
+    assert all(isinstance(array, BFloat16) for array in answer.head.values())
+    longer = tiny.opened(checkpoint("phi")).answer(windows(), Answers()).head
+    assert longer is not None
+    assert not any(isinstance(array, BFloat16) for array in longer.values())
+
+
+# ---------------------------------------------------------------------------------------------- sentinels
+
+
+PROBES: dict[str, Probe] = {
+    "prefill": windows(),
+    "generate": Generate("trajectory", (tiny.tokens(9),), 3, ()),
+    "forced": Forced("forced", (tiny.tokens(9),), ((4, 5),)),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
+def test_a_transform_that_the_model_does_not_apply_fails_and_names_the_way_out(
+    probe: Probe, dtype: str, checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    wrong = edited(checkpoint("llama"), tmp_path / "wrong", final_logit_softcapping=1.0)
+    with pytest.raises(EngineError, match="does not replay .* pass --engine-arg estimator=logprobs"):
+        tiny.opened(wrong, dtype=dtype).answer(probe, Answers())
+    answer = tiny.opened(wrong, dtype=dtype, estimator="logprobs").answer(probe, Answers())
+    assert answer.head is None
+
+
+def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_replay(
+    checkpoint: Checkpoint,
+) -> None:
+    engine = tiny.opened(checkpoint("llama"), "bf16", "bfloat16")
+    engine._model.get_output_embeddings().weight.mul_(16)  # logits of some hundred
+    answer = engine.answer(windows(), Answers())
+    assert answer.facts["sentinel_kl"] > 1e-3
+
+
+# ----------------------------------------------------------------------------------------------- logprobs
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "cohere", "phi", "bloom"])
+def test_live_log_probabilities_agree_with_the_replay_of_states(kind: str, checkpoint: Checkpoint) -> None:
+    states, rows = Answers(), Answers()
+    answer = tiny.opened(checkpoint(kind), "int8").answer(windows(), states)
+    live = tiny.opened(checkpoint(kind), "int8", estimator="logprobs").answer(windows(), rows)
+    assert (live.estimator, live.head) == (Estimator.LOGPROBS, None)
+    for item in states.items:
+        stored = rows.items[item]["logprobs"]
+        assert not isinstance(stored, BFloat16)
+        assert stored.dtype == np.float16
+        expected = tiny.replayed(answer, states.items[item]).log_softmax(-1)
+        torch.testing.assert_close(torch.from_numpy(to_float32(stored)), expected, rtol=1e-3, atol=1e-5)
+
+
+# ---------------------------------------------------------------------------------------------------- size
+
+
+def test_a_capture_of_states_takes_d_times_two_bytes_per_position(tmp_path: Path) -> None:
+    d, n, rng = 576, 24, np.random.default_rng(0)
+    texts = tuple(tuple(int(token) for token in rng.integers(0, 49_152, 512)) for _ in range(n))
+    probe = Prefill("kld", texts, 256, 510, ((0,) * 255,) * n)
+    writer = sample.writer(tmp_path, probe=probe)
+    for item in range(n):
+        writer.add(item, {"hidden": BFloat16(rng.integers(0, 1 << 16, (255, d), dtype=np.uint16))})
+    folder = writer.finish("hidden", {}, {})
+    taken = sum(file.stat().st_size for file in folder.iterdir())
+    assert taken <= 1.01 * n * 255 * d * 2

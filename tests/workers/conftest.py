@@ -1,0 +1,78 @@
+"""Runs one job on the misbehaving engine, which reaches the worker as a third-party package would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.core import Arm, probe_record
+from fidelab.workers.messages import Job, Message, ProbeTask
+from fidelab.workers.parent import Outcome, run_worker
+from tests.captures import sample
+
+
+@dataclass
+class Worked:
+    """An outcome with all that was said on the way."""
+
+    outcome: Outcome
+    store: Path
+    log: str
+    messages: list[Message] = field(default_factory=list)
+
+
+Work = Callable[..., Worked]
+
+
+@pytest.fixture(scope="session")
+def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH with the entry point of engine ``naughty``."""
+    site = tmp_path_factory.mktemp("site")
+    info = site / "naughty-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: naughty\nVersion: 1\n")
+    (info / "entry_points.txt").write_text("[fidelab.engines]\nnaughty = tests.workers.naughty:Naughty\n")
+    return f"{site}:{Path(__file__).parents[2]}"
+
+
+def make_job(store: Path, arm: Arm, **changes: Any) -> Job:
+    """Two probes: windows and prompts."""
+    tasks = []
+    for probe in (sample.WINDOWS, sample.PROMPTS):
+        key = capture_key(arm, probe, {}, 0)
+        tasks.append(ProbeTask(probe_record(probe), str(capture_folder(store, arm, probe, key)), key))
+    words = sample.vocabulary()
+    fields = {
+        "arm": arm.record(),
+        "store": str(store),
+        "tasks": tasks,
+        "sample_text": "hé",
+        "sample_ids": [104, 195, 169],
+    }
+    vocabulary = {"size": words.size, "sha256": words.sha256}
+    return Job(**{**fields, "vocabulary": vocabulary, **changes})
+
+
+@pytest.fixture
+def work(tmp_path: Path, plugin_path: str) -> Work:
+    """Runs the two probes of :func:`make_job` with ``do``; other keywords change the job or the arm's engine."""
+
+    def run(do: str = "", *, engine: str = "naughty", deadline: float | None = 60, **changes: Any) -> Worked:
+        arm = replace(sample.ARM, engine=engine, options=(("do", do),) if do else ())
+        store, log = tmp_path / "captures", tmp_path / "logs" / "worker.log"
+        said: list[Message] = []
+        outcome = run_worker(
+            make_job(store, arm, **changes),
+            log=log,
+            env={"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"},
+            deadline=deadline,
+            listen=said.append,
+        )
+        return Worked(outcome, store, log.read_text() if log.exists() else "", said)
+
+    return run

@@ -1,0 +1,88 @@
+"""An engine that misbehaves in every way that a worker has to survive.  Option ``do`` names the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from fidelab.core import Arm, Estimator, Probe
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.errors import NotSupportedError
+
+LIES = b'{"type": "Done", "ran": {}}\n{"type": "Captured", "index": 0, "path": "/", "seconds": 0}\nnonsense\n'
+
+
+class Naughty(Engine):
+    """Answers every probe with ones, unless told otherwise."""
+
+    name = "naughty"
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return {"naughty": "1"}
+
+    @classmethod
+    def kv_names(cls) -> Sequence[str]:
+        return ["any"]
+
+    @classmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        return Verdict(True)
+
+    def open(self, arm: Arm) -> None:
+        self._do = dict(arm.options).get("do", "")
+        match self._do:
+            case "unsupported":
+                raise NotSupportedError("this format needs a GPU")
+            case "talk":
+                self._talk()
+            case "spawn":  # a process of the engine's own
+                print("grandchild", subprocess.Popen(["sleep", "600"]).pid, "worker", os.getpid(), flush=True)
+            case "fork":  # a process that keeps the pipe to the parent open
+                if os.fork() == 0:
+                    time.sleep(600)
+            case "exit":
+                sys.exit(7)
+            case "hang":
+                time.sleep(600)
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        match self._do:
+            case "abort":
+                os.abort()
+            case "talk":
+                self._talk()
+            case "spawn":
+                time.sleep(600)
+            case "raise" if probe.axis == "kld":
+                raise ValueError("no such\n  tensor")
+            case "oom":
+                raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
+            case "linger":
+                threading.Thread(target=time.sleep, args=(600,)).start()
+        for item, tokens in enumerate(probe.items()):
+            sink.add(item, {"logprobs": np.ones((2, 8), np.float32)})
+            sink.progress(len(tokens))
+        return Answer(Estimator.LOGPROBS, facts={"modules": sorted({name.split(".")[0] for name in sys.modules})})
+
+    def ran(self) -> Ran:
+        return Ran({"naughty": "1"}, "cpu", cache_bytes_per_token=float("nan") if self._do == "nan" else 1.0)
+
+    def close(self) -> None:
+        if self._do == "close":
+            raise OSError("the driver is gone")
+
+    def _talk(self) -> None:
+        print("loading …")
+        print('{"type": "Done", "ran": {}}', flush=True)
+        os.write(1, LIES)
+        subprocess.run(["echo", "from a child"], check=True)

@@ -1,0 +1,287 @@
+"""Worker processes: whatever an engine does there becomes an outcome here, and nothing of it stays."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+import fidelab.workers.parent as parent
+from fidelab.captures.reader import Capture, find_captures
+from fidelab.core import Status
+from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, Progress
+from tests.captures import sample
+from tests.workers.conftest import Work, make_job
+
+
+def alive(pid: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def pids(log: str) -> list[int]:
+    """The two process numbers that the ``spawn`` engine prints."""
+    words = log.split()
+    return [int(words[words.index(name) + 1]) for name in ("grandchild", "worker")]
+
+
+# ----------------------------------------------------------------------------------------- what goes well
+
+
+def test_a_job_leaves_its_captures_and_says_what_ran(work: Work) -> None:
+    done = work()
+    assert (done.outcome.status, done.outcome.reason) == (Status.OK, None)
+    assert [Path(path) for path in done.outcome.captured.values()] == list(find_captures(done.store))
+    assert done.outcome.ran is not None
+    assert done.outcome.ran["versions"] == {"naughty": "1"}
+
+
+def test_the_parent_hears_of_every_step(work: Work) -> None:
+    said = work().messages
+    assert [type(message) for message in said if not isinstance(message, Progress)][:2] == [Hello, Opened]
+    assert [message.index for message in said if isinstance(message, Captured)] == [0, 1]
+    assert sum(message.tokens for message in said if isinstance(message, Progress)) == 12 + 3
+
+
+def test_a_worker_needs_nothing_but_numpy_besides_its_engine(work: Work) -> None:
+    capture = Capture(next(find_captures(work().store)))
+    heavy = {"torch", "transformers", "scipy", "pydantic", "rich", "typer", "yaml", "pyarrow", "safetensors"}
+    assert heavy & set(capture.manifest["facts"]["modules"]) == set()
+    assert "numpy" in capture.manifest["facts"]["modules"]
+
+
+@pytest.mark.parametrize(
+    "module", ["fidelab.workers.child", "fidelab.captures.writer", "fidelab.core", "fidelab.engines.fake"]
+)
+def test_modules_of_engine_environments_import_numpy_alone(module: str) -> None:
+    listing = "import sys; before = set(sys.modules); import {}; print(*(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", listing.format(module)], capture_output=True, text=True, check=True)
+    packages = {name.split(".")[0] for name in done.stdout.split()} - set(sys.stdlib_module_names)
+    assert {name for name in packages if not name.startswith("_")} == {"fidelab", "numpy"}
+
+
+def test_a_worker_ends_without_complaint(work: Work) -> None:
+    assert work().log == ""
+
+
+def test_a_worker_does_not_import_from_the_users_folder(
+    work: Work, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "gzip.py").write_text("raise RuntimeError('taken from the wrong place')")
+    monkeypatch.chdir(tmp_path)
+    assert work().outcome.reason is None
+
+
+# ------------------------------------------------------------------------------------------ what goes wrong
+
+
+def test_prints_of_an_engine_go_to_the_log_and_not_into_the_messages(work: Work) -> None:
+    done = work("talk")
+    assert done.outcome.status is Status.OK
+    assert len(done.outcome.captured) == 2
+    for words in ("loading …", "nonsense", '"type": "Captured"', "from a child"):
+        assert words in done.log
+
+
+def test_an_exception_in_one_probe_leaves_the_others(work: Work) -> None:
+    done = work("raise")
+    assert done.outcome.status is Status.FAILED
+    assert done.outcome.failed == {0: "ValueError: no such tensor"}
+    assert list(done.outcome.captured) == [1]
+    assert [Capture(folder).axis for folder in find_captures(done.store)] == ["trajectory"]
+    assert "Traceback" in done.log
+    assert "ValueError: no such" in "\n".join(done.outcome.log_tail)
+
+
+def test_a_crash_is_an_outcome_that_names_the_signal(work: Work) -> None:
+    done = work("abort")
+    assert done.outcome.status is Status.FAILED
+    assert "SIGABRT" in str(done.outcome.reason)
+    assert done.outcome.captured == {}
+
+
+def test_an_engine_that_exits_is_an_outcome_that_names_the_status(work: Work) -> None:
+    assert work("exit").outcome.reason == "the worker exited with status 7"
+
+
+def test_a_hang_ends_at_the_deadline(work: Work) -> None:
+    began = time.monotonic()
+    done = work("hang", deadline=1.5)
+    assert done.outcome.status is Status.FAILED
+    assert done.outcome.reason == "not finished within the deadline of 1.5 s (--deadline)"
+    assert time.monotonic() - began < 15
+
+
+def test_a_format_that_needs_more_than_there_is_becomes_not_supported(work: Work) -> None:
+    outcome = work("unsupported").outcome
+    assert (outcome.status, outcome.reason) == (Status.NOT_SUPPORTED, "this format needs a GPU")
+
+
+def test_a_known_message_is_explained_with_its_remedy(work: Work) -> None:
+    reason = work("oom").outcome.reason
+    assert reason == (
+        "RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB — "
+        "out of device memory: use a smaller --n-ctx or batch"
+    )
+
+
+def test_causes_of_an_earlier_attempt_are_not_this_ones(work: Work) -> None:
+    work("oom")
+    assert work("exit").outcome.reason == "the worker exited with status 7"
+
+
+def test_an_engine_that_is_not_there_is_named(work: Work) -> None:
+    reason = str(work(engine="nought").outcome.reason)
+    assert reason.startswith("unknown engine 'nought'")
+    assert "naughty" in reason
+
+
+def test_a_tokenizer_that_disagrees_is_refused_with_the_place(work: Work) -> None:
+    done = work(sample_ids=[104, 195, 170])
+    assert "disagrees with the model's own from token 2" in str(done.outcome.reason)
+    assert list(find_captures(done.store)) == []
+
+
+def test_a_worker_refuses_a_job_of_another_version(work: Work) -> None:
+    assert f"worker speaks protocol {PROTOCOL}" in str(work(protocol=PROTOCOL + 1).outcome.reason)
+
+
+def test_a_worker_of_another_version_is_refused(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "PROTOCOL", 99)
+    outcome = work().outcome
+    assert outcome.status is Status.FAILED
+    assert f"speaks protocol {PROTOCOL}, this fidelab 99" in str(outcome.reason)
+
+
+def test_an_interpreter_that_is_not_there_is_an_outcome(tmp_path: Path) -> None:
+    job = make_job(tmp_path, sample.ARM)
+    outcome = parent.run_worker(
+        job, log=tmp_path / "log", env={}, deadline=9, listen=lambda _message: None, python="/no/such/python"
+    )
+    assert outcome.status is Status.FAILED
+    assert "/no/such/python" in str(outcome.reason)
+
+
+def test_an_error_while_closing_does_not_undo_the_answers(work: Work) -> None:
+    done = work("close")
+    assert (done.outcome.status, len(done.outcome.captured)) == (Status.OK, 2)
+    assert "the driver is gone" in done.log
+
+
+def test_nan_in_what_ran_becomes_null(work: Work) -> None:
+    ran = work("nan").outcome.ran
+    assert ran is not None
+    assert ran["cache_bytes_per_token"] is None
+
+
+@pytest.mark.parametrize("way", ["abort", "spawn"])
+def test_a_worker_that_was_ended_leaves_no_half_capture(way: str, work: Work) -> None:
+    done = work(way, deadline=2.0)
+    assert done.outcome.status is Status.FAILED
+    assert [path for path in done.store.rglob("*") if path.is_file()] == []
+
+
+# ------------------------------------------------------------------------------------------- what remains
+
+
+def test_the_engines_own_processes_die_at_the_deadline(work: Work) -> None:
+    done = work("spawn", deadline=2.0)
+    grandchild, worker = pids(done.log)
+    assert until(lambda: not alive(grandchild) and not alive(worker))
+
+
+def test_a_process_that_keeps_the_pipe_open_does_not_keep_the_parent(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parent, "_DRAIN_WAIT", 0.2)
+    done = work("fork", deadline=30)
+    assert (done.outcome.status, len(done.outcome.captured)) == (Status.OK, 2)
+    assert done.outcome.seconds < 20
+
+
+def test_a_worker_that_does_not_exit_after_its_answers_is_ended(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parent, "_EXIT_WAIT", 0.3)
+    done = work("linger", deadline=30)
+    assert (done.outcome.status, len(done.outcome.captured)) == (Status.OK, 2)
+    assert done.outcome.seconds < 20
+
+
+PARENT = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from fidelab.workers.parent import run_worker
+from tests.captures import sample
+from tests.workers.conftest import make_job
+arm = replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))
+run_worker(make_job(Path(sys.argv[1]) / "c", arm), log=Path(sys.argv[1]) / "log", env={}, deadline=None,
+           listen=lambda message: None)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=lambda number: number.name)
+def test_a_worker_and_its_processes_go_when_the_parent_does(
+    number: signal.Signals, tmp_path: Path, plugin_path: str
+) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", PARENT, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": plugin_path},
+        stderr=subprocess.DEVNULL,
+    )
+    log = tmp_path / "log"
+    assert until(lambda: log.exists() and "worker" in log.read_text() and log.read_text().endswith("\n"))
+    grandchild, worker = pids(log.read_text())
+    assert alive(grandchild)
+    assert alive(worker)
+    process.send_signal(number)
+    process.wait(30)
+    assert until(lambda: not alive(grandchild) and not alive(worker))
+
+
+def test_a_second_ctrl_c_while_ending_a_worker_leaves_no_process_either(
+    tmp_path: Path, plugin_path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spawned: list[subprocess.Popen[bytes]] = []
+    wait = subprocess.Popen.wait
+
+    def impatient(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:
+        if timeout is not None:
+            spawned.append(process)
+            raise KeyboardInterrupt
+        return wait(process)
+
+    def stop(message: Message) -> None:
+        if isinstance(message, Opened):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(subprocess.Popen, "wait", impatient)
+    arm = replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))
+    with pytest.raises(KeyboardInterrupt):
+        parent.run_worker(
+            make_job(tmp_path / "c", arm),
+            log=tmp_path / "log",
+            env={"PYTHONPATH": plugin_path},
+            deadline=None,
+            listen=stop,
+        )
+    assert len(spawned) == 1
+    assert until(lambda: not any(alive(pid) for pid in pids((tmp_path / "log").read_text())))
