@@ -33,7 +33,7 @@ from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import Plan, PlannedJob, build_plan, expected_bytes
+from fidelab.plan.build import FLOOR, Plan, PlannedJob, build_plan, expected_bytes
 from fidelab.plan.resolve import Settings, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
@@ -214,11 +214,9 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
             for job in plan.jobs:
                 result = _run_job(job, prepared, folder.log(job.role), listener, folder.event)
                 results.append(result)
-                _store_outcomes(folder, facts, results, prepared)
+                _store_outcomes(folder, facts, plan, results)
             listener.scoring()
-            every = [*results, *_unsupported(plan)]
-            _store_outcomes(folder, facts, results, prepared)
-            return _finish(plan.settings.experiment, folder, facts, every)
+            return _finish(plan.settings.experiment, folder, facts, _every(plan, results))
     except KeyboardInterrupt:
         folder.event("interrupted")
         raise Interrupted(folder.path) from None
@@ -298,24 +296,23 @@ def _adds(outcome: Outcome, reason: str) -> bool:
     return reason.startswith("the worker") and outcome.log_tail[-1] not in reason
 
 
-def _unsupported(plan: Plan) -> list[ArmResult]:
+def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
+    """The results so far and the arms that cannot run at all, in the order in which they were given."""
     settings = plan.settings
-    roles = {arm.name: f"candidate:{arm.name}" for arm in settings.candidates}
-    if settings.control is not None and settings.control.name in settings.unsupported:
-        roles[settings.control.name] = "control"
-    arms = {arm.name: arm for arm in settings.arms()}
-    return [
-        ArmResult(roles[name], arms[name], Status.NOT_SUPPORTED, reason)
-        for name, reason in settings.unsupported.items()
-    ]
+    arms = [("reference", settings.reference), *([("control", settings.control)] if settings.control else [])]
+    arms += [(f"candidate:{arm.name}", arm) for arm in settings.candidates]
+    found = {result.role: result for result in results}
+    for role, arm in arms:
+        if arm.name in settings.unsupported:
+            found[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
+    order = [*(role for role, _ in arms), FLOOR]
+    return [found[role] for role in order if role in found]
 
 
-def _store_outcomes(folder: RunFolder, facts: RunFacts, results: list[ArmResult], prepared: Prepared) -> None:
-    every = [*results, *_unsupported(prepared.plan)]
-    planned = [job.role for job in prepared.plan.jobs]
-    folder.write_outcomes(
-        {"facts": vars(facts), "planned": planned, "arms": [result.record(folder.path) for result in every]}
-    )
+def _store_outcomes(folder: RunFolder, facts: RunFacts, plan: Plan, results: list[ArmResult]) -> None:
+    planned = [job.role for job in plan.jobs]
+    arms = [result.record(folder.path) for result in _every(plan, results)]
+    folder.write_outcomes({"facts": vars(facts), "planned": planned, "arms": arms})
 
 
 def _stored_facts(folder: RunFolder) -> RunFacts:

@@ -61,6 +61,14 @@ def test_names_and_places_do_not_matter(change: dict[str, Any]) -> None:
     assert place(**BASE) == place(**{**BASE, **change})
 
 
+ARMS = {name: change["arm"] for name, change in CHANGES.items() if "arm" in change}
+
+
+@pytest.mark.parametrize("arm", ARMS.values(), ids=ARMS)
+def test_a_fingerprint_sees_all_that_an_arm_computes(arm: Arm) -> None:
+    assert arm.fingerprint() != A.fingerprint()
+
+
 def test_batch_is_part_of_the_key() -> None:
     assert place(**{**BASE, "probe": P}) != place(**{**BASE, "probe": replace(P, batch=8)})
 

@@ -126,6 +126,7 @@ def test_what_is_not_ours_is_never_touched(tmp_path: Path) -> None:
         (tmp_path / place / "manifest.json").write_text('{"name": "a web page"}')
         (tmp_path / place / "notes.safetensors").write_text("mine")
     (tmp_path / "empty").mkdir()
+    age_shared_files(tmp_path)
     before = sample.tree(tmp_path)
     assert gone(tmp_path, older_than_days=0) == set()
     assert sample.tree(tmp_path) == before

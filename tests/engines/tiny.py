@@ -154,10 +154,11 @@ KINDS: dict[str, Kind] = {
 @cache
 def model(kind: str) -> Any:
     """The model in float32, from seeded weights wide enough that its distributions are not flat."""
-    return _random(transformers.AutoModelForCausalLM.from_config(KINDS[kind].config(), dtype=torch.float32))
+    return randomised(transformers.AutoModelForCausalLM.from_config(KINDS[kind].config(), dtype=torch.float32))
 
 
-def _random(built: Any) -> Any:
+def randomised(built: Any) -> Any:
+    """Seeded weights, in place."""
     built.eval().requires_grad_(False)
     generator = torch.Generator().manual_seed(0)
     for name, parameter in built.named_parameters():

@@ -9,6 +9,7 @@ import pytest
 from tests.runs.harness import Done, compare
 
 CANDIDATES = (
+    "refused",
     "tilt[q=0.6]",
     "tilt[q=0.9]",
     "small-vocab[cut=16,q=0.6]",
@@ -19,7 +20,6 @@ CANDIDATES = (
     "missing",
     "exact",
     "silent",
-    "refused",
 )
 
 

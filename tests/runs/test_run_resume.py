@@ -130,28 +130,33 @@ def inodes(room: Path) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("stop", "event", "role", "axis"),
+    ("stop", "code", "event", "role", "axis"),
     [
-        (kill_parent, "captured", "reference", "trajectory"),
-        (interrupt, "opened", "candidate:tilt[q=0.6]", None),
-        (kill_child, "captured", "candidate:tilt[q=0.6]", "trajectory"),
-        (terminate, "captured", "candidate:tilt[q=0.6]", "trajectory"),
-        (kill_parent, "opened", "floor", None),
+        (kill_parent, -9, "captured", "reference", "trajectory"),
+        (interrupt, 130, "opened", "candidate:tilt[q=0.6]", None),
+        (kill_child, 1, "captured", "candidate:tilt[q=0.6]", "trajectory"),
+        (terminate, 130, "captured", "candidate:tilt[q=0.6]", "trajectory"),
+        (kill_parent, -9, "opened", "floor", None),
     ],
-    ids=lambda value: getattr(value, "__name__", value),
+    ids=["kill-in-reference", "interrupt", "kill-child", "terminate", "kill-in-floor"],
 )
 def test_a_stopped_run_goes_on_to_the_report_of_an_undisturbed_one(
-    stop: Callable[[Running], None], event: str, role: str, axis: str | None, room: Path, undisturbed: dict[str, Any]
+    stop: Callable[[Running], None],
+    code: int,
+    event: str,
+    role: str,
+    axis: str | None,
+    room: Path,
+    undisturbed: dict[str, Any],
 ) -> None:
     run = Running(room)
     run.until(event, role, **({} if axis is None else {"axis": axis}))
     family = run.family()
     stop(run)
-    code, out, err = run.end()
-    assert code == {kill_parent: -9, interrupt: 130, terminate: 130, kill_child: 1}[stop]
+    returned, out, err = run.end()
+    assert returned == code
     assert (run.folder / "report.json").exists() == (stop is kill_child)
-    gone, alive = psutil.wait_procs(family, timeout=20)
-    assert alive == []
+    assert psutil.wait_procs(family, timeout=20)[1] == []
     hint = f"fidelab compare --resume {run.folder}"
     if code == 130:
         assert out == ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import fidelab
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.core import Arm, probe_record
 from fidelab.workers.messages import Job, Message, ProbeTask
@@ -37,7 +39,7 @@ def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: naughty\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[fidelab.engines]\nnaughty = tests.workers.naughty:Naughty\n")
-    return f"{site}:{Path(__file__).parents[2]}"
+    return os.pathsep.join(map(str, (site, Path(__file__).parents[2], Path(fidelab.__file__).parents[1])))
 
 
 def make_job(store: Path, arm: Arm, **changes: Any) -> Job:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fidelab.core import Status
@@ -26,7 +26,7 @@ from fidelab.workers.messages import (
     encode,
 )
 
-text = st.text(st.characters(codec="utf-8"))
+text = st.text(st.characters(codec="utf-8"), max_size=8)
 number = st.integers(0, 2**40)
 seconds = st.floats(0, 1e6)
 leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | text
@@ -60,6 +60,7 @@ def test_every_message_comes_back_as_it_went(message: Message) -> None:
     assert decode(encode(message)) == message
 
 
+@settings(max_examples=40)
 @given(message=messages)
 def test_every_message_is_one_line(message: Message) -> None:
     line = encode(message)

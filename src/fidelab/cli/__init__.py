@@ -87,6 +87,9 @@ def main() -> None:
     """Run the command line; turn every error that a user can mend into one line and exit code 2."""
     from fidelab.errors import FidelabError
 
+    # Read when torch is first imported: spinning OpenMP threads starve, and are starved by, whatever else runs.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    _show_fetches()
     try:
         code = app(standalone_mode=False)
         sys.stdout.flush()
@@ -103,6 +106,17 @@ def main() -> None:
     except OSError as error:
         code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _show_fetches() -> None:
+    """Fetching and converting a model takes half a minute and more: say so, on standard error."""
+    import logging
+
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
+    logger = logging.getLogger("fidelab")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
 
 
 def _fault(text: str) -> int:

@@ -113,7 +113,7 @@ def compare(
 
       fidelab compare smollm2-135m --dtype float32 --reference f32 --kv k16v8
 
-      fidelab compare owner/model --kv 'fp8_e4m3\[scale=per-token-head]' --kv bf16/int4
+      fidelab compare owner/model --kv 'fp8_e4m3\[scale=per-token-head]' --kv k16v8
 
       fidelab compare ./my-model --kv q8_0 --text notes.txt --fail-under 99.5 --json
 

@@ -99,7 +99,7 @@ def score(
 
     [bold]Example[/bold]
 
-      fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test copied/int4
+      fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test other/int4
     """
     from fidelab.phases import score_captures
 

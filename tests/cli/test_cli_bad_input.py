@@ -1,0 +1,297 @@
+"""Bad input: one clear line on standard error, exit code 2, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tests.runs.harness import cli, write_inputs
+
+FAKE = ("compare", "fake", "--engine", "fake", "--reference", "exact")
+SIZES = ("--windows", 2, "--n-ctx", 16, "--n-predict", 4, "--limit", 1)
+TILT = (*FAKE, "--kv", "tilt", *SIZES)
+HF = ("compare", "smollm2-135m", "--reference", "f32")
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    folder = tmp_path / "room"
+    write_inputs(folder)
+    return folder
+
+
+def names(room: Path) -> list[str]:
+    return sorted(str(path.relative_to(room)) for path in room.rglob("*"))
+
+
+def refused(*words: object, cwd: Path) -> str:
+    """The one line on standard error of a command that is refused and leaves nothing."""
+    before = names(cwd)
+    done = cli(*words, cwd=cwd)
+    assert done.code == 2, done
+    assert done.out == ""
+    [line] = done.err.splitlines()
+    assert line.startswith("fidelab: ")
+    assert names(cwd) == before
+    return line
+
+
+# ------------------------------------------------------------------------------------------ names and flags
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((*FAKE, "--kv", "tlit", *SIZES), "did you mean 'tilt'? There are: tilt, "),
+        ((*HF, "--kv", "fp8_e4m2"), "did you mean 'fp8_e4m3'? There are: fp8_e4m3, "),
+        ((*HF, "--kv", "q9"), "There are: q"),
+        ((*HF, "--kv", "f32/nope"), "unknown KV format of engine hf 'nope'"),
+        ((*HF, "--kv", "a/b/c"), "expected one name or K/V, found 3 parts"),
+        ((*HF, "--kv", "int4[group"), "options in brackets"),
+        ((*HF, "--kv", ""), "write a name"),
+        ((*FAKE, "--kv", "tilt[z=1]", *SIZES), "tilt has no option 'z'; it has: q"),
+        ((*FAKE, "--kv", "tilt[q]", *SIZES), "option 'q' has no value"),
+        ((*FAKE, "--kv", "tilt[q=2]", *SIZES), "q=2 cannot be"),
+        ((*FAKE, "--kv", "tilt[skip-layers=²]", *SIZES), "skip-layers takes layer numbers"),
+        ((*TILT, "--reference", "exakt"), "did you mean 'exact'?"),
+        ((*TILT, "--control", "contrl"), "unknown KV format"),
+        ((*TILT, "--engine", "fkae"), "unknown engine 'fkae'; did you mean 'fake'?"),
+        ((*TILT, "--axes", "trajectory,kdl,kld"), "unknown axis 'kdl'; did you mean 'kld'?"),
+        ((*TILT, "--axes", ","), "--axes is empty"),
+        ((*FAKE, "--kv", "tilt", "--axes", "kld", "--limit", "1"), "--limit belongs to axis trajectory"),
+        ((*TILT, "--kv", "tilt"), "candidate 'tilt' is given twice"),
+        ((*TILT, "--kv", "tilt/tilt"), "candidate 'tilt/tilt' is given twice (it means the same as 'tilt')"),
+        (("compare", "smollm2-135m", "--engine", "fake", "--reference", "exact", "--kv", "tilt"), "go together"),
+        ((*TILT, "--reference", "refused"), "the reference cannot run on engine fake"),
+        ((*TILT, "--engine-arg", "delay"), "--engine-arg 'delay': write key=value"),
+        ((*TILT, "--engine-arg", "=1"), "--engine-arg '=1': write key=value"),
+        ((*TILT, "--engine-arg", "dleay=1"), "engine fake has no option 'dleay'"),
+        ((*TILT, "--engine-arg", "delay=soon"), "delay=soon cannot be"),
+        ((*TILT, "--bands", "mine"), "bands: Input should be 'fidelab' or 'refract'"),
+        ((*TILT, "--protocol", "third"), "axes.kld.protocol: Input should be 'half', 'full' or 'sliding'"),
+        ((*TILT, "--dtype", "int3"), "dtype: Input should be"),
+        ((*TILT, "--template", "fancy"), "axes.trajectory.template: Input should be"),
+        ((*TILT, "--fail-under", "101"), "fail_under: Input should be less than or equal to 100"),
+        ((*TILT, "--deadline", "0"), "deadline: Input should be greater than 0"),
+        ((*TILT, "--deadline", "inf"), "deadline: Input should be a finite number"),
+        ((*TILT, "--threads", "0"), "threads: Input should be greater than or equal to 1"),
+        ((*TILT, "--windows", "0"), "axes.kld.windows: Input should be greater than or equal to 1"),
+        ((*TILT, "--windows", "many"), "Invalid value for '--windows'"),
+        ((*TILT, "--stride", "4"), "--stride is for protocol sliding"),
+        ((*TILT, "--colour", "blue"), "No such option: --colour"),
+        (("compare",), "name a model"),
+        (("compare", "fake"), "name at least one candidate"),
+        (("compare", "--resume", "x", "--kv", "tilt"), "leave out --kv"),
+        (("compare", "fake", "--resume", "x"), "leave out MODEL"),
+        (("compare", "--resume", "x", "--windows", "3"), "leave out --windows"),
+        (("compare", "--resume", "x", "--dry-run"), "leave out --dry-run"),
+        (("cmpare",), "No such command 'cmpare'"),
+        (("score", "--ref", "x"), "Missing option '--test'"),
+    ],
+    ids=lambda value: "" if isinstance(value, tuple) else value,
+)
+def test_a_name_or_flag_that_cannot_be_is_one_line(words: tuple[object, ...], said: str, room: Path) -> None:
+    assert said in refused(*words, cwd=room)
+
+
+def test_k16v8_and_its_meaning_are_one_candidate_twice(make_folder: object, room: Path) -> None:
+    folder = make_folder(room / "model")  # type: ignore[operator]
+    line = refused("compare", folder, "--kv", "k16v8", "--kv", "bf16/fp8_e4m3", cwd=room)
+    assert "candidate 'bf16/fp8_e4m3' is given twice (it means the same as 'k16v8')" in line
+
+
+def test_the_reference_itself_may_be_a_candidate(room: Path) -> None:
+    done = cli(*FAKE, "--kv", "exact", *SIZES, "--no-floor", cwd=room)
+    assert (done.code, done.arm("exact")["status"]) == (0, "identical")
+
+
+# ----------------------------------------------------------------------------------------------- inputs
+
+
+def test_a_model_folder_without_config_says_what_one_holds(room: Path) -> None:
+    (room / "model").mkdir()
+    line = refused("compare", "model", "--kv", "bf16", cwd=room)
+    assert "has no config.json: a model folder holds config.json, *.safetensors and a tokenizer" in line
+
+
+def test_a_model_that_is_nothing_lists_the_forms(room: Path) -> None:
+    assert "a model is an embedded name" in refused("compare", "no model", "--kv", "bf16", cwd=room)
+
+
+def test_a_home_folder_of_nobody_is_one_line(room: Path) -> None:
+    assert "~nobody-here/model" in refused("compare", "~nobody-here/model", "--kv", "bf16", cwd=room)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"", "is empty"),
+        (b" \n\t\n", "is empty"),
+        (b"too short", "has 9 tokens, but 2 windows of n_ctx 16 need 32"),
+        (b"fine\nthen \xff\xfe", "is not UTF-8: byte 0xff in line 2"),
+    ],
+    ids=["empty", "blank", "short", "latin-1"],
+)
+def test_a_text_that_cannot_be_used_says_why(content: bytes, said: str, room: Path) -> None:
+    (room / "mine.txt").write_bytes(content)
+    assert said in refused(*TILT, "--text", "mine.txt", cwd=room)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.jsonl", "{\n", "line 1 is not JSON"),
+        ("p.jsonl", '{"text": "x"}\n', "either 'prompt' or 'messages'"),
+        ("p.txt", "\n\n", "has no prompt in it"),
+        ("p.csv", "a\n", "should end in .jsonl or .txt"),
+    ],
+)
+def test_a_prompt_file_that_cannot_be_used_says_why(name: str, content: str, said: str, room: Path) -> None:
+    (room / name).write_text(content)
+    assert said in refused(*TILT, "--prompts", name, cwd=room)
+
+
+def test_a_text_or_prompt_file_that_is_not_there_is_named(room: Path) -> None:
+    assert "'nowhere.txt'" in refused(*TILT, "--text", "nowhere.txt", cwd=room)
+    assert "nowhere.txt" in refused(*TILT, "--prompts", "nowhere.txt", cwd=room)
+
+
+def test_windows_beyond_the_models_limit_name_the_limit(room: Path) -> None:
+    line = refused(*FAKE, "--kv", "tilt", "--windows", 1, "--n-ctx", 10**7, cwd=room)
+    assert f"n_ctx {10**7} is beyond the limit of fake: at most " in line
+
+
+def test_prompts_beyond_the_models_limit_name_the_limit(room: Path) -> None:
+    line = refused(*FAKE, "--kv", "tilt", "--axes", "trajectory", "--n-predict", 10**8, cwd=room)
+    assert "beyond the model's limit of" in line
+
+
+# ----------------------------------------------------------------------------------------------- output
+
+
+@pytest.mark.parametrize("place", ["file", "file/under/it"])
+def test_an_output_folder_that_is_a_file_is_named(place: str, room: Path) -> None:
+    (room / "file").write_text("mine")
+    assert f"{room}/file is a file" in refused(*TILT, "--output-dir", place, cwd=room)
+    assert (room / "file").read_text() == "mine"
+
+
+def test_a_full_disk_is_said_before_anything_runs(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _path: usage(10, 9, 1))
+    line = refused(*TILT, cwd=room)
+    assert "captures need about" in line
+    assert "0.00 GiB are free" in line
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_is_named(room: Path) -> None:
+    (room / "locked").mkdir(mode=0o500)
+    assert "is not writable" in refused(*TILT, "--output-dir", "locked", cwd=room)
+
+
+# ----------------------------------------------------------------------------------------- settings files
+
+GOOD = "model: fake\nengine: fake\nreference: exact\ncandidates: [tilt]\n"
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("model: [fake\nengine: x\n", "mine.yaml:2:7 is not YAML"),
+        ("- a\n- b\n", "expected keys like 'model:'"),
+        ("", "expected keys like 'model:'"),
+        (GOOD + "widnows: 3\n", "unknown key 'widnows'"),
+        (GOOD + "axes: {kld: {widnows: 3}}\n", "unknown key 'axes.kld.widnows'; did you mean 'windows'?"),
+        (GOOD + "axes: {kld: {windows: many}}\n", "axes.kld.windows: Input should be a valid integer"),
+        (GOOD.replace("[tilt]", "tilt"), "candidates: Input should be a valid list"),
+        (GOOD.replace("[tilt]", "[]"), "candidates: List should have at least 1 item"),
+        (GOOD.replace("[tilt]", "[{kv: tilt, nmae: x}]"), "unknown key 'candidates.0.nmae'; did you mean 'name'?"),
+        (GOOD.replace("[tilt]", "[{name: x}]"), "'candidates.0.kv' is missing"),
+        (GOOD.replace("model: fake\n", ""), "'model' is missing"),
+        (GOOD + "floor: .nan\n", "floor: Input should be"),
+        (GOOD + "seed: -1\n", "seed: Input should be greater than or equal to 0"),
+        (GOOD + "2: x\n", "mine.yaml"),
+        (GOOD + "x: !!python/object:os.system {}\n", "is not YAML"),
+    ],
+)
+def test_a_settings_file_that_is_wrong_names_the_place(content: str, said: str, room: Path) -> None:
+    (room / "mine.yaml").write_text(content)
+    assert said in refused("run", "mine.yaml", cwd=room)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("seed", "--set 'seed': write a.b=value"),
+        ("model.deep=1", "model is not a group of settings"),
+        ("seed=[1", "the value is not YAML"),
+        ("sede=1", "unknown key 'sede'; did you mean 'seed'?"),
+        ("=1", "write a.b=value"),
+    ],
+)
+def test_an_override_that_cannot_be_is_one_line(override: str, said: str, room: Path) -> None:
+    (room / "mine.yaml").write_text(GOOD)
+    assert said in refused("run", "mine.yaml", "--set", override, cwd=room)
+
+
+def test_a_settings_file_that_is_none_is_named(room: Path) -> None:
+    assert "nowhere.yaml does not exist" in refused("run", "nowhere.yaml", cwd=room)
+    assert "is a folder; name an experiment file" in refused("run", ".", cwd=room)
+    (room / "latin.yaml").write_bytes(b"model: \xe9\n")
+    assert "is not UTF-8 (byte 7)" in refused("run", "latin.yaml", cwd=room)
+
+
+# ------------------------------------------------------------------------------------------ folders of runs
+
+
+@pytest.mark.parametrize("words", [("rescore",), ("report",), ("compare", "--resume")], ids=" ".join)
+def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room: Path) -> None:
+    assert f"{room} is no run folder: it holds no config.resolved.yaml" in refused(*words, room, cwd=room)
+    assert "nowhere is no run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
+
+
+def test_a_run_without_results_says_how_to_go_on(room: Path) -> None:
+    folder = room / "runs" / "x"
+    folder.mkdir(parents=True)
+    (folder / "config.resolved.yaml").write_text(GOOD)
+    for command in ("rescore", "report"):
+        assert f"fidelab compare --resume {folder}" in refused(command, folder, cwd=room)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"facts": 1, "planned": [], "arms": [{}]}', '{"arms": 3}'])
+def test_damaged_outcomes_say_how_to_mend_them(content: str, room: Path) -> None:
+    folder = room / "runs" / "x"
+    folder.mkdir(parents=True)
+    (folder / "config.resolved.yaml").write_text(GOOD)
+    (folder / "outcomes.json").write_text(content)
+    line = refused("rescore", folder, cwd=room)
+    assert "outcomes.json" in line
+    assert f"--resume {folder}" in line
+
+
+def test_captures_of_a_folder_that_is_not_there(room: Path) -> None:
+    for command in ("list", "gc"):
+        assert "is no folder of captures" in refused("captures", command, cwd=room)
+
+
+# -------------------------------------------------------------------------------------- in a real process
+
+
+def test_a_real_process_says_one_line_and_exits_with_2(room: Path) -> None:
+    command = [sys.executable, "-m", "fidelab", *map(str, TILT), "--bands", "mine"]
+    done = subprocess.run(command, cwd=room, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_reader_that_stops_reading_is_no_error(room: Path) -> None:
+    line = f"{sys.executable} -m fidelab compare --help | head -n 1"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", line], cwd=room, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

@@ -1,0 +1,129 @@
+"""What commands print, and how they exit."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs.harness import SMALL, Done, cli, compare, write_inputs
+
+SIZES = ("--windows", 4, "--n-ctx", 16, "--n-predict", 4, "--limit", 2)
+
+
+def test_a_finished_run_prints_its_table_on_standard_output(plain: Done) -> None:
+    assert plain.code == 0
+    for word in ("tilt[q=0.6]", "exact", "PASS"):
+        assert word in plain.out
+
+
+def test_progress_goes_to_standard_error_in_plain_lines(plain: Done) -> None:
+    lines = plain.err.splitlines()
+    assert lines[0] == f"run {plain.folder}"
+    assert [line for line in lines if line.startswith("reference:")] == [
+        "reference: 160 tokens to do",
+        *[line for line in lines if line.startswith("reference: model loaded in ")],
+        *[line for line in lines if line.startswith("reference: ok in ")],
+    ]
+    assert "scoring" in lines
+    assert "\x1b" not in plain.err
+
+
+def test_report_shows_the_same_again(plain: Done) -> None:
+    html = (plain.folder / "report.html").read_bytes()
+    (plain.folder / "report.html").unlink()
+    shown = cli("report", plain.folder, cwd=plain.cwd)
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out == plain.out
+    assert (plain.folder / "report.html").read_bytes() == html
+
+
+def test_report_gives_the_object_when_asked(plain: Done) -> None:
+    shown = cli("report", plain.folder, "--json", cwd=plain.cwd)
+    assert json.loads(shown.out) == plain.report
+
+
+# -------------------------------------------------------------------------------------------------- gate
+
+
+@pytest.mark.parametrize(("threshold", "code"), [(97.9, 0), (98.0, 1), (0, 0), (100, 1)])
+def test_fail_under_gates_on_the_lower_bound(threshold: float, code: int, plain: Done) -> None:
+    found = cli("rescore", plain.folder, "--fail-under", threshold, cwd=plain.cwd)  # the score is 97.98 throughout
+    assert found.code == code
+    said = [line for line in found.err.splitlines() if "misses --fail-under" in line]
+    assert len(said) == code
+
+
+def test_every_candidate_without_a_good_score_fails_the_gate(tmp_path: Path) -> None:
+    flags = ["--no-floor", "--fail-under", 60]
+    done = compare(tmp_path, "tilt[q=0.95]", "tilt", "masked", "refused", "silent", flags=flags, windows=4, limit=1)
+    assert done.code == 1
+    said = [line for line in done.err.splitlines() if line.startswith("fidelab: ")]
+    assert said == [
+        "fidelab: silent failed: asked for K = silent, the engine stored exact",
+        "fidelab: tilt[q=0.95] misses --fail-under 60: the lower bound of its KLD score is 43.59",
+        "fidelab: masked misses --fail-under 60: it has no KLD score with an interval",
+        "fidelab: refused misses --fail-under 60: it has no KLD score with an interval",
+        "fidelab: silent misses --fail-under 60: it has no KLD score with an interval",
+    ]
+
+
+def test_a_failed_arm_fails_without_a_gate(tmp_path: Path) -> None:
+    done = compare(tmp_path, "tilt", flags=["--no-floor", "--engine-arg", "crash=tilt:0"], windows=4, limit=1)
+    assert done.code == 1
+    assert "fidelab: tilt failed: the worker was ended by SIGABRT" in done.err
+
+
+def test_an_unsupported_arm_is_no_failure(tmp_path: Path) -> None:
+    done = compare(tmp_path, "tilt", "refused", flags=["--no-floor"], windows=4, limit=1)
+    assert (done.code, done.arm("refused")["status"]) == (0, "not_supported")
+
+
+def test_the_gate_of_a_settings_file_holds_when_a_run_goes_on(tmp_path: Path) -> None:
+    done = compare(tmp_path, "tilt", flags=["--no-floor", "--fail-under", 99], windows=4, limit=1)
+    assert done.code == 1
+    assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 1
+    assert cli("compare", "--resume", done.folder, "--fail-under", 50, cwd=tmp_path).code == 0
+
+
+# ----------------------------------------------------------------------------------------------- dry run
+
+
+@pytest.fixture(scope="module")
+def dry(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A plan, as JSON; in the folder stand the inputs alone."""
+    room = tmp_path_factory.mktemp("dry")
+    write_inputs(room)
+    flags = ("--kv", "tilt", "--kv", "refused", "--control", "tilt[q=0.52]", "--dry-run")
+    return cli("compare", "fake", *SMALL, *SIZES, *flags, "--json", cwd=room)
+
+
+def test_a_dry_run_writes_nothing(dry: Done) -> None:
+    assert dry.code == 0
+    assert sorted(path.name for path in dry.cwd.iterdir()) == ["prompts.txt", "text.txt"]
+
+
+def test_a_dry_run_lists_jobs_tokens_and_disk(dry: Done) -> None:
+    plan = json.loads(dry.out)
+    assert [job["role"] for job in plan["jobs"]] == ["reference", "control", "candidate:tilt", "floor"]
+    windows, prompts = 4 * 16, 2 * (len("prompt 0") + 4)
+    assert [job["tokens"] for job in plan["jobs"]][:3] == [windows + prompts] * 3
+    assert plan["tokens"] == 3 * (windows + prompts) + windows // 4 + prompts // 2
+    assert plan["disk_bytes"] > 0
+    assert plan["not_supported"] == {"refused": "the fake engine refuses this format, as it was asked to"}
+
+
+def test_a_dry_run_says_it_in_words_too(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    done = cli("compare", "fake", *SMALL, *SIZES, "--kv", "tilt", "--dry-run", cwd=tmp_path)
+    assert done.code == 0
+    for word in ("reference", "candidate:tilt", "tokens", "MiB of captures in"):
+        assert word in done.out
+
+
+def test_a_dry_run_knows_what_is_captured_already(plain: Done) -> None:
+    done = cli("run", plain.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=plain.cwd)
+    plan = json.loads(done.out)
+    assert {job["captures_missing"] for job in plan["jobs"]} == {0}
+    assert (plan["tokens"], plan["disk_bytes"]) == (0, 0)

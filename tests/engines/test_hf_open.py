@@ -1,0 +1,186 @@
+"""Engine hf, opening: what it refuses, in one line, before a probe is asked; and what it says ran."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from safetensors.torch import load_file, save_file
+
+from fidelab.core import KVSpec, Prefill, Timed
+from fidelab.engines.hf import HFEngine
+from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.formats import create
+from tests.engines import tiny
+from tests.engines.conftest import Checkpoint
+from tests.engines.tiny import KINDS, Answers
+
+_TINY: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+STRANGERS = {
+    "t5": transformers.T5Config(vocab_size=64, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2),
+    "bert": transformers.BertConfig(**_TINY, intermediate_size=32),
+    "mamba": transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4),
+    "openai-gpt": transformers.OpenAIGPTConfig(vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=2),
+}
+AUTO = {"t5": transformers.AutoModelForSeq2SeqLM, "bert": transformers.AutoModelForMaskedLM}
+
+
+def stranger(name: str, folder: Path) -> Path:
+    auto = AUTO.get(name, transformers.AutoModelForCausalLM)
+    return tiny.save(tiny.randomised(auto.from_config(STRANGERS[name])), folder)
+
+
+def refused(path: Path, kv: str = "int8", **options: str) -> str:
+    """The message; it is one line."""
+    with pytest.raises(EngineError) as caught:
+        tiny.opened(path, kv, **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 300
+    return str(caught.value)
+
+
+def copy(source: Path, folder: Path) -> Path:
+    folder.mkdir()
+    for file in source.iterdir():
+        (folder / file.name).write_bytes(file.read_bytes())
+    return folder
+
+
+# ------------------------------------------------------------------------------------------- models refused
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("t5", "t5 is an encoder-decoder model; engine hf runs decoder-only models"),
+        ("bert", "bert is not a decoder: a token changes the distribution of the one before it"),
+        ("mamba", "mamba keeps no keys and values in the cache it is given"),
+        ("openai-gpt", "openai-gpt keeps no keys and values in the cache it is given"),
+    ],
+)
+def test_a_model_that_has_nothing_to_measure_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    assert refused(stranger(name, tmp_path / name)) == reason
+
+
+def test_parameters_that_no_tensor_fills_are_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "gap")
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert refused(folder) == (
+        "1 parameters were filled by no checkpoint tensor, first model.layers.1.self_attn.k_proj.weight"
+    )
+
+
+def test_a_tied_head_is_not_a_missing_parameter(checkpoint: Checkpoint) -> None:
+    assert "lm_head.weight" not in load_file(checkpoint("gemma2") / "model.safetensors")
+    tiny.opened(checkpoint("gemma2"))
+
+
+def test_a_truncated_checkpoint_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "short")
+    whole = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    assert refused(folder).startswith("Transformers cannot load short: SafetensorError: ")
+
+
+def test_a_checkpoint_without_a_tokenizer_is_refused(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "mute")
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert refused(folder).startswith("Transformers cannot load mute: ")
+
+
+def test_code_that_comes_with_a_checkpoint_does_not_run(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "foreign")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.Own", "AutoModelForCausalLM": "own.Own"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
+    assert refused(folder).startswith("Transformers cannot load foreign: ")
+    assert not (tmp_path / "ran").exists()
+
+
+# ----------------------------------------------------------------------------------------- settings refused
+
+
+def test_an_unknown_attention_is_refused(checkpoint: Checkpoint) -> None:
+    assert "abacus" in refused(checkpoint("llama"), attention="abacus")
+
+
+def test_an_attention_that_the_machine_lacks_is_refused(checkpoint: Checkpoint) -> None:
+    assert "cannot load llama" in refused(checkpoint("llama"), attention="flash_attention_3")
+
+
+@pytest.mark.parametrize(
+    ("kv", "reason"),
+    [
+        ("int8[skip-layers=0,3]", "skip-layers=3: the model has layers 0–2"),
+        ("int8[skip-layers=0,1,2]", "skip-layers leaves no layer to encode"),
+    ],
+)
+def test_layers_to_skip_must_exist_and_leave_some(kv: str, reason: str, checkpoint: Checkpoint) -> None:
+    with pytest.raises(NotSupportedError, match=reason):
+        tiny.opened(checkpoint("llama"), kv)
+
+
+@pytest.mark.parametrize(("option", "value"), [("atention", "sdpa"), ("estimator", "topk")])
+def test_options_that_do_not_exist_are_refused_before_anything_loads(option: str, value: str) -> None:
+    with pytest.raises(UsageError, match=f"engine hf.*{option}"):
+        HFEngine.supports(tiny.arm(Path("nowhere"), **{option: value}))
+
+
+def test_a_compute_type_that_does_not_exist_is_refused_before_anything_loads() -> None:
+    assert not HFEngine.supports(tiny.arm(Path("nowhere"), dtype="float8")).ok
+    assert HFEngine.supports(tiny.arm(Path("nowhere"))).ok
+
+
+def test_a_probe_of_another_kind_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(NotSupportedError, match="does not answer timed probes yet"):
+        tiny.opened(checkpoint("llama")).answer(Timed("decode", "decode", 1, 0, 1), Answers())
+
+
+# ------------------------------------------------------------------------------------------------ what ran
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ran_reports_what_the_cache_was_seen_to_hold(kind: str, checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint(kind), "f16/int4[group=8]")
+    engine.answer(Prefill("kld", (tiny.tokens(20),), 9, 18, ((0,) * 10,)), Answers())
+    ran, spec = engine.ran(), KVSpec.parse("f16/int4[group=8]")
+    k, v = create(spec.k), create(spec.v)
+    due = sum(heads * (k.token_bytes(k_size) + v.token_bytes(v_size)) for heads, k_size, v_size, _ in KINDS[kind].kv)
+    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == due
+    assert (ran.k_format, ran.v_format) == ("f16", "int4[group=8]")
+    assert (ran.k_dtype, ran.v_dtype) == ("float16", "uint8")
+    assert (ran.kv_layers, ran.layers_without_kv) == (len(KINDS[kind].kv), KINDS[kind].without)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_the_attention_asked_for_is_the_one_that_runs(attention: str, checkpoint: Checkpoint) -> None:
+    assert tiny.opened(checkpoint("gemma4"), attention=attention).ran().attention == attention
+
+
+def test_the_record_names_versions_device_threads_and_skipped_layers(checkpoint: Checkpoint) -> None:
+    record = tiny.opened(checkpoint("llama"), "int8[skip-layers=0,2]").ran().record()
+    assert record["versions"]["transformers"] == transformers.__version__
+    assert record["device"].startswith("cpu (")
+    assert (record["threads"], record["compute_dtype"], record["skipped_layers"]) == (1, "float32", [0, 2])
+
+
+def test_the_tokenizer_is_the_checkpoints_own(checkpoint: Checkpoint) -> None:
+    assert tiny.opened(checkpoint("llama")).tokenize("w7 w63 w5") == [7, 63, 5]
+
+
+def test_the_control_of_a_32_bit_reference_is_the_native_cache_and_a_16_bit_one_has_none() -> None:
+    assert HFEngine.control_for(KVSpec.parse("f32"), "bf16") == "bf16"
+    assert HFEngine.control_for(KVSpec.parse("bf16"), "bf16") is None
+
+
+def test_a_device_that_is_not_there_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(EngineError, match="Transformers cannot load llama: "):
+        HFEngine().open(replace(tiny.arm(checkpoint("llama")), device="nowhere"))
