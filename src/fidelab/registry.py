@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from typing import Any
 
 from fidelab.errors import UnknownNameError
@@ -50,4 +49,6 @@ class Registry:
 def _foreign(group: str | None) -> dict[str, str]:
     if group is None:
         return {}
+    from importlib.metadata import entry_points  # slow, and built-in names do not need it
+
     return {point.name: point.value for point in entry_points(group=group)}

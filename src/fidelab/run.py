@@ -22,7 +22,6 @@ from typing import Any, Protocol
 
 import fidelab
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.manifest import load_manifest
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import store_vocabulary
 from fidelab.config.load import dump, load
@@ -274,13 +273,13 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
     captures, failures, ran = {}, {}, None
     for capture in job.captures:
         try:
-            manifest = load_manifest(capture.folder)
+            found = Capture(capture.folder)
         except CaptureError:
             index = asked.index(capture.axis) if capture.axis in asked else -1
             failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
         else:
             captures[capture.axis] = capture.folder
-            ran = manifest["ran"]
+            ran = found.manifest["ran"]
     status = outcome.status
     if status is Status.OK and failures:
         status = Status.FAILED

@@ -102,6 +102,12 @@ def test_damage_after_a_first_reading_is_seen(capture: Path) -> None:
     assert not is_complete(capture)
 
 
+def test_a_capture_of_another_key_is_not_the_one_that_is_wanted(capture: Path) -> None:
+    key = Capture(capture).manifest["key"]
+    assert is_complete(capture, key)
+    assert not is_complete(capture, {**key, "replicate": 1})
+
+
 def test_an_edited_value_in_the_manifest_is_refused(capture: Path) -> None:
     path = capture / "manifest.json"
     path.write_text(path.read_text().replace('"device": "cpu"', '"device": "gpu"'))

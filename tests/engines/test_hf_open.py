@@ -116,6 +116,14 @@ def test_an_attention_that_the_machine_lacks_is_refused(checkpoint: Checkpoint) 
     assert "cannot load llama" in refused(checkpoint("llama"), attention="flash_attention_3")
 
 
+def test_another_attention_than_the_one_asked_for_is_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "_check_and_adjust_attn_implementation"
+    monkeypatch.setattr(transformers.LlamaForCausalLM, name, lambda *_args, **_kwargs: "eager")
+    assert refused(checkpoint("llama"), attention="sdpa") == "attention=sdpa was asked for, Transformers runs eager"
+
+
 @pytest.mark.parametrize(
     ("kv", "reason"),
     [

@@ -88,6 +88,17 @@ def test_only_one_cache_is_held_at_a_time(checkpoint: Checkpoint) -> None:
     assert alive == [1, 1, 1, 1]
 
 
+@pytest.mark.parametrize(("estimator", "rows"), [("hidden", [8, 1, 1, 8]), ("logprobs", [LENGTH - FIRST] * 4)])
+def test_the_head_computes_only_the_rows_that_are_wanted(
+    estimator: str, rows: list[int], checkpoint: Checkpoint
+) -> None:
+    engine = tiny.opened(checkpoint("bloom"), estimator=estimator)
+    computed: list[int] = []
+    engine._model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: computed.append(out.shape[1]))
+    engine.answer(windows(4), Answers())
+    assert computed == rows
+
+
 def test_stored_rows_keep_no_memory_but_their_own(checkpoint: Checkpoint) -> None:
     sink = Answers()
     tiny.opened(checkpoint("llama")).answer(windows(), sink)

@@ -33,6 +33,7 @@ class Kind:
     kv: tuple[Layer, ...]
     without: int = 0  # layers that keep no keys and values
     recurrent: bool = False
+    auto: str = "AutoModelForCausalLM"
 
 
 _SIZES = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "max_position_embeddings": 256}
@@ -66,6 +67,20 @@ def _gemma4() -> Any:
     return transformers.Gemma4Config(text_config=text, vision_config=vision, audio_config=None)
 
 
+def _mistral3() -> Any:
+    """A model for images and text."""
+    text = {
+        **_SIZES,
+        **_HEADS,
+        "model_type": "mistral",
+        "num_hidden_layers": 2,
+        "head_dim": 16,
+        "sliding_window": WINDOW,
+    }
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.Mistral3Config(text_config=text, vision_config={**vision, "model_type": "pixtral"})
+
+
 KINDS: dict[str, Kind] = {
     "llama": Kind(_of("LlamaConfig", 3, head_dim=32), ((2, 32, 32, None),) * 3),
     "mistral": Kind(_of("MistralConfig", 2, head_dim=16, sliding_window=WINDOW), ((2, 16, 16, WINDOW),) * 2),
@@ -74,6 +89,7 @@ KINDS: dict[str, Kind] = {
         ((2, 24, 24, WINDOW), (2, 24, 24, None)),
     ),
     "gemma4": Kind(_gemma4, ((2, 16, 16, WINDOW), (2, 32, 32, None)), without=2),
+    "mistral3": Kind(_mistral3, ((2, 16, 16, WINDOW),) * 2, auto="AutoModelForImageTextToText"),
     "cohere": Kind(_of("CohereConfig", 2, logit_scale=0.0625), ((2, 16, 16, None),) * 2),
     "granite": Kind(_of("GraniteConfig", 2, logits_scaling=8.0), ((2, 16, 16, None),) * 2),
     "minicpm3": Kind(  # divides before the head; caches latents of 16 values beside keys of 8
@@ -154,7 +170,8 @@ KINDS: dict[str, Kind] = {
 @cache
 def model(kind: str) -> Any:
     """The model in float32, from seeded weights wide enough that its distributions are not flat."""
-    return randomised(transformers.AutoModelForCausalLM.from_config(KINDS[kind].config(), dtype=torch.float32))
+    auto = getattr(transformers, KINDS[kind].auto)
+    return randomised(auto.from_config(KINDS[kind].config(), dtype=torch.float32))
 
 
 def randomised(built: Any) -> Any:

@@ -20,12 +20,16 @@ from fidelab.formats.base import Format
 NATIVE = ["f32", "f16", "bf16"]
 FP8 = [
     f"{name}[scale={scale}]"
-    for name in ("fp8_e4m3", "fp8_e5m2")
+    for name in ("fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz")
     for scale in ("none", "per-tensor", "per-channel", "per-token-head")
 ]
-INTS = [f"{name}[group={group}]" for name in ("int8", "int4", "int2") for group in (8, 32, 128)]
-BLOCKS = ["q8_0", "q4_0"]
-ALL = [*NATIVE, *FP8, *INTS, *BLOCKS]
+FP4 = ["nvfp4[scale=none]", "nvfp4[scale=per-tensor]", "mxfp4"]
+INTS = [f"int{bits}[group={group}]" for bits in (8, 4, 2) for group in (8, 32, 128)]
+INTS += [f"int{bits}[group={group}]" for bits, group in ((7, 32), (6, 8), (5, 32), (3, 128))]
+WITHOUT_ZERO = ["q5_1", "q4_1", "iq4_nl"]
+BLOCKS = ["q8_0", "q5_0", "q4_0", *WITHOUT_ZERO]
+EMULATED = {"int7", "int6", "int5", "int3"}
+ALL = [*NATIVE, *FP8, *FP4, *INTS, *BLOCKS]
 DIMS = [1, 5, 40, 64, 80, 96, 112, 128]
 
 every = pytest.mark.parametrize("text", ALL)
@@ -93,7 +97,7 @@ def test_the_round_trip_stays_within_the_bound_for_any_finite_values(text: str, 
     assert not exceeds(make(text), x).any()
 
 
-@pytest.mark.parametrize("text", FP8)
+@pytest.mark.parametrize("text", [*FP8, *FP4])
 def test_later_tokens_stay_within_the_bound_of_the_fitted_scale(text: str) -> None:
     fmt, first, later = make(text), normal(2, 2, 4, 80) * 1e-30, magnitudes(80)
     scale = fmt.fit(first)
@@ -116,7 +120,7 @@ def test_the_bound_is_reached(text: str) -> None:
     assert ((through(fmt, x) - x).abs() / fmt.error_bound(x, scale)).max() > 0.9
 
 
-@every
+@pytest.mark.parametrize("text", [text for text in ALL if text not in WITHOUT_ZERO])
 def test_zero_stays_zero(text: str) -> None:
     x = normal(1, 2, 4, 80)
     x[0, 0] = 0.0
@@ -125,11 +129,27 @@ def test_zero_stays_zero(text: str) -> None:
 
 
 @every
+def test_nothing_but_zeros_stays_zero(text: str) -> None:
+    assert (through(make(text), torch.zeros(1, 2, 4, 80)) == 0).all()
+
+
+@every
 @pytest.mark.parametrize("dim", DIMS)
 def test_token_bytes_are_the_bytes_of_the_parts(text: str, dim: int) -> None:
     fmt, x = make(text), normal(1, 1, 3, dim)
     parts = fmt.encode(x, fmt.fit(x))
     assert fmt.token_bytes(dim) == sum(part.element_size() * part.numel() for part in parts) // 3
+
+
+@every
+@pytest.mark.parametrize("dim", [40, 80, 128])
+def test_packing_would_save_bytes_only_where_a_format_is_emulated(text: str, dim: int) -> None:
+    fmt = make(text)
+    assert fmt.emulated == (fmt.name in EMULATED)
+    if fmt.emulated:
+        assert fmt.packed_token_bytes(dim) < fmt.token_bytes(dim)
+    else:
+        assert fmt.packed_token_bytes(dim) == fmt.token_bytes(dim)
 
 
 @every
@@ -183,8 +203,10 @@ def test_decode_gives_the_shape_and_type_asked_for(text: str, dim: int) -> None:
 
 def nan_reach(text: str) -> int:
     """How many neighbours along the head dimension share one NaN."""
-    if text in BLOCKS:
+    if text in BLOCKS or text == "mxfp4":
         return 32
+    if text in FP4:
+        return 16
     return int(text.partition("group=")[2][:-1]) if text in INTS else 1
 
 
@@ -198,7 +220,7 @@ def test_a_nan_stays_nan_in_its_scale_group_and_nowhere_else(text: str) -> None:
     assert torch.equal(through(make(text), x).isnan(), expected)
 
 
-@pytest.mark.parametrize("text", [*FP8, *INTS])
+@pytest.mark.parametrize("text", [*FP8, *FP4, *INTS])
 def test_an_infinity_saturates(text: str) -> None:
     x = normal(1, 2, 6, 80)
     x[0, 1, 2, 33], x[0, 1, 2, 34] = torch.inf, -torch.inf
@@ -224,7 +246,7 @@ def test_decode_rounds_the_float32_value_once(text: str, dtype: torch.dtype) -> 
     assert torch.equal(through(fmt, x, dtype), through(fmt, x).to(dtype))
 
 
-@pytest.mark.parametrize("text", [*FP8, *INTS])
+@pytest.mark.parametrize("text", [*FP8, *FP4, *INTS])
 def test_decode_to_float16_saturates(text: str) -> None:
     x = torch.full((1, 1, 2, 80), 65504.0)
     x[..., ::2] = 1e9
@@ -232,9 +254,10 @@ def test_decode_to_float16_saturates(text: str) -> None:
 
 
 @every
-def test_content_of_any_strides_gives_the_same_parts(text: str) -> None:
+@pytest.mark.parametrize("dim", [64, 80])
+def test_content_of_any_strides_gives_the_same_parts(text: str, dim: int) -> None:
     fmt = make(text)
-    x = normal(4, 80, 6, 2, seed=3).permute(3, 2, 0, 1)[:, ::2]
+    x = normal(4, dim, 6, 2, seed=3).permute(3, 2, 0, 1)[:, ::2]
     assert not x.is_contiguous()
     scale = fmt.fit(x.contiguous())
     assert scale is None or same_bits(scale, fmt.fit(x))  # type: ignore[arg-type]
@@ -243,12 +266,13 @@ def test_content_of_any_strides_gives_the_same_parts(text: str) -> None:
 
 
 @every
-def test_parts_of_any_strides_decode_to_the_same_content(text: str) -> None:
-    fmt, x = make(text), normal(2, 3, 4, 80)
+@pytest.mark.parametrize("dim", [64, 80])
+def test_parts_of_any_strides_decode_to_the_same_content(text: str, dim: int) -> None:
+    fmt, x = make(text), normal(2, 3, 4, dim)
     scale = fmt.fit(x)
     parts = fmt.encode(x, scale)
     strided = tuple(part.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0) for part in parts)
-    assert same_bits(fmt.decode(strided, 80, torch.float32, scale), fmt.decode(parts, 80, torch.float32, scale))
+    assert same_bits(fmt.decode(strided, dim, torch.float32, scale), fmt.decode(parts, dim, torch.float32, scale))
 
 
 @every

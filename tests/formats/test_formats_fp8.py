@@ -1,4 +1,4 @@
-"""fp8_e4m3 and fp8_e5m2: every code, every rounding boundary, every way to scale."""
+"""fp8_e4m3, fp8_e5m2 and their fnuz forms: every code, every rounding boundary, every way to scale."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from torch import Tensor
 
 from fidelab.core import KVSpec
 from fidelab.formats import create, fp8
-from fidelab.formats.fp8 import Float8
+from fidelab.formats.fp8 import Float8, fn_to_fnuz, fnuz_to_fn
 
-NAMES = ["fp8_e4m3", "fp8_e5m2"]
-TOP = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0}
+TOP = {"fp8_e4m3": 448.0, "fp8_e5m2": 57344.0, "fp8_e4m3fnuz": 240.0, "fp8_e5m2fnuz": 57344.0}
+TOP_CODE = {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B, "fp8_e4m3fnuz": 0x7F, "fp8_e5m2fnuz": 0x7F}
+NAMES = list(TOP)
 both = pytest.mark.parametrize("name", NAMES)
 scaled = pytest.mark.parametrize("scale", ["per-tensor", "per-channel", "per-token-head"])
 
@@ -31,11 +32,15 @@ def make(name: str, scale: str = "none") -> Float8:
 
 
 def value_of(code: int, name: str) -> float:
-    """The number behind a code, from the definition of the types (Micikevicius et al., 2022, table 1)."""
-    exponent_bits, mantissa_bits, bias = (4, 3, 7) if name == "fp8_e4m3" else (5, 2, 15)
+    """The number behind a code, from the definition of the types (Micikevicius et al., 2022, table 1; AMD's CDNA3)."""
+    exponent_bits, mantissa_bits, bias = (4, 3, 7) if name.startswith("fp8_e4m3") else (5, 2, 15)
     sign = -1.0 if code & 0x80 else 1.0
     exponent = code >> mantissa_bits & (1 << exponent_bits) - 1
     mantissa = code & (1 << mantissa_bits) - 1
+    if name.endswith("fnuz"):
+        bias += 1
+        if code == 0x80:
+            return math.nan
     if name == "fp8_e4m3" and code & 0x7F == 0x7F:
         return math.nan
     if name == "fp8_e5m2" and exponent == 31:
@@ -61,7 +66,8 @@ def nearest_even(x: NDArray[np.float32], name: str) -> NDArray[np.uint8]:
     near = distance == distance.min(1, keepdims=True)
     even = near & (positive % 2 == 0)[None]
     pick = np.where(even.any(1), even.argmax(1), near.argmax(1))
-    sign = np.where(np.signbit(x), 0x80, 0)
+    negative = np.signbit(x) & ((positive[pick] > 0) | (not name.endswith("fnuz")))  # fnuz has no -0
+    sign = np.where(negative, 0x80, 0)
     out: NDArray[np.uint8] = (positive[pick] | sign).astype(np.uint8)
     return out
 
@@ -79,8 +85,7 @@ def test_every_code_decodes_to_its_value(name: str, dtype: torch.dtype) -> None:
 @both
 @pytest.mark.parametrize("by_table", [True, False])
 def test_table_and_cast_decode_alike(name: str, by_table: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    types = {torch.float8_e4m3fn, torch.float8_e5m2} if by_table else set()
-    monkeypatch.setattr(fp8, "_TABLE_IS_FASTER", frozenset(types))
+    monkeypatch.setattr(fp8, "_TABLE_IS_FASTER", frozenset(fp8._TYPES.values() if by_table else ()))
     part = torch.arange(256, dtype=torch.uint8).view(1, 1, 2, 128)
     out = make(name).decode((part,), 128, torch.float32).flatten().double().numpy()
     np.testing.assert_array_equal(out, values(name))
@@ -123,6 +128,18 @@ def test_encode_rounds_to_nearest_even_at_random(name: str) -> None:
         ("fp8_e5m2", 65504.0, 0x7B),
         ("fp8_e5m2", math.inf, 0x7B),
         ("fp8_e5m2", -(2**-16), 0x81),
+        ("fp8_e4m3fnuz", 1.0, 0x40),
+        ("fp8_e4m3fnuz", 240.0, 0x7F),
+        ("fp8_e4m3fnuz", 1e30, 0x7F),
+        ("fp8_e4m3fnuz", -math.inf, 0xFF),
+        ("fp8_e4m3fnuz", math.nan, 0x80),
+        ("fp8_e4m3fnuz", -0.0, 0x00),
+        ("fp8_e4m3fnuz", -1e-9, 0x00),
+        ("fp8_e4m3fnuz", 2**-10, 0x01),
+        ("fp8_e5m2fnuz", 1.0, 0x40),
+        ("fp8_e5m2fnuz", math.inf, 0x7F),
+        ("fp8_e5m2fnuz", -0.0, 0x00),
+        ("fp8_e5m2fnuz", -(2**-17), 0x81),
     ],
 )
 def test_known_codes(name: str, value: float, code: int) -> None:
@@ -201,7 +218,7 @@ def test_the_largest_value_takes_the_largest_code(name: str, scale: str) -> None
     x = normal(1, 2, 6, 64) * 100
     fmt = make(name, scale)
     part = fmt.encode(x, fmt.fit(x))[0]
-    assert (part & 0x7F).max() == {"fp8_e4m3": 0x7E, "fp8_e5m2": 0x7B}[name]
+    assert (part & 0x7F).max() == TOP_CODE[name]
 
 
 @both
@@ -264,6 +281,51 @@ def test_a_missing_fitted_scale_is_an_error(name: str, scale: str) -> None:
     fmt = make(name, scale)
     with pytest.raises(ValueError, match=r"needs the scale that fit\(\) returned"):
         fmt.encode(normal(1, 2, 3, 64))
+
+
+FN_TYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+fn_types = pytest.mark.parametrize("name", list(FN_TYPES))
+ALL_CODES = torch.arange(256, dtype=torch.uint8)
+
+
+@fn_types
+def test_converted_to_fnuz_every_finite_code_keeps_its_value(name: str) -> None:
+    converted, scale = fn_to_fnuz(ALL_CODES, torch.tensor(0.75), FN_TYPES[name])
+    assert scale == 1.5
+    out = values(f"{name}fnuz")[converted.numpy()] * 1.5
+    finite = np.isfinite(values(name))
+    np.testing.assert_array_equal(out[finite], values(name)[finite] * 0.75)
+    assert np.isnan(out[~finite]).all()
+
+
+@fn_types
+def test_converted_to_fnuz_minus_zero_is_zero(name: str) -> None:
+    assert fn_to_fnuz(ALL_CODES, torch.tensor(1.0), FN_TYPES[name])[0][0x80] == 0
+
+
+@fn_types
+def test_converted_from_fnuz_every_code_keeps_its_value_or_saturates(name: str) -> None:
+    converted, scale = fnuz_to_fn(ALL_CODES, torch.tensor(1.5), FN_TYPES[name])
+    assert scale == 0.75
+    top = TOP[name] * 0.75
+    expected = np.clip(values(f"{name}fnuz") * 1.5, -top, top)
+    np.testing.assert_array_equal(values(name)[converted.numpy()] * 0.75, expected)
+
+
+@fn_types
+def test_there_and_back_gives_the_codes_of_numbers(name: str) -> None:
+    numbers = ALL_CODES[torch.from_numpy(np.isfinite(values(name))) & (ALL_CODES != 0x80)]
+    back, scale = fnuz_to_fn(*fn_to_fnuz(numbers, torch.tensor(0.3), FN_TYPES[name]), FN_TYPES[name])
+    assert torch.equal(back, numbers)
+    assert scale == torch.tensor(0.3)
+
+
+@fn_types
+def test_conversion_keeps_the_type_and_shape_of_codes(name: str) -> None:
+    codes_in = ALL_CODES.view(2, 128)
+    for convert in (fn_to_fnuz, fnuz_to_fn):
+        out, _ = convert(codes_in, torch.tensor(1.0), FN_TYPES[name])
+        assert (out.dtype, out.shape) == (torch.uint8, (2, 128))
 
 
 def need(scale: Tensor | None) -> Tensor:

@@ -1,4 +1,4 @@
-"""int8, int4 and int2 against a brute-force oracle in numpy."""
+"""int2 to int8 against a brute-force oracle in numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from fidelab.core import FormatSpec
 from fidelab.formats import create
 from fidelab.formats.base import Format
 
-BITS = {"int8": 8, "int4": 4, "int2": 2}
+BITS = {f"int{bits}": bits for bits in range(2, 9)}
+QMAX = {2: 1, 3: 3, 4: 7, 5: 15, 6: 31, 7: 63, 8: 127}
 each = pytest.mark.parametrize("name", list(BITS))
 
 
@@ -29,7 +30,7 @@ def make(name: str, group: int = 32) -> Format:
 
 def oracle(row: NDArray[np.float32], bits: int, group: int) -> tuple[list[int], list[float], list[float]]:
     """Bytes, scales and decoded values of one head of one token, value by value."""
-    qmax = {8: 127, 4: 7, 2: 1}[bits]
+    qmax = QMAX[bits]
     scales, codes = [], []
     for start in range(0, len(row), group):
         piece = row[start : start + group]
@@ -40,11 +41,12 @@ def oracle(row: NDArray[np.float32], bits: int, group: int) -> tuple[list[int], 
             code = int(np.clip(np.rint(value / np.float32(scale)), -qmax, qmax))
             codes.append(code)
     decoded = [code * scales[i // group] for i, code in enumerate(codes)]
+    width = bits if bits in (2, 4, 8) else 8  # others are stored one to a byte
     packed = []
-    for start in range(0, len(codes), 8 // bits):
+    for start in range(0, len(codes), 8 // width):
         byte = 0
-        for place, code in enumerate(codes[start : start + 8 // bits]):
-            byte += (code % 2**bits) * 2 ** (bits * place)
+        for place, code in enumerate(codes[start : start + 8 // width]):
+            byte += (code % 2**width) * 2 ** (width * place)
         packed.append(byte)
     return packed, scales, decoded
 
@@ -88,6 +90,8 @@ def test_rows_full_of_ties_are_the_oracles(name: str, row: NDArray[np.float32]) 
         ("int4", [7, -7, 1], [0x97, 0x01]),
         ("int2", [1, -1, 0, 1], [0b01_00_11_01]),
         ("int2", [1, -1, 0, 1, -1], [0b01_00_11_01, 0b11]),
+        ("int7", [63, -63, 1], [0x3F, 0xC1, 0x01]),
+        ("int3", [3, -3, 1], [0x03, 0xFD, 0x01]),
     ],
 )
 def test_codes_lie_packed_from_the_lowest_bits(name: str, values: list[int], packed: list[int]) -> None:
@@ -104,7 +108,7 @@ def test_ties_go_to_even() -> None:
 
 @each
 def test_groups_have_scales_of_their_own(name: str) -> None:
-    x = torch.cat([torch.full((8,), 1000.0), torch.full((3,), 0.001)]).view(1, 1, 1, 11)
+    x = torch.cat([torch.full((8,), 1000.0), torch.full((3,), 0.01)]).view(1, 1, 1, 11)
     fmt = make(name, 8)
     out = fmt.decode(fmt.encode(x), 11, torch.float32)
     assert torch.allclose(out, x, rtol=2**-10)
@@ -124,9 +128,24 @@ def test_zeros_have_a_positive_scale(name: str) -> None:
 def test_values_beyond_the_largest_scale_saturate(name: str) -> None:
     fmt = make(name)
     out = fmt.decode(fmt.encode(torch.full((1, 1, 1, 32), -3e38)), 32, torch.float32)
-    assert (out == -65504.0 * {8: 127, 4: 7, 2: 1}[BITS[name]]).all()
+    assert (out == -65504.0 * QMAX[BITS[name]]).all()
 
 
-@pytest.mark.parametrize(("name", "size"), [("int8", 128 + 8), ("int4", 64 + 8), ("int2", 32 + 8)])
+@pytest.mark.parametrize(("name", "size"), [("int8", 128 + 8), ("int4", 64 + 8), ("int2", 32 + 8), ("int5", 128 + 8)])
 def test_bytes_at_head_dim_128(name: str, size: int) -> None:
     assert create(FormatSpec(name)).token_bytes(128) == size
+
+
+@each
+@pytest.mark.parametrize("dim", [64, 80, 128])
+def test_packed_bytes_are_the_bits_and_the_scales(name: str, dim: int) -> None:
+    assert make(name).packed_token_bytes(dim) == dim * BITS[name] // 8 + 2 * -(-dim // 32)
+
+
+@each
+def test_every_code_decodes_to_its_multiple_of_the_scale(name: str) -> None:
+    multiples = torch.arange(-QMAX[BITS[name]], QMAX[BITS[name]] + 1, dtype=torch.float32)
+    fmt = make(name, 1024)
+    parts = fmt.encode(multiples.view(1, 1, 1, -1) / 4)
+    assert parts[1].item() == 0.25
+    assert torch.equal(fmt.decode(parts, len(multiples), torch.float32).flatten(), multiples / 4)

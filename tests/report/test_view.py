@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from fidelab.core import Estimator, Status
-from fidelab.report.view import (
-    ArmRow,
-    build_view,
-    format_bytes,
-    format_kld,
-    format_margin,
-    format_score,
-    format_share,
-    one_line,
-)
+from fidelab.report.numbers import format_bytes, format_kld, format_margin, format_score, format_share, one_line
+from fidelab.report.view import ArmRow, build_view
 from fidelab.results.record import Axes, Excess, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report
 

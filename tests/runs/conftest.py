@@ -38,7 +38,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Done:
 @pytest.fixture(scope="session")
 def broken(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """One arm crashes at its second item, one hangs there, one is fine."""
-    flags = ["--engine-arg", "crash=tilt[q=0.7]:1", "--engine-arg", "hang=tilt[q=0.8]:1", "--deadline", "2.5"]
+    flags = ["--engine-arg", "crash=tilt[q=0.7]:1", "--engine-arg", "hang=tilt[q=0.8]:1", "--deadline", "3"]
     kv = ("tilt[q=0.7]", "tilt[q=0.8]", "tilt[q=0.6]")
     return compare(tmp_path_factory.mktemp("broken"), *kv, flags=[*flags, "--no-floor"], windows=8, limit=2)
 

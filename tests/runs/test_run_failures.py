@@ -29,7 +29,7 @@ def test_a_crash_is_explained_with_the_last_line_of_its_log(broken: Done) -> Non
 
 def test_a_hang_is_explained_with_the_deadline(broken: Done) -> None:
     arm = broken.arm("tilt[q=0.8]")
-    assert (arm["status"], arm["reason"]) == ("failed", "not finished within the deadline of 2.5 s (--deadline)")
+    assert (arm["status"], arm["reason"]) == ("failed", "not finished within the deadline of 3 s (--deadline)")
 
 
 @pytest.mark.parametrize("name", ["tilt[q=0.7]", "tilt[q=0.8]"])

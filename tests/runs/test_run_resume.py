@@ -211,6 +211,16 @@ def test_a_damaged_capture_is_made_again(done: Done, finished: tuple[dict[str, A
     assert inodes(done.cwd).items() >= before.items()
 
 
+def test_a_capture_that_was_put_into_anothers_place_is_made_again(
+    done: Done, finished: tuple[dict[str, Any], Path]
+) -> None:
+    captures = done.cwd / "runs" / "captures"
+    [mine], [other] = captures.glob("fake-fake-tilt*/kld-*"), captures.glob("fake-fake-exact*/kld-*-r0")
+    shutil.rmtree(mine)
+    shutil.copytree(other, mine)
+    assert same_report(cli("compare", "--resume", done.folder, cwd=done.cwd).report) == finished[0]
+
+
 def test_the_next_run_finds_the_reference_again(done: Done) -> None:
     [reference] = (done.cwd / "runs" / "captures").glob("fake-fake-exact*")
     before = inodes(reference)

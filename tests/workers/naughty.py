@@ -45,8 +45,9 @@ class Naughty(Engine):
             case "spawn":  # a process of the engine's own
                 print("grandchild", subprocess.Popen(["sleep", "600"]).pid, "worker", os.getpid(), flush=True)
             case "fork":  # a process that keeps the pipe to the parent open
-                if os.fork() == 0:
+                if (pid := os.fork()) == 0:
                     time.sleep(600)
+                print("grandchild", pid, "worker", os.getpid(), flush=True)
             case "exit":
                 sys.exit(7)
             case "hang":

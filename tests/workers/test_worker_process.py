@@ -195,7 +195,7 @@ def test_nan_in_what_ran_becomes_null(work: Work) -> None:
 
 @pytest.mark.parametrize("way", ["abort", "spawn"])
 def test_a_worker_that_was_ended_leaves_no_half_capture(way: str, work: Work) -> None:
-    done = work(way, deadline=2.0)
+    done = work(way, deadline=3.0)
     assert done.outcome.status is Status.FAILED
     assert [path for path in done.store.rglob("*") if path.is_file()] == []
 
@@ -204,7 +204,7 @@ def test_a_worker_that_was_ended_leaves_no_half_capture(way: str, work: Work) ->
 
 
 def test_the_engines_own_processes_die_at_the_deadline(work: Work) -> None:
-    done = work("spawn", deadline=2.0)
+    done = work("spawn", deadline=3.0)
     grandchild, worker = pids(done.log)
     assert until(lambda: not alive(grandchild) and not alive(worker))
 
@@ -216,6 +216,7 @@ def test_a_process_that_keeps_the_pipe_open_does_not_keep_the_parent(
     done = work("fork", deadline=30)
     assert (done.outcome.status, len(done.outcome.captured)) == (Status.OK, 2)
     assert done.outcome.seconds < 20
+    assert until(lambda: not alive(pids(done.log)[0]))
 
 
 def test_a_worker_that_does_not_exit_after_its_answers_is_ended(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:

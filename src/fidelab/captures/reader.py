@@ -150,13 +150,13 @@ class Capture:
         raise CaptureError(f"capture {self.folder}: {kind}/{safe} is missing beside it; copy it along or capture again")
 
 
-def is_complete(folder: Path) -> bool:
-    """A finished, undamaged capture lies here."""
+def is_complete(folder: Path, key: Mapping[str, Any] | None = None) -> bool:
+    """A finished, undamaged capture lies here; with ``key``, the capture of that key."""
     try:
-        Capture(folder)
+        capture = Capture(folder)
     except CaptureError:
         return False
-    return True
+    return key is None or capture.manifest["key"] == dict(key)
 
 
 def find_captures(root: Path) -> Iterator[Path]:
@@ -177,7 +177,7 @@ def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = Tru
             raise CaptureError(f"{name} was edited (checksum differs); delete it and capture again")
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 16)
 def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
     """Planning, running and scoring all ask; a file that did not change is read once."""
     with path.open("rb") as file:

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import captures, compare, models, phases, runs
+from fidelab.cli import captures, compare, formats, models, phases, runs
 
 __all__ = ["app", "main"]
 
@@ -51,6 +51,7 @@ app = typer.Typer(
 compare.register(app)
 phases.register(app)
 runs.register(app)
+formats.register(app)
 app.add_typer(models.app, name="models")
 app.add_typer(captures.app, name="captures")
 

@@ -46,15 +46,14 @@ class _Bars:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        self._bar = Progress(
-            TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), _Rate(),
-            TimeRemainingColumn(), console=console, transient=True,
-        )  # fmt: skip
+        name = TextColumn("{task.description}", markup=False)  # "int4[group=32]" is no markup
+        share = TextColumn("{task.percentage:>3.0f}%")
+        self._bar = Progress(name, BarColumn(), share, _Rate(), TimeRemainingColumn(), console=console, transient=True)
         self._task: TaskID | None = None
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
-            self._console.print(f"run {folder.path}", highlight=False, soft_wrap=True)
+            self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)
         total = sum(capture.tokens for job in plan.jobs for capture in job.missing())
         self._task = self._bar.add_task("starting", total=total or 1)
         self._bar.start()

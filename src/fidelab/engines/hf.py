@@ -1,11 +1,14 @@
 """Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
 
-Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …), ``estimator`` (hidden, logprobs).
+Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …; Transformers' own choice unless told),
+``estimator`` (hidden, logprobs).  What goes into the cache is Transformers' choice too: models with latent
+attention may hand it a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -30,7 +33,7 @@ _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 _SENTINEL_ROWS = 8
 _SENTINEL_COSINE = 0.9999
 _SENTINEL_KL = {"float32": 1e-8, "bfloat16": 1e-3, "float16": 1e-3}
-_CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change a state by, relative
+_CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
 # What configurations call the soft-cap and the scale of the logits.  Under one name some models multiply by the scale,
 # some divide, and some do it before the head: which it is, is seen, not read.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
@@ -238,17 +241,19 @@ class HFEngine(Engine):
 
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
         for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+            if not continuation:
+                sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
+                sink.fail(index, "empty continuation")
+                continue
             cache = self._new_cache()
             rows: list[Tensor] = []
-            for step in (prompt, *([token] for token in continuation[:-1])) if continuation else ():
+            for step in (prompt, *([token] for token in continuation[:-1])):
                 logits, states = self._forward(self._tensor([step]), cache)
-                if index == 0 and not rows:
+                if not self._sentinels:
                     self._check_replay(states[0, -1:], logits[0])
                 rows.append(self._rows(states[0, -1], logits[0, -1]))
                 sink.progress(len(step))
             sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), **self._stacked(rows)})
-            if not rows:
-                sink.fail(index, "empty continuation")
         return {"tokens": sum(map(len, probe.items()))}
 
     def _greedy(
@@ -269,14 +274,14 @@ class HFEngine(Engine):
         processed = sum(map(len, prompts))
         while live and len(steps) < probe.max_tokens:
             logits, states = self._forward(ids, cache, mask=mask)
-            if not steps and 0 in batch:
+            if not self._sentinels:
                 self._check_replay(states[:, -1], logits[:, -1])
             steps.append(self._rows(states[:, -1], logits[:, -1]))
             sink.progress(processed)
             best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
             scores, tokens = best.values.tolist(), best.indices.tolist()
             for row in live:
-                if scores[row] != scores[row]:
+                if math.isnan(scores[row]):
                     failed[row] = f"NaN logits at generated token {len(generated[row])}"
                 else:
                     generated[row].append(tokens[row])

@@ -24,6 +24,11 @@ class Format(ABC):
 
     name: str  # the engine's own word, verbatim: "fp8_e4m3"
 
+    @property
+    def emulated(self) -> bool:
+        """Whether the parts are larger than the format would be packed: its error is real, its memory is not."""
+        return False
+
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """The scale that stays fixed for a sequence, from its first written content.
 
@@ -43,6 +48,10 @@ class Format(ABC):
     @abstractmethod
     def token_bytes(self, dim: int) -> int:
         """Bytes of all parts for one token of one head, scales that travel with the token included."""
+
+    def packed_token_bytes(self, dim: int) -> int:
+        """``token_bytes`` if codes were packed without gaps; differs from it for emulated formats only."""
+        return self.token_bytes(dim)
 
     def sequence_bytes(self, heads: int, dim: int) -> int:
         """Bytes of the fitted scale of one sequence (0 where there is none)."""

@@ -1,14 +1,15 @@
-"""ggml's blocks of 32 values, byte for byte: q8_0 (34 bytes) and q4_0 (18 bytes).
+"""ggml's blocks of 32 values, byte for byte: q8_0 (34 bytes), q5_1 (24), q5_0 (22), q4_1 (20), q4_0 (18).
 
 Source: ggml's ``quantize_row_*_ref`` as the ``gguf`` package has it in numpy.  One part, uint8
-``[batch, heads, tokens, ceil(head_dim / 32) * block_bytes]``: for each block a little-endian float16
-``d``, then the codes.  Where 32 does not divide head_dim, the last block is filled up with zeros (ggml
-refuses such a row).
+``[batch, heads, tokens, ceil(head_dim / 32) * block_bytes]``: for each block a header of little-endian float16
+numbers, ``d`` and in the ``_1`` formats the smallest value ``m``, then the codes.  Where 32 does not divide
+head_dim, the last block is filled up with zeros (ggml refuses such a row).
 
-Two things are ggml's and not ours to mend.  ``d`` is not limited to float16's range: a block whose ``d``
-overflows (amax from 65520 * 127 in q8_0, 65520 * 8 in q4_0) decodes to infinities and NaN, and
-``error_bound`` is infinite there.  And codes are computed with the float32 ``d``, values with the float16
-one.
+Three things are ggml's and not ours to mend.  The header is not limited to float16's range: a block whose
+``d`` or ``m`` overflows (in q8_0 amax from 65520 * 127, in q4_0 from 65520 * 8; in q4_1 a smallest value beyond
+±65520, or a range from 65520 * 15) decodes to infinities and NaN, and ``error_bound`` is infinite there.  Codes
+are computed with the float32 header, values with the float16 one.  And the ``_1`` formats have no code for 0: it
+becomes the nearest of their values, except in a block of zeros.
 
 A NaN makes ``d`` NaN: its block decodes to NaN.  Where a product is not finite (NaN, or a block so small
 that ``1 / d`` overflows) the code is 0, as numpy's cast gives it on x86.
@@ -28,22 +29,27 @@ from fidelab.formats.base import Format, Parts
 from fidelab.formats.rounding import FLOAT32_SLACK, divide, narrow, round_half_away
 from fidelab.formats.scale import grouped, groups_of, ungrouped
 
-__all__ = ["Block", "Block4", "Block8", "create"]
+__all__ = ["Block", "Block8", "BlockAffine", "BlockSigned", "create"]
 
-_SIZE = 32  # values per block
+SIZE = 32  # values per block
 
 
 def create(spec: FormatSpec) -> Format:
-    """``q8_0`` or ``q4_0``; no options."""
+    """``q8_0``, ``q5_1``, ``q5_0``, ``q4_1`` or ``q4_0``; no options."""
     options.only(spec)
-    return _KINDS[spec.name](spec.name)
+    return _KINDS[spec.name]
 
 
 @dataclass(frozen=True)
 class Block(Format):
-    """What ggml's formats with one ``d`` per 32 values share."""
+    """What ggml's formats with one header per 32 values share: ``x' = code * d + m``."""
 
     name: str
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes of one block's float16 numbers."""
+        return 2
 
     @property
     @abstractmethod
@@ -51,12 +57,12 @@ class Block(Format):
         """Bytes of one block's codes."""
 
     @abstractmethod
-    def step(self, blocks: Tensor) -> Tensor:
-        """``d`` of float32 blocks ``[..., blocks, 32]``, ``[..., blocks, 1]`` float32."""
+    def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Float32 blocks ``[..., blocks, 32]`` → header and code bytes.
 
-    @abstractmethod
-    def quantize(self, blocks: Tensor, inverse: Tensor) -> Tensor:
-        """Code bytes uint8 ``[..., blocks, code_bytes]``; ``inverse`` is ``1 / d``, 0 where ``d`` is 0."""
+        Header: ``d``, or ``d`` and ``m``, float32 ``[..., blocks, 1 or 2]``; code bytes: uint8
+        ``[..., blocks, code_bytes]``.
+        """
 
     @abstractmethod
     def dequantize(self, codes: Tensor) -> Tensor:
@@ -64,36 +70,45 @@ class Block(Format):
 
     @abstractmethod
     def rounding(self, multiples: Tensor) -> Tensor:
-        """Largest error, in units of ``d``, of the code for ``x / d``."""
+        """Largest error, in units of ``d``, of the code for ``(x - m) / d``."""
 
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
         """ggml's bytes."""
-        blocks = grouped(x.float(), _SIZE)
-        d = self.step(blocks)
-        codes = self.quantize(blocks, torch.where(d == 0, 0.0, torch.ones_like(d) / d))
-        head = d.to(torch.float16).contiguous().view(torch.uint8)
-        return (torch.cat([head, codes], -1).flatten(-2),)
+        header, codes = self.quantize(grouped(x.float(), SIZE))
+        return (torch.cat([header.to(torch.float16).contiguous().view(torch.uint8), codes], -1).flatten(-2),)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
-        """``code * d``."""
-        blocks = grouped(parts[0], 2 + self.code_bytes)
-        d = blocks[..., :2].contiguous().view(torch.float16).float()
-        return narrow(ungrouped(self.dequantize(blocks[..., 2:]) * d, dim), dtype)
+        """``code * d + m``."""
+        blocks = grouped(parts[0], self.header_bytes + self.code_bytes)
+        header = blocks[..., : self.header_bytes].contiguous().view(torch.float16).float()
+        values = self.dequantize(blocks[..., self.header_bytes :]) * header[..., :1]
+        if self.header_bytes > 2:
+            values = values + header[..., 1:]
+        return narrow(ungrouped(values, dim), dtype)
 
     def token_bytes(self, dim: int) -> int:
         """Whole blocks."""
-        return groups_of(dim, _SIZE) * (2 + self.code_bytes)
+        return groups_of(dim, SIZE) * (self.header_bytes + self.code_bytes)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
-        """The code's rounding times ``d``, and the code times what float16 takes from ``d``."""
-        blocks = grouped(x.float(), _SIZE)
-        d = self.step(blocks)
-        stored = d.to(torch.float16).float()
-        multiples = blocks / d
+        """The code's rounding times ``d``, and what float16 takes from the header."""
+        blocks = grouped(x.float(), SIZE)
+        header, _ = self.quantize(blocks)
+        stored = header.to(torch.float16).float()
+        d, stored_d = header[..., :1], stored[..., :1]
+        origin, lost = torch.zeros_like(d), torch.zeros_like(blocks)
+        if self.header_bytes > 2:
+            origin = header[..., 1:]
+            # the last sum is rounded once; the differences taken here are rounded, too
+            lost = (stored[..., 1:] - origin).abs() + (blocks.abs() + origin.abs()) * FLOAT32_SLACK
+        offset = blocks - origin
+        multiples = offset / d
         slack = 256 * FLOAT32_SLACK  # in units of d: no multiple exceeds 127
-        bound = d.abs() * (self.rounding(multiples) + slack) + (multiples.abs() + 0.5 + slack) * (stored - d).abs()
-        # A block whose stored d is 0 decodes to zeros.
-        return ungrouped(torch.where(stored == 0, blocks.abs(), bound), x.shape[-1])
+        bound = d.abs() * (self.rounding(multiples) + slack) + (multiples.abs() + 0.5 + slack) * (stored_d - d).abs()
+        # Every code of a block whose stored d is 0 decodes to m.
+        bound = torch.where(stored_d == 0, offset.abs(), bound) + lost
+        bounded = stored.isfinite().all(-1, keepdim=True)
+        return ungrouped(torch.where(bounded, bound, torch.inf), x.shape[-1])
 
 
 class Block8(Block):
@@ -102,15 +117,12 @@ class Block8(Block):
     @property
     def code_bytes(self) -> int:
         """One byte per value."""
-        return _SIZE
+        return SIZE
 
-    def step(self, blocks: Tensor) -> Tensor:
-        """``amax / 127``."""
-        return divide(blocks.abs().amax(-1, keepdim=True), 127)
-
-    def quantize(self, blocks: Tensor, inverse: Tensor) -> Tensor:
-        """int8 codes as bytes."""
-        return _finite(round_half_away(blocks * inverse)).to(torch.int8).view(torch.uint8)
+    def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """``d``; int8 codes as bytes."""
+        d = divide(blocks.abs().amax(-1, keepdim=True), 127)
+        return d, finite(round_half_away(blocks * inverse(d))).to(torch.int8).view(torch.uint8)
 
     def dequantize(self, codes: Tensor) -> Tensor:
         """The int8 codes."""
@@ -121,38 +133,129 @@ class Block8(Block):
         return torch.full_like(multiples, 0.5)
 
 
-class Block4(Block):
-    """q4_0: ``d = m / -8`` with ``m`` the value of largest magnitude, sign included (the first of several).
+@dataclass(frozen=True)
+class BlockSigned(Block):
+    """q5_0 and q4_0: ``d = m / -zero``, ``m`` the value of largest magnitude, sign included (the first of several).
 
-    ``q = trunc(x * (1 / d) + 8.5)``, at most 15, stands for ``q - 8``.  Byte i holds value i in its low
-    half and value i + 16 in its high half.
+    ``q = trunc(x * (1 / d) + zero + 0.5)``, at most ``2 * zero - 1``, stands for ``q - zero``; ``zero`` is
+    ``2^(bits-1)``.  Byte i holds the low half of value i in its low half and that of value i + 16 in its
+    high half; in q5_0 four bytes before them hold all fifth bits, that of value 0 lowest.
     """
+
+    bits: int
 
     @property
     def code_bytes(self) -> int:
-        """Two values per byte."""
-        return _SIZE // 2
+        """``bits`` per value."""
+        return SIZE * self.bits // 8
 
-    def step(self, blocks: Tensor) -> Tensor:
-        """``m / -8``."""
-        return divide(blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True)), -8)
+    @property
+    def _zero(self) -> int:
+        return 1 << self.bits - 1
 
-    def quantize(self, blocks: Tensor, inverse: Tensor) -> Tensor:
-        """Codes 0 … 15, two to a byte."""
-        codes = _finite((blocks * inverse + 8.5).trunc()).clamp(0, 15).to(torch.uint8)
-        return codes[..., : _SIZE // 2] | codes[..., _SIZE // 2 :] << 4
+    def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """``d``; codes 0 … ``2 * zero - 1``."""
+        d = divide(largest(blocks), -self._zero)
+        codes = finite((blocks * inverse(d) + (self._zero + 0.5)).trunc())
+        return d, _pack(codes.clamp(0, 2 * self._zero - 1).to(torch.uint8), self.bits)
 
     def dequantize(self, codes: Tensor) -> Tensor:
-        """``q - 8``."""
-        return torch.cat([codes & 15, codes >> 4], -1).float() - 8
+        """``q - zero``."""
+        return _unpack(codes, self.bits).float() - self._zero
 
     def rounding(self, multiples: Tensor) -> Tensor:
-        """Half a step; above 7, where codes end, the distance to 7."""
-        return (multiples - 7).clamp_min(0.5)
+        """Half a step; above ``zero - 1``, where codes end, the distance to it."""
+        return (multiples - (self._zero - 1)).clamp_min(0.5)
 
 
-def _finite(x: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class BlockAffine(Block):
+    """q5_1 and q4_1: ``m`` is the smallest value, ``d = (largest - m) / top``, ``top`` is ``2^bits - 1``.
+
+    ``q = trunc((x - m) * (1 / d) + 0.5)``, at most ``top``; bytes as in :class:`BlockSigned`.  Where 0 and -0 are
+    both smallest, ``m`` is the first of them; numpy takes either, which changes no decoded value.
+    """
+
+    bits: int
+
+    @property
+    def header_bytes(self) -> int:
+        """``d`` and ``m``."""
+        return 4
+
+    @property
+    def code_bytes(self) -> int:
+        """``bits`` per value."""
+        return SIZE * self.bits // 8
+
+    @property
+    def _top(self) -> int:
+        return (1 << self.bits) - 1
+
+    def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """``d, m``; codes 0 … ``top``."""
+        m = blocks.gather(-1, blocks.argmin(-1, keepdim=True))
+        d = divide(blocks.amax(-1, keepdim=True) - m, self._top)
+        codes = finite(((blocks - m) * inverse(d) + 0.5).trunc())
+        return torch.cat([d, m], -1), _pack(codes.clamp(0, self._top).to(torch.uint8), self.bits)
+
+    def dequantize(self, codes: Tensor) -> Tensor:
+        """``q``."""
+        return _unpack(codes, self.bits).float()
+
+    def rounding(self, multiples: Tensor) -> Tensor:
+        """Half a step; above ``top``, where codes end, the distance to it."""
+        return (multiples - self._top).clamp_min(0.5)
+
+
+def largest(blocks: Tensor) -> Tensor:
+    """The value of largest magnitude, sign included, the first of several; NaN where there is one."""
+    return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+
+
+def inverse(d: Tensor) -> Tensor:
+    """``1 / d``, 0 where ``d`` is 0."""
+    return torch.where(d == 0, 0.0, torch.ones_like(d) / d)
+
+
+def finite(x: Tensor) -> Tensor:
+    """0 for what is not finite."""
     return torch.nan_to_num(x, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-_KINDS: dict[str, type[Block]] = {"q8_0": Block8, "q4_0": Block4}
+def pack_halves(codes: Tensor) -> Tensor:
+    """Codes uint8 ``[..., 32]``, without their fifth bits → ``[..., 16]``: byte i holds value i low, i + 16 high."""
+    return codes[..., : SIZE // 2] & 15 | codes[..., SIZE // 2 :] << 4
+
+
+def unpack_halves(packed: Tensor) -> Tensor:
+    """The inverse of :func:`pack_halves`."""
+    return torch.cat([packed & 15, packed >> 4], -1)
+
+
+def _pack(codes: Tensor, bits: int) -> Tensor:
+    """Codes uint8 ``[..., 32]`` → ``[..., 4 * bits]``."""
+    if bits == 4:
+        return pack_halves(codes)
+    # Eight bytes of 0 or 1, read as one int64 and multiplied, put bit i of their byte at 56 + i; no two of the
+    # products meet.
+    fifth = (codes >> 4).contiguous().view(torch.int64)
+    return torch.cat([(fifth * 0x0102040810204080 >> 56).to(torch.uint8), pack_halves(codes)], -1)
+
+
+def _unpack(packed: Tensor, bits: int) -> Tensor:
+    """The inverse of :func:`_pack`."""
+    if bits == 4:
+        return unpack_halves(packed)
+    places = torch.arange(8, dtype=torch.uint8, device=packed.device)
+    fifth = (packed[..., :4, None] >> places & 1).flatten(-2)
+    return unpack_halves(packed[..., 4:]) | fifth << 4
+
+
+_KINDS: dict[str, Block] = {
+    "q8_0": Block8("q8_0"),
+    "q5_1": BlockAffine("q5_1", 5),
+    "q5_0": BlockSigned("q5_0", 5),
+    "q4_1": BlockAffine("q4_1", 4),
+    "q4_0": BlockSigned("q4_0", 4),
+}

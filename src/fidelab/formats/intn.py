@@ -1,4 +1,4 @@
-"""Symmetric integers with one float16 scale per group of the head dimension: int8, int4, int2.
+"""Symmetric integers with one float16 scale per group of the head dimension: int2 to int8.
 
 ``q = clamp(round_half_even(x / s), -qmax, qmax)``, ``x' = q * s``, with ``qmax = 2^(bits-1) - 1`` and
 ``s = float16(amax / qmax)`` of the group, kept within [2^-24, 65504]: tiny groups decode to 0, values
@@ -12,6 +12,10 @@ NaN), so that it cannot go unnoticed.  An infinity gives its group the largest s
 Parts: packed codes uint8 ``[batch, heads, tokens, ceil(head_dim * bits / 8)]`` and scales float16
 ``[batch, heads, tokens, ceil(head_dim / group)]``.  A byte holds 8 / bits neighbouring codes in two's
 complement, the first in its lowest bits; the last byte of a head is filled up with zero codes.
+
+Widths that do not divide a byte (int3, int5, int6, int7) are emulated: one code per byte, so that
+their error is the true one and ``token_bytes`` what is stored; ``packed_token_bytes`` is what gapless packing
+would take.
 """
 
 from __future__ import annotations
@@ -29,18 +33,18 @@ from fidelab.formats.scale import grouped, groups_of, half_scale, ungrouped
 
 __all__ = ["GroupedInt", "create"]
 
-_BITS = {"int8": 8, "int4": 4, "int2": 2}
+_BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``int8``, ``int4`` or ``int2``; option ``group`` (a multiple of 8, 32 unless told)."""
+    """``int2`` to ``int8``; option ``group`` (a multiple of 8, 32 unless told)."""
     options.only(spec, "group")
     return GroupedInt(spec.name, _BITS[spec.name], options.multiple(spec, "group", step=8, default=32))
 
 
 @dataclass(frozen=True)
 class GroupedInt(Format):
-    """``bits``-wide integers (a divisor of 8) in groups of ``group`` values."""
+    """``bits``-wide integers in groups of ``group`` values."""
 
     name: str
     bits: int
@@ -51,6 +55,15 @@ class GroupedInt(Format):
         """The largest code; the smallest is its negative."""
         return (1 << self.bits - 1) - 1
 
+    @property
+    def emulated(self) -> bool:
+        """Whether ``bits`` leaves gaps in a byte."""
+        return self._stored_bits != self.bits
+
+    @property
+    def _stored_bits(self) -> int:
+        return self.bits if 8 % self.bits == 0 else 8
+
     def encode(self, x: Tensor, scale: Tensor | None = None) -> Parts:
         """Packed codes and the groups' scales."""
         groups = grouped(x.float(), self._size(x.shape[-1]))
@@ -58,18 +71,22 @@ class GroupedInt(Format):
         codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-self.qmax, self.qmax)
         # What a NaN becomes as an integer depends on the machine; under a NaN scale any code will do.
         whole = torch.nan_to_num(codes, nan=0.0).to(torch.int8)
-        return (_pack(ungrouped(whole, x.shape[-1]), self.bits), scales)
+        return (_pack(ungrouped(whole, x.shape[-1]), self._stored_bits), scales)
 
     def decode(self, parts: Parts, dim: int, dtype: torch.dtype, scale: Tensor | None = None) -> Tensor:
         """``q * s``, exact in float32: at most 7 significant bits times 11."""
         packed, scales = parts
-        codes = _unpack(packed, self.bits, dim).float()
+        codes = _unpack(packed, self._stored_bits, dim).float()
         values = grouped(codes, self._size(dim)) * scales.float().unsqueeze(-1)
         return narrow(ungrouped(values, dim), dtype)
 
     def token_bytes(self, dim: int) -> int:
+        """``ceil(dim * bits / 8)`` bytes of codes, or ``dim`` where emulated, and two per group."""
+        return self._bytes(dim, self._stored_bits)
+
+    def packed_token_bytes(self, dim: int) -> int:
         """``ceil(dim * bits / 8)`` bytes of codes and two per group."""
-        return -(-dim * self.bits // 8) + 2 * groups_of(dim, self._size(dim))
+        return self._bytes(dim, self.bits)
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Half a scale; beyond ``qmax * s`` (scale rounded down, or at its limit) the distance to it."""
@@ -77,6 +94,9 @@ class GroupedInt(Format):
         s = self._scales(groups).float().unsqueeze(-1)
         bound = torch.maximum(s / 2, groups - self.qmax * s) + groups * FLOAT32_SLACK
         return ungrouped(bound, x.shape[-1])
+
+    def _bytes(self, dim: int, bits: int) -> int:
+        return -(-dim * bits // 8) + 2 * groups_of(dim, self._size(dim))
 
     def _size(self, dim: int) -> int:
         return min(self.group, dim)  # one short group is not filled up to a long one only to be cut again

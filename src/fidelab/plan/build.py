@@ -50,7 +50,7 @@ class PlannedJob:
 
     def missing(self) -> list[PlannedCapture]:
         """Captures that no earlier run left, undamaged, in the store."""
-        return [capture for capture in self.captures if not is_complete(capture.folder)]
+        return [capture for capture in self.captures if not is_complete(capture.folder, capture.key)]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from pathlib import Path
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from fidelab.report.view import Point, build_view, format_bytes, format_kld, format_margin
+from fidelab.report.numbers import format_bytes, format_kld, format_margin
+from fidelab.report.view import Point, build_view
 from fidelab.results.record import Report, write_atomically
 
 __all__ = ["Chart", "draw_chart", "render_html", "write_html"]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from fidelab.core import Estimator, Status
-from fidelab.report.view import format_kld, one_line
+from fidelab.report.numbers import format_kld, one_line
 
 __all__ = ["ArmFacts", "is_native", "sentence"]
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fidelab.report.view import ABSENT, ArmRow, Estimate, View, build_view, one_line
+from fidelab.report.numbers import ABSENT, one_line
+from fidelab.report.view import ArmRow, Estimate, View, build_view
 from fidelab.results.record import Report
 
 __all__ = ["render_text", "wrap_name"]

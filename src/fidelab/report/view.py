@@ -1,4 +1,4 @@
-"""Report → plain rows.  Every number that a person reads is formatted here, and only here.
+"""Report → plain rows.
 
 Text and HTML lay out the same :class:`View`; it holds finished strings, and the few raw
 numbers that a chart needs.
@@ -7,33 +7,25 @@ numbers that a chart needs.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Estimator, Status
+from fidelab.report.numbers import (
+    ABSENT,
+    format_bytes,
+    format_count,
+    format_kld,
+    format_margin,
+    format_range,
+    format_score,
+    format_share,
+    one_line,
+)
 from fidelab.results.record import ArmRecord, Axes, Comparison, KldAxis, OtherAxis, Report, TrajectoryAxis
 
-__all__ = [
-    "ABSENT",
-    "ArmRow",
-    "Estimate",
-    "Point",
-    "Table",
-    "View",
-    "build_view",
-    "format_bytes",
-    "format_kld",
-    "format_margin",
-    "format_range",
-    "format_score",
-    "format_share",
-    "one_line",
-]
-
-ABSENT = "–"
-MINUS = "−"
+__all__ = ["ArmRow", "Estimate", "Point", "Table", "View", "build_view"]
 
 _STATUS = {
     Status.OK: "ok",
@@ -43,79 +35,6 @@ _STATUS = {
     Status.NOT_SUPPORTED: "not supported",
     Status.NOT_MEASURABLE: "not measurable",
 }
-
-
-# ---------------------------------------------------------------------------------------------- numbers
-
-
-def format_kld(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
-    """Nats with 3 significant digits: ``0.0312``, ``2.94e-5``; ``≥`` before a lower bound."""
-    if value is None:
-        return ABSENT
-    sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
-    return ("≥ " if bound else "") + sign + _significant(abs(value), 3)
-
-
-def format_margin(interval: tuple[float, float] | None, decimals: int | None = None) -> str:
-    """``± half-width`` of an interval (two significant digits, or so many decimals); absent is ``–``."""
-    if interval is None:
-        return ABSENT
-    half = (interval[1] - interval[0]) / 2
-    return "± " + (_significant(half, 2) if decimals is None else f"{half:.{decimals}f}")
-
-
-def format_range(interval: tuple[float, float] | None) -> str:
-    """``65–100`` of an interval of scores, which is lopsided near its ends; absent is ``–``."""
-    return ABSENT if interval is None else f"{interval[0]:.0f}–{interval[1]:.0f}"
-
-
-def format_score(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
-    """0-100 with one decimal; ``≤`` before an upper bound."""
-    if value is None:
-        return ABSENT
-    text = f"{abs(value):.1f}"
-    sign = MINUS if value < 0 and text != "0.0" else "+" if signed and value > 0 else ""
-    return ("≤ " if bound else "") + sign + text
-
-
-def format_share(value: float | None) -> str:
-    """A share 0-1 as a percentage; never rounded up to 100% or down to 0%."""
-    if value is None:
-        return ABSENT
-    text = f"{100 * value:.2f}"
-    if text == "100.00" and value < 1:
-        return "> 99.99%"
-    if text == "0.00" and value > 0:
-        return "< 0.01%"
-    return f"{text}%"
-
-
-def format_bytes(value: float | None) -> str:
-    """Bytes in full, with separators: ``23,040``."""
-    return ABSENT if value is None else f"{value:,.0f}"
-
-
-def _count(value: float | None) -> str:
-    return ABSENT if value is None else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
-
-
-def _significant(value: float, digits: int) -> str:
-    if value == 0:
-        return "0"
-    value = float(f"{value:.{digits - 1}e}")  # round first: 0.9996 has the exponent of 1.00
-    exponent = math.floor(math.log10(value))
-    if exponent < -4:
-        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
-        return f"{mantissa}e{int(power)}"
-    return f"{value:.{max(0, digits - 1 - exponent)}f}"
-
-
-def one_line(text: str) -> str:
-    """Text from models, logs and configs on one line, without control characters."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
-
-
-# ----------------------------------------------------------------------------------------------- record
 
 
 @dataclass(frozen=True)
@@ -435,8 +354,8 @@ def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
         *(format_kld(value, bound=bound) for value in quantiles),
         format_share(axis.top1),
         format_share(axis.rms_dp),
-        _count(axis.n_positions),
-        _count(axis.n_failed),
+        format_count(axis.n_positions),
+        format_count(axis.n_failed),
         axis.estimator.value if axis.estimator else ABSENT,
     )
 
@@ -448,12 +367,12 @@ def _trajectory_cells(axis: TrajectoryAxis) -> tuple[str, ...]:
         str(_scored(axis.score, axis.ci)),
         str(over),
         format_share(axis.exact_match_rate),
-        _count(axis.median_first_divergence),
+        format_count(axis.median_first_divergence),
         format_share(axis.near_tie_share),
         format_share(axis.positional_agreement),
-        _count(axis.n_items),
-        _count(axis.n_failed),
-        _count(axis.n_predict),
+        format_count(axis.n_items),
+        format_count(axis.n_failed),
+        format_count(axis.n_predict),
         one_line(axis.template or ABSENT),
     )
 
@@ -463,8 +382,8 @@ def _other_cells(name: str, axis: OtherAxis) -> tuple[str, ...]:
         one_line(name),
         _STATUS[axis.status],
         str(_scored(axis.score, axis.ci)),
-        _count(axis.n_items),
-        _count(axis.n_failed),
+        format_count(axis.n_items),
+        format_count(axis.n_failed),
     )
 
 

@@ -1,0 +1,89 @@
+"""Numbers and text as a person reads them: every format is here, and only here."""
+
+from __future__ import annotations
+
+import math
+
+__all__ = [
+    "ABSENT",
+    "MINUS",
+    "format_bytes",
+    "format_count",
+    "format_kld",
+    "format_margin",
+    "format_range",
+    "format_score",
+    "format_share",
+    "one_line",
+]
+
+ABSENT = "–"
+MINUS = "−"
+
+
+def format_kld(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
+    """Nats with 3 significant digits: ``0.0312``, ``2.94e-5``; ``≥`` before a lower bound."""
+    if value is None:
+        return ABSENT
+    sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
+    return ("≥ " if bound else "") + sign + _significant(abs(value), 3)
+
+
+def format_margin(interval: tuple[float, float] | None, decimals: int | None = None) -> str:
+    """``± half-width`` of an interval (two significant digits, or so many decimals); absent is ``–``."""
+    if interval is None:
+        return ABSENT
+    half = (interval[1] - interval[0]) / 2
+    return "± " + (_significant(half, 2) if decimals is None else f"{half:.{decimals}f}")
+
+
+def format_range(interval: tuple[float, float] | None) -> str:
+    """``65–100`` of an interval of scores, which is lopsided near its ends; absent is ``–``."""
+    return ABSENT if interval is None else f"{interval[0]:.0f}–{interval[1]:.0f}"
+
+
+def format_score(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
+    """0-100 with one decimal; ``≤`` before an upper bound."""
+    if value is None:
+        return ABSENT
+    text = f"{abs(value):.1f}"
+    sign = MINUS if value < 0 and text != "0.0" else "+" if signed and value > 0 else ""
+    return ("≤ " if bound else "") + sign + text
+
+
+def format_share(value: float | None) -> str:
+    """A share 0-1 as a percentage; never rounded up to 100% or down to 0%."""
+    if value is None:
+        return ABSENT
+    text = f"{100 * value:.2f}"
+    if text == "100.00" and value < 1:
+        return "> 99.99%"
+    if text == "0.00" and value > 0:
+        return "< 0.01%"
+    return f"{text}%"
+
+
+def format_bytes(value: float | None) -> str:
+    """Bytes in full, with separators: ``23,040``."""
+    return ABSENT if value is None else f"{value:,.0f}"
+
+
+def format_count(value: float | None) -> str:
+    """A count in full, with separators; four significant digits where it is no whole number."""
+    return ABSENT if value is None else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
+
+
+def _significant(value: float, digits: int) -> str:
+    if value == 0:
+        return "0"
+    value = float(f"{value:.{digits - 1}e}")  # round first: 0.9996 has the exponent of 1.00
+    exponent = math.floor(math.log10(value))
+    if exponent < -4:
+        mantissa, _, power = f"{value:.{digits - 1}e}".partition("e")
+        return f"{mantissa}e{int(power)}"
+    return f"{value:.{max(0, digits - 1 - exponent)}f}"
+
+
+def one_line(text: str) -> str:
+    """Text from models, logs and configs on one line, without control characters."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))

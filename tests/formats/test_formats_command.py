@@ -1,0 +1,77 @@
+"""``fidelab formats``: every format, its bytes, its errors and its engines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fidelab.cli import formats
+from fidelab.formats import FORMATS
+
+
+def run(*args: str) -> str:
+    app = typer.Typer()
+    formats.register(app)
+    result = CliRunner().invoke(app, list(args), catch_exceptions=False, env={"COLUMNS": "100"})
+    assert result.exit_code == 0
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def listing() -> dict[str, Any]:
+    out: dict[str, Any] = json.loads(run("--json"))
+    return out
+
+
+def row(listing: dict[str, Any], name: str) -> dict[str, Any]:
+    found: dict[str, Any] = next(entry for entry in listing["formats"] if entry["name"] == name)
+    return found
+
+
+def test_every_registered_format_is_listed_in_order(listing: dict[str, Any]) -> None:
+    assert [entry["name"] for entry in listing["formats"]] == FORMATS.names()
+
+
+def test_bytes_are_those_of_all_layers_and_heads_of_keys_and_values(listing: dict[str, Any]) -> None:
+    assert row(listing, "f16")["bytes_per_token"] == 2 * 30 * 3 * 64 * 2
+    assert row(listing, "q8_0")["bits_per_value"] == 8.5
+
+
+def test_an_emulated_format_counts_packed_and_stored_bytes(listing: dict[str, Any]) -> None:
+    int5 = row(listing, "int5")
+    assert int5["emulated"]
+    assert (int5["bytes_per_token"], int5["stored_bytes_per_token"]) == (180 * (40 + 4), 180 * (64 + 4))
+
+
+def test_errors_grow_as_bits_shrink_and_the_worst_is_no_smaller(listing: dict[str, Any]) -> None:
+    errors = [row(listing, f"int{bits}")["typical_error"] for bits in range(8, 1, -1)]
+    assert errors == sorted(errors)
+    assert all(entry["worst_error"] >= entry["typical_error"] for entry in listing["formats"])
+    assert row(listing, "f32")["worst_error"] == 0
+
+
+def test_every_format_names_the_engines_that_have_it(listing: dict[str, Any]) -> None:
+    assert all("hf" in entry["engines"] for entry in listing["formats"])
+
+
+def test_the_table_marks_emulated_formats() -> None:
+    table = run()
+    assert "int5*" in table
+    assert "int4*" not in table
+    assert "30 layers, 3 KV heads, head dimension 64" in table
+
+
+def test_the_model_gives_the_geometry(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dataclasses
+
+    from fidelab import models
+
+    fake = dataclasses.replace(models.resolve("fake"), name="tiny", layers=2, kv_heads=5, head_dim=80)
+    monkeypatch.setattr(models, "resolve", lambda name: fake)
+    listing = json.loads(run("--json", "--model", "tiny"))
+    assert listing["geometry"] == {"model": "tiny", "layers": 2, "kv_heads": 5, "head_dim": 80}
+    assert row(listing, "f32")["bytes_per_token"] == 2 * 2 * 5 * 80 * 4
