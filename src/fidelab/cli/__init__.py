@@ -92,7 +92,7 @@ def main() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _show_fetches()
     try:
-        code = app(standalone_mode=False)
+        code = app(prog_name="fidelab", standalone_mode=False)
         sys.stdout.flush()
     except FidelabError as error:
         code = _fault(str(error))
@@ -113,11 +113,12 @@ def _show_fetches() -> None:
     """Fetching and converting a model takes half a minute and more: say so, on standard error."""
     import logging
 
-    handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
     logger = logging.getLogger("fidelab")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("fidelab: %(message)s"))
+        logger.addHandler(handler)
+        logger.setLevel(logging.INFO)
 
 
 def _fault(text: str) -> int:
