@@ -28,7 +28,9 @@ def show_report(report: Report, *, as_json: bool, folder: Path | None = None) ->
 
     from fidelab.report.text import render_text
 
-    render_text(report, Console(), folder=folder)
+    console = Console()
+    # a file or a pipe has no width of its own: room for every column
+    render_text(report, console if console.is_terminal else Console(width=100), folder=folder)
 
 
 def gate(report: Report, fail_under: float | None) -> None:

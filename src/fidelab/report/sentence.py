@@ -133,7 +133,7 @@ def _remedies(arm: ArmFacts) -> list[str]:
 
 
 def _mostly_control(arm: ArmFacts) -> bool:
-    return arm.control_kld is not None and arm.kld is not None and arm.control_kld > arm.kld / 2
+    return arm.kld is not None and arm.control_kld is not None and arm.control_kld > arm.kld / 2 > 0
 
 
 def _hides_the_format(arm: ArmFacts) -> bool:
