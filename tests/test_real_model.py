@@ -20,7 +20,7 @@ from fidelab.run import rescore
 pytestmark = pytest.mark.model
 
 KV_HEADS, HEAD_DIM, LAYERS = 3, 64, 30
-AXES = {"kld": {"windows": 8}, "trajectory": {"limit": 4, "n_predict": 16}}
+AXES = {"kld": {"windows": 6}, "trajectory": {"limit": 3, "n_predict": 12}}
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def run(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """f32 against itself and five formats: 8 windows `half`, 4 prompts."""
+    """f32 against itself and five formats: 6 windows `half`, 3 prompts."""
     output = tmp_path_factory.mktemp("runs")
     report = compare(
         "smollm2-135m",
@@ -128,7 +128,7 @@ def test_rescoring_gives_the_same_report(run: Run) -> None:
 
 def test_positions_hold_every_scored_row_of_every_arm(run: Run) -> None:
     table = pq.read_table(run.folder.positions).to_pandas()
-    assert (table.groupby("arm", observed=True).size() == 8 * 255).all()
+    assert (table.groupby("arm", observed=True).size() == 6 * 255).all()
     means = table.groupby("arm", observed=True)["kl"].mean()
     assert means["int4"] == pytest.approx(run.kld("int4"), rel=1e-12)
 
