@@ -23,6 +23,7 @@ COMMANDS = [
     ("score",),
     ("rescore",),
     ("report",),
+    ("formats",),
     ("models",),
     ("models", "list"),
     ("models", "pull"),

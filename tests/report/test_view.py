@@ -5,10 +5,25 @@ from __future__ import annotations
 import pytest
 
 from fidelab.core import Estimator, Status
-from fidelab.report.numbers import format_bytes, format_kld, format_margin, format_score, format_share, one_line
+from fidelab.report.numbers import (
+    format_bytes,
+    format_kld,
+    format_margin,
+    format_range,
+    format_score,
+    format_share,
+    one_line,
+)
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.record import Axes, Excess, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report
+
+
+@pytest.mark.parametrize(
+    ("interval", "text"), [((64.6, 100.0), "65–100"), ((99.52, 99.91), "99.5–99.9"), ((100.0, 100.0), "100.0–100.0")]
+)
+def test_a_narrow_range_of_scores_keeps_its_width(interval: tuple[float, float], text: str) -> None:
+    assert format_range(interval) == text
 
 
 def rows() -> dict[str, ArmRow]:

@@ -38,8 +38,14 @@ def format_margin(interval: tuple[float, float] | None, decimals: int | None = N
 
 
 def format_range(interval: tuple[float, float] | None) -> str:
-    """``65–100`` of an interval of scores, which is lopsided near its ends; absent is ``–``."""
-    return ABSENT if interval is None else f"{interval[0]:.0f}–{interval[1]:.0f}"
+    """``65–100`` of an interval of scores, which is lopsided near its ends; absent is ``–``.
+
+    A narrow one has a decimal: ``99.5–99.9`` must not read ``100–100``.
+    """
+    if interval is None:
+        return ABSENT
+    decimals = 1 if interval[1] - interval[0] < 5 else 0
+    return f"{interval[0]:.{decimals}f}–{interval[1]:.{decimals}f}"
 
 
 def format_score(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
