@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final, Literal, NoReturn, Self
 from pydantic import (
     AfterValidator,
     AwareDatetime,
-    BaseModel,
     ConfigDict,
     Field,
     ValidationError,
@@ -25,6 +24,7 @@ from pydantic import (
 
 from fidelab.core import Estimator, FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
+from fidelab.results.panels import Divergence, Panel, Record
 
 __all__ = [
     "SCHEMA",
@@ -35,6 +35,7 @@ __all__ = [
     "Comparison",
     "Composite",
     "Excess",
+    "Figure",
     "KVFormats",
     "KldAxis",
     "OtherAxis",
@@ -77,19 +78,7 @@ FreeDict = Annotated[dict[str, Any], AfterValidator(_strict_json)]
 _NEEDS_REASON = frozenset({Status.FAILED, Status.NOT_ENGAGED, Status.NOT_SUPPORTED, Status.NOT_MEASURABLE})
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_serialization_defaults_required=True,  # what is written names every field
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
-
-
-class _Outcome(_Record):
+class _Outcome(Record):
     status: Status
     """How it ended."""
     reason: str | None = None
@@ -105,7 +94,7 @@ class _Outcome(_Record):
 # ------------------------------------------------------------------------------------------------- axes
 
 
-class Excess(_Record):
+class Excess(Record):
     """Candidate minus control, paired over the same resampling units."""
 
     mean: float | None = None
@@ -114,7 +103,7 @@ class Excess(_Record):
     """95% interval of the paired difference; null with a single unit."""
 
 
-class Bins(_Record):
+class Bins(Record):
     """A mean per bin."""
 
     edges: tuple[float, ...]
@@ -209,18 +198,37 @@ class TrajectoryAxis(_Axis):
     """Entry n: share of items still identical after n tokens (entry 0 is 1)."""
     score_refract: Score | None = None
     """The score by REFRACT's definition (compat mode)."""
+    divergences: tuple[Divergence, ...] = ()
+    """First divergences as text, the clearest (largest margin) first; not all of them."""
+
+
+class Figure(Record):
+    """A number with its name, as an axis reports it."""
+
+    name: str
+    """What it is, in a few words: a column heading."""
+    value: float | None = None
+    """The number; null where it could not be measured."""
+    ci: Interval | None = None
+    """Its 95% interval."""
+    unit: Literal["", "nats", "points", "share", "count", "tokens", "ratio", "p"] = ""
+    """``share`` is 0-1, ``points`` are of a score or percentage, ``p`` a p-value, ``ratio`` has no unit."""
 
 
 class OtherAxis(_Axis):
-    """An axis that this schema has no model for (third-party, or of a later version)."""
+    """The general form of an axis: figures with names, and panels to look at."""
 
     n_items: Count | None = None
     """Items asked."""
+    figures: tuple[Figure, ...] = ()
+    """What was measured, the most telling first."""
+    panels: tuple[Panel, ...] = ()
+    """What there is to see."""
     details: FreeDict = Field(default_factory=dict)
-    """Further figures, named by the axis."""
+    """Further data, named by the axis."""
 
 
-class Axes(_Record):
+class Axes(Record):
     """Axis name → what it found; any other name holds the general form of an axis."""
 
     model_config = ConfigDict(extra="allow")
@@ -239,7 +247,7 @@ class Axes(_Record):
 # ------------------------------------------------------------------------------------------------- arms
 
 
-class KVFormats(_Record):
+class KVFormats(Record):
     """What was asked for the cache, in the engine's own names."""
 
     k: str
@@ -260,7 +268,7 @@ class KVFormats(_Record):
         return cls(k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value})
 
 
-class Ran(_Record):
+class Ran(Record):
     """What really ran, as the engine tells it; engines may add keys of their own."""
 
     model_config = ConfigDict(extra="allow")
@@ -282,7 +290,7 @@ class Ran(_Record):
         return dict(self.__pydantic_extra__)
 
 
-class Composite(_Record):
+class Composite(Record):
     """Harmonic mean of the axes measured; shown, never a verdict."""
 
     value: Score | None = None
@@ -295,7 +303,7 @@ class Composite(_Record):
     """The interval crosses the edge of a band."""
 
 
-class Verdict(_Record):
+class Verdict(Record):
     """What to do with a candidate."""
 
     band: Band | None = None
@@ -339,7 +347,7 @@ class ArmRecord(_Outcome):
 # ----------------------------------------------------------------------------------------------- report
 
 
-class Comparison(_Record):
+class Comparison(Record):
     """Two candidates next to each other in an axis' order, by their paired difference."""
 
     axis: str
@@ -356,7 +364,7 @@ class Comparison(_Record):
     """The interval excludes 0: the order is more than chance."""
 
 
-class Report(_Record):
+class Report(Record):
     """Everything a run found."""
 
     schema_name: Literal["fidelab.report/0"] = Field(default=SCHEMA, alias="schema")
