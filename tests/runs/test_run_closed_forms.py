@@ -150,6 +150,25 @@ def test_trajectory_of_a_fork(grand: Done) -> None:
     assert found["survival"] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.5, 0.5]
 
 
+def test_a_fork_is_shown_as_text_with_the_margin_there(grand: Done) -> None:
+    shown = grand.arm("fork[at=3,every=2]")["axes"]["trajectory"]["divergences"]
+    assert [(fork["item"], fork["at"]) for fork in shown] == [(0, 3), (2, 3), (4, 3), (6, 3)]
+    for fork in shown:
+        start = sum(f"prompt {fork['item']}".encode())
+        ids = [1 + (start + step) % 250 for step in range(8)]
+        other = [ids[3] + 1, *(252 + step % 3 for step in range(4))]
+        assert fork["margin"] == pytest.approx(math.log(4.0), abs=1e-5)
+        assert fork["prompt"] == f"prompt {fork['item']}"
+        assert fork["shared"] == bytes(ids[:3]).decode(errors="replace")
+        assert fork["reference"] == bytes(ids[3:]).decode(errors="replace")
+        assert fork["candidate"] == bytes(other).decode(errors="replace")
+
+
+def test_a_side_that_ended_has_no_text_and_no_margin(grand: Done) -> None:
+    shown = grand.arm("short[at=3,every=4]")["axes"]["trajectory"]["divergences"]
+    assert {(fork["candidate"], fork["margin"]) for fork in shown} == {("", None)}
+
+
 def test_a_candidate_that_stops_early_is_not_perfect(grand: Done) -> None:
     found = grand.arm("short[at=3,every=4]")["axes"]["trajectory"]
     assert found["score"] == pytest.approx(100 * (2 * 3 + 6 * 8) / 64)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -13,7 +16,7 @@ from fidelab.axes.rows import item_rows, logits
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Generate
-from fidelab.errors import InputError
+from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.agreement import (
     PairAgreement,
     exact_match_rate,
@@ -26,6 +29,9 @@ from fidelab.metrics.agreement import (
 )
 
 __all__ = ["Trajectory"]
+
+_SHOWN = 16  # divergences per arm whose text the report shows
+_BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 
 
 class TrajectorySettings(AxisSettings):
@@ -89,9 +95,9 @@ class Trajectory(Axis):
             scale=100.0,
         )
         good = [p for p, ok in zip(pairs, usable, strict=True) if ok]
-        margins = [
-            _margin(pair.ref, r, agreement, test)
-            for (r, _), agreement, (_, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
+        forks = [
+            _Fork(r, agreement.first_divergence, _margin(pair.ref, r, agreement, test), ref, test)
+            for (r, _), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
             if ok and agreement.first_divergence is not None
         ]
         figures: dict[str, Any] = {
@@ -101,14 +107,47 @@ class Trajectory(Axis):
             "exact_match_rate": exact_match_rate(good),
             "median_first_divergence": median_first_divergence(good),
             "positional_agreement": positional_agreement(good),
-            "near_tie_share": near_tie_share(margins),
+            "near_tie_share": near_tie_share([fork.margin for fork in forks]),
             "survival": survival_curve(good, pair.ref.manifest["settings"]["n_predict"]).tolist(),
             "n_items": len(pairs),
             "n_failed": int((~usable).sum()),
             "n_predict": pair.ref.manifest["settings"]["n_predict"],
             "template": pair.ref.manifest["settings"]["template"],
+            "divergences": _shown(pair, forks),
         }
         return AxisScore(**{**vars(score), "figures": figures})
+
+
+@dataclass(frozen=True)
+class _Fork:
+    """A divergence: the reference's item, the index, the margin (nats), and both sides' token ids."""
+
+    item: int
+    at: int
+    margin: float
+    ref: list[int]
+    test: list[int]
+
+
+def _shown(pair: Pair, forks: Sequence[_Fork]) -> list[dict[str, Any]]:
+    """Some divergences as text: a clear preference of the reference tells more than a near tie."""
+    ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_SHOWN]
+    prompts = pair.ref.probe.items()
+    try:
+        return [
+            {
+                "item": fork.item,
+                "at": fork.at,
+                "margin": None if math.isnan(fork.margin) else fork.margin,
+                "prompt": pair.ref.text(prompts[fork.item][-_BEFORE:]),
+                "shared": pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
+                "reference": pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
+                "candidate": pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
+            }
+            for fork in ranked
+        ]
+    except CaptureError:  # no vocabulary beside the captures: numbers need none
+        return []
 
 
 def _ids(capture: Capture, item: int) -> list[int]:

@@ -6,7 +6,7 @@ import gzip
 import hashlib
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
+from fidelab.captures.text import Detokenizer
 from fidelab.captures.writer import PARTIAL
 from fidelab.core import Estimator, Probe, Vocabulary, digest, probe_from_record
 from fidelab.errors import CaptureError
@@ -99,6 +100,14 @@ class Capture:
                 f"capture {self.folder}: vocabularies/{path.name} is damaged; delete it and capture again"
             )
         return pieces
+
+    def text(self, ids: Iterable[int]) -> str:
+        """Some token ids as text, special tokens included."""
+        return self._detokenizer(ids)
+
+    @cached_property
+    def _detokenizer(self) -> Detokenizer:
+        return Detokenizer(self.pieces())
 
     def array(self, item: int, name: str) -> Array:
         """One stored array of one item."""
