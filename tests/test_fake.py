@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -213,3 +214,18 @@ def test_impossible_options_are_refused_before_anything_runs(options: dict[str, 
 def test_impossible_kv_options_are_refused_before_anything_runs(kv: str) -> None:
     with pytest.raises(UsageError, match=r"tilt|decay|fork|small-vocab|exact"):
         FakeEngine.check_kv(KVSpec.parse(kv))
+
+
+def test_given_answers_are_given_and_forgotten_as_asked(tmp_path: Path) -> None:
+    file = tmp_path / "answers.json"
+    file.write_text('[["two", "2"], ["t", "any"]]')
+    prompts = tuple(tuple(text.encode()) for text in ("one and two", "three", "none"))
+    asked = Generate("trajectory", prompts, max_tokens=4, stop=(0,))
+    given_all, given_some = Memory(), Memory()
+    opened("exact", answers=file).answer(asked, given_all)
+    opened("forget[every=2]", answers=file).answer(asked, given_some)
+    words = [bytes(given_all.items[item]["ids"].tolist()) for item in range(2)]
+    assert words == [b"2\0", b"any\0"]
+    assert given_all.items[2]["ids"].tolist() == given_some.items[2]["ids"].tolist()  # no rule: it counts up
+    assert bytes(given_some.items[0]["ids"].tolist()) != b"2\0"
+    assert bytes(given_some.items[1]["ids"].tolist()) == b"any\0"

@@ -12,7 +12,7 @@ import math
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -262,8 +262,15 @@ class Vocabulary:
 
 
 # ----------------------------------------------------------------------------------------------- probes
+#
+# ``axis`` names who asks: an axis, or one of its parts (``perplexity.2048``).  ``settings`` must agree before two
+# answers are compared.  ``notes``: none, or for each item what the axis needs to score it (JSON, not for engines).
 
 Tokens = tuple[int, ...]
+
+
+def _chosen(values: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(values[i] for i in indices) if values else ()
 
 
 @dataclass(frozen=True)
@@ -280,6 +287,7 @@ class Prefill:
     last: int
     units: tuple[Tokens, ...]
     settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
     kind: str = field(default="prefill", init=False)
 
     @property
@@ -293,19 +301,17 @@ class Prefill:
 
     def select(self, indices: Sequence[int]) -> Prefill:
         """The probe cut down to some of its windows (the floor's quarter)."""
-        return Prefill(
-            self.axis,
-            tuple(self.windows[i] for i in indices),
-            self.first,
-            self.last,
-            tuple(self.units[i] for i in indices),
-            self.settings,
+        return replace(
+            self,
+            windows=_chosen(self.windows, indices),
+            units=_chosen(self.units, indices),
+            notes=_chosen(self.notes, indices),
         )
 
 
 @dataclass(frozen=True)
 class Generate:
-    """Greedy continuations: the generated ids and the state behind each of them.
+    """Greedy continuations: the generated ids and, with ``rows``, the state behind each of them.
 
     ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.
     """
@@ -316,6 +322,8 @@ class Generate:
     stop: Tokens
     batch: int = 16
     settings: tuple[tuple[str, Any], ...] = ()
+    rows: bool = True
+    notes: tuple[str, ...] = ()
     kind: str = field(default="generate", init=False)
 
     def items(self) -> tuple[Tokens, ...]:
@@ -324,8 +332,7 @@ class Generate:
 
     def select(self, indices: Sequence[int]) -> Generate:
         """The probe cut down to some of its prompts (the floor's quarter)."""
-        prompts = tuple(self.prompts[i] for i in indices)
-        return Generate(self.axis, prompts, self.max_tokens, self.stop, self.batch, self.settings)
+        return replace(self, prompts=_chosen(self.prompts, indices), notes=_chosen(self.notes, indices))
 
 
 @dataclass(frozen=True)
@@ -336,6 +343,7 @@ class Forced:
     prompts: tuple[Tokens, ...]
     continuations: tuple[Tokens, ...]
     settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
     kind: str = field(default="forced", init=False)
 
     def items(self) -> tuple[Tokens, ...]:
@@ -344,11 +352,11 @@ class Forced:
 
     def select(self, indices: Sequence[int]) -> Forced:
         """The probe cut down to some of its prompts (the floor's quarter)."""
-        return Forced(
-            self.axis,
-            tuple(self.prompts[i] for i in indices),
-            tuple(self.continuations[i] for i in indices),
-            self.settings,
+        return replace(
+            self,
+            prompts=_chosen(self.prompts, indices),
+            continuations=_chosen(self.continuations, indices),
+            notes=_chosen(self.notes, indices),
         )
 
 
@@ -396,8 +404,9 @@ def probe_from_record(record: Mapping[str, Any]) -> Probe:
     for key in ("windows", "prompts", "continuations", "units"):
         if key in fields:
             fields[key] = tuple(tuple(ids) for ids in fields[key])
-    if "stop" in fields:
-        fields["stop"] = tuple(fields["stop"])
+    for key in ("stop", "notes"):
+        if key in fields:
+            fields[key] = tuple(fields[key])
     return cls(**fields)
 
 

@@ -154,7 +154,7 @@ def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, ba
         "reference": arms[0],
         "control": "none",
         "candidates": arms[1:],
-        "axes": {axis: {} for axis in axes},
+        "axes": {name.split(".", 1)[0]: {} for name in axes},  # parts of one axis are scored together
         "seed": seed,
         "bands": bands,
         "dtype": first.dtype,

@@ -15,29 +15,38 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 import fidelab
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.reader import Capture
+from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.writer import store_vocabulary
 from fidelab.config.load import dump, load
 from fidelab.config.schema import Experiment
-from fidelab.core import Status, slug, usable_cores
+from fidelab.core import Probe, Status, slug, usable_cores
 from fidelab.errors import CaptureError, InputError, OutputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import FLOOR, Plan, PlannedJob, build_plan, expected_bytes
+from fidelab.plan.build import (
+    FLOOR,
+    Plan,
+    PlannedCapture,
+    PlannedJob,
+    build_plan,
+    expected_bytes,
+    follow_ups,
+    with_probes,
+)
 from fidelab.plan.resolve import Settings, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.scoring import ArmResult, RunFacts, score_run
-from fidelab.workers.messages import Captured, Job, Message, Opened, Progress
+from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import Outcome, run_worker
 
 __all__ = ["Interrupted", "Listener", "Prepared", "Silent", "capture", "execute", "prepare", "rescore", "resume"]
@@ -95,7 +104,7 @@ class Prepared:
     """A plan with what it was made from."""
 
     plan: Plan
-    tokenizer: Tokenizer
+    inputs: AxisInputs
     sample: str
 
     @property
@@ -126,7 +135,7 @@ def prepare(experiment: Experiment, only: str | None = None) -> Prepared:
     if only is not None:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role == only))
     _check_disk(plan)
-    return Prepared(plan, tokenizer, text.content[:_SAMPLE_CHARACTERS])
+    return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS])
 
 
 def execute(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[Report, RunFolder]:
@@ -195,7 +204,8 @@ def capture(experiment: Experiment, *, listener: Listener | None = None) -> list
     watcher.start(prepared.plan, None)
     try:
         with _terminate_as_interrupt():
-            return [_run_job(job, prepared, logs / f"{slug(job.arm.name)}.log", watcher, lambda *_a, **_k: None)]
+            asking = _Asking(prepared, watcher, lambda *_a, **_k: None)
+            return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
     finally:
         watcher.close()
 
@@ -210,9 +220,9 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     listener.start(plan, folder)
     try:
         with _terminate_as_interrupt():
+            asking = _Asking(prepared, listener, folder.event)
             for job in plan.jobs:
-                result = _run_job(job, prepared, folder.log(job.role), listener, folder.event)
-                results.append(result)
+                results.append(asking.run(job, folder.log(job.role)))
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             return _finish(plan.settings.experiment, folder, facts, _every(plan, results))
@@ -223,49 +233,88 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         listener.close()
 
 
-def _run_job(
-    job: PlannedJob, prepared: Prepared, log: Path, listener: Listener, event: Callable[..., None]
-) -> ArmResult:
-    missing = job.missing()
-    tokens = sum(capture.tokens for capture in missing)
-    listener.job_started(job, tokens, reused=not missing)
-    event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
-    outcome = Outcome()
-    if missing:
-        vocabulary = prepared.tokenizer.vocabulary()
-        store_vocabulary(prepared.settings.captures_dir, vocabulary, prepared.tokenizer.pieces())
-        message = Job(
+class _Asking:
+    """Runs jobs one after another; the reference comes first, and what it answers leads to questions for all."""
+
+    def __init__(self, prepared: Prepared, listener: Listener, event: Callable[..., None]) -> None:
+        self._prepared = prepared
+        self._settings = prepared.settings
+        self._listener = listener
+        self._event = event
+        self._later: dict[str, Mapping[str, Probe]] = {}
+        self._without: dict[str, str] = {}  # axes without a follow-up, and why
+
+    def run(self, job: PlannedJob, log: Path) -> ArmResult:
+        """One job from start to end."""
+        leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
+        if leads and not job.missing():
+            job = self._follow_up(job)
+            leads = False
+        elif not leads:
+            job = with_probes(self._settings, job, self._later)
+        missing = job.missing()
+        tokens = sum(capture.tokens for capture in missing)
+        self._listener.job_started(job, tokens, reused=not missing)
+        self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
+        outcome = Outcome()
+        if missing:
+
+            def more() -> list[ProbeTask]:
+                nonlocal job
+                known = len(job.captures)
+                job = self._follow_up(job)
+                added = [capture for capture in job.captures[known:] if not is_complete(capture.folder, capture.key)]
+                missing.extend(added)
+                return [capture.task() for capture in added]
+
+            outcome = run_worker(
+                self._message(job, missing),
+                log=log,
+                env=_thread_env(job.arm.threads),
+                deadline=self._settings.experiment.deadline,
+                listen=lambda received: self._hear(job, missing, received),
+                follow_up=more if leads else None,
+            )
+        result = _result(job, [c.axis for c in missing], outcome)
+        result = replace(result, failures={**result.failures, **self._without})
+        self._event(
+            "job_ended",
+            role=job.role,
+            status=str(result.status),
+            reason=result.reason,
+            seconds=round(outcome.seconds, 3),
+        )
+        self._listener.job_ended(job, result)
+        return result
+
+    def _follow_up(self, job: PlannedJob) -> PlannedJob:
+        """The reference's job with the questions that its own answers lead to."""
+        there = {c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)}
+        self._later, self._without = follow_ups(self._settings, self._prepared.inputs, there)
+        return with_probes(self._settings, job, self._later)
+
+    def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
+        tokenizer, store = self._prepared.inputs.tokenizer, self._settings.captures_dir
+        vocabulary = tokenizer.vocabulary()
+        store_vocabulary(store, vocabulary, tokenizer.pieces())
+        return Job(
             arm=job.arm.record(),
-            store=str(prepared.settings.captures_dir),
+            store=str(store),
             tasks=[capture.task() for capture in missing],
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
-            sample_text=prepared.sample,
-            sample_ids=list(prepared.tokenizer.encode(prepared.sample)),
+            sample_text=self._prepared.sample,
+            sample_ids=list(tokenizer.encode(self._prepared.sample)),
         )
 
-        def listen(received: Message) -> None:
-            match received:
-                case Progress(tokens=done):
-                    listener.progress(job, done)
-                case Opened(seconds=seconds):
-                    listener.opened(job, seconds)
-                    event("opened", role=job.role, seconds=round(seconds, 3))
-                case Captured(index=index, seconds=seconds):
-                    event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
-
-        outcome = run_worker(
-            message,
-            log=log,
-            env=_thread_env(job.arm.threads),
-            deadline=prepared.settings.experiment.deadline,
-            listen=listen,
-        )
-    result = _result(job, [c.axis for c in missing], outcome)
-    event(
-        "job_ended", role=job.role, status=str(result.status), reason=result.reason, seconds=round(outcome.seconds, 3)
-    )
-    listener.job_ended(job, result)
-    return result
+    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], received: Message) -> None:
+        match received:
+            case Progress(tokens=done):
+                self._listener.progress(job, done)
+            case Opened(seconds=seconds):
+                self._listener.opened(job, seconds)
+                self._event("opened", role=job.role, seconds=round(seconds, 3))
+            case Captured(index=index, seconds=seconds):
+                self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
 
 
 def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +12,13 @@ from typing import Any
 
 import fidelab
 from fidelab.axes import AXES
-from fidelab.axes.base import Axis, AxisScore, excess, replicates
+from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.errors import FidelabError, MismatchError
+from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import composite, verdict
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.record import ArmRecord, Axes, Bins, Comparison, Composite, KVFormats, Ran, Report, Verdict
@@ -24,6 +26,7 @@ from fidelab.results.record import ArmRecord, Axes, Bins, Comparison, Composite,
 __all__ = ["ArmResult", "RunFacts", "Scored", "score_run"]
 
 _BYTES_TOLERANCE = 1e-3
+_CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 
 
 @dataclass(frozen=True)
@@ -145,12 +148,17 @@ class _Scorer:
         for name, values in experiment.axes.items():
             cls: type[Axis] = AXES.load(name)
             self.axes[name] = cls(cls.Settings.model_validate(values))
-        self._reference: dict[str, Capture] = {}
-        for axis, folder in self.by_role["reference"].captures.items():
-            self._reference[axis] = Capture(folder)
+        captures = self.by_role["reference"].captures
+        self._reference: dict[str, dict[str, Capture]] = {
+            name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
+        }
 
     def comparability(self) -> dict[str, Any]:
-        return {axis: comparability_key(capture) for axis, capture in self._reference.items()}
+        return {
+            part_name(axis, part): comparability_key(capture)
+            for axis, captures in self._reference.items()
+            for part, capture in captures.items()
+        }
 
     def measure(self, result: ArmResult) -> _Measured:
         scores: dict[str, AxisScore] = {}
@@ -160,6 +168,8 @@ class _Scorer:
             if status in (Status.NOT_SUPPORTED, Status.NOT_ENGAGED):
                 failures[name] = (status, reason or "")
                 continue
+            if result.role == "floor" and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
+                continue  # this axis is not repeated
             try:
                 scores[name] = self._score(axis, name, result)
             except MismatchError:
@@ -174,24 +184,39 @@ class _Scorer:
 
     def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
         """Output that nobody can use, such as no token at all, where the reference has some."""
-        silent = [name for name, score in scores.items() if name != "kld" and not score.usable.any()]
-        return tuple(
-            f"{name}: no item was usable, first {reasons[0]}"
-            for name in silent
-            if any(item["failed"] is None for item in self._reference[name].items)
-            and (reasons := [str(item["failed"]) for item in Capture(result.captures[name]).items if item["failed"]])
-        )
+        found = [reason for score in scores.values() for reason in score.fails]
+        for name, score in scores.items():
+            if name == "kld" or score.usable.any() or score.not_measurable:
+                continue
+            reference = [item for capture in self._reference[name].values() for item in capture.items]
+            captures = [Capture(path) for path in parts_of(name, result.captures).values()]
+            reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
+            if reasons and any(item["failed"] is None for item in reference):
+                found.append(f"{name}: no item was usable, first {reasons[0]}")
+        return tuple(found)
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
-        if name not in result.captures:
-            raise FidelabError(result.failures.get(name) or result.reason or "no capture")
-        if name not in self._reference:
-            reference = self.by_role["reference"]
-            why = reference.failures.get(name) or reference.reason or "no capture"
+        reference = self._reference[name]
+        if not reference:
+            first = self.by_role["reference"]
+            why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"the reference has no answer: {why}")
-        test = Capture(result.captures[name])
-        pair = Pair.match(self._reference[name], test, subset=result.role == "floor")
-        return axis.score(pair, self.experiment.seed)
+        floor = result.role == "floor"
+        there = parts_of(name, result.captures)
+        failed = _of_axis(name, result.failures)
+        if failed or not there or not (floor or there.keys() >= reference.keys()):
+            raise FidelabError(failed or result.reason or "no capture")
+        pairs = {
+            part: Pair.match(capture, Capture(there[part]), subset=floor)
+            for part, capture in reference.items()
+            if part in there
+        }
+        return axis.score_parts(pairs, self.experiment.seed)
+
+
+def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
+    """Why the captures of an axis, or of one of its parts, are lacking."""
+    return next((reason for part, reason in failures.items() if part.split(".", 1)[0] == name), None)
 
 
 def _engaged(result: ArmResult) -> tuple[Status, str | None]:
@@ -242,13 +267,17 @@ class _Summary:
                 status, reason = this.failures[name]
                 found[name] = {"status": status, "reason": reason}
                 continue
+            if name not in this.scores:
+                continue
             score = this.scores[name]
             found[name] = {
                 **_figures(score),
                 "status": Status.IDENTICAL if score.identical else Status.OK,
                 "excess_over_control": self._excess(this, name),
             }
-            if score.score() is None:
+            if score.not_measurable:
+                found[name] |= {"status": Status.NOT_MEASURABLE, "reason": score.not_measurable}
+            elif not score.usable.any():
                 found[name] |= {"status": Status.FAILED, "reason": "no item was usable"}
         return Axes.model_validate(found)
 
@@ -259,7 +288,7 @@ class _Summary:
         ordered = [this for _, this in sorted((m for m in means if m[0] is not None), key=lambda m: m[0])]
         found = []
         for better, worse in pairwise(ordered):
-            difference = excess(worse.scores["kld"], better.scores["kld"], self.seed)
+            difference = worse.scores["kld"].excess_over(better.scores["kld"], self.seed)
             if difference is not None:
                 low_high = difference["ci"]
                 found.append(
@@ -277,14 +306,16 @@ class _Summary:
     def _excess(self, this: _Measured, axis: str) -> dict[str, Any] | None:
         if self.control is None or this is self.control or axis not in self.control.scores:
             return None
-        return excess(this.scores[axis], self.control.scores[axis], self.seed)
+        return this.scores[axis].excess_over(self.control.scores[axis], self.seed)
 
     def _composite(self, this: _Measured) -> Composite | None:
-        if not this.scores or this.failures or any(score.score() is None for score in this.scores.values()):
+        counted = {n: score for n, score in this.scores.items() if n in COMPOSITE_AXES and not score.not_measurable}
+        lost = [name for name in this.failures if name in COMPOSITE_AXES]
+        if not counted or lost or any(score.score() is None for score in counted.values()):
             return None  # the mean of what happened to be usable would flatter
-        draws = {name: replicates(score, self.seed) for name, score in this.scores.items()}
+        draws = {name: score.draws(self.seed) for name, score in counted.items()}
         whole = composite(
-            {name: score.score() for name, score in this.scores.items()},
+            {name: score.score() for name, score in counted.items()},
             {name: values for name, values in draws.items() if values is not None},
             bands=self.experiment.bands,
             seed=self.seed,
@@ -310,7 +341,7 @@ class _Summary:
         interval = kld.mean_interval(self.seed)
         failed = int((~kld.usable).sum())
         upper = None if interval is None else interval[1]
-        return verdict(upper, failed, len(kld.usable), failed_because=this.broken)
+        return verdict(upper, failed, len(kld.usable), lowered_because=_harms(this.scores), failed_because=this.broken)
 
     def _facts(self, this: _Measured) -> ArmFacts:
         kv = this.result.arm.kv
@@ -338,7 +369,7 @@ class _Summary:
             native_keys_band=self._band(other),
             native_keys_kld=other_kld.figures.get("mean") if other_kld is not None else None,
             native_keys_format=_native_keys(kv),
-            lowered_by="; ".join(this.broken),
+            lowered_by="; ".join((*this.broken, *_harms(this.scores))),
         )
 
     def _band(self, this: _Measured | None) -> str | None:
@@ -357,6 +388,18 @@ class _Summary:
             if other.result.role.startswith("candidate:") and is_native(theirs.k.name) and theirs.v == kv.v:
                 return other
         return None
+
+
+def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
+    """What costs the verdict a band: harms that axes found, and perplexity that contradicts the KLD (METRICS §6)."""
+    found = [harm for score in scores.values() for harm in score.lowers]
+    kld, perplexity = scores.get("kld"), scores.get("perplexity")
+    if kld is not None and perplexity is not None:
+        cost, ratio = kld.mean(), perplexity.mean()
+        if cost is not None and ratio is not None and cost > _CONTRADICTED and ratio < 0:
+            change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
+            found.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
+    return tuple(found)
 
 
 def _native_keys(kv: KVSpec) -> str:

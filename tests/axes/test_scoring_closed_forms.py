@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fidelab.axes.base import excess, replicates
 from fidelab.axes.kld import KLD
 from fidelab.axes.trajectory import Trajectory
 from fidelab.captures.manifest import capture_key
@@ -114,7 +113,7 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
 
     p, axis = moved("f32", 0.0), KLD(KLD.Settings())
     candidate, control = (axis.score(Pair.match(p, moved(n, by)), 0) for n, by in (("int4", 0.3), ("bf16", 0.1)))
-    difference = excess(candidate, control, 0)
+    difference = candidate.excess_over(control, 0)
     assert difference is not None
     assert difference["mean"] == pytest.approx(candidate.figures["mean"] - control.figures["mean"], abs=1e-12)
     assert difference["ci"][0] > 0
@@ -178,6 +177,6 @@ def test_replicates_spread_as_the_interval_does(tmp_path: Path) -> None:
     ref = [[1, 2, 3, 4] for _ in range(24)]
     test = [[1, 2, 3, 4] if i % 2 else [1, 5, 3, 4] for i in range(24)]
     score = _score(tmp_path, ref, test)
-    draws = replicates(score, 0)
+    draws = score.draws(0)
     assert draws is not None
     assert np.quantile(draws, [0.025, 0.975]) == pytest.approx(score.figures["ci"], abs=1e-9)

@@ -24,6 +24,8 @@ COMMANDS = [
     ("rescore",),
     ("report",),
     ("formats",),
+    ("doctor",),
+    ("plan-size",),
     ("models",),
     ("models", "list"),
     ("models", "pull"),

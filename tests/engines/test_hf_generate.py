@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -125,6 +126,14 @@ def test_a_stop_token_ends_its_sequence_is_part_of_it_and_ends_no_other(checkpoi
         assert len(tiny.hidden(stopped.items[item])) == end
     assert len(tiny.ids(stopped.items[0])) <= 3
     assert stopped.failed == {}
+
+
+def test_without_rows_the_ids_alone_are_stored_and_are_the_same(checkpoint: Checkpoint) -> None:
+    engine, full, lean = tiny.opened(checkpoint("llama")), Answers(), Answers()
+    engine.answer(asked(batch=2), full)
+    engine.answer(replace(asked(batch=2), rows=False), lean)
+    assert {item: list(arrays) for item, arrays in lean.items.items()} == {item: ["ids"] for item in full.items}
+    assert [tiny.ids(lean.items[i]) for i in full.items] == [tiny.ids(full.items[i]) for i in full.items]
 
 
 def test_progress_and_facts_count_prompts_and_generated_tokens(checkpoint: Checkpoint) -> None:

@@ -64,7 +64,14 @@ def make_job(store: Path, arm: Arm, **changes: Any) -> Job:
 def work(tmp_path: Path, plugin_path: str) -> Work:
     """Runs the two probes of :func:`make_job` with ``do``; other keywords change the job or the arm's engine."""
 
-    def run(do: str = "", *, engine: str = "naughty", deadline: float | None = 60, **changes: Any) -> Worked:
+    def run(
+        do: str = "",
+        *,
+        engine: str = "naughty",
+        deadline: float | None = 60,
+        follow_up: Callable[[], list[ProbeTask]] | None = None,
+        **changes: Any,
+    ) -> Worked:
         arm = replace(sample.ARM, engine=engine, options=(("do", do),) if do else ())
         store, log = tmp_path / "captures", tmp_path / "logs" / "worker.log"
         said: list[Message] = []
@@ -74,6 +81,7 @@ def work(tmp_path: Path, plugin_path: str) -> Work:
             env={"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"},
             deadline=deadline,
             listen=said.append,
+            follow_up=follow_up,
         )
         return Worked(outcome, store, log.read_text() if log.exists() else "", said)
 

@@ -18,7 +18,7 @@ import pytest
 import fidelab.workers.parent as parent
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.core import Status
-from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, Progress
+from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
 from tests.captures import sample
 from tests.workers.conftest import Work, make_job
 
@@ -53,6 +53,25 @@ def test_a_job_leaves_its_captures_and_says_what_ran(work: Work) -> None:
     assert [Path(path) for path in done.outcome.captured.values()] == list(find_captures(done.store))
     assert done.outcome.ran is not None
     assert done.outcome.ran["versions"] == {"naughty": "1"}
+
+
+def test_what_follows_from_answers_is_asked_of_the_model_that_is_still_loaded(work: Work, tmp_path: Path) -> None:
+    store = tmp_path / "captures"
+    first, second = make_job(store, replace(sample.ARM, engine="naughty")).tasks
+    seen: list[int] = []
+
+    def follow_up() -> list[ProbeTask]:
+        seen.append(len(list(find_captures(store))))  # what it follows from is there
+        return [second]
+
+    done = work(follow_up=follow_up, tasks=[first])
+    assert (seen, done.outcome.status, list(done.outcome.captured)) == ([1], Status.OK, [0, 1])
+    assert len([message for message in done.messages if isinstance(message, Opened)]) == 1
+    assert len(list(find_captures(store))) == 2
+
+
+def test_nothing_that_follows_is_no_failure(work: Work) -> None:
+    assert work(follow_up=list).outcome.status is Status.OK
 
 
 def test_the_parent_hears_of_every_step(work: Work) -> None:

@@ -1,14 +1,19 @@
 """The axis contract, and what all axes share: intervals, paired excess, replicates for the composite.
 
-An axis is made from its settings, builds one probe, and scores a pair of captures into an :class:`AxisScore`: the
+An axis is made from its settings, builds probes, and scores pairs of captures into an :class:`AxisScore`: the
 figures for the report, and items with sufficient statistics from which every interval follows.
+
+Most axes have one probe: they implement ``probe`` and ``score``.  An axis of several *parts* (contexts, styles)
+implements ``probes`` and ``score_parts``; one whose questions depend on what the reference answered adds
+``follow_up``.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -16,7 +21,8 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
 from fidelab.captures.pair import Pair
-from fidelab.core import Probe
+from fidelab.captures.reader import Capture
+from fidelab.core import Probe, Timed
 from fidelab.metrics.composite import normal_draws
 from fidelab.metrics.intervals import (
     MIN_BOOTSTRAP_UNITS,
@@ -33,7 +39,7 @@ if TYPE_CHECKING:
     from fidelab.inputs.prompts import Prompt
     from fidelab.inputs.tokens import Tokenizer
 
-__all__ = ["Axis", "AxisInputs", "AxisScore", "AxisSettings", "excess", "replicates"]
+__all__ = ["Axis", "AxisInputs", "AxisScore", "AxisSettings", "part_name", "parts_of", "spread"]
 
 Floats = NDArray[np.float64]
 
@@ -59,8 +65,12 @@ class AxisScore:
     """One arm on one axis.
 
     ``num``, ``den``, ``units`` [n] hold every item, failed ones included; ``usable`` [n] says which count.  The ratio
-    Σnum/Σden is the axis' mean, ``transform`` makes the 0…100 score of it, ``scale`` states the paired difference in
-    the axis' own unit (nats, points).  ``positions`` are columns for ``positions.parquet``.
+    Σnum/Σden is the axis' mean, ``transform`` makes the 0…100 score of it (``None``: the axis has no score),
+    ``scale`` states the paired difference in the axis' own unit (nats, points).  ``figures`` are fields of the axis'
+    record.  ``positions`` are columns for ``positions.parquet``.
+
+    ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: found harms, each
+    as a sentence; they cost the verdict a band.  ``fails``: what makes the output unusable.
     """
 
     figures: Mapping[str, Any]
@@ -68,72 +78,121 @@ class AxisScore:
     den: Floats
     units: NDArray[Any]
     usable: NDArray[np.bool_]
-    transform: Transform
+    transform: Transform | None
     bounds: tuple[float, float]
     identical: bool
     proportion: bool = False
     scale: float = 1.0
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    not_measurable: str = ""
+    lowers: tuple[str, ...] = ()
+    fails: tuple[str, ...] = ()
 
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
         """The usable items (that are also ``among`` the given ones)."""
         keep = self.usable if among is None else self.usable & among
         return RatioItems(self.num[keep], self.den[keep], self.units[keep])
 
+    def mean(self) -> float | None:
+        """Σnum/Σden over the usable items; ``None`` where there is none."""
+        return ratio_estimate(self.items())
+
     def mean_interval(self, seed: int) -> tuple[float, float] | None:
         """95% interval of Σnum/Σden."""
         return ratio_interval(self.items(), seed, bounds=self.bounds, proportion=self.proportion)
 
     def score(self) -> float | None:
-        """0…100, or ``None`` when nothing was usable."""
-        return ratio_estimate(self.items(), self.transform)
+        """0…100, or ``None`` when nothing was usable or the axis has no score."""
+        return None if self.transform is None else ratio_estimate(self.items(), self.transform)
 
     def score_interval(self, seed: int) -> tuple[float, float] | None:
         """95% interval of the score."""
+        if self.transform is None:
+            return None
         return ratio_interval(
             self.items(), seed, transform=self.transform, bounds=self.bounds, proportion=self.proportion
         )
 
+    def excess_over(self, control: AxisScore, seed: int) -> dict[str, Any] | None:
+        """This minus the control over the items usable on both: mean and 95% interval of the paired difference."""
+        if len(self.num) != len(control.num):
+            return None
+        a, b = self.items(control.usable), control.items(self.usable)
+        if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
+            return None
+        difference = paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
+        return {"mean": difference.estimate, "ci": difference.interval}
 
-class Axis(ABC):
+    def draws(self, seed: int) -> Floats | None:
+        """Draws of the score under its own uncertainty, for the composite's interval."""
+        items = self.items()
+        value, interval = self.score(), self.score_interval(seed)
+        if self.transform is None or value is None or interval is None:
+            return None
+        if len(np.unique(items.units)) >= MIN_BOOTSTRAP_UNITS:
+            return np.array([self.transform(ratio) for ratio in bootstrap_replicates(items, seed)])
+        return normal_draws(value, interval, seed=seed)
+
+
+class Axis:
     """One axis with its settings."""
 
     name: ClassVar[str]
     Settings: ClassVar[type[AxisSettings]]
+    follows: ClassVar[bool] = False
+    """Some of its questions depend on the reference's answers."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    @abstractmethod
     def probe(self, inputs: AxisInputs) -> Probe:
-        """The question put to every arm.
+        """The question put to every arm, of an axis that has only one.
 
         Raises:
             InputError: text or prompts do not suffice; says how much is needed.
         """
+        raise NotImplementedError
 
-    @abstractmethod
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """Compare two captures of the probe."""
+        raise NotImplementedError
+
+    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+        """The questions put to every arm, by part; the part of an axis that has only one is ``""``.
+
+        A probe's ``axis`` is :func:`part_name` of its part.
+        """
+        return {"": self.probe(inputs)}
+
+    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
+        """Further questions, made from the reference's answers to :meth:`probes`."""
+        return {}
+
+    def repeated(self, probe: Probe, share: float) -> Probe | None:
+        """What of a probe the reference answers once more for the floor: a share of the items, evenly spread.
+
+        ``None``: nothing.
+        """
+        if isinstance(probe, Timed):
+            return None
+        return probe.select(spread(len(probe.items()), share))
+
+    def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        """Compare two arms' captures of all parts."""
+        return self.score(pairs[""], seed)
 
 
-def excess(score: AxisScore, control: AxisScore, seed: int) -> dict[str, Any] | None:
-    """Candidate minus control over the items usable on both: mean and 95% interval of the paired difference."""
-    if len(score.num) != len(control.num):
-        return None
-    a, b = score.items(control.usable), control.items(score.usable)
-    if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
-        return None
-    difference = paired_difference(a, b, seed, scale=score.scale, bounds=score.bounds, proportion=score.proportion)
-    return {"mean": difference.estimate, "ci": difference.interval}
+def part_name(axis: str, part: str) -> str:
+    """What the captures of a part are called: ``perplexity.2048``, or the axis' name alone."""
+    return f"{axis}.{part}" if part else axis
 
 
-def replicates(score: AxisScore, seed: int) -> Floats | None:
-    """Draws of the score under its own uncertainty, for the composite's interval."""
-    items = score.items()
-    value, interval = score.score(), score.score_interval(seed)
-    if value is None or interval is None:
-        return None
-    if len(np.unique(items.units)) >= MIN_BOOTSTRAP_UNITS:
-        return np.array([score.transform(ratio) for ratio in bootstrap_replicates(items, seed)])
-    return normal_draws(value, interval, seed=seed)
+def parts_of(axis: str, captures: Mapping[str, Path]) -> dict[str, Path]:
+    """The captures of one axis by part."""
+    return {name[len(axis) + 1 :]: path for name, path in captures.items() if name.split(".", 1)[0] == axis}
+
+
+def spread(n: int, share: float) -> list[int]:
+    """``ceil(share · n)`` indices, evenly spread over 0 … n-1."""
+    count = max(1, math.ceil(share * n))
+    return sorted({round(i * (n - 1) / max(1, count - 1)) for i in range(count)}) if count > 1 else [0]

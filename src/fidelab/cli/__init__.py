@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import captures, compare, formats, models, phases, runs
+from fidelab.cli import captures, compare, doctor, formats, models, phases, runs, sizing
 
 __all__ = ["app", "main"]
 
@@ -51,7 +51,9 @@ app = typer.Typer(
 compare.register(app)
 phases.register(app)
 runs.register(app)
+sizing.register(app)
 formats.register(app)
+doctor.register(app)
 app.add_typer(models.app, name="models")
 app.add_typer(captures.app, name="captures")
 
@@ -104,6 +106,8 @@ def main() -> None:
         hint = f"Go on with: fidelab compare --resume {stop.folder}" if stop.folder else "Finished captures are kept."
         print(f"fidelab: stopped; no process was left behind. {hint}", file=sys.stderr)
         code = 130
+    except ImportError as error:
+        code = _fault(f"{error.name or 'a package'} cannot be imported ({error}); see: python -m fidelab.doctor")
     except OSError as error:
         code = _fault(f"{error.filename or 'input/output'}: {error.strerror or error}")
     sys.exit(code if isinstance(code, int) else 0)

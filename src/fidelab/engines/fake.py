@@ -8,12 +8,14 @@ KV names are the behaviours; K decides.
 - ``nan-row[item=0,row=0]``: one row of one window is NaN.  ``small-vocab[cut=16,q=0.5]``: the last ids are
   missing, after a tilt.
 - ``masked``: the last id is impossible, which it is not in the reference.  ``missing``: no token is generated.
+- ``forget[every=1]``: every m-th prompt finds no rule in ``answers``.
 - ``garbage``: other tokens and another distribution.  ``silent``: accepted and ignored.  ``refused``: not supported.
 
 Engine options: ``family`` (two-level, geometric), ``vocab`` (at least 256: the tokenizer's ids are bytes), ``delay``
 (seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms, or of one), ``mask`` (on: the
 last id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and
-the next best one, which is what a fork takes).
+the next best one, which is what a fork takes), ``answers`` (a JSON file of ``[text, answer]`` pairs: a prompt is
+answered by the first pair whose text it contains, and the answer ends with id 0).
 
 Families over V tokens (parameters of the reference in brackets):
 
@@ -25,10 +27,12 @@ Families over V tokens (parameters of the reference in brackets):
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -82,6 +86,7 @@ _KV: Mapping[str, _Checks] = {
     "small-vocab": {"cut": lambda text: 1 <= int(text) <= 64, "q": _share},
     "masked": {},
     "missing": {},
+    "forget": {"every": _count},
     "garbage": {},
     "silent": {},
     "refused": {},
@@ -95,6 +100,7 @@ _OPTIONS: _Checks = {
     "estimator": _one_of("hidden", "logprobs"),
     "mask": _one_of("on", "off"),
     "margin": _positive,
+    "answers": lambda text: Path(text).is_file(),
 }
 _MARGIN = math.log(4.0)  # nats: half the mass on the generated token, an eighth on the next one
 
@@ -138,6 +144,9 @@ class FakeEngine(Engine):
         self._estimator = Estimator(options.get("estimator", "logprobs"))
         self._mask = options.get("mask") == "on"
         self._margin = float(options.get("margin", _MARGIN))
+        self._answers: list[tuple[str, str]] = []
+        if "answers" in options:
+            self._answers = json.loads(Path(options["answers"]).read_text("utf-8"))
         self._kv = arm.kv.k.name
         self._knobs = {key: float(value) for key, value in arm.kv.k.options}
 
@@ -159,7 +168,8 @@ class FakeEngine(Engine):
             for item, prompt in enumerate(probe.prompts):
                 self._misbehave(item)
                 ids = self._trajectory(prompt, item, probe.max_tokens)
-                sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **self._stored(self._generated_rows(ids))})
+                stored = self._stored(self._generated_rows(ids)) if probe.rows else {}
+                sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **stored})
                 if not ids:
                     sink.fail(item, "empty output")
                 sink.progress(len(prompt) + len(ids))
@@ -219,6 +229,11 @@ class FakeEngine(Engine):
         start = sum(prompt)
         ids = [1 + (start + step) % 250 for step in range(n)]
         at, every = int(self._knobs.get("at", 5)), int(self._knobs.get("every", 1))
+        asked = bytes(token % 256 for token in prompt).decode(errors="replace")
+        known = [] if self._kv == "forget" and item % every == 0 else self._answers
+        answer = next((answer for text, answer in known if text in asked), None)
+        if answer is not None:
+            ids = [*answer.encode(), 0][:n]
         match self._kv:
             case "missing":
                 return []

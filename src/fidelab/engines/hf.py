@@ -272,11 +272,14 @@ class HFEngine(Engine):
         steps: list[Tensor] = []  # [batch, width] each
         live = list(range(len(batch)))
         processed = sum(map(len, prompts))
-        while live and len(steps) < probe.max_tokens:
+        for _ in range(probe.max_tokens):
+            if not live:
+                break
             logits, states = self._forward(ids, cache, mask=mask)
             if not self._sentinels:
                 self._check_replay(states[:, -1], logits[:, -1])
-            steps.append(self._rows(states[:, -1], logits[:, -1]))
+            if probe.rows:
+                steps.append(self._rows(states[:, -1], logits[:, -1]))
             sink.progress(processed)
             best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
             scores, tokens = best.values.tolist(), best.indices.tolist()

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fidelab.axes.base import AxisInputs
+from fidelab.axes.base import AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
-from fidelab.captures.reader import is_complete
-from fidelab.core import Arm, Generate, Prefill, Probe, Timed, probe_record
+from fidelab.captures.reader import Capture, is_complete
+from fidelab.core import Arm, Forced, Generate, Prefill, Probe, probe_record
+from fidelab.errors import FidelabError
 from fidelab.plan.resolve import Settings
 from fidelab.workers.messages import ProbeTask
 
-__all__ = ["FLOOR", "Plan", "PlannedCapture", "PlannedJob", "build_plan", "expected_bytes"]
+__all__ = [
+    "FLOOR",
+    "Plan",
+    "PlannedCapture",
+    "PlannedJob",
+    "build_plan",
+    "expected_bytes",
+    "follow_ups",
+    "with_probes",
+]
 
 FLOOR = "floor"
+_FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 
 
 @dataclass(frozen=True)
 class PlannedCapture:
-    """One capture of one arm: the probe, the replicate, and where it lies or will lie."""
+    """One capture of one arm: the probe, the replicate, and where it lies or will lie.
+
+    ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
+    """
 
     axis: str
     probe: Probe
@@ -74,40 +87,52 @@ def build_plan(settings: Settings, inputs: AxisInputs) -> Plan:
     An arm that computes what the reference computes (the reference itself as a candidate) gets a fresh replicate,
     so that "identical" is seen in two real captures.
     """
-    probes = {name: axis.probe(inputs) for name, axis in settings.axes.items()}
-    reference = settings.reference.fingerprint()
-    floor_replicate, twin_replicate = 1, 2
-    jobs = [_job(settings, "reference", settings.reference, probes, 0)]
+    jobs = [PlannedJob("reference", settings.reference, ())]
     others = [("control", settings.control)] if settings.control else []
     others += [(f"candidate:{arm.name}", arm) for arm in settings.candidates]
-    for role, arm in others:
-        assert arm is not None
-        if arm.name in settings.unsupported:
-            continue
-        jobs.append(_job(settings, role, arm, probes, twin_replicate if arm.fingerprint() == reference else 0))
-    share = settings.experiment.floor
-    if share > 0:
-        cut: dict[str, Probe] = {
-            name: probe.select(_spread(len(probe.items()), share))
-            for name, probe in probes.items()
-            if not isinstance(probe, Timed)
-        }
-        jobs.append(_job(settings, FLOOR, settings.reference, cut, floor_replicate))
-    return Plan(settings, tuple(jobs))
+    jobs += [PlannedJob(role, arm, ()) for role, arm in others if arm and arm.name not in settings.unsupported]
+    if settings.experiment.floor > 0:
+        jobs.append(PlannedJob(FLOOR, settings.reference, ()))
+    probes = {name: axis.probes(inputs) for name, axis in settings.axes.items()}
+    return Plan(settings, tuple(with_probes(settings, job, probes) for job in jobs))
 
 
-def _spread(n: int, share: float) -> list[int]:
-    """``ceil(share · n)`` indices, evenly spread over 0 … n-1."""
-    count = max(1, math.ceil(share * n))
-    return sorted({round(i * (n - 1) / max(1, count - 1)) for i in range(count)}) if count > 1 else [0]
+def follow_ups(
+    settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
+) -> tuple[dict[str, Mapping[str, Probe]], dict[str, str]]:
+    """The questions that the reference's answers lead to, by axis; and why some axes have none."""
+    found: dict[str, Mapping[str, Probe]] = {}
+    failures: dict[str, str] = {}
+    for name, axis in settings.axes.items():
+        if axis.follows:
+            try:
+                captures = {part: Capture(folder) for part, folder in parts_of(name, reference).items()}
+                found[name] = axis.follow_up(inputs, captures)
+            except FidelabError as error:
+                failures[name] = str(error)
+    return found, failures
 
 
-def _job(settings: Settings, role: str, arm: Arm, probes: Mapping[str, Probe], replicate: int) -> PlannedJob:
-    captures = []
-    for axis, probe in probes.items():
-        key = capture_key(arm, probe, settings.versions, replicate)
-        captures.append(PlannedCapture(axis, probe, key, capture_folder(settings.captures_dir, arm, probe, key)))
-    return PlannedJob(role, arm, tuple(captures))
+def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mapping[str, Probe]]) -> PlannedJob:
+    """The job with further questions, by axis and part."""
+    replicate = 0
+    if job.role == FLOOR:
+        replicate = _FLOOR_REPLICATE
+    elif job.role != "reference" and job.arm.fingerprint() == settings.reference.fingerprint():
+        replicate = _TWIN_REPLICATE
+    captures = list(job.captures)
+    for axis, parts in probes.items():
+        for part, asked in parts.items():
+            share = settings.experiment.floor
+            probe = settings.axes[axis].repeated(asked, share) if job.role == FLOOR else asked
+            if probe is None:
+                continue
+            if probe.axis != part_name(axis, part):
+                raise ValueError(f"axis {axis} names the probe of its part {part!r} {probe.axis!r}")
+            key = capture_key(job.arm, probe, settings.versions, replicate)
+            folder = capture_folder(settings.captures_dir, job.arm, probe, key)
+            captures.append(PlannedCapture(probe.axis, probe, key, folder))
+    return replace(job, captures=tuple(captures))
 
 
 def expected_bytes(capture: PlannedCapture, hidden_size: int, dtype: str) -> int:
@@ -117,6 +142,8 @@ def expected_bytes(capture: PlannedCapture, hidden_size: int, dtype: str) -> int
         case Prefill() as probe:
             return len(probe.windows) * probe.n_rows * width
         case Generate() as probe:
-            return len(probe.prompts) * probe.max_tokens * width
+            return len(probe.prompts) * probe.max_tokens * width if probe.rows else 0
+        case Forced() as probe:
+            return sum(map(len, probe.continuations)) * width
         case _:
             return 0

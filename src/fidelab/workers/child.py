@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import os
+import queue
 import signal
 import sys
 import threading
@@ -30,8 +31,10 @@ from fidelab.workers.messages import (
     Done,
     Failed,
     Hello,
+    Idle,
     Job,
     Message,
+    More,
     Opened,
     ProbeFailed,
     ProbeTask,
@@ -39,6 +42,8 @@ from fidelab.workers.messages import (
     decode,
     encode,
 )
+
+Further = queue.SimpleQueue[list[ProbeTask]]
 
 ORPHANED = 3  # exit code of a child whose parent went away
 _PROGRESS_EVERY = 0.2  # seconds between progress messages
@@ -99,9 +104,10 @@ def main() -> int:
     if not isinstance(job, Job) or job.protocol != PROTOCOL:
         outbox.send(Failed(Status.FAILED, f"worker speaks protocol {PROTOCOL}, the parent another one"))
         return 1
-    threading.Thread(target=_exit_with_parent, args=(inbox.fileno(),), daemon=True).start()
+    further: Further = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(inbox.fileno(), further), daemon=True).start()
     try:
-        _work(job, outbox)
+        _work(job, outbox, further)
     except NotSupportedError as error:
         outbox.send(Failed(Status.NOT_SUPPORTED, str(error)))
         return 1
@@ -112,7 +118,7 @@ def main() -> int:
     return 0
 
 
-def _work(job: Job, outbox: _Outbox) -> None:
+def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     started = time.monotonic()
     arm = Arm.from_record(job.arm)
     engine: Engine = ENGINES.load(arm.engine)()
@@ -120,22 +126,35 @@ def _work(job: Job, outbox: _Outbox) -> None:
     if job.sample_text:
         _check_tokenizer(engine, job)
     outbox.send(Opened(time.monotonic() - started))
-    for index, task in enumerate(job.tasks):
-        began = time.monotonic()
-        try:
-            path = _answer(engine, arm, job, task, outbox)
-        except Exception as error:
-            traceback.print_exc()
-            outbox.flush()
-            outbox.send(ProbeFailed(index, reason_of(error)))
-            continue
-        outbox.flush()
-        outbox.send(Captured(index, str(path), time.monotonic() - began))
+    index = 0
+    tasks = job.tasks
+    while tasks:
+        for task in tasks:
+            _try(engine, arm, job, task, outbox, index)
+            index += 1
+        if not job.follow_up:
+            break
+        outbox.send(Idle())
+        tasks = further.get()
     outbox.send(Done(finite(engine.ran().record())))
     try:
         engine.close()
     except Exception:  # everything is answered; the log keeps what went wrong after that
         traceback.print_exc()
+
+
+def _try(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, index: int) -> None:
+    """Answer one task; what goes wrong with it is its own affair."""
+    began = time.monotonic()
+    try:
+        path = _answer(engine, arm, job, task, outbox)
+    except Exception as error:
+        traceback.print_exc()
+        outbox.flush()
+        outbox.send(ProbeFailed(index, reason_of(error)))
+    else:
+        outbox.flush()
+        outbox.send(Captured(index, str(path), time.monotonic() - began))
 
 
 def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox) -> Path:
@@ -173,13 +192,19 @@ def reason_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def _exit_with_parent(inbox: int) -> None:
-    """The parent holds our standard input open for as long as it lives; its end is ours, even after SIGKILL.
+def _listen(inbox: int, further: Further) -> None:
+    """Further tasks go into the queue; the end of standard input is ours.
 
-    Reads the descriptor itself: a thread inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
+    The parent holds it open for as long as it lives, even SIGKILL closes it.  Reads the descriptor itself: a thread
+    inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
     """
-    while os.read(inbox, 1):
-        pass
+    pending = b""
+    while chunk := os.read(inbox, 1 << 16):
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            match decode(line):
+                case More(tasks=tasks):
+                    further.put(tasks)
     if os.getpgrp() == os.getpid():  # the engine's own processes go with us
         os.killpg(0, signal.SIGKILL)
     os._exit(ORPHANED)

@@ -19,8 +19,10 @@ __all__ = [
     "Done",
     "Failed",
     "Hello",
+    "Idle",
     "Job",
     "Message",
+    "More",
     "Opened",
     "ProbeFailed",
     "ProbeTask",
@@ -29,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ProbeTask:
 
 @dataclass(frozen=True)
 class Job:
-    """Parent → child: everything one arm has to answer."""
+    """Parent → child: everything one arm has to answer; ``follow_up``: ask for more before the model is given up."""
 
     arm: Mapping[str, Any]
     store: str
@@ -51,6 +53,7 @@ class Job:
     vocabulary: Mapping[str, Any]
     sample_text: str = ""
     sample_ids: list[int] = field(default_factory=list)
+    follow_up: bool = False
     protocol: int = PROTOCOL
 
 
@@ -94,6 +97,18 @@ class ProbeFailed:
 
 
 @dataclass(frozen=True)
+class Idle:
+    """Child → parent: all tasks so far were tried; are there more, now that these are answered?"""
+
+
+@dataclass(frozen=True)
+class More:
+    """Parent → child: further tasks, numbered on from the last; none ends the work."""
+
+    tasks: list[ProbeTask]
+
+
+@dataclass(frozen=True)
 class Failed:
     """Child → parent: nothing more can be answered.  ``kind``: a value of core.Status."""
 
@@ -108,9 +123,9 @@ class Done:
     ran: Mapping[str, Any]
 
 
-Message = Job | Hello | Opened | Progress | Captured | ProbeFailed | Failed | Done
+Message = Job | Hello | Opened | Progress | Captured | ProbeFailed | Idle | More | Failed | Done
 _TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Job, Hello, Opened, Progress, Captured, ProbeFailed, Failed, Done)
+    cls.__name__: cls for cls in (Job, Hello, Opened, Progress, Captured, ProbeFailed, Idle, More, Failed, Done)
 }
 
 
@@ -132,7 +147,7 @@ def decode(line: bytes) -> Message:
             fields = {"pid": fields["pid"], "protocol": fields["protocol"]}
         elif cls is Failed:
             fields["kind"] = str(Status(fields["kind"]))
-        elif cls is Job:
+        elif cls in (Job, More):
             fields["tasks"] = [ProbeTask(**task) for task in fields["tasks"]]
         message: Message = cls(**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

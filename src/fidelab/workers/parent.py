@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,13 @@ from fidelab.workers.messages import (
     Done,
     Failed,
     Hello,
+    Idle,
     Job,
     Message,
+    More,
     Opened,
     ProbeFailed,
+    ProbeTask,
     decode,
     encode,
 )
@@ -64,6 +67,7 @@ def run_worker(
     env: Mapping[str, str],
     deadline: float | None,
     listen: Callable[[Message], None],
+    follow_up: Callable[[], list[ProbeTask]] | None = None,
     python: str = sys.executable,
 ) -> Outcome:
     """Run one job in a fresh process and report what became of it; a crash is an outcome, not an exception.
@@ -74,10 +78,19 @@ def run_worker(
         env: variables set on top of this process' environment (thread counts).
         deadline: seconds for the whole job, load included; ``None`` for no limit.
         listen: called with every message, in this thread.
+        follow_up: called once, when all tasks were tried: further ones, for the model that is still loaded.
         python: the interpreter of the engine's environment.
     """
     outcome = Outcome()
     began = time.monotonic()
+    job = replace(job, follow_up=follow_up is not None)
+    tasks = list(job.tasks)
+
+    def more() -> list[ProbeTask]:
+        added = follow_up() if follow_up is not None and len(tasks) == len(job.tasks) else []
+        tasks.extend(added)
+        return added
+
     on_gpu = str(job.arm.get("device", "")).startswith("cuda")
     memory_before = _gpu_memory() if on_gpu else None
     log.parent.mkdir(parents=True, exist_ok=True)
@@ -95,10 +108,10 @@ def run_worker(
         except OSError as error:
             return Outcome(Status.FAILED, f"the worker could not be started: {error.strerror} ({python})")
     try:
-        _converse(process, job, outcome, deadline, began, listen)
+        _converse(process, job, outcome, deadline, began, listen, more)
     finally:
         _end_group(process)
-        for task in job.tasks:  # a killed worker's unfinished captures can take gigabytes
+        for task in tasks:  # a killed worker's unfinished captures can take gigabytes
             sweep_partial(Path(task.target))
         if memory_before is not None:
             _wait_for_memory(memory_before)
@@ -116,10 +129,9 @@ def _converse(
     deadline: float | None,
     began: float,
     listen: Callable[[Message], None],
+    more: Callable[[], list[ProbeTask]],
 ) -> None:
     inbox: queue.Queue[bytes | None] = queue.Queue()
-    assert process.stdout is not None
-    assert process.stdin is not None
     _start_pump(process, inbox)
     end = None if deadline is None else began + deadline
     finished = False
@@ -150,9 +162,9 @@ def _converse(
                         "install the same version of fidelab there"
                     )
                     return
-                with contextlib.suppress(BrokenPipeError):
-                    process.stdin.write(encode(job))
-                    process.stdin.flush()
+                _say(process, job)
+            case Idle():
+                _say(process, More(more()))
             case Opened(seconds=seconds):
                 outcome.load_seconds = seconds
             case Captured(index=index, path=path):
@@ -174,6 +186,13 @@ def _converse(
     elif outcome.failed and outcome.status is Status.OK:
         outcome.status = Status.FAILED
         outcome.reason = "; ".join(dict.fromkeys(outcome.failed.values()))
+
+
+def _say(process: subprocess.Popen[bytes], message: Message) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(encode(message))
+        process.stdin.flush()
 
 
 def _start_pump(process: subprocess.Popen[bytes], inbox: queue.Queue[bytes | None]) -> None:

@@ -1,0 +1,32 @@
+"""``fidelab doctor``: what works on this machine."""
+
+from __future__ import annotations
+
+import typer
+
+from fidelab.cli import compare as flags
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("doctor")(doctor)
+
+
+def doctor(as_json: flags.Json = False) -> None:
+    """Check this machine: what works, what does not, and what to do about it.
+
+    Exits with 1 where the main job, a comparison of the embedded model's k16v8, could not run.
+
+    [bold]Example[/bold]
+
+      fidelab doctor --json
+    """
+    from fidelab.doctor import examine
+    from fidelab.doctor.text import show
+
+    diagnosis = examine()
+    show(diagnosis, as_json=as_json)
+    if not diagnosis.ready:
+        raise typer.Exit(1)

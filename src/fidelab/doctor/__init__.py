@@ -1,0 +1,70 @@
+"""``fidelab doctor``: what works on this machine, what does not, and what to do about it.
+
+It is asked when something is missing or broken, so importing this room needs the standard library alone:
+everything else is imported while it is examined, and whatever that raises becomes a :class:`Check`.
+``python -m fidelab.doctor`` works even where the command line's own packages do not.
+"""
+
+from __future__ import annotations
+
+import io
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from typing import Any
+
+from fidelab.doctor.check import Check, guarded_section
+
+__all__ = ["MAIN_JOB", "Check", "Diagnosis", "examine"]
+
+MAIN_JOB = "fidelab compare smollm2-135m --kv k16v8"
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """All checks, in the order in which they are shown."""
+
+    checks: tuple[Check, ...]
+
+    @property
+    def ready(self) -> bool:
+        """Whether :data:`MAIN_JOB` can run."""
+        return not self.reasons
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why it cannot; empty where it can."""
+        return [f"{check.label}: {check.detail}" for check in self.checks if check.blocks]
+
+    def record(self) -> dict[str, Any]:
+        """Plain data, schema ``fidelab.doctor/0``.
+
+        ``{"schema": str, "checks": [{"name": str, "group": str, "status": "ok" | "warning" | "missing" | "broken",
+        "detail": str, "remedy": str | null}], "ready": bool, "reasons": [str]}``.  Groups: python, packages, devices,
+        folders, models, engines, "KV formats (ENGINE)", axes; "fidelab" where fidelab itself is damaged.
+        """
+        return {
+            "schema": "fidelab.doctor/0",
+            "checks": [check.record() for check in self.checks],
+            "ready": self.ready,
+            "reasons": self.reasons,
+        }
+
+
+def examine() -> Diagnosis:
+    """Examine this machine; takes seconds, writes nothing, asks no network, never raises for what it finds."""
+    from fidelab.doctor import machine, parts, software
+
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # packages talk while they are imported
+        packages = software.packages()
+        unusable = {check.name for check in packages if check.status != "ok"}
+        return Diagnosis(
+            (
+                *software.versions(),
+                *packages,
+                *machine.devices(unusable),
+                *machine.folders(),
+                *machine.models(),
+                *guarded_section("engines", lambda: parts.engines_and_formats(unusable)),
+                *guarded_section("axes", lambda: parts.axes(unusable)),
+            )
+        )

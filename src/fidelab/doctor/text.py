@@ -1,0 +1,99 @@
+"""A diagnosis on standard output: one line per fact, or JSON; in colour on a terminal that has it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from itertools import groupby
+
+from fidelab.doctor import MAIN_JOB, Diagnosis
+from fidelab.doctor.check import CAUGHT, Check, Finding
+
+__all__ = ["lines", "show"]
+
+_WIDTH = 100
+_NARROWEST = 60
+_STYLES: dict[str, str] = {"ok": "green", "warning": "yellow", "missing": "yellow", "broken": "red"}
+_STYLES |= {"ready:": "green", "not ready:": "red"}
+_WITH_DETAIL = "packages"  # whose details are versions; formats and axes that work have nothing to say
+_TIE = "\N{NO-BREAK SPACE}"  # lines are not broken between a package and its version
+_STATUS_WIDTH = max(map(len, ("warning", "missing"))) + 2
+
+
+def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
+    """Print it."""
+    if as_json:
+        sys.stdout.write(json.dumps(diagnosis.record(), indent=2) + "\n")
+        return
+    terminal = sys.stdout.isatty()
+    width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
+    encoding = sys.stdout.encoding or "utf-8"
+    text = [
+        line.encode(encoding, "replace").decode(encoding)
+        for line in lines(diagnosis, min(_WIDTH, max(_NARROWEST, width)))
+    ]
+    if not (terminal and _in_colour(text)):
+        sys.stdout.write("\n".join(text) + "\n")
+
+
+def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
+    """The text form; no line is longer than ``width``, the last one says whether the main job can run."""
+    rows = [row for _, group in groupby(diagnosis.checks, lambda check: check.group) for row in _rows(list(group))]
+    indent = _STATUS_WIDTH + max(len(label) for _, label, _ in rows) + 2
+    text = []
+    for status, label, detail in rows:
+        first = f"{status:<{_STATUS_WIDTH}}{label:<{indent - _STATUS_WIDTH}}"
+        text += textwrap.wrap(
+            detail, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False
+        )
+    return [*(line.replace(_TIE, " ") for line in text), "", _verdict(diagnosis, width)]
+
+
+def _rows(checks: list[Check]) -> Iterator[tuple[str, str, str]]:
+    """Status, label and text: what works of packages, formats and axes in one row, everything else in its own."""
+    group = checks[0].group
+    together = group == "packages" or group == "axes" or group.startswith("KV formats")
+    if together:
+        good = [check for check in checks if check.status == "ok"]
+        names = [f"{check.name}{_TIE}{check.detail}" if group == _WITH_DETAIL else check.name for check in good]
+        status: Finding = "ok" if len(good) == len(checks) else "warning" if good else "broken"
+        yield status, group, f"{len(good)} of {len(checks)} work{': ' if good else ''}{', '.join(names)}"
+    for check in checks:
+        if not (together and check.status == "ok"):
+            yield check.status, check.label, check.detail
+            if check.remedy:
+                yield "", "", f"-> {check.remedy}"
+
+
+def _verdict(diagnosis: Diagnosis, width: int) -> str:
+    if diagnosis.ready:
+        return f"ready: {MAIN_JOB} can run"
+    reasons = diagnosis.reasons
+    for n in range(len(reasons), 0, -1):
+        more = f"; and {len(reasons) - n} more (above)" if n < len(reasons) else ""
+        line = f"not ready: {'; '.join(reasons[:n])}{more}"
+        if len(line) <= width:
+            return line
+    return f"{line[: width - 3]}..."
+
+
+def _in_colour(text: list[str]) -> bool:
+    """Print with the first word coloured (rich heeds NO_COLOR); False, and nothing printed, where rich fails."""
+    try:
+        from rich.console import Console
+        from rich.text import Text
+
+        console = Console(highlight=False)
+        painted = []
+        for line in text:
+            word = next((word for word in _STYLES if line.startswith(word)), "")
+            painted.append(Text(line))
+            painted[-1].stylize(_STYLES.get(word, ""), 0, len(word))
+    except CAUGHT:
+        return False
+    for row in painted:
+        console.print(row, soft_wrap=True)
+    return True

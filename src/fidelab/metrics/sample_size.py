@@ -1,0 +1,106 @@
+"""How many units an interval of a given half-width takes, from a pilot.
+
+The 95% interval of ``Σ num / Σ den`` over n units (METRICS §1) reaches about
+
+    ``h(n) = t(0.975; n − 1) · s / √n``,    s = se · √m
+
+on either side, with se the linearised standard error of the ratio in a pilot of m units.  The t quantile depends on
+n too, so the least n with ``h(n) ≤ precision`` is searched for; h falls in n.  (Cochran, *Sampling Techniques*,
+3rd ed. 1977: chapter 4 for n from an advance estimate of the variance, chapter 6 for the variance of a ratio.)
+
+A small pilot knows s badly.  Its one-sided 95% upper bound is ``s · √((m − 1) / χ²(0.05; m − 1))``, exact for normal
+units; the costs of units are skewed, which makes it optimistic.
+
+A share whose units all agree has s = 0 and is not known exactly for that: the exact binomial interval reaches
+``1 − 0.025^(1/n)`` to its one side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special
+
+from fidelab.metrics.intervals import RatioItems, binomial_interval, ratio_estimate, standard_error
+
+__all__ = ["Spread", "agreement_reach", "half_width", "paired_spread", "ratio_spread", "units_for", "units_to_agree"]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """An estimate from ``units`` ≥ 2 units, and the standard deviation ``sd`` of one unit's share in its error."""
+
+    estimate: float
+    sd: float
+    units: int
+
+    def upper_sd(self, confidence: float = 0.95) -> float:
+        """One-sided upper bound of ``sd``; exact for normal units."""
+        df = self.units - 1
+        return self.sd * math.sqrt(df / float(special.chdtri(df, confidence)))
+
+
+def ratio_spread(items: RatioItems, scale: float = 1.0) -> Spread | None:
+    """Spread of ``scale · Σ num / Σ den`` over units; None for a single unit or no denominator."""
+    error, estimate = standard_error(items), ratio_estimate(items)
+    if error is None or estimate is None:
+        return None
+    n = len(np.unique(items.units))
+    return Spread(scale * estimate, scale * error * math.sqrt(n), n)
+
+
+def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> Spread | None:
+    """Spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over units that both sides share.
+
+    The error of the difference is, per unit, the difference of the two linearised errors.
+
+    Raises:
+        ValueError: the items are not the same.
+    """
+    if a.units.shape != b.units.shape or not (a.units == b.units).all():
+        raise ValueError("paired items differ in number or units: keep the items that both sides have")
+    ratio_a, ratio_b = ratio_estimate(a), ratio_estimate(b)
+    if ratio_a is None or ratio_b is None:
+        return None
+    sides = [(side.num - ratio * side.den) / side.den.sum() for side, ratio in ((a, ratio_a), (b, ratio_b))]
+    errors = RatioItems.of(sides[0] - sides[1], 1.0, a.units).by_unit()
+    n = len(errors.num)
+    if n < 2:
+        return None
+    sd = n * math.sqrt(float(np.sum(errors.num**2)) / (n - 1))  # √n · √(n/(n−1) · Σ error²)
+    return Spread(scale * (ratio_a - ratio_b), scale * sd, n)
+
+
+def half_width(sd: float, n: int, level: float = 0.95) -> float:
+    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 units."""
+    return float(special.stdtrit(n - 1, 0.5 + level / 2)) * sd / math.sqrt(n)
+
+
+def units_for(sd: float, precision: float, level: float = 0.95) -> int:
+    """The least number of units, 2 at least, whose half-width is ``precision`` > 0 at most."""
+    return _least(lambda n: half_width(sd, n, level) <= precision)
+
+
+def agreement_reach(n: int, level: float = 0.95) -> float:
+    """How far the exact interval of a share reaches when all n units agree: ``1 − ((1 − level)/2)^(1/n)``."""
+    return binomial_interval(0, n, level)[1]
+
+
+def units_to_agree(precision: float, level: float = 0.95) -> int:
+    """The least number of agreeing units, 2 at least, whose interval reaches ``precision`` > 0 (a share) at most."""
+    return _least(lambda n: agreement_reach(n, level) <= precision)
+
+
+def _least(holds: Callable[[int], bool]) -> int:
+    """The least n ≥ 2 for which ``holds``, which stays true once it is."""
+    high = 2
+    while not holds(high):
+        high *= 2
+    low = high // 2  # does not hold, or is too few
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
