@@ -2,3 +2,14 @@
 
 Nothing here measures or judges: the axes bring the numbers, the conductor the verdicts.
 """
+
+from fidelab.registry import Registry
+
+FACES = Registry(
+    "face",
+    {
+        "html": "fidelab.report.notebook:render_notebook",
+        "markdown": "fidelab.report.markdown:render_markdown",
+    },
+)
+"""How a report shows itself in Python: the room ``report`` knows how, and this one does not import it."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self
 
 from pydantic import (
     AfterValidator,
@@ -24,7 +24,11 @@ from pydantic import (
 
 from fidelab.core import Estimator, FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
+from fidelab.results import FACES
 from fidelab.results.panels import Divergence, Panel, Record
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 __all__ = [
     "SCHEMA",
@@ -406,6 +410,24 @@ class Report(Record):
         """Strict JSON, indented, ending in a newline."""
         plain = self.model_dump(mode="json", by_alias=True)
         return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def to_pandas(self) -> pd.DataFrame:
+        """One row per arm: reference, control, candidates, floor; :mod:`fidelab.results.export` names the columns.
+
+        Raises:
+            UsageError: pandas is not installed.
+        """
+        from fidelab.results.export import build_frame
+
+        return build_frame(self)
+
+    def to_markdown(self) -> str:
+        """A section for a model card, in GitHub-flavoured Markdown, without headings."""
+        return str(FACES.load("markdown")(self))
+
+    def _repr_html_(self) -> str:
+        """What notebooks show."""
+        return str(FACES.load("html")(self))
 
     @classmethod
     def from_json(cls, path: str | Path) -> Report:

@@ -1,0 +1,123 @@
+"""A report as a section of a model card, in GitHub-flavoured Markdown, without headings.
+
+Names stand in code spans, all other text is escaped: nothing from models, logs and configs becomes markup, a link or
+another cell.  Addresses stand in code spans too: renderers make links of them, some after escapes are undone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from fidelab.report.numbers import ABSENT, format_count, one_line
+from fidelab.report.view import ArmRow, View, build_view
+from fidelab.results.record import Report
+
+__all__ = ["render_markdown"]
+
+_COLUMNS = ("arm", "verdict", "KLD (nats)", "over control", "p99", "top-1", "trajectory", "bytes/token")
+_LEGEND = (
+    "KLD: mean KL divergence from the reference per position, ± half of its 95% interval; its upper end sets the "
+    "verdict. Over control: the paired excess over the arm that should cost nothing. Trajectory: share of greedy "
+    "tokens before the paths part, 0–100 with its 95% interval; it never sets the verdict."
+)
+_MARKUP = re.compile(r"[\\`*\[\]<~$&|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
+_ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
+
+
+def render_markdown(report: Report) -> str:
+    """The section; ends in a newline."""
+    view = build_view(report)
+    parts = [
+        _opening(report, view),
+        _bullets(f"failed: {_text(line)}" for line in view.failures),
+        _table(view.rows),
+        _bullets(f"{_code(row.name)}: {_text(row.sentence)}" for row in view.candidates),
+        _LEGEND,
+        _bullets(_text(line) for line in (view.control, view.floor, view.ranking) if line),
+        "To repeat:",
+        _fence(view.command),
+        f"Made with fidelab {_text(view.version)} on {report.created.date().isoformat()}.",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _opening(report: Report, view: View) -> str:
+    """What was compared, on which text and by which protocol, in one sentence."""
+    engines = ", ".join(_code(name) for name in dict.fromkeys(row.engine for row in view.rows))
+    n = len(view.candidates)
+    compared = f"{n} configuration{'' if n == 1 else 's'} of {_code(_public(view.rows[0].model))} on {engines}"
+    return f"{compared}, compared with the reference {_code(view.rows[0].name)}{_protocol(report.settings)}."
+
+
+def _protocol(settings: Mapping[str, Any]) -> str:
+    """Text, windows and prompts, as far as the settings name them."""
+    axes = _mapping(settings.get("axes"))
+    parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
+    if "windows" in (kld := _mapping(axes.get("kld"))):
+        size = f" of {_setting(kld['n_ctx'])} tokens" if "n_ctx" in kld else ""
+        protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
+        parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}")
+    if greedy := _mapping(axes.get("trajectory")):
+        limit = f"{_setting(greedy['limit'])} prompts" if greedy.get("limit") is not None else "all prompts"
+        length = f" with up to {_setting(greedy['n_predict'])} tokens each" if "n_predict" in greedy else ""
+        parts.append(f"trajectory over {limit}{length}")
+    return f": {'; '.join(parts)}" if parts else ""
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _setting(value: Any) -> str:
+    return format_count(value) if isinstance(value, int) else _code(_public(str(value)))
+
+
+def _public(name: str) -> str:
+    """A name as it is, an absolute path by its last part: cards are published, folders are nobody's business."""
+    path = PurePath(name)
+    return path.name if path.is_absolute() else name
+
+
+def _table(rows: Iterable[ArmRow]) -> str:
+    lines = [_COLUMNS, (":--", ":--", *["--:"] * (len(_COLUMNS) - 2)), *(_cells(row) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def _cells(row: ArmRow) -> tuple[str, ...]:
+    verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
+    figures = (str(row.kld), str(row.excess), row.p99, row.top1, str(row.trajectory), row.cache_bytes)
+    return (_code(row.name).replace("|", "\\|"), *(_text(cell) for cell in (verdict, *figures)))
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def _text(text: str) -> str:
+    """Text that is shown as it is."""
+    return " ".join(_code(word) if _ADDRESS.search(word) else _MARKUP.sub(r"\\\g<0>", word) for word in text.split(" "))
+
+
+def _code(text: str) -> str:
+    """A code span, delimited by more backticks than the text has in a row."""
+    text = one_line(text).replace("\\|", "\\ |")  # renderers disagree on which sign the backslash belongs to
+    if not text:
+        return ABSENT
+    ticks = "`" * (_longest_run(text) + 1)
+    pad = " " if "`" in (text[0], text[-1]) else ""
+    return f"{ticks}{pad}{text}{pad}{ticks}"
+
+
+def _fence(text: str) -> str:
+    """A code block that nothing in the text ends."""
+    lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
+    shown = "\n".join("".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
+    ticks = "`" * max(3, _longest_run(shown) + 1)
+    return f"{ticks}\n{shown}\n{ticks}"
+
+
+def _longest_run(text: str) -> int:
+    return max((len(run) for run in re.findall("`+", text)), default=0)

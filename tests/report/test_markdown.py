@@ -1,0 +1,144 @@
+"""The model card's section: no text from outside becomes markup, whatever reads it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+from markdown_it import MarkdownIt
+from markdown_it.token import Token
+
+from fidelab.report.markdown import render_markdown
+from fidelab.report.numbers import one_line
+from fidelab.results.record import Axes, Report
+from tests.report.hostile import TEXTS, hostile_report
+from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis
+
+COLUMNS = 8
+MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "fence", "inline"} | {
+    "text",
+    "code_inline",
+}
+
+
+def tokens(report: Report) -> list[Token]:
+    """What a CommonMark reader with tables, strikethrough and HTML sees; inline tokens follow their block."""
+    reader = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+    return list(
+        chain.from_iterable((token, *(token.children or ())) for token in reader.parse(render_markdown(report)))
+    )
+
+
+def kinds(report: Report) -> set[str]:
+    return {re.sub(r"_(open|close)$", "", token.type) for token in tokens(report)}
+
+
+def rows(report: Report) -> list[list[str]]:
+    """The table by the letter: lines cut at pipes that no backslash precedes."""
+    table = next(block for block in render_markdown(report).split("\n\n") if block.startswith("|"))
+    return [re.split(r"(?<!\\)\|", line)[1:-1] for line in table.split("\n")]
+
+
+def spans(report: Report) -> Iterator[str]:
+    return (token.content for token in tokens(report) if token.type == "code_inline")
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_hostile_text_adds_no_markup(text: str) -> None:
+    assert kinds(hostile_report(text)) <= MARKUP
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_hostile_names_neither_add_nor_end_a_cell(text: str) -> None:
+    report = hostile_report(text)
+    table = rows(report)
+    assert [len(cells) for cells in table] == [COLUMNS] * (2 + 2 + len(report.candidates))
+    assert [cell.strip() for row in table[2:4] for cell in row[1:2]] == ["reference", "control"]
+    assert not re.search(r"\\\\\|", "\n".join("|".join(row) for row in table))  # read in two ways by readers
+    assert sum(token.type in ("th_open", "td_open") for token in tokens(report)) == COLUMNS * (len(table) - 1)
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_hostile_names_are_shown_as_they_are(text: str) -> None:
+    report = hostile_report(text)
+    names = [one_line(arm.name).replace("\\|", "\\ |") for arm in (report.reference, *report.candidates)]
+    assert set(names) <= {content.strip() for content in spans(report)}
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_hostile_sentences_are_shown_as_they_are(text: str) -> None:
+    report = hostile_report(text)
+    lines = ["".join(child.content for child in token.children or ()) for token in tokens(report) if token.children]
+    arm = report.candidates[0]
+    assert arm.verdict is not None
+    assert f"{one_line(arm.name)}: {one_line(text)}".replace("\\|", "\\ |") in [
+        line.replace("\\|", "\\ |") for line in lines
+    ]
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_addresses_stand_only_where_no_reader_makes_links_of_them(text: str) -> None:
+    plain = [token.content for token in tokens(hostile_report(text)) if token.type == "text"]
+    assert not re.search(r"://|www\.|@", "\n".join(plain))
+
+
+@pytest.mark.parametrize("text", TEXTS)
+def test_the_command_is_one_block_whatever_it_holds(text: str) -> None:
+    [block] = [token.content for token in tokens(hostile_report(text)) if token.type == "fence"]
+    shown = "".join(char if char == "\n" or char.isprintable() else "\ufffd" for char in text.replace("\r\n", "\n"))
+    assert block == f"{shown}\n"
+
+
+def test_the_section_has_no_heading_and_no_html() -> None:
+    assert kinds(sample_report()) == MARKUP
+
+
+@pytest.mark.parametrize("word", OUTCOMES)
+def test_every_outcome_is_shown(word: str) -> None:
+    assert word in render_markdown(sample_report())
+
+
+def test_a_row_holds_the_figures_of_its_arm() -> None:
+    axes = Axes(kld=kld_axis(0.0312, 0.00624, control=0.00003), trajectory=trajectory_axis(70.3, 12.1))
+    [_, _, _, _, row] = rows(sample_report(candidates=(candidate("q8_0", 0.0312, "PASS", 23040, "safe", axes=axes),)))
+    cells = ["PASS", "0.0312 ± 0.0062", "+0.0312 ± 0.0062", "0.281", "96.97%", "70.3 (58–82)", "23,040"]
+    assert [cell.strip() for cell in row[1:]] == cells
+
+
+def test_one_sentence_says_what_was_compared() -> None:
+    axes = {"kld": {"windows": 32, "n_ctx": 512, "protocol": "half"}, "trajectory": {"limit": None, "n_predict": 64}}
+    opening = render_markdown(sample_report(settings={"text": "default", "axes": axes})).split("\n\n")[0]
+    assert opening == (
+        "7 configurations of `SmolLM2-135M-Instruct` on `hf`, compared with the reference `f32`: text `default`; "
+        "KLD over 32 windows of 512 tokens (protocol `half`); trajectory over all prompts with up to 64 tokens each."
+    )
+
+
+def test_absolute_paths_are_shown_by_their_last_part() -> None:
+    report = sample_report(
+        reference=arm("f32", model="/home/somebody/m.gguf"), settings={"text": "/home/somebody/t.txt"}
+    )
+    opening = render_markdown(report).split("\n\n")[0]
+    assert opening == "7 configurations of `m.gguf` on `hf`, compared with the reference `f32`: text `t.txt`."
+
+
+@pytest.mark.parametrize("settings", [{}, {"axes": ["kld"]}, {"axes": {"kld": {}, "trajectory": {"limit": [1]}}}])
+def test_settings_of_another_form_do_not_matter(settings: dict[str, object]) -> None:
+    assert "compared with the reference `f32`" in render_markdown(sample_report(settings=settings))
+
+
+def test_failures_floor_control_and_version_are_told() -> None:
+    text = render_markdown(sample_report())
+    for told in ("12 of 8,160 positions failed", "- control bf16", "- floor (reference", "fidelab 0.1.0 on 2026-05-04"):
+        assert told in text
+
+
+def test_an_empty_report_renders() -> None:
+    assert len(rows(sample_report(candidates=(), control=None))) == 3
+
+
+def test_the_report_writes_its_section() -> None:
+    report = sample_report()
+    assert report.to_markdown() == render_markdown(report)

@@ -1,0 +1,96 @@
+"""The examples run as scripts, and what they print follows from the run that they leave."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pyarrow.parquet as pq
+import pytest
+
+from fidelab.results.record import Report
+from fidelab.results.store import RunFolder
+from tests.report.sample import sample_report
+from tests.runs.harness import write_inputs
+
+SCRIPT = Path(__file__).parents[1] / "examples" / "compare_kv_formats.py"
+FAKE = ("--model", "fake", "--engine", "fake", "--dtype", "auto", "--reference", "exact", "--n-ctx", "16")
+INPUTS = ("--text", "text.txt", "--prompts", "prompts.txt", "--windows", "4", "--limit", "2", "--n-predict", "8")
+
+
+def run(cwd: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """The script in a process of its own."""
+    return subprocess.run([sys.executable, str(SCRIPT), *words], cwd=cwd, capture_output=True, text=True, check=False)
+
+
+def section(out: str, title: str) -> str:
+    """What stands below a title of the script's output."""
+    return next(part for part in f"\n{out}".split("\n# ") if part.startswith(title)).split("\n\n", 1)[1]
+
+
+def left(cwd: Path) -> tuple[Report, RunFolder]:
+    """The run that the script made."""
+    [folder] = (cwd / "runs").glob("2*")
+    return Report.from_json(folder / "report.json"), RunFolder.open(folder)
+
+
+@pytest.fixture(scope="module")
+def fake(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The script on the fake engine, and what it printed: three candidates of which two cost little or nothing."""
+    cwd = tmp_path_factory.mktemp("example")
+    write_inputs(cwd)
+    done = run(cwd, *FAKE, *INPUTS, "--kv", "tilt[q=0.52]", "tilt[q=0.9]", "exact")
+    assert done.returncode == 0, done.stderr
+    return cwd, done.stdout
+
+
+def test_the_model_card_is_that_of_the_run(fake: tuple[Path, str]) -> None:
+    report, _ = left(fake[0])
+    assert report.to_markdown() in fake[1]
+
+
+def test_the_frame_shows_every_arm(fake: tuple[Path, str]) -> None:
+    report, _ = left(fake[0])
+    shown = section(fake[1], "As a data frame")
+    assert [arm.name for arm in (report.reference, *report.candidates) if arm.name not in shown] == []
+
+
+def test_the_choice_is_the_smallest_near_lossless_cache() -> None:
+    smallest = runpy.run_path(str(SCRIPT))["smallest"]
+    report = sample_report()
+    assert smallest(report.to_pandas()) == "k16v8: 34,560 bytes per token, 38% of the reference's"
+    assert smallest(sample_report(candidates=report.candidates[1:3]).to_pandas()) == "none of the candidates"
+
+
+def test_the_worst_positions_have_the_largest_kl_of_their_arm(tmp_path: Path) -> None:
+    kl = [0.1, None, 0.3, 0.2, 9.0, 0.0, 0.0]
+    pd.DataFrame({"arm": [*"aaaab", *"cc"], "position": range(7), "kl": kl}).to_parquet(tmp_path / "p.parquet")
+    worst = runpy.run_path(str(SCRIPT))["worst_positions"](tmp_path / "p.parquet", n=2)
+    assert list(worst["position"]) == [4, 2, 3]
+
+
+def test_the_worst_positions_of_the_run_are_shown(fake: tuple[Path, str]) -> None:
+    kl = pq.read_table(left(fake[0])[1].positions).column("kl").to_pandas()
+    assert f"{kl.max():.6f}" in section(fake[1], "The positions that change most")
+
+
+def test_bad_input_is_one_line(tmp_path: Path) -> None:
+    done = run(tmp_path, "--kv", "int5000", "--reference", "f32", "--model", "no/such/model/here")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("smollm2")
+def test_the_example_runs_on_the_embedded_model(tmp_path: Path) -> None:
+    sizes = ("--windows", "2", "--n-ctx", "128", "--limit", "2", "--n-predict", "8")
+    done = run(tmp_path, "--kv", "k16v8", *sizes)
+    assert done.returncode == 0, done.stderr
+    report, _ = left(tmp_path)
+    assert report.to_markdown() in done.stdout
+    assert "17280.0" in section(done.stdout, "As a data frame")
+    assert 0.0002 < report.to_pandas().set_index("name").loc["k16v8", "kld_mean"] < 0.002
