@@ -44,4 +44,6 @@ def compare(
         "axes": list(axes) if not isinstance(axes, Mapping) else {name: dict(values) for name, values in axes.items()},
         **settings,
     }
-    return execute(validate(data, "compare"), command=f"fidelab.compare({model!r}, …)")[0]
+    given = {name: value for name, value in data.items() if name != "model"}
+    call = ", ".join([repr(model), *(f"{name}={value!r}" for name, value in given.items())])
+    return execute(validate(data, "compare"), command=f"fidelab.compare({call})")[0]

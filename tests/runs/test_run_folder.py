@@ -203,3 +203,16 @@ def test_the_api_raises_what_the_command_line_prints(tmp_path: Path) -> None:
 def test_every_error_of_the_api_is_of_one_family() -> None:
     with pytest.raises(FidelabError, match="unknown key 'widnows'"):
         fidelab.compare("fake", reference="exact", candidates=["tilt"], widnows=3)
+
+
+def test_a_report_can_be_had_as_a_section_for_a_model_card(plain: Done) -> None:
+    done = cli("report", plain.folder, "--markdown", cwd=plain.cwd)
+    assert (done.code, done.err) == (0, "")
+    assert "| arm |" in done.out
+    assert "tilt[q=0.6]" in done.out
+    refused = cli("report", plain.folder, "--markdown", "--json", cwd=plain.cwd)
+    assert (refused.code, refused.out, len(refused.err.splitlines())) == (2, "", 1)
+
+
+def test_the_frontier_is_drawn_on_request(plain: Done) -> None:
+    assert "A tilt[q=0.6]" in cli("report", plain.folder, "--plot", cwd=plain.cwd).out

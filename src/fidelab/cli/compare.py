@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["axis_settings", "experiment_from", "register"]
 
+_WITH_RESUME = ("resume_dir", "fail_under", "as_json", "plot")
+
 # Flags that several commands share, with their help.
 Engine = Annotated[str, typer.Option(help="Engine that runs all arms.")]
 Axes = Annotated[str, typer.Option(help="Axes, separated by commas.")]
@@ -47,6 +49,7 @@ Deadline = Annotated[
 ]
 Seed = Annotated[int, typer.Option(help="Seed of the bootstrap.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+Plot = Annotated[bool, typer.Option("--plot", help="Draw cost against size in characters.")]
 FailUnder = Annotated[
     float | None,
     typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False),
@@ -99,6 +102,7 @@ def compare(
     ] = Path("runs"),
     fail_under: FailUnder = None,
     as_json: Json = False,
+    plot: Plot = False,
     dry_run: DryRun = False,
     resume_dir: Annotated[
         Path | None,
@@ -123,7 +127,7 @@ def compare(
 
     if resume_dir is not None:
         _refuse_others(context)
-        _go_on(resume_dir, fail_under, as_json)
+        _go_on(resume_dir, fail_under, as_json, plot)
         return
     if model is None:
         raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
@@ -150,7 +154,7 @@ def compare(
         **({} if floor else {"floor": 0.0}),
         **({} if deadline is None else {"deadline": deadline}),
     }
-    _launch(experiment_from(data, "compare"), as_json, dry_run)
+    _launch(experiment_from(data, "compare"), as_json, dry_run, plot)
 
 
 def run(
@@ -159,6 +163,7 @@ def run(
         list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")
     ] = None,
     as_json: Json = False,
+    plot: Plot = False,
     dry_run: DryRun = False,
 ) -> None:
     """Run an experiment file; a run's config.resolved.yaml repeats that run.
@@ -171,7 +176,7 @@ def run(
     """
     from fidelab.config.load import load
 
-    _launch(load(experiment, overrides or []), as_json, dry_run)
+    _launch(load(experiment, overrides or []), as_json, dry_run, plot)
 
 
 def experiment_from(data: dict[str, Any], where: str) -> Experiment:
@@ -215,7 +220,7 @@ def axis_settings(
     return chosen
 
 
-def _launch(experiment: Experiment, as_json: bool, dry_run: bool) -> None:
+def _launch(experiment: Experiment, as_json: bool, dry_run: bool, plot: bool) -> None:
     from fidelab.cli.progress import watcher
     from fidelab.run import execute
 
@@ -226,7 +231,7 @@ def _launch(experiment: Experiment, as_json: bool, dry_run: bool) -> None:
         return
     command = shlex.join(["fidelab", *sys.argv[1:]])
     report, folder = execute(experiment, command=command, listener=watcher())
-    show_report(report, as_json=as_json, folder=folder.path)
+    show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, experiment.fail_under)
 
 
@@ -237,16 +242,20 @@ def _refuse_others(context: typer.Context) -> None:
     for parameter in context.command.params:
         name = parameter.name or ""
         source = context.get_parameter_source(name)
-        if name not in ("resume_dir", "fail_under", "as_json") and source is not None and source.name == "COMMANDLINE":
+        if (
+            name not in ("resume_dir", "fail_under", "as_json", "plot")
+            and source is not None
+            and source.name == "COMMANDLINE"
+        ):
             said = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
             raise UsageError(f"--resume takes the run's own settings: leave out {said}")
 
 
-def _go_on(run_dir: Path, fail_under: float | None, as_json: bool) -> None:
+def _go_on(run_dir: Path, fail_under: float | None, as_json: bool, plot: bool) -> None:
     from fidelab.cli.progress import watcher
     from fidelab.config.load import load
     from fidelab.run import resume
 
     report, folder = resume(run_dir, listener=watcher())
-    show_report(report, as_json=as_json, folder=folder.path)
+    show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, fail_under if fail_under is not None else load(folder.config).fail_under)

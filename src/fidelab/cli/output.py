@@ -19,7 +19,7 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def show_report(report: Report, *, as_json: bool, folder: Path | None = None) -> None:
+def show_report(report: Report, *, as_json: bool, folder: Path | None = None, plot: bool = False) -> None:
     """The report on standard output."""
     if as_json:
         sys.stdout.write(report.to_json())
@@ -30,7 +30,7 @@ def show_report(report: Report, *, as_json: bool, folder: Path | None = None) ->
 
     console = Console()
     # a file or a pipe has no width of its own: room for every column
-    render_text(report, console if console.is_terminal else Console(width=100), folder=folder)
+    render_text(report, console if console.is_terminal else Console(width=100), folder=folder, plot=plot)
 
 
 def gate(report: Report, fail_under: float | None) -> None:

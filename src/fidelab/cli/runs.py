@@ -21,7 +21,9 @@ def register(app: typer.Typer) -> None:
     app.command("report")(report)
 
 
-def rescore(run_dir: RunDir, fail_under: flags.FailUnder = None, as_json: flags.Json = False) -> None:
+def rescore(
+    run_dir: RunDir, fail_under: flags.FailUnder = None, as_json: flags.Json = False, plot: flags.Plot = False
+) -> None:
     """Compute all scores of a run again from its captures; needs no engine.
 
     [bold]Example[/bold]
@@ -31,25 +33,37 @@ def rescore(run_dir: RunDir, fail_under: flags.FailUnder = None, as_json: flags.
     from fidelab.run import rescore as run_rescore
 
     result, folder = run_rescore(run_dir)
-    show_report(result, as_json=as_json, folder=folder.path)
+    show_report(result, as_json=as_json, folder=folder.path, plot=plot)
     gate(result, fail_under)
 
 
-def report(run_dir: RunDir, as_json: flags.Json = False) -> None:
+def report(
+    run_dir: RunDir,
+    as_json: flags.Json = False,
+    plot: flags.Plot = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
+) -> None:
     """Show a run's report again, and write its report.html anew.
 
-    [bold]Example[/bold]
+    [bold]Examples[/bold]
 
-      fidelab report runs/20260101-120000-smollm2-135m
+      fidelab report runs/20260101-120000-smollm2-135m --plot
+
+      fidelab report runs/20260101-120000-smollm2-135m --markdown
     """
-    from fidelab.errors import InputError
+    from fidelab.errors import InputError, UsageError
     from fidelab.report.html import write_html
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
+    if markdown and (as_json or plot):
+        raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
     folder = RunFolder.open(run_dir.absolute())
     if not folder.report.is_file():
         raise InputError(f"{run_dir} has no report yet; finish the run with: fidelab compare --resume {run_dir}")
     result = Report.from_json(folder.report)
     write_html(result, folder.html)
-    show_report(result, as_json=as_json, folder=folder.path)
+    if markdown:
+        typer.echo(result.to_markdown(), nl=False)
+        return
+    show_report(result, as_json=as_json, folder=folder.path, plot=plot)

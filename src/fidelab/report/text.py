@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fidelab.report.numbers import ABSENT, one_line
+from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Estimate, View, build_view
 from fidelab.results.record import Report
 
@@ -22,6 +23,7 @@ __all__ = ["render_text", "wrap_name"]
 
 _WIDE = 98
 _NAME_WIDTH = 17
+_PLOT_WIDTH = 100
 _ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d"})
 _STYLES = {
     "excellent": "bold green",
@@ -33,8 +35,8 @@ _STYLES = {
 }
 
 
-def render_text(report: Report, console: Console, *, folder: Path | None = None) -> None:
-    """Print the report; ``folder`` is where its files lie."""
+def render_text(report: Report, console: Console, *, folder: Path | None = None, plot: bool = False) -> None:
+    """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie."""
     view = build_view(report)
     wide = console.width >= _WIDE
 
@@ -57,6 +59,12 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None)
         line(view.ranking)
     if not wide:
         line("narrow terminal: p99, max and top-1 are left out")
+    if plot:
+        line("")
+        for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
+            "no arm has both a KLD and a size"
+        ]:
+            line(drawn)
     if folder is not None:
         # Not wrapped: a path is to be copied.
         console.print(_text(f"files: {one_line(str(folder))}", console), soft_wrap=True)
