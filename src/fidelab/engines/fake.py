@@ -175,7 +175,7 @@ class FakeEngine(Engine):
                 sink.progress(len(prompt) + len(ids))
         else:
             raise NotSupportedError(f"engine fake does not answer {probe.kind} probes")
-        if self._estimator is Estimator.HIDDEN:
+        if self._estimator is Estimator.HIDDEN and not (isinstance(probe, Generate) and not probe.rows):
             return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)})
         return Answer(self._estimator)
 

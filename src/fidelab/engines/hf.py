@@ -123,7 +123,8 @@ class HFEngine(Engine):
             cosines, divergences = zip(*self._sentinels, strict=True)
             facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
         facts["seconds"] = time.monotonic() - began
-        return Answer(Estimator(self._options.get("estimator", "hidden")), **self._head, facts=facts)
+        head = {} if isinstance(probe, Generate) and not probe.rows else self._head
+        return Answer(Estimator(self._options.get("estimator", "hidden")), **head, facts=facts)
 
     def ran(self) -> Ran:
         import torch

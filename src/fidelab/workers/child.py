@@ -17,13 +17,13 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from fidelab.captures.container import Array
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite, probe_from_record
 from fidelab.engines import ENGINES
-from fidelab.engines.base import Engine
+from fidelab.engines.base import Answer, Engine
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.workers.messages import (
     PROTOCOL,
@@ -128,9 +128,10 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     outbox.send(Opened(time.monotonic() - started))
     index = 0
     tasks = job.tasks
+    heads = _Heads(Path(job.store))
     while tasks:
         for task in tasks:
-            _try(engine, arm, job, task, outbox, index)
+            _try(engine, arm, job, task, outbox, index, heads)
             index += 1
         if not job.follow_up:
             break
@@ -143,11 +144,25 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
         traceback.print_exc()
 
 
-def _try(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, index: int) -> None:
+class _Heads:
+    """Heads on disk; an engine that gives the same arrays again has them written and hashed once."""
+
+    def __init__(self, store: Path) -> None:
+        self._store = store
+        self._last: tuple[Answer, dict[str, Any]] | None = None
+
+    def record(self, answer: Answer) -> dict[str, Any]:
+        assert answer.head is not None
+        if self._last is None or self._last[0].head is not answer.head:
+            self._last = (answer, store_head(self._store, answer.head, answer.softcap, answer.scale))
+        return {**self._last[1], "softcap": answer.softcap, "scale": answer.scale}
+
+
+def _try(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, index: int, heads: _Heads) -> None:
     """Answer one task; what goes wrong with it is its own affair."""
     began = time.monotonic()
     try:
-        path = _answer(engine, arm, job, task, outbox)
+        path = _answer(engine, arm, job, task, outbox, heads)
     except Exception as error:
         traceback.print_exc()
         outbox.flush()
@@ -157,13 +172,13 @@ def _try(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, i
         outbox.send(Captured(index, str(path), time.monotonic() - began))
 
 
-def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox) -> Path:
+def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, heads: _Heads) -> Path:
     probe = probe_from_record(task.probe)
     writer = CaptureWriter(Path(task.target), probe, task.key, arm.record(), Vocabulary(**job.vocabulary))
     try:
         answer = engine.answer(probe, _Sink(writer, outbox))
         if answer.head is not None:
-            writer.head(store_head(Path(job.store), answer.head, answer.softcap, answer.scale))
+            writer.head(heads.record(answer))
         return writer.finish(answer.estimator, engine.ran().record(), answer.facts)
     except BaseException:
         writer.abort()
