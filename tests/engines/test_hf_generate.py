@@ -35,6 +35,36 @@ def forwards(engine: Any) -> list[dict[str, Any]]:
 # -------------------------------------------------------------------------------------- batches and padding
 
 
+HEAD = tiny.tokens(20, 7)
+SHARING = tuple((*HEAD, *tiny.tokens(n, 30 + n)) for n in (3, 9, 1, 9))
+
+
+@pytest.mark.parametrize("kv", ["f32", "fp8_e4m3", "int4", "int4[skip-layers=0]"])
+@pytest.mark.parametrize("kind", ["llama", "phi3", "cohere"])
+def test_what_all_prompts_begin_with_is_computed_once_and_changes_nothing(
+    kv: str, kind: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, apart, together = tiny.opened(checkpoint(kind), kv), Answers(), Answers()
+    engine.answer(asked(batch=4, prompts=SHARING), apart)
+    monkeypatch.setattr("fidelab.engines.hf._SHARED_PREFIX", 16)
+    seen = forwards(engine)
+    facts = engine.answer(asked(batch=4, prompts=SHARING), together).facts
+    assert (facts["shared_prefix"], seen[0]["input_ids"].shape, seen[1]["input_ids"].shape) == (20, (1, 20), (4, 9))
+    for item in apart.items:
+        assert tiny.ids(together.items[item]) == tiny.ids(apart.items[item])
+        close = (tiny.hidden(together.items[item]), tiny.hidden(apart.items[item]))
+        torch.testing.assert_close(*close, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "kv"), [("llama", "fp8_e4m3[scale=per-tensor]"), ("bloom", "f32"), ("bamba", "f32")])
+def test_a_prefix_is_not_shared_where_that_would_change_the_answers(
+    kind: str, kv: str, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.engines.hf._SHARED_PREFIX", 16)
+    facts = tiny.opened(checkpoint(kind), kv).answer(asked(batch=4, prompts=SHARING), Answers()).facts
+    assert facts["shared_prefix"] == 0
+
+
 @kinds
 def test_a_padded_batch_gives_what_its_prompts_give_one_by_one(kind: str, checkpoint: Checkpoint) -> None:
     engine, together, alone = tiny.opened(checkpoint(kind)), Answers(), Answers()

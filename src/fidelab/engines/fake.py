@@ -15,7 +15,9 @@ Engine options: ``family`` (two-level, geometric), ``vocab`` (at least 256: the 
 (seconds per item), ``crash`` / ``hang`` (``n`` or ``LABEL:n``: at item n of all arms, or of one), ``mask`` (on: the
 last id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and
 the next best one, which is what a fork takes), ``answers`` (a JSON file of ``[text, answer]`` pairs: a prompt is
-answered by the first pair whose text it contains, and the answer ends with id 0).
+answered by the first pair whose text it contains, and the answer ends with id 0), ``noise`` (the one thing that is not
+deterministic: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill
+and Forced, from the operating system's randomness, so new in each process; generated text and its rows keep still).
 
 Families over V tokens (parameters of the reference in brackets):
 
@@ -100,6 +102,7 @@ _OPTIONS: _Checks = {
     "estimator": _one_of("hidden", "logprobs"),
     "mask": _one_of("on", "off"),
     "margin": _positive,
+    "noise": _positive,
     "answers": lambda text: Path(text).is_file(),
 }
 _MARGIN = math.log(4.0)  # nats: half the mass on the generated token, an eighth on the next one
@@ -144,6 +147,8 @@ class FakeEngine(Engine):
         self._estimator = Estimator(options.get("estimator", "logprobs"))
         self._mask = options.get("mask") == "on"
         self._margin = float(options.get("margin", _MARGIN))
+        self._noise = float(options.get("noise", "0"))
+        self._random = np.random.default_rng(int.from_bytes(os.urandom(16)))
         self._answers: list[tuple[str, str]] = []
         if "answers" in options:
             self._answers = json.loads(Path(options["answers"]).read_text("utf-8"))
@@ -159,7 +164,7 @@ class FakeEngine(Engine):
             for item, tokens in enumerate(probe.items()):
                 self._misbehave(item)
                 n = probe.n_rows if isinstance(probe, Prefill) else len(probe.continuations[item])
-                rows = np.broadcast_to(logits, (n, len(logits))).copy()
+                rows = self._noisy(np.broadcast_to(logits, (n, len(logits))))
                 if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
                     rows[int(self._knobs.get("row", 0)) % n] = np.nan
                 sink.add(item, self._stored(rows))
@@ -218,6 +223,13 @@ class FakeEngine(Engine):
         if self._kv == "masked":
             logits = np.append(logits[:-1], -np.inf)
         return logits[: self._width]
+
+    def _noisy(self, rows: Floats) -> Floats:
+        """A copy of log-probabilities [rows, V]; with ``noise``, each with its own, normalised again."""
+        if not self._noise:
+            return rows.copy()
+        shaken = rows + self._random.normal(scale=self._noise, size=rows.shape)
+        return np.asarray(shaken - np.log(np.exp(shaken).sum(axis=1, keepdims=True)))
 
     def _stored(self, rows: Floats) -> dict[str, NDArray[np.generic]]:
         return {str(self._estimator): rows.astype(np.float32)}

@@ -11,6 +11,7 @@ import inspect
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 _OPTIONS = {"attention": None, "estimator": ("hidden", "logprobs")}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 _SENTINEL_ROWS = 8
+_SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
 _SENTINEL_COSINE = 0.9999
 _SENTINEL_KL = {"float32": 1e-8, "bfloat16": 1e-3, "float16": 1e-3}
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
@@ -39,6 +41,14 @@ _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding ma
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 _USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The cache of what all prompts of a probe begin with."""
+
+    tokens: int
+    cache: EncodedCache
 
 
 class HFEngine(Engine):
@@ -232,13 +242,15 @@ class HFEngine(Engine):
 
     def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
+        shared = self._shared_prefix(probe.prompts, sink)
         for batch in self._batches(probe):
-            for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, sink), strict=True):
+            for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, shared, sink), strict=True):
                 sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **rows})
                 produced += len(ids)
                 if failed or not ids:
                     sink.fail(index, failed or "empty output")
-        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+        tokens = sum(map(len, probe.prompts)) + produced
+        return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
 
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
         for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
@@ -258,21 +270,23 @@ class HFEngine(Engine):
         return {"tokens": sum(map(len, probe.items()))}
 
     def _greedy(
-        self, probe: Generate, batch: Sequence[int], sink: Sink
+        self, probe: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
     ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
         """Greedy decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
         prompts = [probe.prompts[i] for i in batch]
         longest = max(map(len, prompts))
-        ids = self._tensor([[0] * (longest - len(p)) + list(p) for p in prompts])
+        head = shared.tokens if shared else 0
+        ids = self._tensor([[0] * (longest - len(p)) + list(p[head:]) for p in prompts])
         mask = None
         if any(len(p) < longest for p in prompts):
-            mask = self._tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
-        cache = self._new_cache(mask)
+            mask = self._tensor([[1] * head + [0] * (longest - len(p)) + [1] * (len(p) - head) for p in prompts])
+        cache = self._new_cache(mask) if shared is None else shared.cache.repeated(len(batch))
+        self._cache = cache
         generated: list[list[int]] = [[] for _ in batch]
         failed: list[str | None] = [None] * len(batch)
         steps: list[Tensor] = []  # [batch, width] each
         live = list(range(len(batch)))
-        processed = sum(map(len, prompts))
+        processed = sum(map(len, prompts)) - head * len(prompts)
         for _ in range(probe.max_tokens):
             if not live:
                 break
@@ -296,6 +310,26 @@ class HFEngine(Engine):
                 mask = self._torch.cat((mask, self._torch.ones_like(ids)), dim=1)
         for row, tokens in enumerate(generated):
             yield tokens, self._stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
+
+    def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
+        """What all prompts begin with, computed once; ``None`` where that is short, or would change the answers.
+
+        It would with sliding windows (the padding behind it takes places there) and with scales fitted to what is
+        written first.
+        """
+        first, last = min(prompts), max(prompts)  # all others begin with what these two have in common
+        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
+        tokens = min(same, min(map(len, prompts)) - 1)
+        if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._padding:
+            return None
+        cache = self._new_cache()
+        if cache.has_sliding_layers:
+            return None
+        self._forward(self._tensor([first[:tokens]]), cache)
+        if cache.has_fitted_scales:
+            return None
+        sink.progress(tokens * len(prompts))
+        return _Shared(tokens, cache)
 
     def _batches(self, probe: Generate) -> Iterator[list[int]]:
         """Prompts of similar length together; of equal length where the model must not be padded."""

@@ -9,6 +9,7 @@ shared) are left alone and counted; a layer that keeps anything else is refused.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -220,6 +221,22 @@ class EncodedCache(DynamicCache):
     def kv_layers(self) -> int:
         """Layers that hold keys and values, skipped ones included: 0 before the first write."""
         return sum(layer.k.parts is not None for layer in self.encoded) + len(self._plain())
+
+    def repeated(self, sequences: int) -> EncodedCache:
+        """A copy in which the one sequence of this cache stands so many times."""
+        copy = deepcopy(self)
+        copy.batch_select_indices(torch.zeros(sequences, dtype=torch.long))
+        return copy
+
+    @property
+    def has_sliding_layers(self) -> bool:
+        """Some layers see only the last positions, padding among them."""
+        return any(getattr(layer, "is_sliding", False) for layer in self.layers)
+
+    @property
+    def has_fitted_scales(self) -> bool:
+        """Some scale was fitted to the first write, so that it matters what that was."""
+        return any(store.scale is not None for store in self._stores())
 
     def bytes(self) -> int:
         """Bytes held by keys and values, skipped layers included."""
