@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fidelab.core import Estimator, KVSpec, Status
+from fidelab.results.panels import Divergence
 from fidelab.results.record import (
     ArmRecord,
     Axes,
@@ -20,8 +25,9 @@ from fidelab.results.record import (
     TrajectoryAxis,
     Verdict,
 )
-
-HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>[bold]\x1b[31m"
+from fidelab.results.store import RunFolder
+from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
+from tests.report.sample_axes import HOSTILE as HOSTILE
 
 OUTCOMES = ("EXCELLENT", "PASS", "FAIL", "identical", "failed", "not engaged", "not supported")
 """Words that every rendering of the sample contains."""
@@ -53,7 +59,11 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
         "n_failed": 0,
         "estimator": Estimator.HIDDEN,
         "excess_over_control": excess,
-        "by_position": Bins(edges=(255, 383, 511), mean=(mean, None), count=(8160, 0)),
+        "by_position": Bins(
+            edges=tuple(range(255, 512, 32)),
+            mean=tuple(None if bin == 5 else mean * (0.8 + bin / 20) for bin in range(8)),
+            count=tuple(0 if bin == 5 else 1020 for bin in range(8)),
+        ),
         "by_confidence": Bins(edges=(0, 0.5, 1), mean=(mean, mean), count=(4000, 4160)),
         "n_units": 32,
     }
@@ -79,6 +89,100 @@ def trajectory_axis(score: float, half: float, **changes: Any) -> TrajectoryAxis
         "score_refract": score,
     }
     return TrajectoryAxis(**{**fields, **changes})
+
+
+def hostile_report() -> Report:
+    """Hostile text in every field that a report shows."""
+    axes = {
+        "kld": kld_axis(0.02, 0.01),
+        "trajectory": trajectory_axis(
+            70,
+            10,
+            template=HOSTILE,
+            divergences=(
+                Divergence(item=0, at=1, prompt=HOSTILE, shared=HOSTILE, reference=HOSTILE, candidate=HOSTILE),
+            ),
+        ),
+        HOSTILE: hostile_axis(),
+    }
+    ran = candidate("q8_0", 0.02, "PASS", 1, HOSTILE, name=HOSTILE, engine=HOSTILE, model=HOSTILE)
+    return sample_report(
+        run_id=HOSTILE,
+        command=HOSTILE,
+        fidelab_version=HOSTILE,
+        settings={HOSTILE: HOSTILE},
+        environment={HOSTILE: {HOSTILE: [HOSTILE]}},
+        comparability_key={HOSTILE: HOSTILE},
+        reference=arm("f32", name=HOSTILE, model=HOSTILE),
+        control=arm("bf16", name=HOSTILE, status=Status.FAILED, reason=HOSTILE),
+        candidates=(
+            ran.model_copy(
+                update={
+                    "axes": Axes.model_validate(axes),
+                    "verdict": Verdict(band="PASS", sentence=HOSTILE, because=(HOSTILE,)),
+                }
+            ),
+            broken("q4_0", Status.FAILED, HOSTILE),
+        ),
+    )
+
+
+def many_arms(n: int) -> Report:
+    """A report with so many candidates, whose KL and sizes differ."""
+    arms = []
+    for number in range(n):
+        mean = 10.0 ** (-4 + 4 * number / n)
+        axes = {
+            "kld": kld_axis(
+                mean,
+                mean / 5,
+                control=0.00003,
+                by_position=Bins(
+                    edges=tuple(range(256, 513, 8)),
+                    mean=tuple(mean * (1 + 0.3 * ((7 * bin + number) % 5)) for bin in range(32)),
+                    count=(32,) * 32,
+                ),
+            ),
+            "trajectory": trajectory_axis(
+                95 - 4 * number, 4, survival=tuple((1 - number / n / 40) ** step for step in range(65))
+            ),
+            "rniah": rniah_axis(number / n),
+        }
+        band = "EXCELLENT" if mean < 0.008 else "PASS" if mean < 0.04 else "DEGRADED" if mean < 0.08 else "FAIL"
+        name = f"format_{number:02}"
+        arms.append(
+            candidate(name, mean, band, 46080 - 1500 * number, f"costs {mean:.3g} nats", axes=Axes.model_validate(axes))
+        )
+    return sample_report(candidates=tuple(arms))
+
+
+def write_positions(folder: Path, columns: Mapping[str, Mapping[str, Any]]) -> Path:
+    """``positions.parquet`` as a run writes it: arm → columns."""
+    run = RunFolder(folder)
+    run.write_positions(columns.items())
+    return run.positions
+
+
+def positions_for(report: Report, seed: int = 0) -> dict[str, dict[str, Any]]:
+    """Log-normal KL around each arm's mean, as many positions as the report says, in windows of 255."""
+    rng = np.random.default_rng(seed)
+    arms = [*([report.control] if report.control else []), *report.candidates]
+    columns = {}
+    for found in arms:
+        kld = found.axes.kld
+        if kld is None or kld.mean is None:
+            continue
+        n = kld.n_positions or 0
+        kl = kld.mean * rng.lognormal(-1.125, 1.5, n)
+        kl[: kld.n_failed or 0] = np.nan
+        columns[found.name] = {
+            "window": (np.arange(n) // 255).astype(np.int32),
+            "position": (256 + np.arange(n) % 255).astype(np.int32),
+            "kl": kl,
+            "top1_agrees": rng.random(n) < 0.9,
+            "reference_confidence": rng.random(n),
+        }
+    return columns
 
 
 def arm(kv: str, **changes: Any) -> ArmRecord:
@@ -134,6 +238,17 @@ def sample_report(**changes: Any) -> Report:
             "rniah": OtherAxis(status=Status.NOT_MEASURABLE, reason="no informative cell", details={"cells": 9}),
         }
     )
+    k16v8 = {
+        "kld": kld_axis(0.000712, 0.000142, control=0.00003),
+        "trajectory": trajectory_axis(70.3, 12.1, divergences=DIVERGENCES),
+        "rniah": rniah_axis(0.0),
+        "plad": plad_axis(),
+    }
+    fp8 = {
+        "kld": kld_axis(0.0312, 0.00624, control=0.00003),
+        "trajectory": trajectory_axis(36.3, 12.1, survival=(1.0, 0.5, 0.3), divergences=DIVERGENCES[1:]),
+        "rniah": rniah_axis(0.33),
+    }
     same = Axes(kld=kld_axis(0, 0, status=Status.IDENTICAL), trajectory=trajectory_axis(100, 0))
     fields: dict[str, Any] = {
         "run_id": "2026-05-04-smollm2-a1b2",
@@ -146,8 +261,22 @@ def sample_report(**changes: Any) -> Report:
         "reference": arm("f32", ran=Ran(k_dtype="f32", v_dtype="f32", cache_bytes_per_token=92160)),
         "control": arm("bf16", axes=Axes(kld=kld_axis(0.00003, 0.000004), trajectory=trajectory_axis(90, 6))),
         "candidates": (
-            candidate("k16v8", 0.000712, "EXCELLENT", 34560, "safe: costs 0.000712 nats, near-lossless"),
-            candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe: costs 0.0312 nats, within the good range"),
+            candidate(
+                "k16v8",
+                0.000712,
+                "EXCELLENT",
+                34560,
+                "safe: costs 0.000712 nats, near-lossless",
+                axes=Axes.model_validate(k16v8),
+            ),
+            candidate(
+                "fp8_e4m3",
+                0.0312,
+                "PASS",
+                23040,
+                "safe: costs 0.0312 nats, within the good range",
+                axes=Axes.model_validate(fp8),
+            ),
             candidate(
                 "int4[group=32,skip-layers=0,29]",
                 0.151,

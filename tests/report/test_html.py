@@ -1,8 +1,9 @@
-"""The HTML file stands alone, and no text from outside becomes markup."""
+"""The HTML file stands alone, shows all that the record holds, and no text from outside becomes markup."""
 
 from __future__ import annotations
 
-import itertools
+import base64
+import hashlib
 import json
 import re
 from html.parser import HTMLParser
@@ -11,82 +12,130 @@ from pathlib import Path
 import pytest
 
 from fidelab.core import Status
-from fidelab.report.html import draw_chart, render_html, write_html
-from fidelab.report.view import Point
-from fidelab.results.record import Report, Verdict
-from tests.report.sample import HOSTILE, OUTCOMES, arm, broken, candidate, sample_report
+from fidelab.report.html import render_html, write_html
+from fidelab.results.record import Axes, Report
+from tests.report.sample import (
+    OUTCOMES,
+    arm,
+    candidate,
+    hostile_report,
+    kld_axis,
+    many_arms,
+    positions_for,
+    sample_report,
+    trajectory_axis,
+    write_positions,
+)
+from tests.report.sample_axes import odd_axis
+
+VOID = ("meta", "br")
 
 
 class Page(HTMLParser):
-    """What a browser would see: tags with attributes, text, and the data block."""
+    """What a browser would see: tags with attributes, text, and the scripts."""
 
-    def __init__(self, report: Report) -> None:
+    def __init__(self, report: Report, positions: Path | None = None) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.open: list[str] = []
         self.text = ""
-        self.data = ""
-        self.feed(render_html(report))
+        self.scripts: list[str] = []
+        self.source = render_html(report, positions)
+        self.feed(self.source)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append((tag, dict(attrs)))
-        if tag not in ("meta", "br"):
+        if tag not in VOID:
             self.open.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
     def handle_data(self, data: str) -> None:
         if self.open and self.open[-1] == "script":
-            self.data += data
+            self.scripts[-1] += data
         elif "style" not in self.open:
             self.text += data
 
-
-def hostile_report() -> Report:
-    ran = candidate("q8_0", 0.02, "PASS", 1, HOSTILE, name=HOSTILE, engine=HOSTILE, model=HOSTILE)
-    return sample_report(
-        run_id=HOSTILE,
-        command=HOSTILE,
-        fidelab_version=HOSTILE,
-        settings={HOSTILE: HOSTILE},
-        environment={HOSTILE: {HOSTILE: [HOSTILE]}},
-        comparability_key={HOSTILE: HOSTILE},
-        reference=arm("f32", name=HOSTILE, model=HOSTILE),
-        control=arm("bf16", name=HOSTILE, status=Status.FAILED, reason=HOSTILE),
-        candidates=(
-            ran.model_copy(update={"verdict": Verdict(band="PASS", sentence=HOSTILE, because=(HOSTILE,))}),
-            broken("q4_0", Status.FAILED, HOSTILE),
-        ),
-    )
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        """Attributes of every such tag."""
+        return [attributes for name, attributes in self.tags if name == tag]
 
 
-def test_hostile_text_adds_no_tag() -> None:
-    tags = Page(hostile_report()).tags
-    assert [attributes for tag, attributes in tags if tag == "script"] == [
-        {"type": "application/json", "id": "fidelab-report"}
-    ]
-    assert "img" not in [tag for tag, _ in tags]
-    assert not [name for _, attributes in tags for name in attributes if name.startswith("on")]
+def report_of(**axes: object) -> Report:
+    """One candidate with such axes."""
+    found = Axes.model_validate(axes)
+    return sample_report(candidates=(candidate("q8_0", 0.02, "PASS", 100, "safe", axes=found),))
+
+
+# ------------------------------------------------------------------------------------------- standing alone
+
+
+def test_hostile_text_adds_no_tag_and_no_handler() -> None:
+    page, plain = Page(hostile_report()), Page(sample_report())
+    assert page.all("script") == [{"type": "application/json", "id": "fidelab-report"}, {}]
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags}
+    assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
+    assert not [attributes for _, attributes in page.tags if "autofocus" in attributes]
 
 
 def test_hostile_text_is_shown_as_text() -> None:
-    assert "<img src=x onerror=alert(2)>" in Page(hostile_report()).text
+    text = Page(hostile_report()).text
+    assert text.count("<img src=x onerror=alert(2)>") > 30
+    assert "{{ 7 * 7 }}" in text
+    assert "\u202e" not in text.split("Repeat this run")[0]  # the command is shown as it is
 
 
 @pytest.mark.parametrize("report", [sample_report(), hostile_report()], ids=["sample", "hostile"])
 def test_the_data_block_is_the_record(report: Report) -> None:
-    assert json.loads(Page(report).data) == json.loads(report.to_json())
+    block = Page(report).scripts[0]
+    assert json.loads(block) == json.loads(report.to_json())
+    assert not set("<>&\u2028\u2029") & set(block)
 
 
-def test_the_page_is_well_formed() -> None:
-    assert Page(sample_report()).open == []
+def test_the_policy_allows_the_pages_own_script_alone() -> None:
+    page = Page(hostile_report())
+    policy = next(tag["content"] for tag in page.all("meta") if tag.get("http-equiv") == "Content-Security-Policy")
+    digest = base64.b64encode(hashlib.sha256(page.scripts[1].encode()).digest()).decode()
+    rules = dict(rule.strip().split(" ", 1) for rule in (policy or "").split(";"))
+    assert rules["default-src"] == "'none'"
+    assert rules["script-src"] == f"'sha256-{digest}'"
+    assert page.source.index("Content-Security-Policy") < page.source.index("<style")
+
+
+@pytest.mark.parametrize("report", [sample_report(), hostile_report(), many_arms(9)], ids=["sample", "hostile", "many"])
+def test_the_page_is_well_formed(report: Report) -> None:
+    page = Page(report)
+    assert page.open == []
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(set(ids)) == len(ids)
+    assert {(link["href"] or "").removeprefix("#") for link in page.all("a")} <= set(ids)
 
 
 def test_nothing_is_fetched() -> None:
     page = Page(sample_report())
-    assert not [tag for tag, attributes in page.tags if {"src", "href", "srcset"} & set(attributes)]
-    assert not re.search(r"url\(|@import|https?:", render_html(sample_report()))
+    assert not [tag for tag, attributes in page.tags if {"src", "srcset", "xlink:href"} & set(attributes)]
+    assert all((attributes["href"] or "").startswith("#") for _, attributes in page.tags if "href" in attributes)
+    assert not re.search(r"url\(|@import|https?:|fetch\(|XMLHttp", page.source)
+
+
+def test_the_file_is_written_whole(tmp_path: Path) -> None:
+    path = write_html(sample_report(), tmp_path / "run" / "report.html")
+    assert path.read_text(encoding="utf-8") == render_html(sample_report(), path.with_name("positions.parquet"))
+
+
+def test_a_page_of_20_arms_and_many_positions_stays_small(tmp_path: Path) -> None:
+    report = many_arms(20)
+    write_positions(tmp_path, positions_for(report))
+    assert write_html(report, tmp_path / "report.html").stat().st_size < 1e6
+
+
+# -------------------------------------------------------------------------------------------------- content
 
 
 @pytest.mark.parametrize("word", OUTCOMES)
@@ -102,31 +151,90 @@ def test_the_command_and_the_settings_are_shown() -> None:
 
 
 def test_an_empty_report_renders() -> None:
-    page = Page(sample_report(candidates=(), control=None))
-    assert "svg" not in [tag for tag, _ in page.tags]
+    page = Page(sample_report(candidates=(), control=None, floor=Axes()))
+    assert "chart" not in {(attributes.get("class") or "").split(" ")[0] for attributes in page.all("svg")}
 
 
-def test_the_file_is_written_whole(tmp_path: Path) -> None:
-    path = write_html(sample_report(), tmp_path / "run" / "report.html")
-    assert path.read_text(encoding="utf-8") == render_html(sample_report())
+def test_an_arm_that_ran_without_axes_renders() -> None:
+    assert Page(sample_report(candidates=(arm("q8_0"),), control=arm("bf16"), floor=Axes())).open == []
 
 
-def test_a_tenfold_kl_is_one_step_on_the_axis() -> None:
-    chart = draw_chart((Point("a", 100, 0.1, None, "pass"), Point("b", 50, 0.01, None, "pass")))
-    assert chart is not None
-    grid = chart.y_ticks[0].at - chart.y_ticks[1].at
-    assert chart.marks[1].y - chart.marks[0].y == pytest.approx(grid, abs=0.2)
+def test_every_heading_of_every_table_is_a_button_that_names_its_order() -> None:
+    page = Page(sample_report())
+    heads = [attributes for attributes in page.all("th") if attributes.get("scope") == "col"]
+    assert len(heads) == len(re.findall(r"<th [^>]*><button type=\"button\">", page.source))
+    assert len(page.all("table")) >= 7
+    assert {attributes.get("class", "").split()[0] for attributes in page.all("table")} == {"sortable"}  # type: ignore[union-attr]
+    assert {attributes.get("aria-sort") for attributes in heads} == {"none"}
 
 
-def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
-    chart = draw_chart((Point("a", 0, 0, (0, 0), "excellent"), Point("b", 9, 1e-7, (-1e-7, 3e-7), "pass")))
-    assert chart is not None
-    assert [mark.zero for mark in chart.marks] == [False, True]
-    assert all(chart.top <= y <= chart.bottom for mark in chart.marks for y in (mark.y, mark.top, mark.bottom))
+def test_the_control_is_a_band_with_its_name_in_every_kl_chart() -> None:
+    source = Page(sample_report()).source
+    wide = [part.split("</svg>")[0] for part in source.split('<svg class="chart wide"')[1:4]]
+    assert all("control (noise of the kernel path) ≤ 3.40e-5" in part for part in wide)
 
 
-def test_labels_of_close_points_do_not_overlap() -> None:
-    chart = draw_chart(tuple(Point(str(n), 100, 0.01 + n / 1e5, None, "pass") for n in range(6)))
-    assert chart is not None
-    heights = sorted(mark.label_y for mark in chart.marks)
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= 14
+def test_a_floor_above_zero_is_a_band_and_one_of_zero_is_said() -> None:
+    zero = Page(sample_report()).source
+    some = Page(sample_report(floor=Axes(kld=kld_axis(0.00001, 0.000002)))).source
+    none = Page(sample_report(floor=Axes())).source
+    assert "The floor is exactly 0" in zero
+    assert "floor (the reference repeated) ≤ 1.20e-5" not in zero
+    assert "floor (the reference repeated) ≤ 1.20e-5" in some
+    assert "No floor was measured" in none
+
+
+def test_a_control_that_costs_nothing_is_said() -> None:
+    same = arm("bf16", axes=Axes(kld=kld_axis(0, 0, status=Status.IDENTICAL)))
+    assert "The control costs exactly 0" in Page(sample_report(control=same)).source
+
+
+def test_divergences_say_whether_they_are_near_ties_and_where_a_text_ends() -> None:
+    source = Page(sample_report()).source
+    assert re.search(r"prompt 3, token 17: margin 1.31 nats, <span class=\"tag real\">real<", source)
+    assert re.search(r"prompt 0, token 2: margin 0.0400 nats, <span class=\"tag near\">near tie<", source)
+    assert "prompt 5, token 9: one side ends</p>" in source
+    assert "(ends here)" in source
+    assert "blue during\n  the day" in Page(sample_report()).text
+
+
+def test_an_axis_shows_its_figures_by_their_units_and_its_panels() -> None:
+    page = Page(sample_report())
+    for text in (
+        "94.00% (50.00% to 99.00%)",
+        "< 0.001",
+        "hits by length and place",
+        "accuracy by length",
+        "by perturbation",
+        "60.7",
+        "largest drift",
+        "ends at once",
+        "not measurable: no informative cell",
+    ):
+        assert text in page.text
+    assert "onset" not in page.text.split("Repeat this run")[0]  # nobody measured it
+
+
+def test_empty_and_extreme_panels_render() -> None:
+    page = Page(report_of(odd=odd_axis("odd")))
+    assert page.open == []
+    drawn = page.source.split('type="application/json"')[0]
+    assert not re.search(r'"(nan|-?inf)|(nan|inf)[" ]', drawn, re.I)
+
+
+def test_curves_of_one_key_share_a_chart() -> None:
+    source = Page(sample_report()).source
+    chart = next(part for part in source.split("<figure>") if "<h3>accuracy by length</h3>" in part)
+    assert set(re.findall(r'data-arm="(\w+)"', chart)) == {"candidate0", "candidate1"}
+
+
+def test_the_survival_chart_has_a_line_per_arm() -> None:
+    report = report_of(trajectory=trajectory_axis(50, 5))
+    chart = Page(report).source.split("<h3>How long greedy text stays the same</h3>")[1].split("</svg>")[0]
+    assert re.findall(r'data-arm="(\w+)"', chart) == ["candidate0", "control", "floor"]
+
+
+def test_few_lines_are_named_directly_and_many_in_a_legend() -> None:
+    few, many = Page(many_arms(3)).source, Page(many_arms(12)).source
+    assert 'class="legend spare"' in few
+    assert 'class="legend spare"' not in many

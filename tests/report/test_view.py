@@ -7,16 +7,21 @@ import pytest
 from fidelab.core import Estimator, Status
 from fidelab.report.numbers import (
     format_bytes,
+    format_figure,
+    format_figure_margin,
     format_kld,
     format_margin,
     format_range,
     format_score,
     format_share,
     one_line,
+    printable,
 )
+from fidelab.report.sections import sections_of
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.record import Axes, Excess, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report
+from tests.report.sample_axes import rniah_axis
 
 
 @pytest.mark.parametrize(
@@ -160,3 +165,75 @@ def test_asked_and_ran_stand_side_by_side() -> None:
     table = build_view(sample_report()).tables[-1]
     row = dict(zip(table.columns, table.rows[-1], strict=True))
     assert (row["K asked"], row["K ran"]) == ("nvfp4", "–")
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (None, "share", "–"),
+        (0.0312, "nats", "0.0312"),
+        (-0.0312, "nats", "−0.0312"),
+        (0.999999, "share", "> 99.99%"),
+        (-0.25, "share", "−25.00%"),
+        (-3.21, "points", "−3.2"),
+        (12345, "count", "12,345"),
+        (17.5, "tokens", "17.5"),
+        (-17.5, "tokens", "−17.5"),
+        (0.0001, "p", "< 0.001"),
+        (0.0312, "p", "0.0312"),
+        (0.0, "p", "0"),
+        (2.0, "", "2.00"),
+    ],
+)
+def test_figures_are_written_by_their_unit(value: float | None, unit: str, text: str) -> None:
+    assert format_figure(value, unit) == text
+
+
+def test_intervals_of_figures_are_written_by_their_unit() -> None:
+    assert [format_figure_margin((-1.0, 3.0), unit) for unit in ("nats", "points")] == ["± 2.0", "−1.0 to 3.0"]
+    assert format_figure_margin(None, "share") == "–"
+
+
+def test_texts_keep_their_lines_but_no_control_characters() -> None:
+    assert printable("a\n\tb\x1b[31m\u202e\x00c") == "a\n\tb\ufffd[31m\ufffd\ufffdc"
+
+
+def test_one_line_says_what_was_compared() -> None:
+    assert build_view(sample_report()).compared == (
+        "7 configurations compared with reference f32 on 8,160 positions of text, 10 prompts, rniah and plad"
+    )
+
+
+def test_the_size_is_told_against_the_references() -> None:
+    assert [row.saving for row in build_view(sample_report()).rows[:3]] == [
+        "",
+        "cache 50% of the reference's",
+        "cache 38% of the reference's",
+    ]
+
+
+def test_the_summary_groups_candidates_by_verdict_the_best_first() -> None:
+    groups = [(group.verdict, group.names) for group in build_view(sample_report()).summary]
+    assert groups[:3] == [
+        ("EXCELLENT", ("k16v8", "f16/f16")),
+        ("PASS", ("fp8_e4m3",)),
+        ("FAIL", ("int4[group=32,skip-layers=0,29]",)),
+    ]
+    assert {name for _, names in groups for name in names} == {
+        row.name for row in build_view(sample_report()).candidates
+    }
+
+
+def test_axes_of_control_and_floor_have_rows_too() -> None:
+    axes = Axes.model_validate({"rniah": rniah_axis(0.1)})
+    report = sample_report(control=arm("bf16", axes=axes), floor=axes)
+    table = sections_of(report)[0].table
+    assert table.columns == ("arm", "status", "score", "over control", "accuracy", "sign test", "items", "failed")
+    assert [row[0] for row in table.rows] == [
+        "k16v8",
+        "fp8_e4m3",
+        "int4[group=32,skip-layers=0,29]",
+        "control bf16",
+        "floor",
+    ]
+    assert [line.style for line in sections_of(report)[0].curves[0].lines] == ["s0 d0", "s1 d0", "control", "floor"]

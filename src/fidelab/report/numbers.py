@@ -9,12 +9,15 @@ __all__ = [
     "MINUS",
     "format_bytes",
     "format_count",
+    "format_figure",
+    "format_figure_margin",
     "format_kld",
     "format_margin",
     "format_range",
     "format_score",
     "format_share",
     "one_line",
+    "printable",
 ]
 
 ABSENT = "–"
@@ -79,6 +82,30 @@ def format_count(value: float | None) -> str:
     return ABSENT if value is None else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
 
 
+def format_figure(value: float | None, unit: str) -> str:
+    """A figure of an axis by its unit: nats, points, share, count, tokens, ratio, p, or none."""
+    if value is None:
+        return ABSENT
+    if unit == "share" and value >= 0:
+        return format_share(value)
+    if unit == "share":
+        return f"{MINUS}{format_share(-value)}"
+    if unit == "points":
+        return format_score(value)
+    if unit in ("count", "tokens"):
+        return format_count(value).replace("-", MINUS)
+    if unit == "p" and 0 < value < 0.001:
+        return "< 0.001"
+    return format_kld(value)
+
+
+def format_figure_margin(interval: tuple[float, float] | None, unit: str) -> str:
+    """``± half-width`` of nats, ``low to high`` of everything else; absent is ``–``."""
+    if interval is None or unit == "nats":
+        return format_margin(interval)
+    return f"{format_figure(interval[0], unit)} to {format_figure(interval[1], unit)}"
+
+
 def _significant(value: float, digits: int) -> str:
     if value == 0:
         return "0"
@@ -93,3 +120,11 @@ def _significant(value: float, digits: int) -> str:
 def one_line(text: str) -> str:
     """Text from models, logs and configs on one line, without control characters."""
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
+
+
+def printable(text: str) -> str:
+    """Text on its own lines; control characters, and those that reorder what follows, show as ``\ufffd``."""
+    return "".join(char if char.isprintable() or char in _KEPT else "\ufffd" for char in text)
+
+
+_KEPT = "\n\t\u200c\u200d"  # the joiners hold emoji and several scripts together

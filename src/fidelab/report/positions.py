@@ -1,0 +1,119 @@
+"""What single positions say: the tail of KL per arm, and the worst positions, from ``positions.parquet``.
+
+The file is read one row group at a time, and only counts are kept: a run of 20 arms × 100,000 positions stays small.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.errors import InputError
+
+__all__ = ["EDGES", "ArmPositions", "Worst", "read_positions"]
+
+PER_DECADE = 10
+EDGES: NDArray[np.float64] = 10.0 ** (np.arange(-12 * PER_DECADE, 3 * PER_DECADE + 1) / PER_DECADE)
+"""Thresholds of the tail (nats), 1e-12 … 1e3."""
+COLUMNS = ("arm", "window", "position", "kl", "top1_agrees", "reference_confidence")
+N_WORST = 10
+
+
+@dataclass(frozen=True, order=True)
+class Worst:
+    """One position; the fields' order is the ranking's (KL first)."""
+
+    kl: float
+    window: int
+    position: int
+    confidence: float
+    top1: bool
+
+
+@dataclass
+class ArmPositions:
+    """One arm: ``above`` [edges] counts the usable positions with KL > edge; ``worst`` is sorted, largest KL first."""
+
+    n: int = 0
+    usable: int = 0
+    above: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(EDGES), np.int64))
+    worst: list[Worst] = field(default_factory=list)
+
+    def tail(self) -> NDArray[np.float64]:
+        """Share of the usable positions with KL > each of ``EDGES``."""
+        return self.above / max(1, self.usable)
+
+
+def read_positions(path: Path, expected: Mapping[str, int | None]) -> dict[str, ArmPositions]:
+    """Tails and worst positions of the ``expected`` arms (name → number of positions, where that is known).
+
+    Raises:
+        InputError: missing, unreadable, or of another run; says in one line what was wrong.
+    """
+    found = {name: ArmPositions() for name in expected}
+    try:
+        for name, group in _groups(path):
+            if name in found:
+                _add(found[name], group, expected[name])
+    except FileNotFoundError:
+        raise InputError("there is no positions.parquet beside this report") from None
+    except Exception as error:  # damage shows as many kinds of error, and the report is made whatever the file holds
+        why = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(f"positions.parquet cannot be read ({why})") from error
+    for name, arm in found.items():
+        n = expected[name]
+        if arm.n == 0 or (n and arm.n % n):  # a candidate that is the control too stands there twice
+            raise InputError("positions.parquet belongs to another run: its arms or positions are not the report's")
+    return found
+
+
+def _groups(path: Path) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
+    """Arm name and columns, one row group after the other; KL that is null is NaN."""
+    if not path.is_file():
+        raise FileNotFoundError(path)
+    pa: Any = import_module("pyarrow")  # without types
+    pq: Any = import_module("pyarrow.parquet")
+    with pq.ParquetFile(path) as file:
+        for number in range(file.num_row_groups):
+            table = file.read_row_group(number, columns=list(COLUMNS))
+            if table.num_columns != len(COLUMNS):
+                raise ValueError(f"it lacks {', '.join(sorted(set(COLUMNS) - set(table.column_names)))}")
+            arms = table.column("arm").cast(pa.string()).combine_chunks().dictionary_encode()
+            codes = arms.indices.to_numpy(zero_copy_only=False)
+            columns = {name: np.asarray(table.column(name).to_numpy()) for name in COLUMNS[1:]}
+            columns["kl"] = columns["kl"].astype(np.float64)
+            for code, name in enumerate(arms.dictionary.to_pylist()):
+                rows = codes == code
+                yield name, columns if rows.all() else {key: values[rows] for key, values in columns.items()}
+
+
+def _add(arm: ArmPositions, group: Mapping[str, NDArray[Any]], most: int | None) -> None:
+    """Count a group's rows; rows beyond the first ``most`` are counted in ``n`` alone."""
+    left = len(group["kl"]) if most is None else max(0, most - arm.n)
+    arm.n += len(group["kl"])
+    rows = np.flatnonzero(np.isfinite(group["kl"][:left]))
+    kl = group["kl"][rows]
+    arm.usable += len(kl)
+    passed = np.bincount(np.searchsorted(EDGES, kl, side="left"), minlength=len(EDGES) + 1)
+    arm.above += len(kl) - np.cumsum(passed)[:-1]
+    worst = rows[kl > 0]
+    if len(worst) > N_WORST:
+        worst = worst[group["kl"][worst] >= np.partition(group["kl"][worst], -N_WORST)[-N_WORST]]
+    new = (
+        Worst(
+            float(group["kl"][row]),
+            int(group["window"][row]),
+            int(group["position"][row]),
+            float(group["reference_confidence"][row]),
+            bool(group["top1_agrees"][row]),
+        )
+        for row in worst
+    )
+    arm.worst = heapq.nlargest(N_WORST, [*arm.worst, *new])

@@ -1,0 +1,121 @@
+"""Tables of further figures: the first column names the arm."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from fidelab.core import Estimator
+from fidelab.report.cells import STATUS, Estimate, kld_of, options, plain, scored
+from fidelab.report.numbers import (
+    ABSENT,
+    format_bytes,
+    format_count,
+    format_kld,
+    format_margin,
+    format_score,
+    format_share,
+    one_line,
+)
+from fidelab.results.record import ArmRecord, KldAxis, OtherAxis, TrajectoryAxis
+
+__all__ = ["Table", "tables_of"]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Further figures: the first column names the arm; ``key`` is a word for what they are about."""
+
+    key: str
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+_KLD_COLUMNS = (
+    *("mean", "std. error", "median", "p90", "p95", "p99", "p99.9", "max"),
+    *("top-1", "RMS Δp", "positions", "failed", "from"),
+)
+_TRAJECTORY_COLUMNS = (
+    *("score", "over control", "exact match", "first divergence", "near ties", "positions equal"),
+    *("prompts", "failed", "tokens", "template"),
+)
+_OTHER_COLUMNS = ("axis", "status", "score", "items", "failed")
+_RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "more")
+
+
+def tables_of(arms: Sequence[tuple[str, ArmRecord]]) -> list[Table]:
+    """The tables that have a row; ``arms``: role and record."""
+    compared = [arm for role, arm in arms if role != "reference"]
+    kld = [(arm.name, _kld_cells(axis)) for arm in compared if (axis := arm.axes.kld)]
+    greedy = [(arm.name, _trajectory_cells(found)) for arm in compared if (found := arm.axes.trajectory)]
+    others = [(arm.name, _other_cells(name, axis)) for arm in compared for name, axis in arm.axes.others().items()]
+    tables = [
+        _table("kld", "KL divergence per position (nats)", _KLD_COLUMNS, kld),
+        _table("trajectory", "Trajectory (greedy)", _TRAJECTORY_COLUMNS, greedy),
+        _table("others", "Other axes", _OTHER_COLUMNS, others),
+        _table("ran", "What was asked and what ran", _RAN_COLUMNS, [(arm.name, _ran_cells(arm)) for _, arm in arms]),
+    ]
+    return [table for table in tables if table.rows]
+
+
+def _table(key: str, title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, tuple[str, ...]]]) -> Table:
+    return Table(key, title, ("arm", *columns), tuple((one_line(name), *cells) for name, cells in rows))
+
+
+def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
+    bound = axis.estimator is Estimator.TOPK
+    quantiles = (axis.median, axis.p90, axis.p95, axis.p99, axis.p999, axis.max)
+    return (
+        str(kld_of(axis)),
+        format_kld(axis.stderr),
+        *(format_kld(value, bound=bound) for value in quantiles),
+        format_share(axis.top1),
+        format_share(axis.rms_dp),
+        format_count(axis.n_positions),
+        format_count(axis.n_failed),
+        axis.estimator.value if axis.estimator else ABSENT,
+    )
+
+
+def _trajectory_cells(axis: TrajectoryAxis) -> tuple[str, ...]:
+    excess = axis.excess_over_control
+    over = Estimate(format_score(excess.mean, signed=True), format_margin(excess.ci, 1)) if excess else Estimate()
+    return (
+        str(scored(axis.score, axis.ci)),
+        str(over),
+        format_share(axis.exact_match_rate),
+        format_count(axis.median_first_divergence),
+        format_share(axis.near_tie_share),
+        format_share(axis.positional_agreement),
+        format_count(axis.n_items),
+        format_count(axis.n_failed),
+        format_count(axis.n_predict),
+        one_line(axis.template or ABSENT),
+    )
+
+
+def _other_cells(name: str, axis: OtherAxis) -> tuple[str, ...]:
+    return (
+        one_line(name),
+        STATUS[axis.status],
+        str(scored(axis.score, axis.ci)),
+        format_count(axis.n_items),
+        format_count(axis.n_failed),
+    )
+
+
+def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
+    ran = arm.ran
+    versions = [f"{name} {version}" for name, version in ran.versions.items()] if ran else []
+    others = [f"{name}={plain(value)}" for name, value in ran.others().items()] if ran else []
+    return (
+        one_line(arm.engine),
+        one_line(arm.kv.k) + options(arm.kv.options.get("k")),
+        one_line((ran.k_dtype if ran else None) or ABSENT),
+        one_line(arm.kv.v) + options(arm.kv.options.get("v")),
+        one_line((ran.v_dtype if ran else None) or ABSENT),
+        one_line((ran.attention if ran else None) or ABSENT),
+        format_bytes(ran.cache_bytes_per_token if ran else None),
+        one_line(", ".join(versions + others)) or ABSENT,
+    )
