@@ -5,6 +5,7 @@ FidelabError                  anything a user can mend; one line, exit code 2
 │   └── UnknownNameError      a name that no table has; lists what exists, nearest first
 ├── ConfigError               a settings file that is not what it should be (with its place)
 ├── InputError                a text, a prompt file or a model that cannot be used
+│   └── UnavailableError      it lies elsewhere and cannot be had now; other axes go on without
 ├── CaptureError              a capture that is damaged, foreign or incomplete
 │   └── MismatchError         two captures that must not be compared
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
@@ -26,6 +27,7 @@ __all__ = [
     "MismatchError",
     "NotSupportedError",
     "OutputError",
+    "UnavailableError",
     "UnknownNameError",
     "UsageError",
     "nearest_first",
@@ -59,6 +61,10 @@ class ConfigError(FidelabError):
 
 class InputError(FidelabError):
     """A text, a prompt file or a model that cannot be used."""
+
+
+class UnavailableError(InputError):
+    """Something that lies elsewhere (on a hub) and cannot be had now: an axis that needs it is not measurable."""
 
 
 class CaptureError(FidelabError):

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -49,17 +50,32 @@ from fidelab.scoring import ArmResult, RunFacts, score_run
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import Outcome, run_worker
 
-__all__ = ["Interrupted", "Listener", "Prepared", "Silent", "capture", "execute", "prepare", "rescore", "resume"]
+__all__ = [
+    "Interrupted",
+    "Listener",
+    "Prepared",
+    "Silent",
+    "capture",
+    "execute",
+    "first_replicate",
+    "prepare",
+    "rescore",
+    "resume",
+]
 
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it."""
+    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it.
 
-    def __init__(self, folder: Path) -> None:
+    ``command``: the words before ``--resume FOLDER`` that do so.
+    """
+
+    def __init__(self, folder: Path, command: str = "fidelab compare") -> None:
         super().__init__(f"stopped; go on with the run in {folder}")
         self.folder = folder
+        self.command = command
 
 
 class Listener(Protocol):
@@ -113,10 +129,10 @@ class Prepared:
         return self.plan.settings
 
 
-def prepare(experiment: Experiment, only: str | None = None) -> Prepared:
+def prepare(experiment: Experiment, only: str | None = None, *, replicate: int = 0) -> Prepared:
     """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
 
-    ``only``: keep the job of this role alone.
+    ``only``: keep the job of this role alone.  ``replicate``: where the numbers of this run's captures begin.
 
     Raises:
         FidelabError: anything a user can mend, in one line.
@@ -131,23 +147,26 @@ def prepare(experiment: Experiment, only: str | None = None) -> Prepared:
         prompts=load_prompts(None if prompts == "default" else Path(prompts)),
         max_positions=settings.model.max_positions,
     )
-    plan = build_plan(settings, inputs)
+    plan = build_plan(settings, inputs, replicate)
     if only is not None:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role == only))
     _check_disk(plan)
     return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS])
 
 
-def execute(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[Report, RunFolder]:
-    """Run an experiment in a new run folder.
+def execute(
+    experiment: Experiment, *, command: str, listener: Listener | None = None, replicate: int = 0
+) -> tuple[Report, RunFolder]:
+    """Run an experiment in a new run folder, which remembers ``replicate`` (see :func:`prepare`).
 
     Raises:
         FidelabError: before anything ran.  What fails later is in the report.
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
-    prepared = prepare(experiment)
+    prepared = prepare(experiment, replicate=replicate)
     created = _now()
-    config = dump(prepared.settings.experiment, {"command": command, "created": created})
+    head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
+    config = dump(prepared.settings.experiment, head)
     folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
     facts = RunFacts(folder.run_id, created, command, _environment())
     return _conduct(prepared, folder, facts, listener or Silent()), folder
@@ -162,10 +181,22 @@ def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, 
     """
     folder = RunFolder.open(run_dir.absolute())
     folder.sweep()
-    prepared = prepare(load(folder.config))
+    prepared = prepare(load(folder.config), replicate=first_replicate(folder))
     facts = _stored_facts(folder)
     folder.event("resumed")
     return _conduct(prepared, folder, facts, listener or Silent()), folder
+
+
+def first_replicate(folder: RunFolder) -> int:
+    """Where the numbers of this run's captures begin; 0 but in a repeat.
+
+    Raises:
+        InputError: the settings file names something that is no number.
+    """
+    text = _head(folder).get("replicate", "0")
+    if not text.isdecimal():
+        raise InputError(f"{folder.config}: the head line 'replicate: {text}' is no number; mend or remove it")
+    return int(text)
 
 
 def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
@@ -215,8 +246,14 @@ def capture(experiment: Experiment, *, listener: Listener | None = None) -> list
 
 def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
     plan = prepared.plan
+    facts = replace(facts, unavailable=dict(plan.unavailable))
     results: list[ArmResult] = []
-    folder.event("planned", jobs=[job.role for job in plan.jobs], unsupported=dict(plan.settings.unsupported))
+    folder.event(
+        "planned",
+        jobs=[job.role for job in plan.jobs],
+        unsupported=dict(plan.settings.unsupported),
+        unavailable=facts.unavailable,
+    )
     listener.start(plan, folder)
     try:
         with _terminate_as_interrupt():
@@ -367,10 +404,14 @@ def _stored_facts(folder: RunFolder) -> RunFacts:
     """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
     with contextlib.suppress(Exception):
         return RunFacts(**folder.read_outcomes()["facts"])
-    head = dict(
-        line[2:].split(": ", 1) for line in folder.config.read_text("utf-8").splitlines() if line.startswith("# ")
-    )
+    head = _head(folder)
     return RunFacts(folder.run_id, head.get("created", _now()), head.get("command", ""), _environment())
+
+
+def _head(folder: RunFolder) -> dict[str, str]:
+    """The comments above the settings."""
+    lines = takewhile(lambda line: line.startswith("# "), folder.config.read_text("utf-8").splitlines())
+    return dict(line[2:].split(": ", 1) for line in lines if ": " in line)
 
 
 def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results: list[ArmResult]) -> Report:

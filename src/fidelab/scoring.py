@@ -75,12 +75,13 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the report says about the run itself."""
+    """What the report says about the run itself; ``unavailable``: axes that could not be asked, and why."""
 
     run_id: str
     created: str
     command: str
     environment: Mapping[str, Any]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
 
     A failed reference leaves every candidate without scores; a failed candidate leaves the others theirs.
     """
-    scorer = _Scorer(experiment, results)
+    scorer = _Scorer(experiment, results, facts.unavailable)
     reference = scorer.by_role["reference"]
     status, reason = _engaged(reference)
     control = scorer.by_role.get("control")
@@ -120,8 +121,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     tables = [
         (result.arm.name, score.positions)
         for result in [*([control] if control else []), *candidates]
-        for score in measured[result.role].scores.values()
-        if score.positions
+        if (score := measured[result.role].scores.get("kld")) is not None and score.positions
     ]
     return Scored(report, tables)
 
@@ -141,8 +141,9 @@ class _Measured:
 class _Scorer:
     """Pairs every arm's captures with the reference's."""
 
-    def __init__(self, experiment: Experiment, results: Sequence[ArmResult]) -> None:
+    def __init__(self, experiment: Experiment, results: Sequence[ArmResult], unavailable: Mapping[str, str]) -> None:
         self.experiment = experiment
+        self.unavailable = unavailable
         self.by_role = {result.role: result for result in results}
         self.axes: dict[str, Axis] = {}
         for name, values in experiment.axes.items():
@@ -168,6 +169,9 @@ class _Scorer:
             if status in (Status.NOT_SUPPORTED, Status.NOT_ENGAGED):
                 failures[name] = (status, reason or "")
                 continue
+            if name in self.unavailable:
+                failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
+                continue
             if result.role == "floor" and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
                 continue  # this axis is not repeated
             try:
@@ -176,8 +180,9 @@ class _Scorer:
                 raise
             except FidelabError as error:
                 failures[name] = (Status.FAILED, str(error))
-        if status is Status.OK and failures:
-            status, reason = Status.FAILED, "; ".join(dict.fromkeys(text for _, text in failures.values()))
+        faults = [text for kind, text in failures.values() if kind is not Status.NOT_MEASURABLE]
+        if status is Status.OK and faults:
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(faults))
         elif status is Status.OK and scores and all(score.identical for score in scores.values()):
             status = Status.IDENTICAL
         return _Measured(result, status, reason, scores, failures, self._broken(result, scores))
@@ -204,7 +209,7 @@ class _Scorer:
         floor = result.role == "floor"
         there = parts_of(name, result.captures)
         failed = _of_axis(name, result.failures)
-        if failed or not there or not (floor or there.keys() >= reference.keys()):
+        if failed or not there or not (floor or there.keys() >= reference.keys() - {*axis.reference_only}):
             raise FidelabError(failed or result.reason or "no capture")
         pairs = {
             part: Pair.match(capture, Capture(there[part]), subset=floor)
@@ -310,7 +315,8 @@ class _Summary:
 
     def _composite(self, this: _Measured) -> Composite | None:
         counted = {n: score for n, score in this.scores.items() if n in COMPOSITE_AXES and not score.not_measurable}
-        lost = [name for name in this.failures if name in COMPOSITE_AXES]
+        faults = [name for name, (kind, _) in this.failures.items() if kind is not Status.NOT_MEASURABLE]
+        lost = [name for name in faults if name in COMPOSITE_AXES]
         if not counted or lost or any(score.score() is None for score in counted.values()):
             return None  # the mean of what happened to be usable would flatter
         draws = {name: score.draws(self.seed) for name, score in counted.items()}

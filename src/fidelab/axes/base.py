@@ -67,7 +67,7 @@ class AxisScore:
     ``num``, ``den``, ``units`` [n] hold every item, failed ones included; ``usable`` [n] says which count.  The ratio
     Σnum/Σden is the axis' mean, ``transform`` makes the 0…100 score of it (``None``: the axis has no score),
     ``scale`` states the paired difference in the axis' own unit (nats, points).  ``figures`` are fields of the axis'
-    record.  ``positions`` are columns for ``positions.parquet``.
+    record.  ``positions`` are columns for ``positions.parquet``, which holds the rows of axis kld.
 
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: found harms, each
     as a sentence; they cost the verdict a band.  ``fails``: what makes the output unusable.
@@ -141,6 +141,8 @@ class Axis:
     Settings: ClassVar[type[AxisSettings]]
     follows: ClassVar[bool] = False
     """Some of its questions depend on the reference's answers."""
+    reference_only: ClassVar[tuple[str, ...]] = ()
+    """Parts that only the reference answers, for :meth:`follow_up` to build on; nothing of them is compared."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from fidelab.errors import InputError
+from fidelab.errors import InputError, UnavailableError
 from fidelab.models.foreign import first_line
 
 __all__ = ["dataset_file", "snapshot"]
@@ -24,7 +24,7 @@ def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
     """A model repository's folder on this machine and the commit it is of.
 
     Raises:
-        InputError: gated, missing, no such revision, or the hub cannot be reached.
+        InputError: gated, missing, no such revision.  UnavailableError: the hub cannot be reached.
     """
     from huggingface_hub import snapshot_download
 
@@ -37,7 +37,7 @@ def dataset_file(repo: str, filename: str) -> Path:
     """One file of a dataset repository.
 
     Raises:
-        InputError: as :func:`snapshot`.
+        InputError, UnavailableError: as :func:`snapshot`.
     """
     from huggingface_hub import snapshot_download
 
@@ -53,10 +53,17 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the one boundary: huggingface_hub lets errors of several HTTP libraries through
-        raise InputError(_line(error, repo, revision)) from error
+        line = _refusal(error, repo, revision)
+        if line is not None:
+            raise InputError(line) from error
+        said = first_line(error.__cause__ or error)
+        raise UnavailableError(
+            f"cannot fetch {repo} from the hub ({said}); check the connection and run again, or pass a path"
+        ) from error
 
 
-def _line(error: Exception, repo: str, revision: str | None) -> str:
+def _refusal(error: Exception, repo: str, revision: str | None) -> str | None:
+    """What the hub itself has to say; ``None``: it was not reached."""
     from huggingface_hub import errors
 
     match error:
@@ -74,5 +81,4 @@ def _line(error: Exception, repo: str, revision: str | None) -> str:
             return f"{repo} has no revision {revision!r}; name a branch, tag or commit from its hub page"
         case errors.HFValidationError():
             return f"{repo!r} is not a hub id: write owner/name or owner/name@revision"
-    said = first_line(error.__cause__ or error)
-    return f"cannot fetch {repo} from the hub ({said}); check the connection and run again, or pass a path"
+    return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from fidelab.axes.base import AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.core import Arm, Forced, Generate, Prefill, Probe, probe_record
-from fidelab.errors import FidelabError
+from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.resolve import Settings
 from fidelab.workers.messages import ProbeTask
 
@@ -60,6 +60,7 @@ class PlannedJob:
     role: str
     arm: Arm
     captures: tuple[PlannedCapture, ...]
+    replicate: int = 0
 
     def missing(self) -> list[PlannedCapture]:
         """Captures that no earlier run left, undamaged, in the store."""
@@ -70,19 +71,21 @@ class PlannedJob:
 class Plan:
     """All jobs of a run, in order: reference, control, candidates, floor.
 
-    ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``floor``.
+    ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``floor``.  ``unavailable``: axes whose
+    questions cannot be made, because what they are made from lies elsewhere, and why.
     """
 
     settings: Settings
     jobs: tuple[PlannedJob, ...]
+    unavailable: Mapping[str, str] = field(default_factory=dict)
 
     def job(self, role: str) -> PlannedJob | None:
         """The job of a role, if the plan has it."""
         return next((job for job in self.jobs if job.role == role), None)
 
 
-def build_plan(settings: Settings, inputs: AxisInputs) -> Plan:
-    """Turn settings into jobs.
+def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0) -> Plan:
+    """Turn settings into jobs, whose replicate numbers count from ``first_replicate``.
 
     An arm that computes what the reference computes (the reference itself as a candidate) gets a fresh replicate,
     so that "identical" is seen in two real captures.
@@ -93,8 +96,24 @@ def build_plan(settings: Settings, inputs: AxisInputs) -> Plan:
     jobs += [PlannedJob(role, arm, ()) for role, arm in others if arm and arm.name not in settings.unsupported]
     if settings.experiment.floor > 0:
         jobs.append(PlannedJob(FLOOR, settings.reference, ()))
-    probes = {name: axis.probes(inputs) for name, axis in settings.axes.items()}
-    return Plan(settings, tuple(with_probes(settings, job, probes) for job in jobs))
+    probes: dict[str, Mapping[str, Probe]] = {}
+    unavailable: dict[str, str] = {}
+    for name, axis in settings.axes.items():
+        try:
+            probes[name] = axis.probes(inputs)
+        except UnavailableError as error:
+            unavailable[name] = str(error)
+    if not probes:
+        raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
+    numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
+    return Plan(settings, tuple(with_probes(settings, job, probes) for job in numbered), unavailable)
+
+
+def _offset(settings: Settings, job: PlannedJob) -> int:
+    if job.role == FLOOR:
+        return _FLOOR_REPLICATE
+    twin = job.role != "reference" and job.arm.fingerprint() == settings.reference.fingerprint()
+    return _TWIN_REPLICATE if twin else 0
 
 
 def follow_ups(
@@ -104,7 +123,7 @@ def follow_ups(
     found: dict[str, Mapping[str, Probe]] = {}
     failures: dict[str, str] = {}
     for name, axis in settings.axes.items():
-        if axis.follows:
+        if axis.follows and parts_of(name, reference):
             try:
                 captures = {part: Capture(folder) for part, folder in parts_of(name, reference).items()}
                 found[name] = axis.follow_up(inputs, captures)
@@ -115,21 +134,18 @@ def follow_ups(
 
 def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mapping[str, Probe]]) -> PlannedJob:
     """The job with further questions, by axis and part."""
-    replicate = 0
-    if job.role == FLOOR:
-        replicate = _FLOOR_REPLICATE
-    elif job.role != "reference" and job.arm.fingerprint() == settings.reference.fingerprint():
-        replicate = _TWIN_REPLICATE
     captures = list(job.captures)
     for axis, parts in probes.items():
         for part, asked in parts.items():
+            if job.role != "reference" and part in settings.axes[axis].reference_only:
+                continue
             share = settings.experiment.floor
             probe = settings.axes[axis].repeated(asked, share) if job.role == FLOOR else asked
             if probe is None:
                 continue
             if probe.axis != part_name(axis, part):
                 raise ValueError(f"axis {axis} names the probe of its part {part!r} {probe.axis!r}")
-            key = capture_key(job.arm, probe, settings.versions, replicate)
+            key = capture_key(job.arm, probe, settings.versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, probe, key)
             captures.append(PlannedCapture(probe.axis, probe, key, folder))
     return replace(job, captures=tuple(captures))
