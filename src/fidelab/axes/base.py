@@ -141,6 +141,8 @@ class Axis:
     Settings: ClassVar[type[AxisSettings]]
     follows: ClassVar[bool] = False
     """Some of its questions depend on the reference's answers."""
+    quick: ClassVar[Mapping[str, Any]] = {}
+    """Settings for a first look: fewer items."""
     reference_only: ClassVar[tuple[str, ...]] = ()
     """Parts that only the reference answers, for :meth:`follow_up` to build on; nothing of them is compared."""
 

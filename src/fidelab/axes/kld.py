@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -40,6 +41,7 @@ class KLD(Axis):
 
     name: ClassVar[str] = "kld"
     Settings: ClassVar[type[AxisSettings]] = KLDSettings
+    quick: ClassVar[Mapping[str, Any]] = {"windows": 8}
     settings: KLDSettings
 
     def probe(self, inputs: AxisInputs) -> Prefill:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -48,6 +48,7 @@ class Trajectory(Axis):
 
     name: ClassVar[str] = "trajectory"
     Settings: ClassVar[type[AxisSettings]] = TrajectorySettings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: TrajectorySettings
 
     def probe(self, inputs: AxisInputs) -> Generate:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fidelab.cli.axes import Axes, Limit, Quick, Set, axis_settings
 from fidelab.cli.output import gate, parse_pairs, show_report
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
 
-__all__ = ["axis_settings", "experiment_from", "register"]
+__all__ = ["experiment_from", "register"]
 
 _WITH_RESUME = ("resume_dir", "fail_under", "as_json", "plot")
 
 # Flags that several commands share, with their help.
 Engine = Annotated[str, typer.Option(help="Engine that runs all arms.")]
-Axes = Annotated[str, typer.Option(help="Axes, separated by commas.")]
 TextFile = Annotated[str, typer.Option("--text", help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")]
 Windows = Annotated[int | None, typer.Option(help="KLD: number of windows. \\[default: 32]", show_default=False)]
 NCtx = Annotated[
@@ -36,7 +37,6 @@ Prompts = Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .t
 NPredict = Annotated[
     int | None, typer.Option("--n-predict", help="Trajectory: tokens per prompt. \\[default: 64]", show_default=False)
 ]
-Limit = Annotated[int | None, typer.Option(help="Trajectory: first prompts only.", show_default=False)]
 Template = Annotated[str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]", show_default=False)]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
 Dtype = Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")]
@@ -79,7 +79,8 @@ def compare(
     control: Annotated[
         str, typer.Option(help="The arm that should cost nothing: auto, none, or a KV format.")
     ] = "auto",
-    axes: Axes = "trajectory,kld",
+    axes: Axes = "core",
+    quick: Quick = False,
     text: TextFile = "default",
     windows: Windows = None,
     n_ctx: NCtx = None,
@@ -89,6 +90,7 @@ def compare(
     n_predict: NPredict = None,
     limit: Limit = None,
     template: Template = None,
+    overrides: Set = None,
     seed: Seed = 42,
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab",
     floor: Annotated[bool, typer.Option("--floor/--no-floor", help="Capture a quarter of the reference again.")] = True,
@@ -121,6 +123,8 @@ def compare(
 
       fidelab compare ./my-model --kv q8_0 --text notes.txt --fail-under 99.5 --json
 
+      fidelab compare smollm2-135m --kv k16v8 --axes all --quick --limit gsm8k=20
+
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
     from fidelab.errors import UsageError
@@ -133,15 +137,18 @@ def compare(
         raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
     if not kv:
         raise UsageError("name at least one candidate: --kv FORMAT")
-    settings = axis_settings(axes, windows, n_ctx, protocol, stride, n_predict, limit, template)
-    data = {
+    given = {
+        "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
+        "trajectory": {"n_predict": n_predict, "template": template},
+    }
+    data: dict[str, Any] = {
         "model": model,
         "engine": engine,
         "engine_args": parse_pairs(engine_arg or [], "--engine-arg"),
         "reference": reference or "bf16",
         "control": control,
         "candidates": kv,
-        "axes": settings,
+        "axes": axis_settings(axes, given, limit or [], quick),
         "text": text,
         "prompts": prompts,
         "seed": seed,
@@ -154,7 +161,7 @@ def compare(
         **({} if floor else {"floor": 0.0}),
         **({} if deadline is None else {"deadline": deadline}),
     }
-    _launch(experiment_from(data, "compare"), as_json, dry_run, plot)
+    _launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot)
 
 
 def run(
@@ -179,45 +186,12 @@ def run(
     _launch(load(experiment, overrides or []), as_json, dry_run, plot)
 
 
-def experiment_from(data: dict[str, Any], where: str) -> Experiment:
+def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Experiment:
     """Flags → experiment, with the messages of a settings file."""
-    from fidelab.config.load import validate
+    from fidelab.config.load import apply_overrides, validate
 
+    apply_overrides(data, overrides)
     return validate(data, where)
-
-
-def axis_settings(
-    axes: str,
-    windows: int | None,
-    n_ctx: int | None,
-    protocol: str | None,
-    stride: int | None,
-    n_predict: int | None,
-    limit: int | None,
-    template: str | None,
-) -> dict[str, dict[str, Any]]:
-    """Flags → settings per axis; a flag of an axis that is not measured is an error, not a wish ignored.
-
-    Raises:
-        UsageError: no axis, or a flag without its axis.
-    """
-    from fidelab.errors import UsageError
-
-    chosen: dict[str, dict[str, Any]] = {name.strip(): {} for name in axes.split(",") if name.strip()}
-    if not chosen:
-        raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
-    flags = {
-        "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
-        "trajectory": {"n_predict": n_predict, "limit": limit, "template": template},
-    }
-    for axis, values in flags.items():
-        given = {key: value for key, value in values.items() if value is not None}
-        if given and axis not in chosen:
-            flag = next(iter(given)).replace("_", "-")
-            raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
-        if axis in chosen:
-            chosen[axis] = given
-    return chosen
 
 
 def _launch(experiment: Experiment, as_json: bool, dry_run: bool, plot: bool) -> None:

@@ -32,6 +32,8 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
     plan: dict[str, Any] = {
         "jobs": jobs,
         "not_supported": dict(prepared.settings.unsupported),
+        "unavailable": dict(prepared.plan.unavailable),
+        "follows": [name for name, axis in prepared.settings.axes.items() if axis.follows],
         "tokens": total,
         "disk_bytes": needed_bytes(prepared.plan),
         "probe_tokens_per_second": round(rate, 1) if rate else None,
@@ -45,6 +47,10 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
         print(f"{job['role']:<28} {job['kv']:<28} {state}")
     for name, reason in plan["not_supported"].items():
         print(f"{name:<28} not supported: {reason}")
+    for name, reason in plan["unavailable"].items():
+        print(f"axis {name:<23} not measurable: {reason}")
+    if plan["follows"]:
+        print(f"not counted: questions that follow from the reference's answers ({', '.join(plan['follows'])})")
     mib = plan["disk_bytes"] / 2**20
     print(f"\ntotal {total:,} tokens, {mib:.1f} MiB of captures in {prepared.settings.captures_dir}")
     if rate:

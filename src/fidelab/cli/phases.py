@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from fidelab.cli import compare as flags
+from fidelab.cli.axes import Axes, Limit, Quick, Set, axis_settings
 from fidelab.cli.output import gate, note, parse_pairs, show_report
 
 __all__ = ["register"]
@@ -28,7 +29,8 @@ def capture(
         "captures"
     ),
     engine: flags.Engine = "hf",
-    axes: flags.Axes = "trajectory,kld",
+    axes: Axes = "core",
+    quick: Quick = False,
     text: flags.TextFile = "default",
     windows: flags.Windows = None,
     n_ctx: flags.NCtx = None,
@@ -36,8 +38,9 @@ def capture(
     stride: flags.Stride = None,
     prompts: flags.Prompts = "default",
     n_predict: flags.NPredict = None,
-    limit: flags.Limit = None,
+    limit: Limit = None,
     template: flags.Template = None,
+    overrides: Set = None,
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
     threads: flags.Threads = None,
@@ -55,6 +58,10 @@ def capture(
     from fidelab.cli.progress import watcher
     from fidelab.run import capture as run_capture
 
+    given = {
+        "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
+        "trajectory": {"n_predict": n_predict, "template": template},
+    }
     data = {
         "model": model,
         "engine": engine,
@@ -62,7 +69,7 @@ def capture(
         "reference": kv,
         "control": "none",
         "candidates": [kv],
-        "axes": flags.axis_settings(axes, windows, n_ctx, protocol, stride, n_predict, limit, template),
+        "axes": axis_settings(axes, given, limit or [], quick),
         "text": text,
         "prompts": prompts,
         "dtype": dtype,
@@ -73,7 +80,7 @@ def capture(
         "captures_dir": str(output_dir),
         **({} if deadline is None else {"deadline": deadline}),
     }
-    [result] = run_capture(flags.experiment_from(data, "capture"), listener=watcher())
+    [result] = run_capture(flags.experiment_from(data, "capture", overrides or []), listener=watcher())
     for folder in sorted({path.parent for path in result.captures.values()}):
         print(folder)
     if result.reason:

@@ -1,0 +1,74 @@
+"""Flags → axes and their settings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+
+__all__ = ["axis_settings"]
+
+_PRESETS = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
+_PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
+
+Axes = Annotated[
+    str, typer.Option(help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis.")
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")]
+Limit = Annotated[
+    list[str] | None,
+    typer.Option(help="First items only: N (prompts) or AXIS=N; may be repeated.", show_default=False),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated."),
+]
+
+
+def axis_settings(
+    axes: str, flags: Mapping[str, Mapping[str, Any]], limit: Sequence[str] = (), quick: bool = False
+) -> dict[str, dict[str, Any]]:
+    """The chosen axes with what flags say about them.
+
+    ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured
+    is an error, not a wish ignored.
+
+    Raises:
+        UsageError: no axis, a flag without its axis, a limit that is no number.
+    """
+    from fidelab.errors import UsageError
+
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(axes)}
+    if not chosen:
+        raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
+    if quick:
+        from fidelab.axes import AXES
+
+        chosen = {name: dict(AXES.load(name).quick) for name in chosen}
+    for axis, values in flags.items():
+        given = {key: value for key, value in values.items() if value is not None}
+        if given and axis not in chosen:
+            flag = next(iter(given)).replace("_", "-")
+            raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
+        chosen.get(axis, {}).update(given)
+    for text in limit:
+        axis, _, number = text.rpartition("=")
+        if not (number.isascii() and number.isdigit()):
+            raise UsageError(f"--limit {text!r}: write a number, or AXIS=N")
+        owners = [axis] if axis else [name for name in _PROMPTED if name in chosen]
+        if not owners or owners[0] not in chosen:
+            raise UsageError(f"--limit belongs to axis {axis or _PROMPTED[0]}, which --axes {axes} leaves out")
+        for owner in owners:
+            chosen[owner]["limit"] = int(number)
+    return chosen
+
+
+def _names(axes: str) -> list[str]:
+    """Presets spelled out, each axis once."""
+    from fidelab.axes import AXES
+
+    names: list[str] = []
+    for word in (part.strip() for part in axes.split(",") if part.strip()):
+        names += AXES.names() if word == "all" else _PRESETS.get(word, (word,))
+    return list(dict.fromkeys(names))
