@@ -155,6 +155,16 @@ def test_bytes_per_token_are_the_sum_over_layers_of_heads_times_token_bytes(kind
     assert cache.storage_dtypes() == ("float16", "uint8")
 
 
+def test_emulated_formats_tell_what_gapless_packing_would_take() -> None:
+    emulated, plain = encoded("llama", "int3/bf16"), encoded("llama", "int4")
+    logits("llama", emulated)
+    logits("llama", plain)
+    codes, scales = 32 * 3 // 8, 2  # one group of 32 values per token and head
+    assert emulated.packed_bytes_per_token() == 3 * 2 * (codes + scales + 32 * 2)
+    assert emulated.bytes_per_token() == 3 * 2 * (32 + scales + 32 * 2)
+    assert plain.packed_bytes_per_token() is None
+
+
 @kinds
 def test_layers_without_keys_and_values_are_left_alone_and_counted(kind: str) -> None:
     cache = encoded(kind, "int8")

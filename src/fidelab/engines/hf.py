@@ -141,6 +141,7 @@ class HFEngine(Engine):
 
         cache = self._cache
         dtypes = cache.storage_dtypes() if cache else None
+        packed = cache.packed_bytes_per_token() if cache else None
         return Ran(
             versions={**self.versions(), "python": _python_version()},
             device=_device_name(self._arm.device),
@@ -159,6 +160,7 @@ class HFEngine(Engine):
                 "skipped_layers": list(self._arm.kv.skip_layers),
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
+                **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
             },
         )
 

@@ -90,9 +90,17 @@ class EncodedStore:
         """Bytes the format promises for this content."""
         if self.parts is None:
             return 0
+        return self._content_bytes(self.format.token_bytes(self.dim))
+
+    @property
+    def packed_bytes(self) -> int:
+        """The same if codes were packed without gaps."""
+        return 0 if self.parts is None else self._content_bytes(self.format.packed_token_bytes(self.dim))
+
+    def _content_bytes(self, token_bytes: int) -> int:
+        assert self.parts is not None
         per_sequence = self.format.sequence_bytes(self.heads, self.dim)
-        per_token = self.heads * self.format.token_bytes(self.dim)
-        return self.parts[0].shape[0] * (self.tokens * per_token + per_sequence)
+        return self.parts[0].shape[0] * (self.tokens * self.heads * token_bytes + per_sequence)
 
 
 def _owned(x: Tensor) -> Tensor:
@@ -253,6 +261,12 @@ class EncodedCache(DynamicCache):
     def expected_bytes_per_token(self) -> float | None:
         """The same from the formats' promise."""
         return self._per_token([store.expected_bytes for store in self._stores()])
+
+    def packed_bytes_per_token(self) -> float | None:
+        """Bytes per token if emulated formats packed their codes without gaps; ``None`` where none is emulated."""
+        if not any(store.format.emulated for store in self._stores()):
+            return None
+        return self._per_token([store.packed_bytes for store in self._stores()])
 
     def storage_dtypes(self) -> tuple[str, str] | None:
         """Element types of the K and V codes as held, or ``None`` before the first write."""
