@@ -21,6 +21,7 @@ ARROWS: dict[str, set[str] | None] = {
     "cli": None,
     "api": None,
     "run": None,
+    "repeat": None,
     "scoring": None,
     "sizing": None,
     "phases": None,
@@ -39,10 +40,12 @@ ARROWS: dict[str, set[str] | None] = {
     "models": set(),
     "inputs": {"models"},
     "metrics": set(),
-    "axes": {"inputs", "captures", "metrics"},
+    "axes": {"inputs", "captures", "metrics", "capability", "results.panels", "results.record"},
+    "capability": {"inputs"},
     "plan": {"config", "engines", "axes", "models", "captures", "workers.messages"},
     "results": {"metrics"},
     "report": {"results"},
+    "imports": {"results", "report", "metrics", "captures.container"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "core": {"numpy"},
@@ -53,7 +56,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "engines": {"numpy", "torch", "transformers"},
     "formats": {"torch"},
     "plugins": {"torch", "transformers"},
-    "metrics": {"numpy", "scipy", "torch"},
+    "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }
 LEAN_MODULES = ["fidelab.core", "fidelab.captures.writer", "fidelab.workers.child", "fidelab.engines.base"]

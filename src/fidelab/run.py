@@ -90,6 +90,9 @@ class Listener(Protocol):
     def opened(self, job: PlannedJob, seconds: float) -> None:
         """The model is loaded."""
 
+    def extended(self, job: PlannedJob, tokens: int) -> None:
+        """The reference's answers led to more questions: so many tokens more than were known, in this job."""
+
     def progress(self, job: PlannedJob, tokens: int) -> None:
         """Tokens processed since the last call."""
 
@@ -109,6 +112,7 @@ class Silent:
     def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
     def opened(self, job: PlannedJob, seconds: float) -> None: ...
+    def extended(self, job: PlannedJob, tokens: int) -> None: ...
     def progress(self, job: PlannedJob, tokens: int) -> None: ...
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
     def scoring(self) -> None: ...
@@ -302,6 +306,7 @@ class _Asking:
                 job = self._follow_up(job)
                 added = [capture for capture in job.captures[known:] if not is_complete(capture.folder, capture.key)]
                 missing.extend(added)
+                self._listener.extended(job, sum(capture.tokens for capture in added))
                 return [capture.task() for capture in added]
 
             outcome = run_worker(

@@ -23,9 +23,13 @@ COMMANDS = [
     ("score",),
     ("rescore",),
     ("report",),
+    ("repeat",),
     ("formats",),
     ("doctor",),
     ("plan-size",),
+    ("import",),
+    ("import", "refract"),
+    ("import", "kld-dumps"),
     ("models",),
     ("models", "list"),
     ("models", "pull"),
@@ -34,7 +38,7 @@ COMMANDS = [
     ("captures", "list"),
     ("captures", "gc"),
 ]
-WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in ("models", "captures")]
+WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in ("models", "captures", "import")]
 
 
 @pytest.fixture
@@ -89,8 +93,8 @@ def test_brackets_in_help_are_shown(wide: None, tmp_path: Path) -> None:
 def test_every_flag_of_compare_is_explained(wide: None, tmp_path: Path) -> None:
     text = cli("compare", "--help", cwd=tmp_path).out
     flags = """--reference --kv --engine --control --axes --text --windows --n-ctx --protocol --stride --prompts
-        --n-predict --limit --template --seed --bands --no-floor --dtype --device --threads --engine-arg --deadline
-        --output-dir --fail-under --json --dry-run --resume"""
+        --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
+        --deadline --output-dir --fail-under --json --plot --dry-run --resume"""
     assert [flag for flag in flags.split() if flag not in text] == []
 
 

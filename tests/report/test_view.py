@@ -19,7 +19,7 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.sections import sections_of
 from fidelab.report.view import ArmRow, build_view
-from fidelab.results.record import Axes, Excess, Verdict
+from fidelab.results.record import Axes, Excess, OtherAxis, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report
 from tests.report.sample_axes import rniah_axis
 
@@ -237,3 +237,14 @@ def test_axes_of_control_and_floor_have_rows_too() -> None:
         "floor",
     ]
     assert [line.style for line in sections_of(report)[0].curves[0].lines] == ["s0 d0", "s1 d0", "control", "floor"]
+
+
+def test_the_floor_of_general_axes_is_told() -> None:
+    same = OtherAxis(status=Status.IDENTICAL, score=100.0)
+    other = OtherAxis(status=Status.OK, score=98.0)
+    alone = build_view(sample_report(floor=Axes.model_validate({"rniah": same}))).floor
+    assert alone == "floor (reference against itself): rniah 100.0; it repeats exactly"
+    both = build_view(sample_report(floor=Axes.model_validate({"rniah": same, "plad": other}))).floor
+    assert both == "floor (reference against itself): rniah 100.0, plad 98.0"
+    unscored = build_view(sample_report(floor=Axes.model_validate({"perplexity": OtherAxis(status=Status.OK)}))).floor
+    assert unscored == "floor (reference against itself): see the other axes"

@@ -1,4 +1,4 @@
-"""Axes: each builds one probe and scores a pair of captures.  No axis ever sees an engine."""
+"""Axes: each asks every arm and scores pairs of answers.  No axis ever sees an engine."""
 
 from fidelab.registry import Registry
 
@@ -7,6 +7,10 @@ AXES = Registry(
     {
         "trajectory": "fidelab.axes.trajectory:Trajectory",
         "kld": "fidelab.axes.kld:KLD",
+        "rniah": "fidelab.axes.rniah:RNIAH",
+        "plad": "fidelab.axes.plad:PLAD",
+        "perplexity": "fidelab.axes.perplexity:Perplexity",
+        "gsm8k": "fidelab.axes.gsm8k:GSM8K",
     },
     group="fidelab.axes",
 )

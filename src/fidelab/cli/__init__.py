@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import captures, compare, doctor, formats, models, phases, runs, sizing
+from fidelab.cli import captures, compare, doctor, formats, imports, models, phases, repeat, runs, sizing
 
 __all__ = ["app", "main"]
 
@@ -24,8 +24,9 @@ _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
 class _Stopped(Exception):
     """Ctrl-C, out of reach of typer, which would end silently."""
 
-    def __init__(self, folder: Path | None) -> None:
+    def __init__(self, folder: Path | None, command: str) -> None:
         self.folder = folder
+        self.command = command
 
 
 class _Root(typer.core.TyperGroup):
@@ -33,7 +34,7 @@ class _Root(typer.core.TyperGroup):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt as stop:
-            raise _Stopped(getattr(stop, "folder", None)) from None
+            raise _Stopped(getattr(stop, "folder", None), getattr(stop, "command", "")) from None
         except BrokenPipeError:  # "| head" closed our output
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             return 0
@@ -51,9 +52,11 @@ app = typer.Typer(
 compare.register(app)
 phases.register(app)
 runs.register(app)
+repeat.register(app)
 sizing.register(app)
 formats.register(app)
 doctor.register(app)
+imports.register(app)
 app.add_typer(models.app, name="models")
 app.add_typer(captures.app, name="captures")
 
@@ -103,7 +106,7 @@ def main() -> None:
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
-        hint = f"Go on with: fidelab compare --resume {stop.folder}" if stop.folder else "Finished captures are kept."
+        hint = f"Go on with: {stop.command} --resume {stop.folder}" if stop.folder else "Finished captures are kept."
         print(f"fidelab: stopped; no process was left behind. {hint}", file=sys.stderr)
         code = 130
     except ImportError as error:

@@ -50,19 +50,26 @@ class _Bars:
         share = TextColumn("{task.percentage:>3.0f}%")
         self._bar = Progress(name, BarColumn(), share, _Rate(), TimeRemainingColumn(), console=console, transient=True)
         self._task: TaskID | None = None
+        self._planned: dict[str, int] = {}
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
             self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)
-        total = sum(capture.tokens for job in plan.jobs for capture in job.missing())
-        self._task = self._bar.add_task("starting", total=total or 1)
+        self._planned = {job.role: sum(capture.tokens for capture in job.missing()) for job in plan.jobs}
+        self._task = self._bar.add_task("starting", total=sum(self._planned.values()) or 1)
         self._bar.start()
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        self.extended(job, tokens - self._planned.get(job.role, tokens))
         self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._describe(_title(job))
+
+    def extended(self, job: PlannedJob, tokens: int) -> None:
+        if self._task is not None:
+            total = self._bar.tasks[self._task].total or 0
+            self._bar.update(self._task, total=total + tokens)
 
     def progress(self, job: PlannedJob, tokens: int) -> None:
         if self._task is not None:
@@ -99,6 +106,9 @@ class _Lines:
         self._done, self._tokens = 0, tokens
         self._began = self._said = time.monotonic()
         self._say(f"{_title(job)}: found in an earlier run" if reused else f"{_title(job)}: {tokens:,} tokens to do")
+
+    def extended(self, job: PlannedJob, tokens: int) -> None:
+        self._tokens += tokens
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
         self._began = self._said = time.monotonic()

@@ -32,7 +32,8 @@ from fidelab.results.store import POSITIONS
 
 __all__ = ["render_html", "write_html"]
 
-REMEDY = "the tail of KL and the worst positions are left out; make them with: fidelab rescore RUN_DIR"
+LEFT_OUT = "the tail of KL and the worst positions are left out"
+REMEDY = f"{LEFT_OUT}; make them with: fidelab rescore RUN_DIR"
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
@@ -88,7 +89,8 @@ def _read(report: Report, path: Path | None) -> tuple[dict[str, ArmPositions], s
             raise InputError("no positions.parquet was given")
         return read_positions(path, expected), ""
     except InputError as error:
-        return {}, f"{one_line(str(error))}: {REMEDY}"
+        imported = "imported" in report.settings  # another tool's figures: there is nothing to score again
+        return {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
 
 
 def _compared(report: Report) -> list[tuple[str, ArmRecord]]:

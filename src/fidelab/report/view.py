@@ -15,7 +15,7 @@ from fidelab.core import Estimator, Status
 from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored
 from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
 from fidelab.report.tables import Table, tables_of
-from fidelab.results.record import ArmRecord, Axes, Comparison, Report
+from fidelab.results.record import ArmRecord, Axes, Comparison, KldAxis, OtherAxis, Report, TrajectoryAxis
 
 __all__ = ["ArmRow", "Estimate", "Group", "Point", "Table", "View", "arm_id", "build_view"]
 
@@ -255,18 +255,36 @@ def _failures(role: str, arm: ArmRecord) -> list[str]:
     return lines
 
 
+_MEASURED = (Status.OK, Status.IDENTICAL)
+
+
+def _repeats(axis: KldAxis | TrajectoryAxis | OtherAxis) -> bool:
+    """Nothing differed."""
+    match axis:
+        case KldAxis(max=largest) if largest is not None:
+            return largest == 0
+        case TrajectoryAxis(exact_match_rate=rate) if rate is not None:
+            return rate == 1
+    return axis.status is Status.IDENTICAL
+
+
 def _floor(floor: Axes) -> str:
     parts = []
     if floor.kld is not None and floor.kld.mean is not None:
         parts.append(f"KLD {kld_of(floor.kld)} nats")
     if floor.trajectory is not None and floor.trajectory.score is not None:
         parts.append(f"trajectory {scored(floor.trajectory.score, floor.trajectory.ci)}")
-    for label, axis in (("KLD", floor.kld), ("trajectory", floor.trajectory)):
-        if axis is not None and axis.status not in (Status.OK, Status.IDENTICAL):
-            parts.append(f"{label} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
-    if not parts:
+    others = floor.others()
+    parts += [f"{one_line(name)} {scored(a.score, a.ci)}" for name, a in others.items() if a.score is not None]
+    for label, axis in (("KLD", floor.kld), ("trajectory", floor.trajectory), *others.items()):
+        if axis is not None and axis.status not in (Status.OK, Status.IDENTICAL, Status.NOT_MEASURABLE):
+            parts.append(f"{one_line(label)} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
+    measured = [a for a in (floor.kld, floor.trajectory, *others.values()) if a and a.status in _MEASURED]
+    if not (parts or measured):
         return "floor (reference against itself): not measured"
-    exact = floor.kld is not None and floor.kld.max == 0
+    exact = bool(measured) and all(_repeats(axis) for axis in measured)
+    if not parts:
+        return f"floor (reference against itself): {'it repeats exactly' if exact else 'see the other axes'}"
     return f"floor (reference against itself): {', '.join(parts)}{'; it repeats exactly' if exact else ''}"
 
 

@@ -1,0 +1,241 @@
+"""GSM8K: does the candidate still solve the word problems that the reference solves? (METRICS §7)"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from json import loads
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.core import Generate, Tokens, canonical_json
+from fidelab.errors import CaptureError, InputError
+from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
+from fidelab.metrics.intervals import (
+    PairedDifference,
+    RatioItems,
+    mcnemar_exact,
+    paired_difference,
+    wilson_interval,
+)
+from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
+from fidelab.results.record import Figure
+
+__all__ = ["GSM8K"]
+
+_MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
+_HARM = -5.0  # points (METRICS §6)
+_SHOWN = 8  # lost items whose text the report shows
+_DIGITS = 24  # of a number in the table
+
+
+class GSM8KSettings(AxisSettings):
+    """Problems and how they are put; part of the comparability key, the batch excepted.
+
+    ``raw`` is the default template: base and instruct models both go on with worked examples in plain text.  Instruct
+    models answer sooner, and end by themselves, with ``chat``.
+    """
+
+    data: str = Field(default="gsm8k", min_length=1, description="gsm8k (the hub's test set) or a JSONL file")
+    limit: int | None = Field(default=200, ge=1, description="first problems only; null: all")
+    shots: int = Field(default=8, ge=0, le=8, description="worked examples before each problem")
+    n_predict: int = Field(default=256, ge=1, description="tokens generated per problem")
+    template: Literal["chat", "raw"] = Field(default="raw", description="the model's chat template, or plain text")
+    batch: int = Field(default=16, ge=1, description="problems decoded together")
+
+
+class GSM8K(Axis):
+    """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent."""
+
+    name: ClassVar[str] = "gsm8k"
+    Settings: ClassVar[type[AxisSettings]] = GSM8KSettings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 20}
+    settings: GSM8KSettings
+
+    def probe(self, inputs: AxisInputs) -> Generate:
+        s, tokenizer = self.settings, inputs.tokenizer
+        used = "raw" if s.template == "raw" else tokenizer.template
+        problems, shots = load_problems(s.data, s.limit), load_shots(s.shots)
+        prompts = tuple(tokenizer.chat(ask(problem, shots, used), used) for problem in problems)
+        longest = max(map(len, prompts))
+        if inputs.max_positions is not None and longest + s.n_predict > inputs.max_positions:
+            raise InputError(
+                f"gsm8k: a prompt with shots: {s.shots} has {longest} tokens; with n_predict {s.n_predict} that is "
+                f"beyond the model's limit of {inputs.max_positions} positions: use fewer axes.gsm8k.shots"
+            )
+        return Generate(
+            axis=self.name,
+            prompts=prompts,
+            max_tokens=s.n_predict,
+            stop=tokenizer.stop_ids,
+            batch=s.batch,
+            settings=(("n_predict", s.n_predict), ("shots", s.shots), ("template", used)),
+            rows=False,
+            notes=tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems),
+        )
+
+    def score(self, pair: Pair, seed: int) -> AxisScore:
+        items = _read(pair)
+        usable = [item for item in items if not item.failed]
+        known = [item for item in items if item.ref.ids]
+        able = sum(item.ref.right for item in known)
+        weak = bool(known) and able < _MEASURABLE * len(known)
+        score = AxisScore(
+            figures={},
+            num=np.array([item.test.right for item in items], dtype=np.float64),
+            den=np.ones(len(items)),
+            units=np.array([item.index for item in items], dtype=np.int64),
+            usable=np.array([not item.failed for item in items], dtype=bool),
+            transform=lambda share: 100.0 * share,
+            bounds=(0.0, 1.0),
+            identical=len(usable) == len(items) and all(item.ref.ids == item.test.ids for item in items),
+            proportion=True,
+            scale=100.0,
+        )
+        difference = None
+        if usable:
+            ref = RatioItems.of([item.ref.right for item in usable], 1.0, score.units[score.usable])
+            difference = paired_difference(
+                score.items(), ref, seed, scale=100.0, bounds=score.bounds, proportion=score.proportion
+            )
+        own = _accuracy([item.test.right for item in usable])
+        figures: dict[str, Any] = {
+            "score": None if weak else score.score(),
+            "ci": None if weak or own[1] is None else (100.0 * own[1][0], 100.0 * own[1][1]),
+            "n_items": len(items),
+            "n_failed": len(items) - len(usable),
+            "figures": _figures(usable, difference),
+            "panels": _panels(items),
+        }
+        reason = (
+            f"the reference solves {able} of {len(known)} problems; below {_MEASURABLE:.0%} a loss cannot be seen"
+            if weak
+            else ""
+        )
+        return AxisScore(
+            **{**vars(score), "figures": figures, "not_measurable": reason, "lowers": () if weak else _harm(difference)}
+        )
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """What one side wrote: ids without the stop, text up to a question of its own, the number in it."""
+
+    ids: Sequence[int]
+    text: str
+    value: Decimal | None
+    right: bool
+
+
+@dataclass(frozen=True)
+class _Item:
+    """One problem on both sides; ``index`` is the reference's."""
+
+    index: int
+    id: str
+    gold: Decimal
+    ref: _Answer
+    test: _Answer
+
+    @property
+    def failed(self) -> bool:
+        return not (self.ref.ids and self.test.ids)
+
+    @property
+    def outcome(self) -> str:
+        if self.failed:
+            return "failed"
+        if self.ref.right == self.test.right:
+            return "both right" if self.ref.right else "both wrong"
+        return "lost" if self.ref.right else "gained"
+
+
+def _read(pair: Pair) -> list[_Item]:
+    probe = pair.ref.probe
+    if not isinstance(probe, Generate) or len(probe.notes) != len(probe.prompts):
+        raise CaptureError(f"capture {pair.ref.folder} holds no answers to problems")
+    items = []
+    for r, t in pair.items:
+        note = loads(probe.notes[r])
+        gold = Decimal(note["gold"])
+        ref, test = _answer(pair.ref, r, probe.stop, gold), _answer(pair.test, t, probe.stop, gold)
+        items.append(_Item(r, note["id"], gold, ref, test))
+    return items
+
+
+def _answer(capture: Capture, item: int, stop: Tokens, gold: Decimal) -> _Answer:
+    """One side's answer; a failed item has no ids."""
+    if capture.items[item]["failed"] is not None or "ids" not in capture.names(item):
+        return _Answer((), "", None, False)
+    ids = capture.ints(item, "ids")
+    text = own_words(capture.text(ids[:-1] if ids and ids[-1] in stop else ids))
+    value = extract_answer(text)
+    return _Answer(ids, text, value, value == gold)
+
+
+def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] | None]:
+    """Share and its Wilson interval."""
+    return (sum(right) / len(right), wilson_interval(sum(right), len(right))) if right else (None, None)
+
+
+def _figures(usable: Sequence[_Item], difference: PairedDifference | None) -> list[Figure]:
+    own, reference = (_accuracy([getattr(item, side).right for item in usable]) for side in ("test", "ref"))
+    lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
+    change = difference.estimate if difference else None
+    interval = difference.interval if difference else None
+    return [
+        Figure(name="accuracy", value=own[0], ci=own[1], unit="share"),
+        Figure(name="reference accuracy", value=reference[0], ci=reference[1], unit="share"),
+        Figure(name="difference", value=change, ci=interval, unit="points"),
+        Figure(name="margin of error", value=(interval[1] - interval[0]) / 2 if interval else None, unit="points"),
+        Figure(name="McNemar p", value=mcnemar_exact(lost, gained) if usable else None, unit="p"),
+        Figure(name="lost", value=lost, unit="count"),
+        Figure(name="gained", value=gained, unit="count"),
+        Figure(name="no number", value=sum(item.test.value is None for item in usable), unit="count"),
+    ]
+
+
+def _harm(difference: PairedDifference | None) -> tuple[str, ...]:
+    if difference is None or difference.interval is None or difference.interval[1] >= _HARM:
+        return ()
+    most, least = (-end for end in difference.interval)
+    return (f"GSM8K accuracy falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)
+
+
+def _panels(items: Sequence[_Item]) -> list[Panel]:
+    rows = [
+        (item.id, _shown(item.gold), _shown(item.ref.value), _shown(item.test.value), item.outcome) for item in items
+    ]
+    lost = [item for item in items if item.outcome == "lost"]
+    table = TablePanel(
+        title="GSM8K, problem by problem",
+        columns=("id", "right answer", "reference", "candidate", "outcome"),
+        rows=tuple(rows),
+        note="The number read from each answer; – where there is none.",
+    )
+    if not lost:
+        return [table]
+    pairs = [
+        TextPair(
+            label=f"problem {item.id}",
+            reference=item.ref.text.strip(),
+            candidate=item.test.text.strip(),
+            note=f"right: {_shown(item.gold)}, candidate: {_shown(item.test.value)}",
+        )
+        for item in lost[:_SHOWN]
+    ]
+    count = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
+    return [table, Texts(title=f"Problems lost ({count})", pairs=tuple(pairs))]
+
+
+def _shown(value: Decimal | None) -> str:
+    if value is None:
+        return "–"
+    text = f"{value:f}"
+    return text if len(text) <= _DIGITS else f"{value:.6e}"

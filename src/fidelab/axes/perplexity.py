@@ -1,0 +1,199 @@
+"""Perplexity through the cache under test, at several contexts (METRICS §7).
+
+``chunked``: windows do not overlap and the last half of each is scored, as llama.cpp's perplexity tool does.
+``strided``: windows begin every ``stride`` tokens and the last ``stride`` tokens of each are scored, so every token
+counts once and has at least n_ctx − stride tokens before it; the first n_ctx − stride tokens of the text are context
+alone.  Both read the keys and values of their context from the cache, which is what makes the figure see it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, model_validator
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.rows import CHUNK, item_rows, logits
+from fidelab.captures.pair import Pair
+from fidelab.core import Prefill, Probe
+from fidelab.errors import CaptureError, InputError
+from fidelab.metrics.divergence import kl_by_position
+from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
+from fidelab.results.panels import Curve
+from fidelab.results.record import Figure
+
+__all__ = ["Perplexity"]
+
+_DEFAULT_CONTEXTS = (512, 2048)
+_SCORED = 8192  # rows per context by default, as KLD's 32 windows of 512 have
+
+Floats = NDArray[np.float64]
+
+
+class PerplexitySettings(AxisSettings):
+    """Contexts and which of their rows count; part of the comparability key."""
+
+    contexts: tuple[Annotated[int, Field(ge=8)], ...] | None = Field(
+        default=None, min_length=1, description="tokens per window, several in one run; 512 and 2048 where they fit"
+    )
+    mode: Literal["chunked", "strided"] = Field(
+        default="chunked", description="last half of windows that do not overlap, or each token once"
+    )
+    stride: int | None = Field(default=None, ge=1, description="strided: tokens between windows; a quarter by default")
+    windows: int | None = Field(default=None, ge=1, description="windows per context; about 8,192 rows by default")
+
+    @model_validator(mode="after")
+    def _strides_fit(self) -> Self:
+        if self.stride is not None and self.mode == "chunked":
+            raise ValueError("stride is for mode strided")
+        if self.stride is not None and self.stride >= min(self.contexts or _DEFAULT_CONTEXTS):
+            raise ValueError(f"stride {self.stride} must be shorter than every context")
+        return self
+
+
+class Perplexity(Axis):
+    """ln(PPL of the candidate / PPL of the reference) on the same tokens, nats; a part per context."""
+
+    name: ClassVar[str] = "perplexity"
+    Settings: ClassVar[type[AxisSettings]] = PerplexitySettings
+    quick: ClassVar[Mapping[str, Any]] = {"contexts": (512,), "windows": 8}
+    settings: PerplexitySettings
+
+    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+        have = len(inputs.tokenizer.encode(inputs.text.content))
+        return {str(n_ctx): self._cut(inputs, n_ctx, have) for n_ctx in self._contexts(inputs, have)}
+
+    def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        parts = {int(part): _Rows.of(pairs[part]) for part in sorted(pairs, key=int, reverse=True)}
+        found = {n_ctx: compare_nll(rows.ref, rows.test, rows.units, seed) for n_ctx, rows in parts.items()}
+        longest = next(iter(parts.values()))
+        settings = next(iter(pairs.values())).ref.manifest["settings"]
+        return AxisScore(
+            figures={
+                "n_items": sum(pair.n_rows for pair in found.values()),
+                "n_failed": sum(pair.n_failed for pair in found.values()),
+                "figures": [figure for n_ctx, pair in found.items() for figure in _figures(n_ctx, pair)],
+                "panels": [_curve(n_ctx, rows) for n_ctx, rows in sorted(parts.items())],
+                "details": {
+                    "mode": settings["mode"],
+                    "contexts": {str(n_ctx): asdict(pair) for n_ctx, pair in sorted(found.items())},
+                },
+            },
+            num=longest.test - longest.ref,
+            den=np.ones(len(longest.ref)),
+            units=longest.units,
+            usable=np.isfinite(longest.test - longest.ref),
+            transform=None,
+            bounds=(-math.inf, math.inf),
+            identical=all(rows.identical for rows in parts.values()),
+        )
+
+    def _contexts(self, inputs: AxisInputs, have: int) -> list[int]:
+        """The contexts asked for, or those of the default that model and text have room for; rising."""
+        limit = inputs.max_positions
+        if self.settings.contexts is not None:
+            asked = sorted(set(self.settings.contexts))
+            if limit is not None and asked[-1] > limit:
+                raise InputError(
+                    f"perplexity: context {asked[-1]} is beyond the model's limit of {limit} positions; "
+                    "shorten axes.perplexity.contexts"
+                )
+            return asked
+        fitting = [n_ctx for n_ctx in _DEFAULT_CONTEXTS if n_ctx <= have and (limit is None or n_ctx <= limit)]
+        if not fitting:
+            room = f"text {inputs.text.name} has {have} tokens" if limit is None or limit > have else f"limit {limit}"
+            raise InputError(f"perplexity: no room for a context of 512 ({room}); set axes.perplexity.contexts")
+        return fitting
+
+    def _cut(self, inputs: AxisInputs, n_ctx: int, have: int) -> Prefill:
+        from fidelab.inputs.corpus import make_windows
+
+        s = self.settings
+        strided = s.mode == "strided"
+        step = (s.stride or n_ctx // 4) if strided else n_ctx
+        room = (have - n_ctx) // step + 1
+        wanted = s.windows or min(max(1, _SCORED // (step if strided else n_ctx // 2)), max(1, room))
+        if wanted > room:
+            raise InputError(
+                f"perplexity: context {n_ctx} needs {(wanted - 1) * step + n_ctx} tokens (windows: {wanted}), but text "
+                f"{inputs.text.name} has {have}: fewer axes.perplexity.windows, shorter contexts or a longer text"
+            )
+        cut = make_windows(inputs.tokenizer, inputs.text, n_ctx, wanted, "sliding" if strided else "half", step)
+        first, last = (n_ctx - 1 - step, n_ctx - 2) if strided else (cut.first, cut.last)
+        return Prefill(
+            axis=part_name(self.name, str(n_ctx)),
+            windows=cut.windows,
+            first=first,
+            last=last,
+            units=tuple(units[first - cut.first : last - cut.first + 1] for units in cut.units),
+            settings=(("bos", inputs.tokenizer.bos_id), ("mode", s.mode), ("n_ctx", n_ctx), ("stride", step)),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class _Rows:
+    """Every scored row of one context: NLL of both sides (nats; NaN where it failed), unit, position in the window."""
+
+    ref: Floats
+    test: Floats
+    units: NDArray[np.int64]
+    positions: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, pair: Pair) -> _Rows:
+        probe = pair.ref.probe
+        if not isinstance(probe, Prefill):
+            raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
+        sides = [_item_nll(pair, probe, r, t) for r, t in pair.items]
+        ref, test = (np.concatenate(side) for side in zip(*sides, strict=True))
+        units = np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r, _ in pair.items])
+        return cls(ref, test, units, np.tile(np.arange(probe.first, probe.last + 1), len(pair.items)))
+
+    @property
+    def identical(self) -> bool:
+        return bool((self.ref == self.test).all())  # NaN equals nothing
+
+
+def _item_nll(pair: Pair, probe: Prefill, r: int, t: int) -> tuple[Floats, Floats]:
+    """NLL of one window's rows on both sides, over the ids that both have; NaN where a side has no rows."""
+    n = probe.n_rows
+    ref, test = np.full(n, np.nan), np.full(n, np.nan)
+    if item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
+        return ref, test
+    targets = np.asarray(probe.windows[r][probe.first + 1 : probe.last + 2], dtype=np.int64)
+    for start in range(0, n, CHUNK):
+        at = slice(start, min(start + CHUNK, n))
+        p, q = logits(pair.ref, r, at.start, at.stop), logits(pair.test, t, at.start, at.stop)
+        common = min(p.shape[1], q.shape[1])
+        ref[at], test[at] = (row_nll(side[:, :common], targets[at]) for side in (p, q))
+    return ref, test
+
+
+def _figures(n_ctx: int, pair: PerplexityPair) -> list[Figure]:
+    factor = exponential(pair.log_ratio)
+    ends = None if pair.interval is None else [exponential(end) for end in pair.interval]
+    span = None if ends is None or ends[0] is None or ends[1] is None else (ends[0] - 1, ends[1] - 1)
+    return [
+        Figure(name=f"ln ratio {n_ctx}", value=pair.log_ratio, ci=pair.interval, unit="nats"),
+        Figure(name=f"std. error {n_ctx}", value=pair.stderr, unit="nats"),
+        Figure(name=f"PPL change {n_ctx}", value=None if factor is None else factor - 1, ci=span, unit="share"),
+        Figure(name=f"PPL {n_ctx}", value=pair.ppl_test),
+        Figure(name=f"reference PPL {n_ctx}", value=pair.ppl_ref),
+    ]
+
+
+def _curve(n_ctx: int, rows: _Rows) -> Curve:
+    bins = kl_by_position(rows.positions, rows.test - rows.ref)  # means of any quantity per span of positions
+    return Curve(
+        key=f"perplexity.{n_ctx}",
+        title=f"Cost in log-likelihood by position, context {n_ctx}",
+        x_label="position in the window (tokens)",
+        y_label="NLL of the arm − NLL of the reference (nats)",
+        x=tuple((low + high) / 2 for low, high in zip(bins.edges, bins.edges[1:], strict=False)),
+        y=bins.means,
+    )

@@ -1,0 +1,309 @@
+"""Axis D, PLAD: does a small change to a prompt move the candidate's answer more than the reference's? (METRICS §5)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field, field_validator
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, spread
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.core import Generate, Probe, Tokens, canonical_json
+from fidelab.errors import CaptureError, InputError, UnknownNameError
+from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
+from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.drift import LOWEST_CELL, cell_scores, drift, sign_test
+from fidelab.metrics.intervals import RatioItems, paired_difference
+from fidelab.results.panels import TablePanel, TextPair, Texts
+from fidelab.results.record import Figure
+
+__all__ = ["PLAD"]
+
+_SHOWN = 8  # cells per arm whose answers the report shows
+_LONGEST = 96  # tokens of an answer that it shows
+
+_UNPERTURBED = ""
+
+
+class PLADSettings(AxisSettings):
+    """What is changed in which prompts; part of the comparability key, batch and compat excepted."""
+
+    n_predict: int = Field(default=64, ge=1, description="tokens generated per answer")
+    limit: int | None = Field(default=None, ge=1, description="first prompts only")
+    perturbations: tuple[str, ...] = Field(
+        default=PERTURBATIONS, min_length=1, description=f"some of: {', '.join(PERTURBATIONS)}"
+    )
+    seed: int = Field(default=42, ge=0, description="which words are changed; the prompt's number is added")
+    template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
+    batch: int = Field(default=16, ge=1, description="prompts decoded together")
+    compat: Literal["refract"] | None = Field(
+        default=None, description="recorded alone: the score is computed as REFRACT does in any case"
+    )
+
+    @field_validator("perturbations")
+    @classmethod
+    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        """The names in the order of the table, each once."""
+        for name in names:
+            if name not in PERTURBATIONS:
+                raise UnknownNameError("perturbation", name, PERTURBATIONS)
+        return tuple(name for name in PERTURBATIONS if name in names)
+
+
+class PLAD(Axis):
+    """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's do."""
+
+    name: ClassVar[str] = "plad"
+    Settings: ClassVar[type[AxisSettings]] = PLADSettings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
+    settings: PLADSettings
+
+    def probe(self, inputs: AxisInputs) -> Generate:
+        s, tokenizer = self.settings, inputs.tokenizer
+        prompts = inputs.prompts[: s.limit]
+        asked = [item for index, prompt in enumerate(prompts) for item in self._questions(tokenizer, index, prompt)]
+        if not asked:
+            raise InputError(
+                f"plad: of {', '.join(s.perturbations)} none applies to any of {len(prompts)} prompts; "
+                "set axes.plad.perturbations or take other prompts"
+            )
+        longest, note = max(asked, key=lambda item: len(item[0]))
+        if inputs.max_positions is not None and len(longest) + s.n_predict > inputs.max_positions:
+            raise InputError(
+                f"plad: prompt {note['id']!r} has {len(longest)} tokens; with axes.plad.n_predict {s.n_predict} that "
+                f"is beyond the model's limit of {inputs.max_positions} positions"
+            )
+        return Generate(
+            axis=self.name,
+            prompts=tuple(ids for ids, _ in asked),
+            max_tokens=s.n_predict,
+            stop=tokenizer.stop_ids,
+            batch=s.batch,
+            settings=(
+                ("n_predict", s.n_predict),
+                ("perturbations", ",".join(s.perturbations)),
+                ("prompts", len(prompts)),
+                ("seed", s.seed),
+                ("template", "raw" if s.template == "raw" else tokenizer.template),
+            ),
+            rows=False,
+            notes=tuple(canonical_json(note) for _, note in asked),
+        )
+
+    def _questions(self, tokenizer: Tokenizer, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
+        """A prompt as it is and under each perturbation that changes its tokens; nothing where none does."""
+        s = self.settings
+        plain = tokenizer.chat(prompt.messages, s.template)
+        if not plain:
+            raise InputError(f"plad: prompt {prompt.id!r} has no tokens")
+        note: dict[str, str | int] = {"prompt": index, "id": prompt.id}
+        found = [(plain, {**note, "perturbation": _UNPERTURBED})]
+        for name in s.perturbations:
+            changed = perturb_prompt(prompt, name, s.seed + index)
+            ids = plain if changed is None else tokenizer.chat(changed.messages, s.template)
+            if changed is not None and ids != plain:
+                found.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
+        return found if len(found) > 1 else []
+
+    def repeated(self, probe: Probe, share: float) -> Probe | None:
+        """A share of the prompts, each with all its perturbations."""
+        if not isinstance(probe, Generate):
+            return super().repeated(probe, share)
+        owners = [json.loads(note)["prompt"] for note in probe.notes]
+        prompts = list(dict.fromkeys(owners))
+        kept = {prompts[index] for index in spread(len(prompts), share)}
+        return probe.select([index for index, owner in enumerate(owners) if owner in kept])
+
+    def score(self, pair: Pair, seed: int) -> AxisScore:
+        cells = _cells(pair)
+        usable = [not cell.failed for cell in cells]
+        score = AxisScore(
+            figures={},
+            num=cell_scores([cell.ref_drift for cell in cells], [cell.test_drift for cell in cells]) / 100.0,
+            den=np.ones(len(cells)),
+            units=np.array([cell.prompt for cell in cells], dtype=np.int64),
+            usable=np.array(usable, dtype=bool),
+            transform=lambda ratio: 100.0 * ratio,
+            bounds=(LOWEST_CELL / 100.0, 1.0),
+            identical=all(usable) and all(cell.ref == cell.test for cell in cells),
+            proportion=True,
+            scale=100.0,
+        )
+        asked = pair.ref.manifest["settings"]
+        whole = _Summary.of(cells, seed)
+        skipped = _skipped(pair.ref)
+        figures: dict[str, Any] = {
+            "score": score.score(),
+            "ci": score.score_interval(seed),
+            "n_items": len(cells),
+            "n_failed": usable.count(False),
+            "figures": [
+                Figure(name="excess drift", value=whole.excess, ci=whole.interval, unit="share"),
+                Figure(name="sign test", value=whole.p, unit="p"),
+                Figure(name="drift of the reference", value=whole.ref, unit="share"),
+                Figure(name="drift of the candidate", value=whole.test, unit="share"),
+                Figure(name="skipped", value=sum(skipped.values()), unit="count"),
+            ],
+            "panels": [_table(cells, skipped, seed), *_texts(pair, cells)],
+            "details": {name: asked[name] for name in ("n_predict", "prompts", "seed", "template")},
+        }
+        return AxisScore(**{**vars(score), "figures": figures})
+
+
+@dataclass(frozen=True)
+class _Cell:
+    """One prompt under one perturbation: what each arm answered to the prompt as it is and to the perturbed one."""
+
+    prompt: int
+    id: str
+    perturbation: str
+    change: str
+    ref: tuple[list[int], list[int]]
+    test: tuple[list[int], list[int]]
+    failed: bool
+
+    @cached_property
+    def ref_drift(self) -> float:
+        return drift(*self.ref)
+
+    @cached_property
+    def test_drift(self) -> float:
+        return drift(*self.test)
+
+    @property
+    def excess(self) -> float:
+        """Above 0 the candidate's answer moved more."""
+        return self.test_drift - self.ref_drift
+
+
+def _cells(pair: Pair) -> list[_Cell]:
+    """All cells, in the order of the test side's notes: the floor asks only some prompts again."""
+    notes = _notes(pair.test)
+    places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
+    found = []
+    for note in notes:
+        if note["perturbation"] != _UNPERTURBED:
+            (r0, t0), (r1, t1) = places[note["prompt"], _UNPERTURBED], places[note["prompt"], note["perturbation"]]
+            sides = [pair.ref.items[r0], pair.ref.items[r1], pair.test.items[t0], pair.test.items[t1]]
+            found.append(
+                _Cell(
+                    prompt=note["prompt"],
+                    id=note["id"],
+                    perturbation=note["perturbation"],
+                    change=note["change"],
+                    ref=(_ids(pair.ref, r0), _ids(pair.ref, r1)),
+                    test=(_ids(pair.test, t0), _ids(pair.test, t1)),
+                    failed=any(item["failed"] is not None for item in sides),
+                )
+            )
+    return found
+
+
+def _notes(capture: Capture) -> list[dict[str, Any]]:
+    probe = capture.probe
+    if not isinstance(probe, Generate) or len(probe.notes) != len(probe.prompts):
+        raise CaptureError(f"capture {capture.folder} does not say which prompt is a perturbation of which")
+    return [json.loads(note) for note in probe.notes]
+
+
+def _ids(capture: Capture, item: int) -> list[int]:
+    return capture.ints(item, "ids") if "ids" in capture.names(item) else []
+
+
+def _skipped(ref: Capture) -> dict[str, int]:
+    """How many prompts each perturbation left as they were."""
+    names = [note["perturbation"] for note in _notes(ref)]
+    settings = ref.manifest["settings"]
+    return {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}
+
+
+@dataclass(frozen=True)
+class _Summary:
+    """Means over the usable cells (drifts and excess 0…1, the score 0…100); ``None`` without any.
+
+    The cells of one prompt share an answer, so the interval resamples prompts, and the sign test counts them.
+    """
+
+    n: int = 0
+    score: float | None = None
+    ref: float | None = None
+    test: float | None = None
+    excess: float | None = None
+    interval: tuple[float, float] | None = None
+    p: float | None = None
+
+    @classmethod
+    def of(cls, cells: Sequence[_Cell], seed: int) -> _Summary:
+        good = [cell for cell in cells if not cell.failed]
+        if not good:
+            return cls()
+        units = [cell.prompt for cell in good]
+        ref = RatioItems.of([cell.ref_drift for cell in good], 1.0, units)
+        test = RatioItems.of([cell.test_drift for cell in good], 1.0, units)
+        difference = paired_difference(test, ref, seed, bounds=(0.0, 1.0), proportion=True)
+        return cls(
+            n=len(good),
+            score=float(cell_scores(ref.num, test.num).mean()),
+            ref=float(ref.num.mean()),
+            test=float(test.num.mean()),
+            excess=difference.estimate,
+            interval=difference.interval,
+            p=sign_test(test.by_unit().num - ref.by_unit().num),
+        )
+
+
+# ----------------------------------------------------------------------------------------------- panels
+
+
+def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> TablePanel:
+    rows = []
+    for name, left in skipped.items():
+        mine = [cell for cell in cells if cell.perturbation == name]
+        found = _Summary.of(mine, seed)
+        low, high = found.interval or (None, None)
+        shares = (found.ref, found.test, found.excess, low, high)
+        percent = [None if share is None else 100.0 * share for share in shares]
+        rows.append((name, found.n, found.score, *percent, found.p, len(mine) - found.n, left))
+    return TablePanel(
+        title="By perturbation",
+        columns=(
+            *("perturbation", "cells", "score", "reference drift, %", "candidate drift, %", "excess, points"),
+            *("from", "to", "sign test p", "failed", "skipped"),
+        ),
+        rows=tuple(rows),
+        note="drift: how much of the answer changes when the prompt does; excess: the candidate's minus the "
+        "reference's, with its 95% interval; skipped: the perturbation changes nothing in the prompt",
+    )
+
+
+def _texts(pair: Pair, cells: Sequence[_Cell]) -> list[Texts]:
+    """The answers that moved most beyond the reference's; numbers need no vocabulary, so without one there are none."""
+    moved = [cell for cell in cells if not cell.failed and cell.excess > 0]
+    shown = sorted(moved, key=lambda cell: -cell.excess)[:_SHOWN]
+    try:
+        pairs = tuple(
+            TextPair(
+                label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
+                reference=_two_answers(pair.ref, *cell.ref),
+                candidate=_two_answers(pair.test, *cell.test),
+                note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
+            )
+            for cell in shown
+        )
+    except CaptureError:
+        return []
+    return [Texts(title="Largest excess drift", pairs=pairs)] if pairs else []
+
+
+def _two_answers(capture: Capture, plain: Sequence[int], perturbed: Sequence[int]) -> str:
+    def text(ids: Sequence[int]) -> str:
+        return capture.text(ids[:_LONGEST]) + ("…" if len(ids) > _LONGEST else "") or "(empty)"
+
+    return f"prompt as it is:\n{text(plain)}\n\nperturbed prompt:\n{text(perturbed)}"

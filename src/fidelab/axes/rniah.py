@@ -1,0 +1,376 @@
+"""Axis C: does the candidate still find what the reference finds in a long text?  (METRICS §4)"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator, model_validator
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name, spread
+from fidelab.axes.rniah_panels import Trial, needle_panels
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.core import Generate, Probe, Timed, canonical_json
+from fidelab.errors import InputError, UsageError
+from fidelab.inputs.haystack import load_haystack
+from fidelab.inputs.needles import FIXED_CODE, Needles, Style, build_prompt, draw_needles
+from fidelab.metrics.composite import normal_draws
+from fidelab.metrics.retrieval import (
+    Cells,
+    accuracy_difference,
+    judged,
+    retrieval_interval,
+    retrieval_replicates,
+    retrieval_score,
+    returned,
+)
+from fidelab.results.record import Figure
+
+__all__ = ["RNIAH"]
+
+_SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
+_LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are to be asked for
+_LEAST_PREDICT, _AROUND = 24, 8  # tokens: of an answer; of it besides the codes
+_HARM = -5.0  # points (METRICS §6)
+
+
+class RNIAHSettings(AxisSettings):
+    """What is hidden where; all of it part of the comparability key, the batch excepted."""
+
+    lengths: Literal["auto"] | tuple[int, ...] = Field(
+        default="auto", description="prompt lengths in tokens; auto: 4096, 8192 … that fit, of small models 512 … 4096"
+    )
+    positions: tuple[float, ...] = Field(
+        default=(0.1, 0.5, 0.9), min_length=1, description="where the needle lies, 0 (first token) … 1 (last)"
+    )
+    trials: int = Field(default=3, ge=1, le=50, description="haystacks per length and position")
+    style: Literal["auto", "question", "cloze"] = Field(
+        default="auto", description="how it is asked; auto: question where the reference answers it, else cloze"
+    )
+    needles: int = Field(default=1, ge=1, le=8, description="different needles in one prompt, all to be returned")
+    distractors: int = Field(default=0, ge=0, le=36, description="near-identical sentences with other codes (hard)")
+    haystack: str = Field(default="default", description="default, wikitext-2 or a UTF-8 file that is long enough")
+    compat: Literal["refract"] | None = Field(
+        default=None, description="refract: its fixed needle, and uninformative cells count as perfect"
+    )
+    seed: int = Field(default=0, ge=0, description="seed of codes and of the generated part of the haystack")
+    batch: int = Field(default=4, ge=1, description="prompts decoded together")
+
+    @field_validator("haystack")
+    @classmethod
+    def _from_any_folder(cls, name: str) -> str:
+        return name if name in ("default", "wikitext-2") else str(Path(name).expanduser().absolute())
+
+    @field_validator("positions")
+    @classmethod
+    def _inside(cls, positions: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 <= position <= 1 for position in positions):
+            raise ValueError("positions lie between 0 and 1")
+        return tuple(sorted(set(positions)))
+
+    @field_validator("lengths", mode="before")
+    @classmethod
+    def _rising(cls, lengths: Any) -> Any:
+        values = [lengths] if isinstance(lengths, int) else lengths
+        if values == "auto":
+            return values
+        if not isinstance(values, list | tuple) or not values or any(type(length) is not int for length in values):
+            raise ValueError("write auto, or token counts such as [512, 2048]")
+        return tuple(sorted(set(values)))
+
+    @model_validator(mode="after")
+    def _one_fixed_needle(self) -> Self:
+        if self.compat and (self.needles > 1 or self.distractors):
+            raise ValueError("compat: refract has one fixed needle: leave out needles and distractors")
+        return self
+
+
+class RNIAH(Axis):
+    """Share of hidden facts that the candidate loses, by prompt length and place.
+
+    Parts: ``main``; with style ``auto`` the shortest length is asked as a ``question`` first, and what the reference
+    answers decides how ``main`` asks: the other lengths as a question too, or all of them as a cloze.
+    """
+
+    name: ClassVar[str] = "rniah"
+    Settings: ClassVar[type[AxisSettings]] = RNIAHSettings
+    follows: ClassVar[bool] = True
+    quick: ClassVar[Mapping[str, Any]] = {"lengths": (512, 2048)}
+    """Settings of a short look."""
+    settings: RNIAHSettings
+
+    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+        asked = self._plan(inputs)
+        if self.settings.style == "auto":
+            return {"question": asked.probe("question", "question", asked.lengths[:1])}
+        return {"main": asked.probe("main", self.settings.style, asked.lengths)}
+
+    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
+        if self.settings.style != "auto" or "question" not in reference:
+            return {}
+        asked, first = self._plan(inputs), reference["question"]
+        found = any(_returned(first, item, note) for item, note in enumerate(_notes(first)))
+        style: Style = "question" if found else "cloze"
+        lengths = asked.lengths[1:] if found else asked.lengths
+        return {"main": asked.probe("main", style, lengths)} if lengths else {}
+
+    def repeated(self, probe: Probe, share: float) -> Probe | None:
+        """Whole cells: the trials of a length and position stay together."""
+        if isinstance(probe, Timed):
+            return None
+        places = [(note["length"], note["position"]) for note in map(json.loads, probe.notes)]
+        cells = sorted(set(places))
+        kept = {cells[index] for index in spread(len(cells), share)}
+        return probe.select([index for index, place in enumerate(places) if place in kept])
+
+    def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        style = _setting(pairs.get("main") or pairs["question"], "style")
+        counted = [pair for _, pair in sorted(pairs.items()) if _setting(pair, "style") == style]
+        trials = sorted((trial for pair in counted for trial in _trials(pair)), key=lambda t: (*t.place, t.trial))
+        return _scored(trials, style, _setting(counted[0], "compat"), seed)
+
+    def _plan(self, inputs: AxisInputs) -> _Plan:
+        s, tokenizer = self.settings, inputs.tokenizer
+        drawn = draw_needles(s.trials, s.needles, s.distractors, s.seed)
+        if s.compat:
+            drawn = (Needles((FIXED_CODE,)),) * s.trials
+        longest = max(len(tokenizer.encode(f" {code}")) for needles in drawn for code in needles.codes)
+        n_predict = max(_LEAST_PREDICT, _AROUND + (longest + 3) * s.needles)
+        return _Plan(s, inputs, drawn, n_predict, _lengths(s, inputs, n_predict))
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """The prompts to ask: needles by trial, tokens to predict, lengths."""
+
+    settings: RNIAHSettings
+    inputs: AxisInputs
+    drawn: Sequence[Needles]
+    n_predict: int
+    lengths: tuple[int, ...]
+
+    def probe(self, part: str, style: Style, lengths: Sequence[int]) -> Generate:
+        """Every length, position and trial, in this order."""
+        s, tokenizer = self.settings, self.inputs.tokenizer
+        haystack = load_haystack(s.haystack, tokenizer, max(lengths), s.trials, s.seed)
+        prompts, notes = [], []
+        for length in lengths:
+            for position in s.positions:
+                for trial, needles in enumerate(self.drawn):
+                    prompt = build_prompt(
+                        tokenizer,
+                        haystack,
+                        needles,
+                        style=style,
+                        length=length,
+                        position=position,
+                        trial=trial,
+                        trials=s.trials,
+                    )
+                    prompts.append(prompt.ids)
+                    note = {"length": length, "position": position, "trial": trial, "style": style}
+                    notes.append(canonical_json({**note, "codes": needles.codes, "wrong": needles.wrong}))
+        template = tokenizer.template if style == "question" else "raw"
+        settings = {
+            "compat": s.compat,
+            "distractors": s.distractors,
+            "n_predict": self.n_predict,
+            "needles": s.needles,
+            "seed": s.seed,
+            "style": style,
+            "template": template,
+            "trials": s.trials,
+        }
+        return Generate(
+            axis=part_name(RNIAH.name, part),
+            prompts=tuple(prompts),
+            max_tokens=self.n_predict,
+            stop=tokenizer.stop_ids,
+            batch=s.batch,
+            settings=tuple(settings.items()),
+            rows=False,
+            notes=tuple(notes),
+        )
+
+
+def _lengths(settings: RNIAHSettings, inputs: AxisInputs, n_predict: int) -> tuple[int, ...]:
+    """The lengths to ask, rising.
+
+    Raises:
+        InputError: none of the default lengths fits.  UsageError: a given one does not.
+    """
+    limit = inputs.max_positions
+    most = None if limit is None else limit - n_predict
+    name = inputs.tokenizer.model.name
+    if settings.lengths == "auto":
+        usual = _SHORT if limit is None or limit <= 2 * _LONG[0] else _LONG
+        fitting = tuple(length for length in usual if most is None or length <= most)
+        if not fitting:
+            raise InputError(
+                f"rniah: {name} has {limit} positions; the shortest default length, {usual[0]}, does not fit with "
+                f"{n_predict} tokens of answer: set axes.rniah.lengths"
+            )
+        return fitting
+    for length in settings.lengths:
+        if most is not None and length > most:
+            raise UsageError(
+                f"rniah: length {length} with {n_predict} tokens of answer is beyond the limit of {name}, "
+                f"{limit} positions: at most {max(0, most)}"
+            )
+    return settings.lengths
+
+
+# ---------------------------------------------------------------------------------------------- scoring
+
+
+def _setting(pair: Pair, name: str) -> Any:
+    return pair.ref.manifest["settings"][name]
+
+
+def _notes(capture: Capture) -> list[dict[str, Any]]:
+    probe = capture.probe
+    return [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
+
+
+def _ids(capture: Capture, item: int) -> list[int]:
+    return capture.ints(item, "ids") if "ids" in capture.names(item) else []
+
+
+def _text(capture: Capture, item: int) -> str:
+    """The answer without the token that ended it."""
+    ids, probe = _ids(capture, item), capture.probe
+    stop = probe.stop if isinstance(probe, Generate) else ()
+    return capture.text(ids[:-1] if ids and ids[-1] in stop else ids)
+
+
+def _returned(capture: Capture, item: int, note: Mapping[str, Any]) -> float:
+    """What an answer is worth, 0 … 1."""
+    text = _text(capture, item)
+    # What fills a cloze ends with its sentence; a model that goes on repeats the haystack, distractors included.
+    return returned(judged(text) if note["wrong"] and note["style"] == "cloze" else text, note["codes"], note["wrong"])
+
+
+def _trials(pair: Pair) -> list[Trial]:
+    """What was asked, and what both sides answered."""
+    notes, found = _notes(pair.ref), []
+    for ref, test in pair.items:
+        note = notes[ref]
+        failures = [pair.ref.items[ref]["failed"], pair.test.items[test]["failed"]]
+        trial = Trial(
+            length=note["length"],
+            position=note["position"],
+            trial=note["trial"],
+            codes=tuple(note["codes"]),
+            base=_returned(pair.ref, ref, note),
+            cand=_returned(pair.test, test, note),
+            texts=(_text(pair.ref, ref), _text(pair.test, test)),
+            failed=any(failure is not None for failure in failures),
+            same=_ids(pair.ref, ref) == _ids(pair.test, test),
+        )
+        found.append(trial)
+    return found
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class _RetrievalScore(AxisScore):
+    """Items are trials, worth 0 … 1 on the candidate's side (``num``) and the reference's (``base``)."""
+
+    base: NDArray[np.float64]
+    cell: NDArray[np.int64]
+    compat: str | None
+
+    def cells(self) -> Cells:
+        """The usable trials."""
+        return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
+
+    def score(self) -> float | None:
+        return None if self.not_measurable else retrieval_score(self.cells(), self.compat)
+
+    def score_interval(self, seed: int) -> tuple[float, float] | None:
+        return None if self.not_measurable else retrieval_interval(self.cells(), seed, compat=self.compat)
+
+    def excess_over(self, control: AxisScore, seed: int) -> dict[str, Any] | None:
+        """Accuracy minus the control's, over the trials usable on both (points)."""
+        both = self.usable & control.usable if len(self.num) == len(control.num) else self.usable[:0]
+        if not both.any():
+            return None
+        difference = accuracy_difference(Cells(control.num[both], self.num[both], self.cell[both]), seed)
+        return {"mean": difference.estimate, "ci": difference.interval}
+
+    def draws(self, seed: int) -> NDArray[np.float64] | None:
+        value, interval = self.score(), self.score_interval(seed)
+        if value is None or interval is None:
+            return None
+        found = retrieval_replicates(self.cells(), seed, compat=self.compat)
+        return normal_draws(value, interval, seed=seed) if found is None else found
+
+
+def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int) -> AxisScore:
+    places = sorted({trial.place for trial in trials})
+    usable = np.array([not trial.failed for trial in trials], dtype=bool)
+    score = _RetrievalScore(
+        figures={},
+        num=np.array([trial.cand for trial in trials], dtype=np.float64),
+        den=np.ones(len(trials)),
+        units=np.arange(len(trials)),
+        usable=usable,
+        transform=None,
+        bounds=(0.0, 1.0),
+        identical=bool(usable.all()) and all(trial.same for trial in trials),
+        proportion=True,
+        scale=100.0,
+        base=np.array([trial.base for trial in trials], dtype=np.float64),
+        cell=np.array([places.index(trial.place) for trial in trials], dtype=np.int64),
+        compat=compat,
+    )
+    cells = score.cells()
+    informative, all_cells = len(cells.informative().numbers()), len(cells.numbers())
+    reason, harms = "", list[str]()
+    if all_cells and not informative:
+        reason = f"the reference found no needle (accuracy 0 in all {all_cells} cells, style {style})"
+        reason += ": try style cloze" if style == "question" else ": try shorter lengths or a larger model"
+    difference = accuracy_difference(cells, seed) if all_cells else None
+    if difference is not None and difference.interval is not None and difference.interval[1] < _HARM:
+        lost, least = -difference.estimate, -difference.interval[1]
+        harms = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
+    score = replace(score, not_measurable=reason, lowers=tuple(harms))
+    share = float(cells.base.mean()) if all_cells else None
+    figures = [
+        Figure(
+            name="accuracy difference",
+            value=None if difference is None else difference.estimate,
+            ci=None if difference is None else difference.interval,
+            unit="points",
+        ),
+        Figure(name="accuracy", value=score.mean(), ci=score.mean_interval(seed), unit="share"),
+        Figure(name="reference's accuracy", value=share, unit="share"),
+        Figure(name="informative cells", value=informative, unit="count"),
+        Figure(name="cells", value=all_cells, unit="count"),
+    ]
+    details = {
+        "style": style,
+        "compat": compat,
+        "score_refract": retrieval_score(cells, "refract"),
+        "score_informative": retrieval_score(cells),
+        "uninformative": [
+            {"length": length, "position": position}
+            for index, (length, position) in enumerate(places)
+            if index not in cells.informative().numbers()
+        ],
+    }
+    record = {
+        "score": score.score(),
+        "ci": score.score_interval(seed),
+        "n_items": len(trials),
+        "n_failed": int((~usable).sum()),
+        "figures": figures,
+        "panels": needle_panels(trials, style),
+        "details": details,
+    }
+    return replace(score, figures=record)

@@ -1,0 +1,102 @@
+"""What there is to see of a search for needles: heat map, table, and the answers that lost one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fidelab.inputs.needles import Style
+from fidelab.results.panels import Grid, Heatmap, Panel, TablePanel, TextPair, Texts
+
+__all__ = ["Place", "Trial", "needle_panels"]
+
+Place = tuple[int, float]
+_SHOWN = 12  # answers per arm
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One prompt and its answers: ``base`` and ``cand`` are the shares of its ``codes`` that the sides returned."""
+
+    length: int
+    position: float
+    trial: int
+    codes: tuple[str, ...]
+    base: float
+    cand: float
+    texts: tuple[str, str]
+    failed: bool
+    same: bool
+
+    @property
+    def place(self) -> Place:
+        """The cell: length and position."""
+        return self.length, self.position
+
+
+def needle_panels(trials: Sequence[Trial], style: Style) -> list[Panel]:
+    """Accuracies by length and position, by length, and what was answered where a needle was lost."""
+    found: dict[Place, tuple[float, float]] = {}
+    for place in {trial.place for trial in trials if not trial.failed}:
+        both = [(t.base, t.cand) for t in trials if t.place == place and not t.failed]
+        base, cand = np.mean(both, axis=0).tolist()
+        found[place] = base, cand
+    lengths = sorted({trial.length for trial in trials})
+    positions = sorted({trial.position for trial in trials})
+    panels: list[Panel] = [_heatmap(found, lengths, positions), _table(found, lengths, style)]
+    lost = [t for t in trials if t.cand < t.base and not t.failed]
+    if lost:
+        shown = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
+        panels.append(Texts(title=f"Needles lost ({shown})", pairs=tuple(map(_miss, lost[:_SHOWN]))))
+    return panels
+
+
+def _heatmap(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], positions: Sequence[float]) -> Heatmap:
+    def grid(name: str, side: int | None) -> Grid:
+        def value(place: Place) -> float | None:
+            base, cand = found.get(place, (0.0, 0.0))
+            if place not in found or (side is None and not base):
+                return None
+            return cand - base if side is None else (base, cand)[side]
+
+        rows = tuple(tuple(value((length, position)) for position in positions) for length in lengths)
+        return Grid(name=name, values=rows, signed=side is None)
+
+    return Heatmap(
+        title="Needles found, by prompt length and position",
+        x_label="position in the prompt",
+        y_label="prompt length (tokens)",
+        x=tuple(f"{position:g}" for position in positions),
+        y=tuple(f"{length:,}" for length in lengths),
+        low=0.0,
+        high=1.0,
+        grids=(grid("reference", 0), grid("candidate", 1), grid("difference", None)),
+        note="Share of needles found; no difference where the reference found none: such cells do not count.",
+    )
+
+
+def _table(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePanel:
+    rows = []
+    for length in lengths:
+        here = np.array([both for (of, _), both in found.items() if of == length]).reshape(-1, 2)
+        base, cand = here.mean(axis=0).tolist() if len(here) else (None, None)
+        difference = None if base is None or cand is None else 100 * (cand - base)
+        rows.append((length, f"{int((here[:, 0] > 0).sum())} of {len(here)}", base, cand, difference))
+    asked = "as a sentence to complete" if style == "cloze" else "as a question"
+    return TablePanel(
+        title="Accuracy by prompt length",
+        columns=("length (tokens)", "informative cells", "reference", "candidate", "difference (points)"),
+        rows=tuple(rows),
+        note=f"Share of needles found, asked {asked} (style {style}).",
+    )
+
+
+def _miss(trial: Trial) -> TextPair:
+    return TextPair(
+        label=f"{trial.length:,} tokens, position {trial.position:g}, trial {trial.trial + 1}",
+        reference=trial.texts[0],
+        candidate=trial.texts[1],
+        note=f"hidden: {', '.join(trial.codes)}",
+    )

@@ -1,0 +1,135 @@
+"""``fidelab import``: what other tools measured, as runs of ours."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import gate, note, show_report
+
+if TYPE_CHECKING:
+    from fidelab.imports.leave import Imported
+    from fidelab.results.panels import TablePanel
+
+__all__ = ["register"]
+
+OutputDir = Annotated[Path, typer.Option(help="Where the run folder is made.")]
+
+_group = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
+
+
+def register(app: typer.Typer) -> None:
+    """Add the group."""
+    app.add_typer(_group, name="import")
+
+
+@_group.command("refract")
+def refract(
+    report: Annotated[Path, typer.Argument(metavar="REPORT", help="REFRACT's report, schema v0.2 or v0.3 (JSON).")],
+    name: Annotated[
+        str | None, typer.Option(help="Name of the candidate; its cache formats by default.", show_default=False)
+    ] = None,
+    seed: flags.Seed = 42,
+    output_dir: OutputDir = Path("runs"),
+    as_json: flags.Json = False,
+) -> None:
+    """Compute a REFRACT report's scores again from its own data, by its definitions and by ours.
+
+    [bold]Example[/bold]
+
+      fidelab import refract report.json
+    """
+    from fidelab.imports import IMPORTS
+
+    imported = IMPORTS.load("refract")(report, output_dir, name=name, seed=seed, command=_command())
+    if not as_json:
+        _show_comparison(imported)
+    _finish(imported, as_json=as_json)
+
+
+@_group.command("kld-dumps")
+def kld_dumps(
+    ref_dir: Annotated[Path, typer.Argument(metavar="REF_DIR", help="Reference: 0.safetensors, 1.safetensors …")],
+    test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST_DIR…", help="The same of one or more candidates.")],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="Name of a candidate, once per folder; the folder's by default.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="What to call the model.", show_default=False)] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(help="Tokens between windows. \\[default: a quarter of a window's rows]", show_default=False),
+    ] = None,
+    seed: flags.Seed = 42,
+    output_dir: OutputDir = Path("runs"),
+    fail_under: flags.FailUnder = None,
+    as_json: flags.Json = False,
+) -> None:
+    """Compare folders of dumped log-probabilities (N.safetensors, key log_probs, rows × vocabulary).
+
+    [bold]Examples[/bold]
+
+      fidelab import kld-dumps kld/ref kld/awq
+
+      fidelab import kld-dumps kld/ref kld/awq kld/nvfp4 --name AWQ --name NVFP4
+    """
+    from fidelab.imports import IMPORTS
+
+    imported = IMPORTS.load("kld-dumps")(
+        ref_dir,
+        test_dirs,
+        output_dir,
+        names=name or None,
+        model=model,
+        stride=stride,
+        seed=seed,
+        command=_command(),
+        progress=lambda text: note(f"fidelab: {text}"),
+    )
+    _finish(imported, as_json=as_json)
+    gate(imported.report, fail_under)
+
+
+def _command() -> str:
+    return shlex.join(["fidelab", *sys.argv[1:]])
+
+
+def _finish(imported: Imported, *, as_json: bool) -> None:
+    from fidelab.report.numbers import one_line
+
+    for line in imported.notes:
+        note(f"fidelab: {one_line(line)}")
+    show_report(imported.report, as_json=as_json, folder=imported.folder)
+
+
+def _show_comparison(imported: Imported) -> None:
+    """The file's figures, REFRACT's definition and ours, side by side."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from fidelab.imports.refract import AXIS
+    from fidelab.report.numbers import ABSENT, one_line
+
+    panel: TablePanel = imported.report.candidates[0].axes.others()[AXIS].panels[0]  # type: ignore[assignment]
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(width=100)
+
+    def cell(value: str | float | None) -> Text:
+        if value is None:
+            return Text(ABSENT)
+        return Text(one_line(value) if isinstance(value, str) else f"{value:.4f}")
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, heading in enumerate(panel.columns):
+        table.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
+    for row in panel.rows:
+        table.add_row(*map(cell, row))
+    console.print(Text(panel.title, style="bold"))
+    console.print(table)

@@ -1,0 +1,207 @@
+"""``fidelab repeat``: the same experiment several times, and how far its scores spread."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import note
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from fidelab.config.schema import Experiment
+    from fidelab.repeat import AxisSpread, Judgement, Repeat
+    from fidelab.run import Listener
+
+__all__ = ["register"]
+
+_RUNS = 4
+_GATES: dict[str, Judgement] = {"noisy": "NOISY", "unstable": "UNSTABLE"}
+_STYLES = {"HEALTHY": "green", "NOISY": "yellow", "UNSTABLE": "bold red"}
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("repeat")(repeat)
+
+
+def repeat(
+    experiment: Annotated[
+        Path | None, typer.Argument(help="Experiment file (YAML), or a run's folder.", show_default=False)
+    ] = None,
+    runs: Annotated[
+        int | None, typer.Option(help=f"How often to run it, at least 2. \\[default: {_RUNS}]", show_default=False)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")
+    ] = None,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(help="Exit with 1 where a candidate is this or worse: noisy, unstable.", show_default=False),
+    ] = None,
+    as_json: flags.Json = False,
+    resume_dir: Annotated[
+        Path | None,
+        typer.Option("--resume", metavar="REPEAT_DIR", help="Go on with a stopped repeat.", show_default=False),
+    ] = None,
+) -> None:
+    """Run an experiment several times from scratch and say how far its scores spread.
+
+    HEALTHY: standard deviation of at most 1 point; NOISY: at most 3; UNSTABLE: more.
+
+    [bold]Examples[/bold]
+
+      fidelab repeat experiment.yaml --runs 4
+
+      fidelab repeat runs/20260101-120000-smollm2-135m --fail-on noisy
+
+      fidelab repeat --resume runs/repeats/20260101-120000-smollm2-135m
+    """
+    from fidelab.errors import UnknownNameError, UsageError
+    from fidelab.repeat import repeat_experiment, resume_repeat
+
+    if fail_on is not None and fail_on not in _GATES:
+        raise UnknownNameError("verdict of --fail-on", fail_on, _GATES)
+    if resume_dir is not None:
+        given = {"EXPERIMENT": experiment, "--runs": runs, "--set": overrides}
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(f"--resume takes the repeat's own settings: leave out {name}")
+        found, folder = resume_repeat(resume_dir, watch=_watch)
+    elif experiment is None:
+        raise UsageError("name an experiment: fidelab repeat EXPERIMENT (or --resume REPEAT_DIR)")
+    else:
+        command = shlex.join(["fidelab", *sys.argv[1:]])
+        wanted = _load(experiment, overrides or [])
+        found, folder = repeat_experiment(wanted, _RUNS if runs is None else runs, command=command, watch=_watch)
+    if as_json:
+        sys.stdout.write(found.to_json())
+    else:
+        _show(found, folder)
+    _gate(found, fail_on)
+
+
+def _load(path: Path, overrides: list[str]) -> Experiment:
+    """An experiment file, or the settings of a run."""
+    from fidelab.config.load import load
+    from fidelab.errors import UsageError
+    from fidelab.repeat import REPEAT
+    from fidelab.results.store import RunFolder
+
+    if (path / REPEAT).is_file():
+        raise UsageError(f"{path} is a repeat; go on with it by: fidelab repeat --resume {path}")
+    return load(RunFolder.open(path).config if path.is_dir() else path, overrides)
+
+
+def _watch(number: int, runs: int) -> Listener:
+    from fidelab.cli.progress import watcher
+
+    note(f"fidelab: run {number} of {runs}")
+    return watcher()
+
+
+def _gate(found: Repeat, fail_on: str | None) -> None:
+    """Exit with 1 where an arm failed or a candidate misses the gate; say why on standard error."""
+    faults = {
+        f"{spread.candidate} failed in run {lost.run} of {len(found.runs)}: {lost.reason}"
+        for spread in found.spreads
+        for lost in spread.lost
+        if lost.status in ("failed", "not_engaged")
+    }
+    lines = sorted(faults)
+    if fail_on is not None:
+        lines += [f"{name} misses --fail-on {fail_on}" for name in found.reaches(_GATES[fail_on])]
+    for line in lines:
+        note(f"fidelab: {line}")
+    if lines:
+        raise typer.Exit(1)
+
+
+def _show(found: Repeat, folder: Path) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from fidelab.report.numbers import one_line
+    from fidelab.report.text import wrap_name
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(width=100)
+
+    def line(text: str, style: str = "") -> None:
+        console.print(_literal(one_line(text), console, style), overflow="fold")
+
+    line(f"{found.repeat_id}: {len(found.runs)} runs", "bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("arm", overflow="fold", max_width=17)
+    table.add_column("axis", overflow="fold", max_width=12)
+    table.add_column("verdict")
+    for heading in ("sd\npoints", "mean\nrange", "mean KL\nsd, nats"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("scores of the runs", overflow="fold")
+    for spread in found.spreads:
+        name, axis, verdict, *rest = _row(spread)
+        table.add_row(
+            _literal(wrap_name(name, 17), console),
+            _literal(axis, console),
+            _literal(verdict, console, _STYLES.get(spread.verdict or "", "")),
+            *(_literal(cell, console) for cell in rest),
+        )
+    console.print(table)
+    for text in _lost(found):
+        line(text)
+    line(f"{found.sentence}.")
+    console.print(_literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+
+
+def _lost(found: Repeat) -> list[str]:
+    """Scores that are lacking, a line per candidate and reason."""
+    places: dict[tuple[str, str], tuple[dict[str, None], dict[int, None]]] = {}
+    for spread in found.spreads:
+        for lost in spread.lost:
+            axes, runs = places.setdefault((spread.candidate, lost.reason), ({}, {}))
+            axes[spread.axis] = runs[lost.run] = None
+    return [
+        f"{name} lacks scores of {', '.join(axes)} in run{'s' * (len(runs) > 1)} {', '.join(map(str, runs))}: {reason}"
+        for (name, reason), (axes, runs) in places.items()
+    ]
+
+
+def _row(spread: AxisSpread) -> list[str]:
+    from fidelab.report.numbers import format_figure, format_kld, format_range, format_score, one_line
+
+    score, nats = spread.score, spread.nats
+    there = len(score.values) - len(spread.lost)
+    verdict = (spread.verdict or "not measurable") + ("\nrepeats exactly" if spread.exact else "")
+    if spread.lost:
+        verdict += f"\n{there} of {len(score.values)} runs"
+    scale = None if score.low is None or score.high is None else (score.low, score.high)
+    return [
+        one_line(spread.candidate),
+        one_line(spread.axis),
+        verdict,
+        format_figure(score.sd, "ratio"),
+        f"{format_score(score.mean)}\n{format_range(scale)}",
+        "" if nats is None else f"{format_kld(nats.mean)}\n{format_kld(nats.sd)}",
+        " ".join(format_score(value) for value in score.values),
+    ]
+
+
+def _literal(text: str, console: Console, style: str = "") -> Text:
+    """Text, never markup, that the console's encoding can hold."""
+    from rich.text import Text
+
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        plain = text.replace("−", "-").replace("–", "-")
+        text = plain.encode(console.encoding, "replace").decode(console.encoding)
+    return Text(text, style=style)

@@ -1,0 +1,205 @@
+"""One folder of dumped log-probabilities: what is in it, and what must be refused before anything is compared."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
+from fidelab.errors import CaptureError, InputError, MismatchError
+
+__all__ = ["KEY", "DumpFolder", "WindowFile", "open_dump", "pair_windows"]
+
+KEY: Final = "log_probs"
+_NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
+_PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
+_MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
+_CHECKED = 4  # rows of each file whose probabilities are summed
+# How far log Σ exp of a row may lie from 0: rounding to 16 bits moves each of the entries, some to one side.
+_FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
+
+
+@dataclass(frozen=True)
+class WindowFile:
+    """One mapped file: ``log_probs`` [rows, vocabulary]."""
+
+    path: Path
+    array: Array
+    kind: str
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and vocabulary."""
+        n, vocab = (self.array.bits if isinstance(self.array, BFloat16) else self.array).shape
+        return n, vocab
+
+    def rows(self, start: int, stop: int) -> NDArray[np.float32]:
+        """Some rows as float32, in memory of their own."""
+        if isinstance(self.array, BFloat16):
+            return to_float32(BFloat16(self.array.bits[start:stop]))
+        return np.array(self.array[start:stop], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class DumpFolder:
+    """A dump whose files are all there and alike; ``shapes``: window → rows and vocabulary."""
+
+    path: Path
+    shapes: Mapping[int, tuple[int, int]]
+    kind: str
+
+    @property
+    def numbers(self) -> list[int]:
+        """The windows, in order."""
+        return sorted(self.shapes)
+
+    @property
+    def vocabulary(self) -> int:
+        """Ids per row."""
+        return next(iter(self.shapes.values()))[1]
+
+    def open(self, number: int) -> WindowFile:
+        """One window, mapped."""
+        return _open_file(self.path / f"{number}.safetensors")
+
+    def facts(self) -> dict[str, Any]:
+        """What the report says about it."""
+        return {
+            "folder": self.path.resolve().name,
+            "files": len(self.shapes),
+            "ids": self.vocabulary,
+            "type": self.kind,
+        }
+
+
+def open_dump(path: Path) -> DumpFolder:
+    """Look at every file of a dump, and at the sum of some rows of each.
+
+    Raises:
+        InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
+            that are no log-probabilities; the message names the file.
+    """
+    if not path.is_dir():
+        raise InputError(f"{path} is no folder: name one that holds 0.safetensors, 1.safetensors …")
+    files = sorted(entry.name for entry in path.iterdir())
+    numbers = sorted(int(match[1]) for name in files if (match := _NUMBERED.fullmatch(name)))
+    if not numbers:
+        pickles = [name for name in files if name.endswith(_PICKLES)]
+        if pickles:
+            raise InputError(_pickled(path / pickles[0]))
+        holds = f"it holds {', '.join(files[:3])}{' …' if len(files) > 3 else ''}" if files else "it is empty"
+        raise InputError(f"{path} holds no 0.safetensors, 1.safetensors …: {holds}")
+    shapes: dict[int, tuple[int, int]] = {}
+    kinds: dict[str, int] = {}
+    for number in numbers:
+        file = _open_file(path / f"{number}.safetensors")
+        shapes[number] = file.shape
+        kinds.setdefault(file.kind, number)
+        _check_sums(file)
+    _refuse_alternating(path, [shapes[number] for number in numbers])
+    first = shapes[numbers[0]][1]
+    other = next((number for number in numbers if shapes[number][1] != first), None)
+    if other is not None:
+        raise InputError(
+            f"{path}: {other}.safetensors has {shapes[other][1]} ids per row, {numbers[0]}.safetensors {first}: "
+            "files of two models; capture again into an empty folder"
+        )
+    return DumpFolder(path, shapes, "/".join(kinds))
+
+
+def pair_windows(ref: DumpFolder, test: DumpFolder) -> None:
+    """Check that two dumps hold the same windows.
+
+    Raises:
+        MismatchError: twice as many files on one side, other window numbers, or another number of rows.
+    """
+    many, few = sorted((ref, test), key=lambda dump: -len(dump.shapes))
+    if len(many.shapes) == 2 * len(few.shapes):
+        raise MismatchError(
+            f"{many.path} has {len(many.shapes)} files for the {len(few.shapes)} windows of {few.path}: {_DRAFT}"
+        )
+    for here, there in ((ref, test), (test, ref)):
+        alone = sorted(set(here.shapes) - set(there.shapes))
+        if alone:
+            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+            raise MismatchError(
+                f"{there.path} lacks {alone[0]}.safetensors{more}, which {here.path} has: capture the same windows"
+            )
+    for number in ref.numbers:
+        ours, theirs = ref.shapes[number][0], test.shapes[number][0]
+        if ours != theirs:
+            raise MismatchError(
+                f"{test.path / f'{number}.safetensors'} has {theirs} rows, the reference {ours}: "
+                "the windows are not the same; capture both with one tokenizer and one window length"
+            )
+
+
+_DRAFT = (
+    "draft-head (multi-token prediction) rows are mixed in, whose distributions are others; capture again without "
+    "speculative decoding, or keep the main head's files (the even-numbered ones), renumbered from 0"
+)
+
+
+def _refuse_alternating(path: Path, shapes: list[tuple[int, int]]) -> None:
+    even, odd = set(shapes[::2]), set(shapes[1::2])
+    if len(shapes) >= 4 and len(even) == len(odd) == 1 and even != odd:
+        a, b = (" × ".join(map(str, *side)) for side in (even, odd))
+        raise InputError(f"{path}: its {len(shapes)} files are {a} and {b} in turn: {_DRAFT}")
+
+
+def _open_file(path: Path) -> WindowFile:
+    try:
+        with path.open("rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if head.startswith(_MAGIC):
+        raise InputError(_pickled(path))
+    try:
+        tensors = TensorFile(path)
+        names = tensors.names()
+    except CaptureError as error:
+        raise InputError(f"{path} is no complete safetensors file: {error.__context__ or error}") from error
+    if KEY not in names:
+        found = ", ".join(map(repr, names[:5])) or "nothing"
+        raise InputError(f"{path} has no tensor {KEY!r}; it holds {found}")
+    try:
+        array = tensors.get(KEY)
+    except (KeyError, ValueError, TypeError) as error:
+        raise InputError(f"{path}: tensor {KEY!r} cannot be read ({error}); capture again") from error
+    values = array.bits if isinstance(array, BFloat16) else array
+    kind = "bfloat16" if isinstance(array, BFloat16) else str(values.dtype)
+    if kind not in _FAR:
+        raise InputError(f"{path}: tensor {KEY!r} is of type {kind}; log-probabilities are floating-point numbers")
+    if values.ndim != 2 or 0 in values.shape:
+        raise InputError(f"{path}: tensor {KEY!r} has shape {list(values.shape)}; expected [rows, vocabulary]")
+    return WindowFile(path, array, kind)
+
+
+def _check_sums(file: WindowFile) -> None:
+    """Refuse rows that are no log-probabilities; a row with NaN is counted later, and shows nothing here."""
+    n = file.shape[0]
+    for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED)}):
+        scores = file.rows(row, row + 1)[0].astype(np.float64)
+        peak = scores.max()
+        if not np.isfinite(peak):
+            continue
+        total = float(peak + np.log(np.exp(scores - peak).sum()))
+        if abs(total) > _FAR[file.kind]:
+            raise InputError(
+                f"{file.path}: row {row} of {KEY!r} is not normalised (log of its sum is {total:.3g}, not 0): these "
+                "are logits, or log-probabilities of a vocabulary cut later; save log_softmax of the whole row"
+            )
+
+
+def _pickled(path: Path) -> str:
+    return (
+        f"{path} is a Python pickle or archive, which can run code when it is read, and is never opened here: "
+        f"convert it to safetensors (key {KEY!r}) where it was made"
+    )

@@ -1,0 +1,253 @@
+"""``fidelab import kld-dumps``: full-vocabulary log-probabilities that a patched server wrote, one file per window.
+
+A dump is a folder of ``0.safetensors``, ``1.safetensors`` …, each with one tensor ``log_probs`` [rows, vocabulary]:
+the protocol ``sliding`` of METRICS §3, windows of 2048 tokens every 512, every row scored.  Row r says what follows
+token r.
+The dumps hold no tokens, so Δp of the actual token is not known; and no sign of what ran, so rows that all equal the
+reference's are no proof of anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fidelab.core import Estimator, Status
+from fidelab.errors import UsageError
+from fidelab.imports.dump_folder import DumpFolder, open_dump, pair_windows
+from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
+from fidelab.metrics.divergence import (
+    RowComparison,
+    compare_rows,
+    kl_by_confidence,
+    kl_by_position,
+    kld_score,
+    summarise_kl,
+)
+from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, standard_error
+from fidelab.results.record import ArmRecord, Axes, Bins, Comparison, Composite, KldAxis, KVFormats
+
+__all__ = ["import_dumps"]
+
+_CHUNK = 1 << 24  # elements of one side at a time: 64 MiB in float32
+_BOUNDS = (0.0, math.inf)
+_UNPROVEN = "every row equals the reference's, and dumps hold no proof that anything else ran"
+
+
+@dataclass(frozen=True)
+class _Arm:
+    """One test folder against the reference: a row per position."""
+
+    dump: DumpFolder
+    rows: RowComparison
+    units: NDArray[np.int64]
+
+    @property
+    def usable(self) -> NDArray[np.bool_]:
+        return ~self.rows.failed
+
+    def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
+        keep = self.usable if among is None else self.usable & among
+        return RatioItems.of(self.rows.kl[keep], 1.0, self.units[keep])
+
+
+def import_dumps(
+    ref: Path,
+    tests: Sequence[Path],
+    output_dir: Path,
+    *,
+    names: Sequence[str] | None = None,
+    model: str | None = None,
+    stride: int | None = None,
+    seed: int = 42,
+    command: str = "",
+    progress: Callable[[str], None] = lambda _text: None,
+) -> Imported:
+    """Compare dumps with a reference dump, and leave a run folder.
+
+    Args:
+        names: of the candidates, one per test; the folders' names by default.
+        model: what the report calls the model.
+        stride: tokens between the starts of windows; a quarter of the rows by default (512 of 2048).
+        seed: of the bootstrap over blocks of adjacent windows, which are no shorter than the windows that overlap.
+        progress: told which folder is being compared.
+
+    Raises:
+        InputError: a folder that is no dump, or rows that are no log-probabilities.
+        MismatchError: folders whose windows are not each other's.
+        UsageError: names that do not fit, or the reference as a test.
+        OutputError: the run folder cannot be written.
+    """
+    labels = _labels(ref, tests, names)
+    reference = open_dump(ref)
+    dumps = [open_dump(test) for test in tests]
+    for dump in dumps:
+        pair_windows(reference, dump)
+    n_rows = [reference.shapes[number][0] for number in reference.numbers]
+    step = max(n_rows) // 4 if stride is None else stride
+    if step < 1 or step > max(n_rows):
+        raise UsageError(
+            f"--stride {step} with windows of {max(n_rows)} rows: from 1 to the rows, or tokens are left out"
+        )
+    blocks = window_blocks(len(n_rows), math.ceil(max(n_rows) / step))
+    units = np.repeat(blocks, n_rows)
+    arms = []
+    for dump in dumps:
+        progress(f"comparing {dump.path} with {ref}: {len(n_rows)} windows")
+        rows = RowComparison.concat([_window(reference, dump, number) for number in reference.numbers])
+        arms.append(_Arm(dump, rows, units))
+    windows = np.repeat(np.asarray(reference.numbers, np.int32), n_rows)
+    places = np.concatenate([np.arange(n, dtype=np.int32) for n in n_rows])
+    bare: dict[str, Any] = {
+        "engine": "unstated engine",
+        "model": model or "unstated model",
+        "kv": KVFormats(k="unstated", v="unstated"),
+    }
+    records = [_record(arm, label, bare, places, seed) for arm, label in zip(arms, labels, strict=True)]
+    positions = [(label, _columns(arm, windows, places)) for arm, label in zip(arms, labels, strict=True)]
+    report, folder = leave_run(
+        _source(reference, dumps, labels, step),
+        ArmRecord(status=Status.OK, name=ref.resolve().name or "reference", **bare),
+        records,
+        output_dir,
+        command,
+        comparisons=tuple(_comparisons(arms, labels, seed)),
+        positions=positions,
+    )
+    return Imported(report, folder, tuple(_notes(reference, arms)))
+
+
+def _labels(ref: Path, tests: Sequence[Path], names: Sequence[str] | None) -> list[str]:
+    if not tests:
+        raise UsageError("name at least one folder to compare with the reference")
+    if names is not None and len(names) != len(tests):
+        raise UsageError(
+            f"{len(names)} names for {len(tests)} test folders: give --name once per folder, in their order"
+        )
+    same = next((test for test in tests if test.resolve() == ref.resolve()), None)
+    if same is not None:
+        raise UsageError(f"{same} is the reference itself: nothing would be compared")
+    labels = list(names) if names is not None else [test.resolve().name for test in tests]
+    twice = next((label for label in labels if labels.count(label) > 1), None)
+    if twice is not None:
+        raise UsageError(f"two test folders are named {twice!r}; tell them apart with --name")
+    return labels
+
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+def _window(ref: DumpFolder, test: DumpFolder, number: int) -> RowComparison:
+    """All rows of one window; the files are mapped, and only some rows at a time are in memory as float32."""
+    n, vocab = ref.shapes[number]
+    sides = ref.open(number), test.open(number)
+    step = max(1, _CHUNK // max(vocab, test.vocabulary))
+    parts = []
+    for start in range(0, n, step):
+        stop = min(start + step, n)
+        p, q = (torch.from_numpy(side.rows(start, stop)) for side in sides)
+        parts.append(compare_rows(p, q, torch.full((stop - start,), -1)))
+    return RowComparison.concat(parts)
+
+
+def _columns(arm: _Arm, windows: NDArray[np.int32], places: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+    return {
+        "window": windows,
+        "position": places,
+        "kl": arm.rows.kl,
+        "top1_agrees": arm.rows.top1,
+        "reference_confidence": arm.rows.confidence,
+    }
+
+
+# ---------------------------------------------------------------------------------------------- records
+
+
+def _record(arm: _Arm, label: str, bare: dict[str, Any], places: NDArray[np.int32], seed: int) -> ArmRecord:
+    axis = _axis(arm, places, seed)
+    if axis.status is Status.IDENTICAL:
+        verdict = kld_verdict(None, _UNPROVEN, status=Status.NOT_ENGAGED)
+        return ArmRecord(
+            status=Status.NOT_ENGAGED, reason=_UNPROVEN, name=label, axes=Axes(kld=axis), verdict=verdict, **bare
+        )
+    reason = "the windows make a single block: nothing to make an interval of; capture more of them"
+    composite = None if axis.score is None else Composite(value=axis.score, ci=axis.ci)
+    verdict = kld_verdict(axis, reason)
+    return ArmRecord(status=Status.OK, name=label, axes=Axes(kld=axis), composite=composite, verdict=verdict, **bare)
+
+
+def _axis(arm: _Arm, places: NDArray[np.int32], seed: int) -> KldAxis:
+    rows, items = arm.rows, arm.items()
+    if not arm.usable.any():
+        return KldAxis(
+            status=Status.FAILED,
+            reason="no row was usable",
+            n_positions=len(rows),
+            n_failed=len(rows),
+            estimator=Estimator.LOGPROBS,
+        )
+    identical = bool(arm.usable.all() and (rows.kl == 0.0).all())
+    by_position, by_confidence = kl_by_position(places, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
+    return KldAxis(
+        status=Status.IDENTICAL if identical else Status.OK,
+        **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
+        score=ratio_estimate(items, kld_score),
+        ci=ratio_interval(items, seed, transform=kld_score, bounds=_BOUNDS),
+        mean_ci=ratio_interval(items, seed, bounds=_BOUNDS),
+        stderr=standard_error(items),
+        estimator=Estimator.LOGPROBS,
+        n_units=len(np.unique(items.units)),
+        by_position=Bins(edges=by_position.edges, mean=by_position.means, count=by_position.counts),
+        by_confidence=Bins(edges=by_confidence.edges, mean=by_confidence.means, count=by_confidence.counts),
+    )
+
+
+def _comparisons(arms: Sequence[_Arm], labels: Sequence[str], seed: int) -> Iterator[Comparison]:
+    """Candidates in the order of their mean KL, each against the next, by paired difference over common rows."""
+    scored = [
+        (float(arm.items().num.mean()), label, arm) for arm, label in zip(arms, labels, strict=True) if arm.usable.any()
+    ]
+    for (_, better, a), (_, worse, b) in pairwise(sorted(scored, key=lambda entry: entry[0])):
+        if not (a.usable & b.usable).any():
+            continue
+        found = paired_difference(b.items(a.usable), a.items(b.usable), seed, bounds=_BOUNDS)
+        yield Comparison(
+            axis="kld",
+            better=better,
+            worse=worse,
+            difference=found.estimate,
+            ci=found.interval,
+            differs=found.excludes_zero,
+        )
+
+
+def _source(ref: DumpFolder, tests: Sequence[DumpFolder], labels: Sequence[str], stride: int) -> Source:
+    facts: dict[str, Any] = {"reference": ref.facts()}
+    facts |= {label: dump.facts() for label, dump in zip(labels, tests, strict=True)}
+    rows = sorted({shape[0] for shape in ref.shapes.values()})
+    settings = {"windows": len(ref.numbers), "rows": rows, "stride": stride, "protocol": "sliding"}
+    key = {"kld": {**settings, "vocabulary": ref.vocabulary, "estimator": str(Estimator.LOGPROBS)}}
+    return Source("kld-dumps", facts, {**settings, "folders": facts}, key)
+
+
+def _notes(ref: DumpFolder, arms: Sequence[_Arm]) -> Iterator[str]:
+    broken = int(np.isnan(arms[0].rows.confidence).sum())
+    if broken:
+        yield f"{broken} rows of the reference itself ({ref.path}) are not finite, and failed for every candidate"
+    for dump in (ref, *(arm.dump for arm in arms)):
+        if "bfloat16" in dump.kind:
+            yield f"{dump.path} keeps log-probabilities in bfloat16: its rounding alone makes about 1e-4 nats"
+        if dump.vocabulary != ref.vocabulary:
+            common = min(dump.vocabulary, ref.vocabulary)
+            yield (
+                f"{dump.path} has {dump.vocabulary} ids, the reference {ref.vocabulary}: cut to the first {common} and "
+                "renormalised; dumps cannot show that these ids mean the same"
+            )

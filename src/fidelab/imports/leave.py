@@ -1,0 +1,132 @@
+"""What all imports share: the verdict on figures that no capture stands behind, blocks of windows, the run folder."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import yaml
+from numpy.typing import NDArray
+
+import fidelab
+from fidelab.core import Status
+from fidelab.metrics.composite import verdict
+from fidelab.report.html import write_html
+from fidelab.report.sentence import ArmFacts, sentence
+from fidelab.results.record import ArmRecord, Band, Comparison, KldAxis, Report, Verdict
+from fidelab.results.store import RunFolder
+
+__all__ = ["Imported", "Source", "kld_verdict", "leave_run", "sha256_of", "window_blocks"]
+
+
+@dataclass(frozen=True)
+class Imported:
+    """The run that an import left, and what a person should know about it, a line each."""
+
+    report: Report
+    folder: Path
+    notes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where figures come from.  ``facts`` stand in the report's environment, ``key`` in its comparability key."""
+
+    kind: str
+    facts: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    key: Mapping[str, Any]
+
+
+def kld_verdict(
+    axis: KldAxis | None, reason: str, *, k: str = "auto", v: str = "auto", status: Status = Status.OK
+) -> Verdict:
+    """The verdict by the upper 95% bound of the mean KL (METRICS §6); ``reason`` says why there is no such bound.
+
+    ``k`` and ``v`` are the cache's formats where they are what was changed; the sentence may advise on them.
+    """
+    interval = axis.mean_ci if axis is not None else None
+    n_failed, n_positions = (axis.n_failed or 0, axis.n_positions or 0) if axis is not None else (0, 0)
+    ruling = verdict(None if interval is None else interval[1], n_failed, n_positions)
+    band: Band | None = None if ruling.band is None else ruling.band.value
+    facts = ArmFacts(
+        k=k,
+        v=v,
+        status=status,
+        reason=reason,
+        band=band,
+        kld=axis.mean if axis is not None else None,
+        kld_upper=None if interval is None else interval[1],
+        estimator=axis.estimator if axis is not None else None,
+        n_positions=n_positions or None,
+        n_failed=n_failed,
+    )
+    because = (reason, *ruling.because[1:]) if band is None else ruling.because
+    return Verdict(band=band, sentence=sentence(facts), because=because)
+
+
+def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:
+    """Resampling unit of each window ``[n_windows]`` of a text without known documents: blocks of adjacent windows.
+
+    Blocks are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than ``overlap``, the
+    number of windows that share a token.
+    """
+    blocks: NDArray[np.int64] = np.arange(n_windows, dtype=np.int64) // max(1, round(n_windows ** (1 / 3)), overlap)
+    return blocks
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def leave_run(
+    source: Source,
+    reference: ArmRecord,
+    candidates: Sequence[ArmRecord],
+    output_dir: Path,
+    command: str,
+    *,
+    comparisons: Sequence[Comparison] = (),
+    positions: Sequence[tuple[str, Mapping[str, NDArray[Any]]]] = (),
+) -> tuple[Report, Path]:
+    """Write the run folder; the report comes last.
+
+    Raises:
+        OutputError: the folder cannot be written.
+    """
+    settings = {"imported": {"kind": source.kind, **source.settings}}
+    head = "# The figures of this run were imported; it cannot be run again from here.\n"
+    folder = RunFolder.create(
+        output_dir.absolute(), f"import-{source.kind}", head + yaml.safe_dump(settings, sort_keys=False)
+    )
+    report = Report(
+        run_id=folder.run_id,
+        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),  # type: ignore[arg-type]  # pydantic reads it
+        fidelab_version=fidelab.__version__,
+        command=command,
+        environment={
+            "fidelab": fidelab.__version__,
+            "python": platform.python_version(),
+            "imported": dict(source.facts),
+        },
+        settings=settings,
+        comparability_key=dict(source.key),
+        reference=reference,
+        candidates=tuple(candidates),
+        comparisons=tuple(comparisons),
+    )
+    folder.event(
+        "imported", kind=source.kind, status=[str(arm.status) for arm in candidates if arm.status != Status.OK]
+    )
+    folder.write_positions(positions)
+    write_html(report, folder.html)
+    report.write(folder.report)
+    return report, folder.path

@@ -1,0 +1,180 @@
+"""``fidelab import refract``: a REFRACT report, computed again from what it holds, as a report of ours.
+
+Shown are the file's scores, the same by REFRACT's own definitions from the file's data, and by ours (METRICS §§2, 3,
+5, 6), each with both tables of bands.  The verdict is ours: a mean KL without an interval gives none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import Status, digest
+from fidelab.errors import InputError
+from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
+from fidelab.imports.refract_axes import Line, Recomputed, read_kld, read_plad, read_rniah, read_trajectory
+from fidelab.imports.refract_file import RefractFile, read_refract
+from fidelab.metrics.composite import AXES, BANDS, harmonic_mean
+from fidelab.metrics.composite import composite as combine
+from fidelab.report.numbers import format_kld
+from fidelab.results.panels import TablePanel
+from fidelab.results.record import ArmRecord, Axes, Composite, KldAxis, KVFormats, OtherAxis, TrajectoryAxis
+
+__all__ = ["AXIS", "import_refract"]
+
+AXIS = "refract"
+"""Axis of our report that holds the comparison of the three values."""
+
+
+def import_refract(
+    path: Path, output_dir: Path, *, name: str | None = None, seed: int = 42, command: str = ""
+) -> Imported:
+    """Read a REFRACT report, recompute it, and leave a run folder.
+
+    Args:
+        name: how the report calls the candidate; its cache formats by default.
+        seed: of the bootstrap over prompts and trials.
+
+    Raises:
+        InputError: no REFRACT report of a schema that is read, or a value in it that cannot be; names the place.
+        OutputError: the run folder cannot be written.
+    """
+    file = read_refract(path)
+    found = {
+        "trajectory": read_trajectory(file, seed),
+        "kld": read_kld(file, seed),
+        "rniah": read_rniah(file, seed),
+        "plad": read_plad(file, seed),
+    }
+    measured = {axis: part for axis, part in found.items() if part is not None}
+    if not measured:
+        raise InputError(f"{path}: holds no axis that was measured; known are gtm, {', '.join(AXES)}")
+    summary, ours = _combined(file, measured)
+    notes = _notes(file, measured, summary)
+    lines = [line for part in measured.values() for line in part.lines] + summary
+    panels = (_comparison(lines), *(panel for part in measured.values() for panel in part.panels))
+    axes: dict[str, Any] = {axis: part.record for axis, part in measured.items()}
+    axes[AXIS] = OtherAxis(status=Status.OK, panels=panels, details=_details(file, notes))
+    kv = file.kv("candidate")
+    kld = axes.get("kld")
+    candidate = _arm(file, kv, name or _label(kv)).model_copy(
+        update={
+            "axes": Axes.model_validate(axes),
+            "composite": ours,
+            "verdict": kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v),
+        }
+    )
+    reference_kv = file.kv("reference")
+    report, folder = leave_run(
+        _source(file, measured), _arm(file, reference_kv, _label(reference_kv)), [candidate], output_dir, command
+    )
+    return Imported(report, folder, notes)
+
+
+def _arm(file: RefractFile, kv: KVFormats, name: str) -> ArmRecord:
+    return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv)
+
+
+def _label(kv: KVFormats) -> str:
+    return kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}"
+
+
+def _why_no_bound(kld: KldAxis | None) -> str:
+    if kld is None:
+        return "the file holds no KLD"
+    if kld.mean is None:
+        return kld.reason or "the file holds no mean KL"
+    return f"the file holds a mean KL ({format_kld(kld.mean)} nats) and nothing to make an interval of"
+
+
+def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[Line], Composite | None]:
+    """Lines of the composite and of its bands by both tables; and our composite, which the file's data give."""
+    scores = {axis: part.lines[0] for axis, part in measured.items()}
+    again = [float(line.again) for line in scores.values() if line.again is not None]
+    theirs = harmonic_mean(again) if len(again) == len(scores) else None
+    mine = combine({axis: None if line.ours is None else float(line.ours) for axis, line in scores.items()})
+    stated = file.root["composite"].number()
+    values = (stated, theirs, mine.value)
+    lines = [Line("composite", *values)]
+    for table, bands in BANDS.items():
+        edges = f"{bands.excellent:g}/{bands.passed:g}/{bands.degraded:g}"
+        cells = [None if value is None else bands.band(value).value for value in values]
+        if table == "refract":
+            cells[0] = file.root["band"].text() or None
+        if mine.missing:
+            cells[2] = None
+        lines.append(Line(f"band, {table} {edges}", cells[0], cells[1], cells[2]))
+    if mine.value is None:
+        return lines, None
+    return lines, Composite(value=mine.value, band=None if mine.band is None else mine.band.value)
+
+
+def _comparison(lines: list[Line]) -> TablePanel:
+    said = {True: "yes", False: "no", None: ""}
+    return TablePanel(
+        title="REFRACT's figures, computed again",
+        columns=("figure", "in the file", "REFRACT's definition", "fidelab's definition", "file agrees"),
+        rows=tuple((line.name, line.stated, line.again, line.ours, said[line.agrees]) for line in lines),
+        note="the two columns in the middle come from what the file holds per prompt, cell and chunk",
+    )
+
+
+def _notes(file: RefractFile, measured: Mapping[str, Recomputed], summary: list[Line]) -> tuple[str, ...]:
+    lines = [line for part in measured.values() for line in part.lines] + summary
+    notes = [
+        f"{line.name}: the file says {_shown(line.stated)}, its own data give {_shown(line.again)}"
+        for line in lines
+        if line.agrees is False
+    ]
+    notes += [note for part in measured.values() for note in part.notes]
+    lacking = [axis for axis in AXES if axis not in measured]
+    if lacking:
+        notes.append(f"not measured: {', '.join(lacking)}; without all four axes there is no band of the composite")
+    if file.not_finite:
+        plural = "" if file.not_finite == 1 else "s"
+        notes.append(f"{file.not_finite} NaN or infinite value{plural} in the file (not valid JSON) read as absent")
+    return tuple(notes)
+
+
+def _shown(value: float | str | None) -> str:
+    return value if isinstance(value, str) else f"{value:.6g}"
+
+
+def _details(file: RefractFile, notes: tuple[str, ...]) -> dict[str, Any]:
+    theirs = [note.text() for node in file.root["axes"].value for note in file.root["axes"][node]["notes"].items()]
+    return {
+        "notes": list(notes),
+        "REFRACT's notes": theirs,
+        "REFRACT's diagnosis": [line.text() for line in file.root["diagnosis"].items()],
+        "REFRACT's floor score": file.detail["floor_score"].number(),
+    }
+
+
+def _source(file: RefractFile, measured: Mapping[str, Recomputed]) -> Source:
+    facts = {
+        "file": file.path.name,
+        "schema": file.schema,
+        "sha256": file.sha256,
+        "REFRACT": file.version,
+        "made": file.root["timestamp"].text() or None,
+        "model": file.model,
+        "backend": file.root["environment"]["backend"].text() or None,
+        "reference": file.root["reference"].text(),
+        "candidate": file.root["candidate"].text(),
+    }
+    key: dict[str, Any] = {}
+    trajectory, kld = measured.get("trajectory"), file.axis("kld")
+    if trajectory is not None and isinstance(trajectory.record, TrajectoryAxis):
+        prompts = (file.axis("trajectory") or file.root)["per_prompt"].items()
+        key["trajectory"] = {
+            "prompts": digest(*(prompt["prompt"].text() for prompt in prompts)),
+            "n_predict": trajectory.record.n_predict,
+        }
+    if kld is not None:
+        key["kld"] = {
+            "corpus sha256 (head)": kld["corpus"]["sha256_head"].text() or None,
+            "chunks": kld["chunks"].count(),
+            "ctx": kld["ctx"].count(),
+        }
+    return Source("refract", facts, facts, key)

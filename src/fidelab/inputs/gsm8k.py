@@ -1,0 +1,156 @@
+"""GSM8K: word problems with a number for an answer, worked examples to put before them, and reading answers.
+
+Problems are ``openai/gsm8k``'s (Cobbe et al. 2021, arXiv:2110.14168) from the hub, or of a JSONL file with its
+fields: ``question``, and ``answer`` ending in ``#### number``.  The worked examples are the package's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+from fidelab.errors import InputError
+from fidelab.inputs.files import DATA, read_utf8
+
+__all__ = ["Problem", "ask", "extract_answer", "load_problems", "load_shots", "own_words"]
+
+_HUB = ("openai/gsm8k", "main/test-00000-of-00001.parquet")
+_MARK = "####"
+
+_MINUS = "-\u2212\u2013"  # hyphen, minus sign, en dash
+_NUMBER = re.compile(
+    rf"""
+    (?:(?<![\w)\]}}$€£])[{_MINUS}])?            # a sign, not the minus of 16-3
+    [$€£]?(?:(?<=[$€£])[{_MINUS}])?             # $5, -$5, $-5
+    (?P<digits>
+        \d{{1,3}}(?:,\d{{2,3}})*,\d{{3}}(?!\d)  # 1,234  1,00,000
+        | \d+
+        | (?=\.\d)(?<!\d)                       # .5
+    )
+    (?P<rest>
+        /0*[1-9]\d*(?![\d.,]*\d)                # 3/4
+        | (?:\.\d+)?(?:[eE][+-]?\d{{1,2}}(?!\d))?
+    )
+    """,
+    re.VERBOSE,
+)
+_MARKED = re.compile(rf"{_MARK}[\s*:=_(\\]*")  # with what markup may stand before the number
+_NEXT = re.compile(r"^[ \t]*Question:", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A question, its worked answer, and the number that the answer ends in."""
+
+    id: str
+    question: str
+    answer: str
+    gold: Decimal
+
+
+def load_problems(source: str, limit: int | None = None) -> tuple[Problem, ...]:
+    """The first ``limit`` problems of ``gsm8k`` (the hub's test set) or of a JSONL file.
+
+    A problem's ``id`` is the file's, else the number of its row or line, from 1.
+
+    Raises:
+        InputError: no such file, a line that is not a problem (with its number), no problem at all, or the hub
+            cannot be reached.
+    """
+    if source == "gsm8k":
+        rows = [(f"gsm8k test set, row {n}", n, row) for n, row in enumerate(_from_hub(), 1)]
+    else:
+        rows = _from_file(Path(source).expanduser())
+    if not rows:
+        raise InputError(f"GSM8K problems {source}: there is none")
+    return tuple(_problem(*row) for row in rows[:limit])
+
+
+def load_shots(n: int) -> tuple[Problem, ...]:
+    """The first ``n`` ≤ 8 worked examples."""
+    return tuple(_problem(*row) for row in _from_file(DATA / "gsm8k_shots.jsonl")[:n])
+
+
+def ask(problem: Problem, shots: Sequence[Problem], template: Literal["chat", "raw"]) -> list[dict[str, str]]:
+    """Chat messages that show the worked examples and put the question.
+
+    ``chat``: an example is a turn of the user and one of the assistant.  ``raw``: one message with ``Question:`` and
+    ``Answer:`` before each part, which a base model goes on with.
+    """
+    if template == "chat":
+        turns = [(("user", shot.question), ("assistant", shot.answer)) for shot in shots]
+        asked = [*(turn for pair in turns for turn in pair), ("user", problem.question)]
+        return [{"role": role, "content": content} for role, content in asked]
+    shown = [f"Question: {shot.question}\nAnswer: {shot.answer}\n\n" for shot in shots]
+    return [{"role": "user", "content": f"{''.join(shown)}Question: {problem.question}\nAnswer:"}]
+
+
+def own_words(text: str) -> str:
+    """An answer up to where the model goes on with a question of its own: a line that begins with ``Question:``."""
+    return _NEXT.split(text, maxsplit=1)[0]
+
+
+def extract_answer(text: str) -> Decimal | None:
+    """The number after the first ``####`` that has one behind it, else the last number; ``None`` without a number.
+
+    Commas between groups of digits and currency signs go; so do a trailing period, a percent sign and other units.
+    A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is no sign.
+    """
+    text = text.replace("{,}", ",")  # LaTeX
+    marked = (_NUMBER.match(text, mark.end()) for mark in _MARKED.finditer(text))
+    found = next(filter(None, marked), None)
+    if found is None:
+        found = next(iter(reversed(list(_NUMBER.finditer(text)))), None)
+    return None if found is None else _value(found)
+
+
+def _value(found: re.Match[str]) -> Decimal:
+    digits, rest = found["digits"].replace(",", ""), found["rest"]
+    over = rest.removeprefix("/")
+    value = Decimal(digits) / Decimal(over) if over != rest else Decimal(f"{digits}{rest}")
+    return -value if any(sign in _MINUS for sign in found[0][: found.start("digits") - found.start()]) else value
+
+
+def _from_hub() -> list[dict[str, Any]]:
+    from pyarrow import parquet
+
+    from fidelab.models.hub import dataset_file
+
+    try:
+        file = dataset_file(*_HUB)
+    except InputError as error:
+        raise type(error)(f"{error}: the test set as JSONL does as well (axes.gsm8k.data)") from error
+    read: Any = parquet.read_table  # pyarrow has no types
+    rows: list[dict[str, Any]] = read(file, columns=["question", "answer"]).to_pylist()
+    return rows
+
+
+def _from_file(path: Path) -> list[tuple[str, int, Any]]:
+    if not path.is_file():
+        raise InputError(f"no GSM8K problems at {str(path)!r}: write gsm8k or the path of a JSONL file")
+    rows = []
+    for number, line in enumerate(read_utf8(path, "problem file").removeprefix("\ufeff").split("\n"), 1):
+        place = f"problem file {path}, line {number}"
+        if line.strip():
+            try:
+                rows.append((place, number, json.loads(line)))
+            except (ValueError, RecursionError) as error:
+                raise InputError(f"{place} is not JSON: {error}") from None
+    return rows
+
+
+def _problem(place: str, number: int, record: Any) -> Problem:
+    fields = [record.get(key) for key in ("question", "answer")] if isinstance(record, dict) else []
+    texts = [value.strip() for value in fields if isinstance(value, str) and value.strip()]
+    if len(texts) < 2:
+        raise InputError(f"{place}: write an object with text in 'question' and 'answer'")
+    question, answer = texts
+    found = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
+    if found is None:
+        raise InputError(f"{place}: 'answer' must end in #### and a number")
+    return Problem(str(record.get("id", number)), question, answer, _value(found))

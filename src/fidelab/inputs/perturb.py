@@ -1,0 +1,168 @@
+"""Small changes to a prompt that should not change its answer (METRICS §5).
+
+=============  ========================================================================================
+``typo``       two adjacent letters of one word change places: a word of at least four letters, no stop-word
+``case``       words that begin with a capital begin with a small letter; words all in capitals stay
+``punct``      a final ``?`` or ``.`` goes; where there is none, a ``?`` comes
+``paraphrase`` one word gives way to its synonym in ``data/synonyms.txt``
+=============  ========================================================================================
+
+Which word, and which letters of it, is drawn from a seed and the perturbation's name alone: the same seed gives the
+same text on every machine, whatever other perturbations are asked for.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import pairwise
+from typing import TypeVar
+
+from fidelab.errors import InputError, UnknownNameError
+from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.prompts import Prompt
+
+__all__ = ["PERTURBATIONS", "differences", "perturb", "perturb_prompt", "stop_words", "synonyms"]
+
+T = TypeVar("T")
+
+_WORD = re.compile(r"[^\W\d_]+")  # a run of letters, of any script
+_SHORTEST = 4  # letters of a word that gets a typing error
+_AROUND = 16  # characters shown before and after a change
+_SYNONYM = re.compile(r"([a-z]+) ([=>]) ([a-z]+)")
+
+
+def perturb(text: str, name: str, seed: int) -> str | None:
+    """``text`` with one perturbation, or ``None`` where it does not apply.
+
+    Raises:
+        UnknownNameError: no perturbation has this name.
+    """
+    change = _CHANGES.get(name)
+    if change is None:
+        raise UnknownNameError("perturbation", name, _CHANGES)
+    changed = change(text, random.Random(f"{seed} {name}"))
+    return changed if changed and changed.strip() and changed != text else None
+
+
+def perturb_prompt(prompt: Prompt, name: str, seed: int) -> Prompt | None:
+    """The prompt with its last user message perturbed; ``None`` where that does not apply or there is none.
+
+    Raises:
+        UnknownNameError: no perturbation has this name.
+    """
+    asked = [index for index, message in enumerate(prompt.messages) if message["role"] == "user"]
+    if not asked:
+        return None
+    last = prompt.messages[asked[-1]]
+    changed = perturb(last["content"], name, seed)
+    if changed is None:
+        return None
+    messages = list(prompt.messages)
+    messages[asked[-1]] = {**last, "content": changed}
+    return replace(prompt, messages=tuple(messages))
+
+
+def differences(before: Prompt, after: Prompt, most: int = 3) -> str:
+    """What a perturbation did, for people: ``What → Waht``, the first ``most`` words that differ."""
+    words = [
+        _change(old, new)
+        for ours, theirs in zip(before.messages, after.messages, strict=True)
+        for old, new in zip(ours["content"].split(), theirs["content"].split(), strict=False)
+        if old != new
+    ]
+    return ", ".join([*words[:most], *(["…"] if len(words) > most else [])])
+
+
+@cache
+def stop_words() -> frozenset[str]:
+    """English function words, in small letters."""
+    return frozenset(word for line in _lines("stop_words.txt") for word in line.split())
+
+
+@cache
+def synonyms() -> Mapping[str, str]:
+    """Word → what may stand for it, both in small letters."""
+    found: dict[str, str] = {}
+    for line in _lines("synonyms.txt"):
+        match = _SYNONYM.fullmatch(line)
+        if match is None:
+            raise InputError(f"synonyms.txt: {line!r} is neither 'a = b' nor 'a > b'")
+        first, relation, second = match.groups()
+        for word, other in ((first, second), (second, first))[: 2 if relation == "=" else 1]:
+            if found.setdefault(word, other) != other:
+                raise InputError(f"synonyms.txt: {word!r} has two synonyms, {found[word]!r} and {other!r}")
+    return found
+
+
+# ---------------------------------------------------------------------------------------- perturbations
+
+
+def _typo(text: str, rng: random.Random) -> str | None:
+    """Two unlike letters, so that the text does change."""
+    words = [
+        match
+        for match in _WORD.finditer(text)
+        if len(match[0]) >= _SHORTEST and match[0].lower() not in stop_words() and len(set(match[0])) > 1
+    ]
+    if not words:
+        return None
+    word = _pick(words, rng)
+    at = word.start() + _pick([i for i, (a, b) in enumerate(pairwise(word[0])) if a != b], rng)
+    return text[:at] + text[at + 1] + text[at] + text[at + 2 :]
+
+
+def _case(text: str, _rng: random.Random) -> str:
+    return _WORD.sub(lambda match: match[0] if _in_capitals(match[0]) else match[0][0].lower() + match[0][1:], text)
+
+
+def _punct(text: str, _rng: random.Random) -> str | None:
+    body = text.rstrip()
+    if not body:
+        return None
+    return (body[:-1] if body[-1] in "?." else f"{body}?") + text[len(body) :]
+
+
+def _paraphrase(text: str, rng: random.Random) -> str | None:
+    """Not of a word in capitals: that is a keyword or a name."""
+    words = [match for match in _WORD.finditer(text) if match[0].lower() in synonyms() and not _in_capitals(match[0])]
+    if not words:
+        return None
+    word = _pick(words, rng)
+    other = synonyms()[word[0].lower()]
+    return text[: word.start()] + (other.capitalize() if word[0][0].isupper() else other) + text[word.end() :]
+
+
+_CHANGES: Mapping[str, Callable[[str, random.Random], str | None]] = {
+    "typo": _typo,
+    "case": _case,
+    "punct": _punct,
+    "paraphrase": _paraphrase,
+}
+PERTURBATIONS = tuple(_CHANGES)
+
+
+def _pick(choices: Sequence[T], rng: random.Random) -> T:
+    """One of them; ``random()`` alone has a sequence that Python promises to keep."""
+    return choices[int(rng.random() * len(choices))]
+
+
+def _in_capitals(word: str) -> bool:
+    return len(word) > 1 and word.isupper()
+
+
+def _change(old: str, new: str) -> str:
+    """``old → new``; of long ones, as scripts without spaces have them, only what surrounds the change."""
+    if max(len(old), len(new)) <= 2 * _AROUND:
+        return f"{old} → {new}"
+    at = next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
+    cut = slice(max(0, at - _AROUND), at + _AROUND)
+    return f"…{old[cut]}… → …{new[cut]}…"
+
+
+def _lines(name: str) -> list[str]:
+    lines = (line.strip() for line in read_utf8(DATA / name, "table").splitlines())
+    return [line for line in lines if line and not line.startswith("#")]

@@ -1,0 +1,53 @@
+"""Drift: how far an answer moves when its prompt is perturbed (METRICS §5, axis D).
+
+A *cell* is one prompt under one perturbation.  Each arm's drift in it is the distance between its answers to the
+prompt as it is and to the perturbed one; what counts is how much more the candidate's moves than the reference's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+from rapidfuzz.distance import Levenshtein
+
+from fidelab.metrics.intervals import mcnemar_exact
+
+__all__ = ["LOWEST_CELL", "cell_scores", "drift", "sign_test"]
+
+Floats = NDArray[np.float64]
+
+_STEEPNESS = 5.0  # REFRACT's constant: a tenth of the answer costs 39 points
+_TIE = 1e-9  # differences of drifts are fractions of token counts; what is smaller is rounding
+
+LOWEST_CELL = float(100.0 * np.exp(-_STEEPNESS))  # the score of a cell whose excess is 1
+
+
+def drift(a: Sequence[int], b: Sequence[int]) -> float:
+    """``min(1, Levenshtein(a, b) / |a|)`` on token ids, 0…1; both empty 0, only ``a`` empty 1.
+
+    ``a``: the answer to the prompt as it is; ``b``: to the perturbed one.  Not symmetric.
+    """
+    if not a:
+        return 1.0 if b else 0.0
+    return min(1.0, Levenshtein.distance(a, b) / len(a))
+
+
+def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
+    """REFRACT's score per cell, ``100·exp(−5·max(0, d_test − d_ref))``, from the drifts of both arms ``[n]``.
+
+    The clip at 0 makes noise a penalty: differences without any mean, of standard deviation 0.1, score 85.
+    """
+    excess = np.maximum(0.0, np.asarray(test, dtype=np.float64) - np.asarray(ref, dtype=np.float64))
+    scores: Floats = 100.0 * np.exp(-_STEEPNESS * excess)
+    return scores
+
+
+def sign_test(differences: ArrayLike) -> float:
+    """Two-sided p-value of the exact sign test: are differences ``[n]`` as often above as below 0?
+
+    Those at 0 do not count; without any other p = 1.  The differences must be independent of one another.
+    """
+    values = np.asarray(differences, dtype=np.float64)
+    return mcnemar_exact(int((values > _TIE).sum()), int((values < -_TIE).sum()))

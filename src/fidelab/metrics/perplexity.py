@@ -1,0 +1,98 @@
+"""Perplexity of two arms on the same tokens (METRICS §7).
+
+Perplexity is ``exp(Σ NLL / n)``, NLL = −log P(actual next token) in nats.  What a cache costs is the paired
+
+    ``ln(PPL_test / PPL_ref) = Σ (NLL_test − NLL_ref) / n``
+
+over the tokens that both sides give a probability.  Its standard error is that of a mean over resampling units
+(documents, or blocks of windows): tokens of one document are not independent, so it is wider than an error over
+single tokens, such as llama.cpp prints.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, ratio_interval, standard_error
+
+__all__ = ["PerplexityPair", "compare_nll", "exponential", "row_nll"]
+
+Floats = NDArray[np.float64]
+
+_BLOCK = 1 << 19  # float64 elements at a time: 4 MiB
+_LARGEST = 700.0  # nats: beyond it the exponential is no double
+
+
+@torch.no_grad()
+def row_nll(logits: Tensor, targets: Tensor | NDArray[Any]) -> Floats:
+    """−log softmax(logits)[target] of each row, nats; the log-sum-exp is in float64.
+
+    ``logits [n, V]``: unnormalised log scores of any float type; ``targets [n]``: ids in 0 … V − 1, any other id has
+    no probability.  NaN where a row holds NaN or +inf, or gives its target the probability 0: the row failed.
+    """
+    n, vocab = logits.shape
+    goal = torch.as_tensor(targets).to(device=logits.device, dtype=torch.int64)
+    if goal.shape != (n,):
+        raise ValueError(f"{n} rows do not fit targets of shape {tuple(goal.shape)}")
+    found = torch.full((n,), math.nan, dtype=torch.float64, device=logits.device)
+    block = max(1, _BLOCK // vocab)
+    for start in range(0, n, block):
+        at = slice(start, start + block)
+        rows, pick = logits[at].double(), goal[at, None].clamp(0, vocab - 1)
+        found[at] = torch.logsumexp(rows, dim=-1) - rows.gather(1, pick)[:, 0]
+    nll: Floats = found.where((goal >= 0) & (goal < vocab), math.nan).cpu().numpy()
+    return np.where(np.isfinite(nll), nll, np.nan)
+
+
+@dataclass(frozen=True)
+class PerplexityPair:
+    """Two arms' perplexities over the rows that are usable on both sides, and their paired log-ratio.
+
+    ``log_ratio``, its 95% ``interval`` and ``stderr`` are in nats; the perplexities have no unit, and ``…_interval``
+    is their own 95% interval.  ``None``: no usable row, a single unit (intervals, error), or no finite number.
+    """
+
+    ppl_ref: float | None
+    ppl_test: float | None
+    ppl_ref_interval: Interval | None
+    ppl_test_interval: Interval | None
+    log_ratio: float | None
+    interval: Interval | None
+    stderr: float | None
+    n_rows: int
+    n_failed: int
+
+
+def compare_nll(nll_ref: Floats, nll_test: Floats, units: NDArray[Any], seed: int = 0) -> PerplexityPair:
+    """Perplexities and paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``units [n]``."""
+    usable = np.isfinite(nll_ref) & np.isfinite(nll_test)
+    ref, test, gap = (
+        RatioItems.of(values[usable], 1.0, units[usable]) for values in (nll_ref, nll_test, nll_test - nll_ref)
+    )
+    return PerplexityPair(
+        ppl_ref=exponential(ratio_estimate(ref)),
+        ppl_test=exponential(ratio_estimate(test)),
+        ppl_ref_interval=_exponentials(ratio_interval(ref, seed, bounds=(0.0, math.inf))),
+        ppl_test_interval=_exponentials(ratio_interval(test, seed, bounds=(0.0, math.inf))),
+        log_ratio=ratio_estimate(gap),
+        interval=ratio_interval(gap, seed),
+        stderr=standard_error(gap),
+        n_rows=len(usable),
+        n_failed=int((~usable).sum()),
+    )
+
+
+def exponential(nats: float | None) -> float | None:
+    """``exp(nats)``; ``None`` where that is no finite number."""
+    return None if nats is None or nats > _LARGEST else math.exp(nats)
+
+
+def _exponentials(interval: Interval | None) -> Interval | None:
+    return None if interval is None or interval[1] > _LARGEST else (math.exp(interval[0]), math.exp(interval[1]))

@@ -1,0 +1,373 @@
+"""GSM8K: its prompts, its figures on captures made by hand, whole runs, and the embedded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from fidelab.axes.base import AxisInputs, AxisScore
+from fidelab.axes.gsm8k import GSM8K
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.writer import CaptureWriter, store_vocabulary
+from fidelab.core import Arm, Generate, KVSpec, Tokens, Vocabulary, canonical_json, digest
+from fidelab.errors import InputError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.intervals import wilson_interval
+from fidelab.models import Model, resolve
+from fidelab.results.panels import TablePanel, Texts
+from fidelab.results.record import Axes, OtherAxis
+from tests.engines import tiny
+from tests.runs.harness import Done, cli, write_inputs
+
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+STOP = 0
+
+
+def _problems(folder: Path, *numbers: int, question: str = "Problem {i:03}: what is {n}?") -> Path:
+    file = folder / "problems.jsonl"
+    lines = [
+        json.dumps({"question": question.format(i=i, n=n), "answer": f"It is {n}.\n#### {n}"})
+        for i, n in enumerate(numbers)
+    ]
+    file.write_text("\n".join(lines) + "\n")
+    return file
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+def _probe(tmp_path: Path, limit: int | None = None, tokenizer: Tokenizer | None = None, **settings: Any) -> Generate:
+    inputs = AxisInputs(tokenizer or Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), limit)
+    data = str(_problems(tmp_path, 7, 1200))
+    found = GSM8K(GSM8K.Settings.model_validate({"data": data, **settings})).probe(inputs)
+    assert isinstance(found, Generate)
+    return found
+
+
+def test_prompts_hold_the_worked_examples_and_the_question(tmp_path: Path) -> None:
+    probe = _probe(tmp_path, shots=3)
+    text = bytes(probe.prompts[1]).decode()
+    assert text.count("Question: ") == 4
+    assert text.endswith("Question: Problem 001: what is 1200?\nAnswer:")
+
+
+def test_notes_hold_the_gold_answer_and_the_id(tmp_path: Path) -> None:
+    assert [json.loads(note) for note in _probe(tmp_path).notes] == [
+        {"gold": "7", "id": "1"},
+        {"gold": "1200", "id": "2"},
+    ]
+
+
+def test_settings_are_the_comparability_key_and_no_rows_are_stored(tmp_path: Path) -> None:
+    probe = _probe(tmp_path, shots=2, n_predict=32, batch=4, template="chat")
+    assert dict(probe.settings) == {"n_predict": 32, "shots": 2, "template": "raw"}  # the fake has no template
+    assert (probe.rows, probe.max_tokens, probe.batch, probe.stop) == (False, 32, 4, (STOP,))
+
+
+def test_chat_puts_the_examples_as_turns(tmp_path: Path) -> None:
+    class Turns:
+        def render(self, messages: Sequence[Any]) -> str:
+            return "".join(f"<{message['role']}>{message['content']}" for message in messages)
+
+        def encode(self, text: str) -> Tokens:
+            return tuple(text.encode())
+
+    fake = Tokenizer.load(resolve("fake"))
+    tokenizer = replace(fake, template="chat", backend=Turns())  # type: ignore[arg-type]
+    probe = _probe(tmp_path, tokenizer=tokenizer, shots=1, template="chat")
+    text = bytes(probe.prompts[0]).decode()
+    assert text.startswith("<user>A bakery")
+    assert text.endswith("#### 15<user>Problem 000: what is 7?")
+    assert dict(probe.settings)["template"] == "chat"
+
+
+def test_a_prompt_beyond_the_models_limit_names_the_shots(tmp_path: Path) -> None:
+    longest = max(map(len, _probe(tmp_path).prompts))
+    with pytest.raises(InputError, match=rf"shots: 8 has {longest} tokens; .* use fewer axes\.gsm8k\.shots"):
+        _probe(tmp_path, limit=longest + 255)
+    assert _probe(tmp_path, limit=longest + 256)
+
+
+# --------------------------------------------------------------------------------------- captures by hand
+
+
+def _capture(store: Path, name: str, probe: Generate, answers: Sequence[str | Sequence[int] | None]) -> Capture:
+    """Answers as text (with the stop behind it), as ids, or none: the item failed."""
+    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    words = Vocabulary(len(BYTES), digest(*BYTES))
+    store_vocabulary(store, words, BYTES)
+    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), words)
+    for item, answer in enumerate(answers):
+        ids = [*answer.encode(), STOP] if isinstance(answer, str) else list(answer or [])
+        writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
+        if not ids:
+            writer.fail(item, "empty output")
+    return Capture(writer.finish("logprobs", {}, {}))
+
+
+def _pair(store: Path, gold: Sequence[str], ref: Sequence[Any], test: Sequence[Any], stop: int = STOP) -> Pair:
+    probe = Generate(
+        "gsm8k",
+        tuple((1, i) for i in range(len(gold))),
+        400,
+        (stop,),
+        settings=(("n_predict", 400), ("shots", 0), ("template", "raw")),
+        rows=False,
+        notes=tuple(canonical_json({"gold": number, "id": f"p{i}"}) for i, number in enumerate(gold)),
+    )
+    return Pair.match(_capture(store, "f32", probe, ref), _capture(store, "int4", probe, test))
+
+
+def _score(store: Path, gold: Sequence[str], ref: Sequence[Any], test: Sequence[Any]) -> AxisScore:
+    return GSM8K(GSM8K.Settings()).score(_pair(store, gold, ref, test), 0)
+
+
+def _counts(tmp_path: Path, both: int, lost: int, gained: int, neither: int) -> AxisScore:
+    """A score from the four counts of right answers."""
+    right, wrong = "#### 1", "#### 2"
+    ref = [right] * both + [right] * lost + [wrong] * gained + [wrong] * neither
+    test = [right] * both + [wrong] * lost + [right] * gained + [wrong] * neither
+    return _score(tmp_path, ["1"] * len(ref), ref, test)
+
+
+def _figure(score: AxisScore, name: str) -> Any:
+    return next(figure for figure in score.figures["figures"] if figure.name == name)
+
+
+def test_accuracies_have_wilson_intervals(tmp_path: Path) -> None:
+    score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
+    own, reference = _figure(score, "accuracy"), _figure(score, "reference accuracy")
+    assert (own.value, reference.value) == (22 / 40, 26 / 40)
+    assert (own.ci, reference.ci) == (wilson_interval(22, 40), wilson_interval(26, 40))
+    assert score.figures["score"] == pytest.approx(55.0)
+    assert score.figures["ci"] == pytest.approx([100 * end for end in wilson_interval(22, 40)])
+
+
+def test_the_difference_is_paired_and_in_points(tmp_path: Path) -> None:
+    score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
+    figure = _figure(score, "difference")
+    assert figure.value == pytest.approx(-10.0)
+    gap = np.array([0] * 20 + [-100] * 6 + [100] * 2 + [0] * 12)
+    reach = 1.96 * stats.sem(gap)
+    assert figure.ci == pytest.approx((-10 - reach, -10 + reach), abs=2)
+    assert _figure(score, "margin of error").value == pytest.approx((figure.ci[1] - figure.ci[0]) / 2)
+
+
+def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
+    score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
+    assert (_figure(score, "lost").value, _figure(score, "gained").value) == (6, 2)
+    assert _figure(score, "McNemar p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
+
+
+def test_a_clear_loss_costs_the_verdict_a_band(tmp_path: Path) -> None:
+    score = _counts(tmp_path, both=30, lost=10, gained=0, neither=10)
+    [sentence] = score.lowers
+    assert sentence.startswith("GSM8K accuracy falls by 20.0 points (95%: ")
+    assert _figure(score, "difference").ci[1] < -5
+
+
+@pytest.mark.parametrize(("lost", "gained"), [(0, 0), (2, 0), (10, 8), (0, 10)])
+def test_what_may_be_chance_costs_nothing(lost: int, gained: int, tmp_path: Path) -> None:
+    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).lowers == ()
+
+
+def test_a_reference_below_five_percent_is_not_measurable(tmp_path: Path) -> None:
+    score = _counts(tmp_path, both=0, lost=1, gained=3, neither=20)
+    assert score.not_measurable == "the reference solves 1 of 24 problems; below 5% a loss cannot be seen"
+    assert (score.figures["score"], score.figures["ci"], score.lowers) == (None, None, ())
+
+
+def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
+    assert _counts(tmp_path, both=0, lost=1, gained=0, neither=19).not_measurable == ""
+
+
+def test_answers_are_compared_as_numbers(tmp_path: Path) -> None:
+    score = _score(tmp_path, ["1200", "5"], ["#### 1,200", "so $5.00."], ["1200.0 km", "#### 6"])
+    assert _figure(score, "reference accuracy").value == 1.0
+    assert _figure(score, "accuracy").value == 0.5
+
+
+def test_what_follows_a_question_of_its_own_is_no_answer(tmp_path: Path) -> None:
+    score = _score(
+        tmp_path, ["4"], [" 4\n\nQuestion: more?\nAnswer: 9"], ["I see.\nQuestion: what is 2 + 2?\nAnswer: 4"]
+    )
+    assert (_figure(score, "reference accuracy").value, _figure(score, "accuracy").value) == (1.0, 0.0)
+    assert _figure(score, "no number").value == 1
+
+
+def test_the_stop_token_is_no_part_of_the_text(tmp_path: Path) -> None:
+    answer = [*b"#### 4", ord("7")]  # a stop that reads as a digit
+    pair = _pair(tmp_path, ["4"], [answer], ["#### 4"], stop=ord("7"))
+    assert _figure(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 1.0
+
+
+def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:
+    score = _score(tmp_path, ["1"] * 3, ["#### 1", "#### 1", None], ["#### 1", None, "#### 1"])
+    assert (score.figures["n_items"], score.figures["n_failed"]) == (3, 2)
+    assert (_figure(score, "accuracy").value, _figure(score, "lost").value) == (1.0, 0)
+    assert [row[-1] for row in score.figures["panels"][0].rows] == ["both right", "failed", "failed"]
+    assert not score.identical
+
+
+def test_what_is_measurable_depends_on_the_reference_alone(tmp_path: Path) -> None:
+    assert _score(tmp_path, ["1", "1"], ["#### 1", "#### 2"], [None, "#### 1"]).not_measurable == ""
+
+
+def test_a_candidate_without_any_answer_does_not_make_the_reference_unmeasurable(tmp_path: Path) -> None:
+    score = _score(tmp_path, ["1"] * 3, ["#### 1"] * 3, [None] * 3)
+    assert score.not_measurable == ""
+    assert not score.usable.any()
+    assert _figure(score, "accuracy").value is None
+
+
+def test_identical_means_equal_ids_not_equal_numbers(tmp_path: Path) -> None:
+    same = ["so #### 1", "#### 2"]
+    assert _score(tmp_path / "a", ["1", "1"], same, same).identical
+    assert not _score(tmp_path / "b", ["1", "1"], same, ["#### 1", "#### 2"]).identical
+
+
+def test_the_excess_is_paired_with_the_control_in_points(tmp_path: Path) -> None:
+    candidate = _counts(tmp_path / "a", both=20, lost=6, gained=0, neither=4)
+    control = _counts(tmp_path / "b", both=25, lost=1, gained=0, neither=4)
+    excess = candidate.excess_over(control, 0)
+    assert excess is not None
+    assert excess["mean"] == pytest.approx(-100 * 5 / 30)
+
+
+def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path) -> None:
+    ref = [f"{i} it is.\n#### {i}" for i in range(12)]
+    test = [f"{i} it is.\n#### {i if i < 2 else 99}" for i in range(12)]
+    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).figures["panels"]
+    assert isinstance(table, TablePanel)
+    assert table.rows[1] == ("p1", "1", "1", "1", "both right")
+    assert table.rows[2] == ("p2", "2", "2", "99", "lost")
+    assert len(table.rows) == 12
+    assert isinstance(texts, Texts)
+    assert (texts.title, len(texts.pairs)) == ("Problems lost (first 8 of 10)", 8)
+    assert [pair.label for pair in texts.pairs][:2] == ["problem p2", "problem p3"]
+    assert (texts.pairs[0].reference, texts.pairs[0].candidate) == ("2 it is.\n#### 2", "2 it is.\n#### 99")
+    assert texts.pairs[0].note == "right: 2, candidate: 99"
+
+
+def test_a_record_can_be_made_of_numbers_of_any_length(tmp_path: Path) -> None:
+    score = _score(tmp_path, ["1", "1"], ["#### 1", "7" * 390], ["5e99", "1e-50"])
+    axis = Axes.model_validate({"gsm8k": {"status": "ok", **score.figures}}).others()["gsm8k"]
+    cells = [cell for row in axis.panels[0].rows for cell in row]  # type: ignore[union-attr]
+    assert max(len(str(cell)) for cell in cells) <= 24
+
+
+# ------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Forty problems that the reference answers right; one candidate forgets half of them, one writes nothing."""
+    cwd = tmp_path_factory.mktemp("gsm8k")
+    write_inputs(cwd)
+    numbers = [17 * i for i in range(40)]
+    _problems(cwd, *numbers)
+    answers = [[f"Problem {i:03}:", f" It is {n}.\n#### {n}"] for i, n in enumerate(numbers)]
+    (cwd / "answers.json").write_text(json.dumps(answers))
+    (cwd / "exp.yaml").write_text(
+        "model: fake\nengine: fake\nreference: exact\ncontrol: none\ntext: text.txt\nprompts: prompts.txt\n"
+        "engine_args: {answers: answers.json}\ncandidates: [exact, 'forget[every=2]', 'forget[every=20]', missing]\n"
+        "axes:\n  gsm8k: {data: problems.jsonl, shots: 1, n_predict: 32}\n  kld: {windows: 8, n_ctx: 16}\n"
+    )
+    return cli("run", "exp.yaml", cwd=cwd)
+
+
+def _axis(done: Done, name: str) -> OtherAxis:
+    return OtherAxis.model_validate(done.arm(name)["axes"]["gsm8k"])
+
+
+def _value(axis: OtherAxis, name: str) -> float | None:
+    return next(figure.value for figure in axis.figures if figure.name == name)
+
+
+def test_a_candidate_that_answers_as_the_reference_is_identical(done: Done) -> None:
+    axis = _axis(done, "exact")
+    assert (axis.status, axis.score, axis.n_items, axis.n_failed) == ("identical", 100.0, 40, 0)
+
+
+def test_forgotten_problems_are_lost(done: Done) -> None:
+    axis = _axis(done, "forget[every=2]")
+    assert axis.score == 50.0
+    assert [_value(axis, name) for name in ("reference accuracy", "difference", "lost")] == [1.0, -50.0, 20]
+    assert _value(axis, "McNemar p") == pytest.approx(2 * 0.5**20)
+
+
+def test_a_clear_loss_lowers_the_verdict_and_an_unclear_one_does_not(done: Done) -> None:
+    bands = {name: done.arm(name)["verdict"]["band"] for name in ("forget[every=2]", "forget[every=20]")}
+    assert bands == {"forget[every=2]": "PASS", "forget[every=20]": "EXCELLENT"}  # equal distributions
+    assert any(
+        "GSM8K accuracy falls by 50.0 points" in fact for fact in done.arm("forget[every=2]")["verdict"]["because"]
+    )
+
+
+def test_a_candidate_that_writes_nothing_failed(done: Done) -> None:
+    axis = _axis(done, "missing")
+    assert (axis.status, axis.n_failed) == ("failed", 40)
+    assert done.arm("missing")["verdict"]["band"] == "FAIL"
+
+
+def test_a_quarter_of_the_problems_is_the_floor(done: Done) -> None:
+    floor = OtherAxis.model_validate(done.report["floor"]["gsm8k"])
+    assert (floor.status, floor.n_items, floor.score) == ("identical", 10, 100.0)
+
+
+def test_bad_problems_exit_2_in_one_line(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "bad.jsonl").write_text('{"question": "a", "answer": "b"}\n')
+    (tmp_path / "exp.yaml").write_text(
+        "model: fake\nengine: fake\nreference: exact\ncandidates: [exact]\naxes: {gsm8k: {data: bad.jsonl}}\n"
+    )
+    run = cli("run", "exp.yaml", cwd=tmp_path)
+    assert run.code == 2
+    assert "bad.jsonl, line 1: 'answer' must end in #### and a number" in run.err
+
+
+# ------------------------------------------------------------------------------------- the embedded model
+
+
+@pytest.fixture
+def _same_torch_afterwards() -> Iterator[None]:
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(grad)
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("_same_torch_afterwards")
+def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp_path: Path) -> None:
+    numbers = (10, 14, 20, 35)
+    data = _problems(tmp_path, *numbers, question="Anna has {n} apples. How many apples does Anna have?")
+    axis = GSM8K(GSM8K.Settings.model_validate({"data": str(data), "shots": 2, "n_predict": 16}))
+    tokenizer = Tokenizer.load(smollm2)
+    probe = axis.probe(AxisInputs(tokenizer, Text("t", "x", (), ""), (), smollm2.max_positions))
+    assert isinstance(probe, Generate)
+    engine, sink = tiny.opened(smollm2.path), tiny.Answers()
+    answer = engine.answer(probe, sink)
+    arm = tiny.arm(smollm2.path)
+    store_vocabulary(tmp_path, tokenizer.vocabulary(), tokenizer.pieces())
+    writer = CaptureWriter(tmp_path / "c", probe, capture_key(arm, probe, {}, 0), arm.record(), tokenizer.vocabulary())
+    for item, arrays in sink.items.items():
+        writer.add(item, arrays)
+    capture = Capture(writer.finish(str(answer.estimator), {}, {}))
+    score = axis.score(Pair.match(capture, capture), 0)
+    rows = score.figures["panels"][0].rows
+    assert [Decimal(row[1]) for row in rows] == list(numbers)
+    assert [row[4] for row in rows] == ["both right"] * 4
+    assert score.identical

@@ -1,0 +1,470 @@
+"""PLAD: its questions, its figures on captures made by hand, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fidelab.axes.base import AxisInputs, AxisScore
+from fidelab.axes.plad import PLAD
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.writer import CaptureWriter, store_vocabulary
+from fidelab.core import Arm, Generate, KVSpec, Tokens, Vocabulary, canonical_json, digest
+from fidelab.errors import InputError, UnknownNameError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.perturb import perturb
+from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model, resolve
+from fidelab.results.panels import TablePanel, Texts
+from fidelab.results.record import Axes, OtherAxis
+from tests.runs.harness import Done, cli
+
+PIECES = [f"<0x{i:02X}>" for i in range(256)]
+PLAIN = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
+
+Cells = Mapping[tuple[int, str], int]  # (prompt, perturbation) → how many tenths of the answer change
+Failures = Mapping[int, str]
+
+
+# ------------------------------------------------------------------------------------ captures by hand
+
+
+def _moved(tenths: int) -> list[int]:
+    """An answer at a drift of so many tenths from ``PLAIN``."""
+    return [*PLAIN[: 10 - tenths], *(99 for _ in range(tenths))]
+
+
+def _asked(cells: Cells) -> list[tuple[int, str]]:
+    """The questions behind some cells, each prompt as it is before its perturbations."""
+    prompts = dict.fromkeys(prompt for prompt, _ in cells)
+    return [key for p in prompts for key in [(p, ""), *(cell for cell in cells if cell[0] == p)]]
+
+
+def _probe(asked: Sequence[tuple[int, str]], n_prompts: int) -> Generate:
+    names = list(dict.fromkeys(name for _, name in asked if name))
+    notes = [
+        {"prompt": p, "id": f"p{p}", "perturbation": name, **({"change": f"{name}-change"} if name else {})}
+        for p, name in asked
+    ]
+    return Generate(
+        "plad",
+        tuple((7, p, len(name)) for p, name in asked),
+        10,
+        (0,),
+        settings=(
+            ("n_predict", 10),
+            ("perturbations", ",".join(names)),
+            ("prompts", n_prompts),
+            ("seed", 42),
+            ("template", "raw"),
+        ),
+        rows=False,
+        notes=tuple(map(canonical_json, notes)),
+    )
+
+
+def _capture(
+    store: Path, name: str, probe: Generate, answers: Sequence[Sequence[int]], failed: Failures | None = None
+) -> Capture:
+    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    words = Vocabulary(len(PIECES), digest(*PIECES))
+    writer = CaptureWriter(store / "arms" / name, probe, capture_key(arm, probe, {}, 0), arm.record(), words)
+    for item, ids in enumerate(answers):
+        writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
+    for item, reason in (failed or {}).items():
+        writer.fail(item, reason)
+    return Capture(writer.finish("logprobs", {}, {}))
+
+
+def _pair(
+    store: Path, ref: Cells, test: Cells, failed: Failures | None = None, name: str = "int4", prompts: int = 0
+) -> Pair:
+    """Answers at the given drifts; the same cells on both sides.  ``failed``: items of the test side."""
+    asked = _asked(ref)
+    probe = _probe(asked, prompts or len({p for p, _ in asked}))
+
+    def answers(cells: Cells) -> list[list[int]]:
+        return [_moved(cells[key]) if key in cells else PLAIN for key in asked]
+
+    folder = store / f"against-{name}"
+    store_vocabulary(folder, Vocabulary(len(PIECES), digest(*PIECES)), PIECES)
+    return Pair.match(
+        _capture(folder, "f32", probe, answers(ref)), _capture(folder, name, probe, answers(test), failed)
+    )
+
+
+def _score(pair: Pair) -> AxisScore:
+    return PLAD(PLAD.Settings()).score(pair, 0)
+
+
+def _axis(score: AxisScore) -> OtherAxis:
+    """The figures as the record holds them."""
+    return Axes.model_validate({"plad": {**score.figures, "status": "ok"}}).others()["plad"]
+
+
+def _figure(score: AxisScore, name: str) -> Any:
+    return next(figure for figure in score.figures["figures"] if figure.name == name)
+
+
+def _rows(score: AxisScore) -> dict[Any, dict[str, Any]]:
+    [table] = [panel for panel in score.figures["panels"] if isinstance(panel, TablePanel)]
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+@pytest.mark.parametrize(("ref", "test", "cell"), [(2, 3, 60.6531), (1, 3, 36.7879), (5, 2, 100.0), (0, 10, 0.6738)])
+def test_a_cell_scores_as_metrics_says(tmp_path: Path, ref: int, test: int, cell: float) -> None:
+    score = _score(_pair(tmp_path, {(0, "typo"): ref}, {(0, "typo"): test}))
+    assert score.figures["score"] == pytest.approx(cell, abs=5e-5)
+    assert _figure(score, "excess drift").value == pytest.approx((test - ref) / 10)
+    assert score.figures["ci"] is None  # a single prompt
+
+
+def test_the_score_is_the_mean_over_cells_not_over_prompts(tmp_path: Path) -> None:
+    ref = {(0, "typo"): 1, (0, "case"): 1, (0, "punct"): 1, (1, "typo"): 1}
+    test = {**ref, (1, "typo"): 3}
+    assert _score(_pair(tmp_path, ref, test)).figures["score"] == pytest.approx((300 + 100 * math.exp(-1)) / 4)
+
+
+def test_noise_costs_score_but_no_signed_excess(tmp_path: Path) -> None:
+    ref = {(p, "typo"): 5 for p in range(30)}
+    test = {(p, "typo"): 5 + (1 if p % 2 else -1) for p in range(30)}
+    score = _score(_pair(tmp_path, ref, test))
+    excess, sign = _figure(score, "excess drift"), _figure(score, "sign test")
+    assert score.figures["score"] == pytest.approx(50 + 50 * math.exp(-0.5))
+    assert excess.value == pytest.approx(0.0, abs=1e-12)
+    assert excess.ci[0] < 0 < excess.ci[1]
+    assert sign.value == 1.0
+
+
+def test_a_candidate_that_moves_less_has_a_negative_excess(tmp_path: Path) -> None:
+    cells = {(p, "typo"): p % 3 for p in range(25)}
+    score = _score(_pair(tmp_path, {key: value + 3 for key, value in cells.items()}, cells))
+    assert _figure(score, "excess drift").value == pytest.approx(-0.3)
+    assert _figure(score, "drift of the reference").value == pytest.approx(0.396)
+    assert _figure(score, "drift of the candidate").value == pytest.approx(0.096)
+    assert score.figures["score"] == 100.0
+
+
+def test_the_sign_test_counts_prompts_not_cells(tmp_path: Path) -> None:
+    ref = {(p, name): 2 for p in range(6) for name in ("typo", "case", "punct", "paraphrase")}
+    score = _score(_pair(tmp_path, ref, dict.fromkeys(ref, 4)))
+    assert _figure(score, "sign test").value == pytest.approx(stats.binomtest(6, 6).pvalue)
+
+
+def test_intervals_resample_prompts_with_all_their_cells(tmp_path: Path) -> None:
+    names = ("typo", "case", "punct", "paraphrase")
+    rng = np.random.default_rng(3)
+    per_prompt = rng.integers(2, 9, size=24).tolist()
+    many = {(p, name): per_prompt[p] for p in range(24) for name in names}
+    once = {(p, "typo"): per_prompt[p] for p in range(24)}
+    scores = [_score(_pair(tmp_path / str(len(c)), dict.fromkeys(c, 2), c)) for c in (many, once)]
+    # four copies of each prompt's cell tell nothing new
+    assert scores[0].figures["ci"] == pytest.approx(scores[1].figures["ci"])
+    ours, theirs = (_figure(score, "excess drift") for score in scores)
+    assert ours.value == pytest.approx(theirs.value)
+    assert ours.ci == pytest.approx(theirs.ci)
+
+
+def test_a_failed_answer_costs_its_cell_and_a_failed_unperturbed_one_all_of_its_prompt(tmp_path: Path) -> None:
+    ref = {(p, name): 1 for p in range(3) for name in ("typo", "case")}
+    score = _score(_pair(tmp_path, ref, ref, failed={0: "NaN logits", 5: "NaN logits"}))  # prompt 0; prompt 1, case
+    assert (score.figures["n_items"], score.figures["n_failed"]) == (6, 3)
+    assert score.usable.tolist() == [False, False, True, False, True, True]
+    assert not score.identical
+    assert (_rows(score)["typo"]["failed"], _rows(score)["case"]["failed"]) == (1, 2)
+
+
+def test_a_failed_answer_of_the_reference_costs_its_cell_too(tmp_path: Path) -> None:
+    probe = _probe([(0, ""), (0, "typo"), (0, "case")], 1)
+    ref = _capture(tmp_path, "f32", probe, [[1], [1], [1]], failed={2: "NaN logits"})
+    score = _score(Pair.match(ref, _capture(tmp_path, "int4", probe, [[1], [1], [1]])))
+    assert score.usable.tolist() == [True, False]
+
+
+def test_no_usable_answer_gives_no_figure(tmp_path: Path) -> None:
+    cells = {(0, "typo"): 1}
+    score = _score(_pair(tmp_path, cells, cells, failed={0: "empty output", 1: "empty output"}))
+    assert not score.usable.any()
+    assert (score.figures["score"], _figure(score, "excess drift").value) == (None, None)
+    assert _rows(score)["typo"]["score"] is None
+
+
+def test_two_empty_answers_that_did_not_fail_have_no_drift(tmp_path: Path) -> None:
+    probe = _probe([(0, ""), (0, "typo")], 1)
+    both = _capture(tmp_path, "f32", probe, [[], []])
+    score = _score(Pair.match(both, _capture(tmp_path, "int4", probe, [[], [5]])))
+    assert score.figures["score"] == pytest.approx(100 * math.exp(-5))
+
+
+def test_equal_drifts_of_other_answers_are_not_identical(tmp_path: Path) -> None:
+    probe = _probe([(0, ""), (0, "typo")], 1)
+    ref = _capture(tmp_path, "f32", probe, [[1, 2], [1, 3]])
+    same = _score(Pair.match(ref, _capture(tmp_path, "bf16", probe, [[1, 2], [1, 3]])))
+    other = _score(Pair.match(ref, _capture(tmp_path, "int4", probe, [[7, 8], [7, 9]])))
+    assert (same.identical, other.identical) == (True, False)
+    assert same.figures["score"] == other.figures["score"] == 100.0
+
+
+def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
+    cells = {(p, "typo"): 3 for p in range(5)}
+    score = _score(_pair(tmp_path, cells, cells))
+    lowest = math.exp(-5)
+    assert score.figures["ci"] == (pytest.approx(100 * (lowest + (1 - lowest) * 0.025 ** (1 / 5))), 100.0)
+    most = 1 - 0.025 ** (1 / 5)
+    assert _figure(score, "excess drift").ci == pytest.approx((-most, most))
+
+
+def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
+    ref = {(p, "typo"): 1 for p in range(8)}
+    candidate = _score(_pair(tmp_path, ref, {key: 3 + key[0] % 2 for key in ref}))
+    control = _score(_pair(tmp_path, ref, {key: 2 + key[0] % 2 for key in ref}, name="bf16"))
+    found = candidate.excess_over(control, 0)
+    assert found is not None
+    assert found["mean"] == pytest.approx(candidate.figures["score"] - control.figures["score"])
+    assert found["ci"][1] < 0
+
+
+# ---------------------------------------------------------------------------------------- what is shown
+
+
+def test_the_table_has_a_row_per_perturbation(tmp_path: Path) -> None:
+    ref = {(p, "typo"): 1 for p in range(9)} | {(p, "case"): 5 for p in range(4)}
+    test = {(p, "typo"): 3 for p in range(9)} | {(p, "case"): 5 for p in range(4)}
+    rows = _rows(_score(_pair(tmp_path, ref, test, prompts=10)))
+    assert list(rows) == ["typo", "case"]
+    typo, case = rows["typo"], rows["case"]
+    assert (typo["cells"], typo["skipped"], case["cells"], case["skipped"]) == (9, 1, 4, 6)
+    assert typo["score"] == pytest.approx(100 * math.exp(-1))
+    assert (typo["reference drift, %"], typo["candidate drift, %"]) == (pytest.approx(10), pytest.approx(30))
+    assert typo["excess, points"] == pytest.approx(20)
+    assert typo["sign test p"] == pytest.approx(2 / 2**9)
+    assert (case["score"], case["excess, points"], case["sign test p"]) == (100.0, 0.0, 1.0)
+    assert _figure(_score(_pair(tmp_path / "b", ref, test, prompts=10)), "skipped").value == 7
+
+
+def test_the_answers_with_the_largest_excess_are_shown_first_and_eight_at_most(tmp_path: Path) -> None:
+    ref = {(p, "typo"): 1 for p in range(12)}
+    test = {(p, "typo"): p % 11 for p in range(12)}  # 0 … 10, then 0
+    [texts] = [p for p in _axis(_score(_pair(tmp_path, ref, test))).panels if isinstance(p, Texts)]
+    assert [pair.label for pair in texts.pairs] == [f"prompt {p} (p{p}), typo" for p in range(10, 2, -1)]
+    first = texts.pairs[0]
+    plain = bytes(PLAIN).decode()
+    assert first.reference == f"prompt as it is:\n{plain}\n\nperturbed prompt:\n{plain[:-1]}c"
+    assert first.candidate == f"prompt as it is:\n{plain}\n\nperturbed prompt:\n{'c' * 10}"
+    assert first.note == "typo-change; drift 10% in the reference, 100% here"
+
+
+def test_answers_that_moved_no_more_than_the_references_are_not_shown(tmp_path: Path) -> None:
+    score = _score(_pair(tmp_path, {(0, "typo"): 3, (1, "typo"): 2}, {(0, "typo"): 1, (1, "typo"): 2}))
+    assert [type(panel) for panel in score.figures["panels"]] == [TablePanel]
+
+
+def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> None:
+    pair = _pair(tmp_path, {(0, "typo"): 1}, {(0, "typo"): 5})
+    [file] = tmp_path.rglob("vocabularies/*")
+    file.unlink()
+    score = _score(pair)
+    assert score.figures["score"] < 100
+    assert [type(panel) for panel in score.figures["panels"]] == [TablePanel]
+
+
+# --------------------------------------------------------------------------------------- the questions
+
+
+@pytest.fixture(scope="module")
+def inputs() -> AxisInputs:
+    """Two prompts to which all four perturbations apply, one to which only ``punct`` does."""
+    texts = ["Find the big Castle 101", "Describe a Happy story.", "7 + 8 ="]
+    prompts = tuple(Prompt(f"id{i}", "user", ({"role": "user", "content": t},)) for i, t in enumerate(texts))
+    return AxisInputs(Tokenizer.load(resolve("fake")), Text("none", "", (), ""), prompts, 512)
+
+
+def _asks(inputs: AxisInputs, **settings: Any) -> Generate:
+    return PLAD(PLAD.Settings(**settings)).probe(inputs)
+
+
+def test_the_probe_asks_each_prompt_as_it_is_and_perturbed(inputs: AxisInputs) -> None:
+    probe = _asks(inputs)
+    notes = [json.loads(note) for note in probe.notes]
+    names = ["", "typo", "case", "punct", "paraphrase"]
+    assert [(n["prompt"], n["perturbation"]) for n in notes] == [
+        *((0, name) for name in names),
+        *((1, name) for name in names),
+        (2, ""),
+        (2, "punct"),
+    ]
+    texts = [bytes(ids).decode() for ids in probe.prompts]
+    assert texts[0] == "Find the big Castle 101"
+    assert texts[2:5] == ["find the big castle 101", "Find the big Castle 101?", "Find the large Castle 101"]
+    assert [n["change"] for n in notes[3:5]] == ["101 → 101?", "big → large"]
+    assert not probe.rows
+    assert dict(probe.settings) == {
+        "n_predict": 64,
+        "perturbations": "typo,case,punct,paraphrase",
+        "prompts": 3,
+        "seed": 42,
+        "template": "raw",
+    }
+
+
+def test_the_same_seed_asks_the_same_and_another_one_does_not(inputs: AxisInputs) -> None:
+    assert _asks(inputs) == _asks(inputs)
+    assert len({_asks(inputs, seed=seed).prompts for seed in range(6)}) > 1
+
+
+def test_the_prompts_number_is_added_to_the_seed(inputs: AxisInputs) -> None:
+    same = replace(inputs, prompts=tuple(replace(inputs.prompts[0], id=str(i)) for i in range(8)))
+    probe = _asks(same, seed=3, perturbations=["typo"])
+    text = inputs.prompts[0].messages[0]["content"]
+    asked = [bytes(ids).decode() for ids in probe.prompts[1::2]]
+    assert asked == [perturb(text, "typo", 3 + index) for index in range(8)]
+    assert len(set(asked)) > 1
+
+
+def test_a_perturbation_asks_the_same_whatever_others_are_asked_for(inputs: AxisInputs) -> None:
+    alone = _asks(inputs, perturbations=["paraphrase", "paraphrase"])
+    assert set(alone.prompts) <= set(_asks(inputs).prompts)
+    assert [json.loads(note)["prompt"] for note in alone.notes] == [0, 0, 1, 1]  # nothing to ask of the third
+
+
+def test_limit_takes_the_first_prompts(inputs: AxisInputs) -> None:
+    assert {json.loads(note)["prompt"] for note in _asks(inputs, limit=1).notes} == {0}
+
+
+def test_a_perturbation_that_the_tokenizer_does_not_see_is_skipped(inputs: AxisInputs) -> None:
+    class Uncased:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inputs.tokenizer.backend, name)
+
+        def encode(self, text: str) -> Tokens:
+            return inputs.tokenizer.backend.encode(text.lower())
+
+    uncased: Any = Uncased()
+    probe = _asks(replace(inputs, tokenizer=replace(inputs.tokenizer, backend=uncased)))
+    assert "case" not in {json.loads(note)["perturbation"] for note in probe.notes}
+
+
+def test_what_does_not_fit_into_the_model_is_one_line(inputs: AxisInputs) -> None:
+    with pytest.raises(InputError, match=r"plad: prompt 'id1' has 26 tokens; with axes.plad.n_predict 500 .* 512"):
+        _asks(inputs, n_predict=500)
+
+
+def test_nothing_to_ask_is_refused(inputs: AxisInputs) -> None:
+    with pytest.raises(InputError, match=r"of case, paraphrase none applies to any of 1 prompts"):
+        _asks(replace(inputs, prompts=inputs.prompts[2:]), perturbations=["paraphrase", "case"])
+
+
+def test_an_unknown_perturbation_lists_the_four() -> None:
+    with pytest.raises(UnknownNameError, match="unknown perturbation 'tpyo'") as caught:
+        PLAD.Settings.model_validate({"perturbations": ["case", "tpyo"]})
+    assert sorted(caught.value.known) == ["case", "paraphrase", "punct", "typo"]
+
+
+def test_the_floor_keeps_a_prompt_and_its_perturbations_together(inputs: AxisInputs) -> None:
+    axis, whole = PLAD(PLAD.Settings()), _asks(inputs)
+    part = axis.repeated(whole, 0.5)
+    assert isinstance(part, Generate)
+    assert [json.loads(note)["prompt"] for note in part.notes] == [0] * 5 + [2] * 2
+    assert axis.repeated(whole, 1.0) == whole
+
+
+def test_the_floor_scores_prompts_of_the_same_text_too(tmp_path: Path, inputs: AxisInputs) -> None:
+    twins = replace(inputs, prompts=(inputs.prompts[2], replace(inputs.prompts[2], id="twin"), inputs.prompts[0]))
+    axis, whole = PLAD(PLAD.Settings()), _asks(twins)
+    part = axis.repeated(whole, 1 / 3)
+    assert isinstance(part, Generate)
+    assert len(part.prompts) == 2
+    ref = _capture(tmp_path, "f32", whole, [list(ids[:4]) for ids in whole.prompts])
+    again = _capture(tmp_path, "bf16", part, [list(ids[:4]) for ids in part.prompts])
+    score = axis.score(Pair.match(ref, again, subset=True), 0)
+    assert (score.figures["n_items"], score.identical, score.figures["score"]) == (1, True, 100.0)
+
+
+# ----------------------------------------------------------------------------------------------- runs
+
+BASES, ALL, CONTROL = "fork[at=4,every=5]", "fork[at=4,every=1]", "fork[at=6,every=5]"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """The fake engine: three prompts, four perturbations each, eight tokens, no answer minds the perturbation."""
+    cwd = tmp_path_factory.mktemp("plad")
+    (cwd / "prompts.txt").write_text("Find the big Castle 101.\nWrite a Happy story 102.\nExplain the tiny Jug 103.\n")
+    (cwd / "answers.json").write_text(json.dumps([[f"10{i}", letter * 20] for i, letter in enumerate("xabc")]))
+    (cwd / "plad.yaml").write_text(
+        "model: fake\nengine: fake\nengine_args: {answers: answers.json}\nprompts: prompts.txt\n"
+        f"reference: exact\ncontrol: '{CONTROL}'\ncandidates: [exact, '{BASES}', '{ALL}', missing]\n"
+        "floor: 0.5\naxes: {plad: {n_predict: 8}}\n"
+    )
+    done = cli("run", "plad.yaml", cwd=cwd)
+    assert done.code == 0, done.err
+    return done
+
+
+def test_a_candidate_whose_unperturbed_answers_alone_differ_is_caught(run: Done) -> None:
+    plad = run.arm(BASES)["axes"]["plad"]  # four of eight tokens: drift 0.5 against 0
+    assert plad["score"] == pytest.approx(100 * math.exp(-2.5))
+    figures = {figure["name"]: figure["value"] for figure in plad["figures"]}
+    assert figures["excess drift"] == 0.5
+    assert (figures["drift of the reference"], figures["skipped"], plad["n_items"]) == (0.0, 0, 12)
+
+
+def test_the_controls_score_stands_beside(run: Done) -> None:
+    plad, control = run.arm(BASES)["axes"]["plad"], run.arm("control")["axes"]["plad"]
+    assert control["score"] == pytest.approx(100 * math.exp(-1.25))
+    assert plad["excess_over_control"]["mean"] == pytest.approx(plad["score"] - control["score"])
+
+
+def test_a_candidate_that_differs_everywhere_alike_drifts_no_more(run: Done) -> None:
+    arm = run.arm(ALL)
+    assert (arm["status"], arm["axes"]["plad"]["score"]) == ("ok", 100.0)
+
+
+def test_the_reference_as_candidate_is_identical(run: Done) -> None:
+    assert run.arm("exact")["axes"]["plad"]["status"] == "identical"
+
+
+def test_no_output_is_a_failed_axis_that_says_so(run: Done) -> None:
+    plad = run.arm("missing")["axes"]["plad"]
+    assert (plad["status"], plad["n_failed"], plad["score"]) == ("failed", 12, None)
+
+
+def test_the_floor_repeats_whole_prompts_and_finds_nothing(run: Done) -> None:
+    floor = run.report["floor"]["plad"]
+    assert (floor["score"], floor["n_items"]) == (100.0, 8)
+
+
+def test_an_unknown_perturbation_on_the_command_line_is_one_line(run: Done) -> None:
+    done = cli("run", "plad.yaml", "--set", "axes.plad.perturbations=[typos]", cwd=run.cwd)
+    assert done.code == 2
+    assert "unknown perturbation 'typos'" in done.err
+    assert "case" in done.err
+    assert "Traceback" not in done.err
+
+
+@pytest.mark.model
+def test_on_a_real_model_a_coarse_cache_drifts(smollm2: Model, tmp_path: Path) -> None:
+    (tmp_path / "plad.yaml").write_text(
+        "model: smollm2-135m\ndtype: float32\nthreads: 1\nreference: f32\ncontrol: none\ncandidates: [int4]\n"
+        "floor: 0\naxes: {plad: {n_predict: 8, limit: 2, perturbations: [typo, punct]}}\n"
+    )
+    done = cli("run", "plad.yaml", cwd=tmp_path)
+    assert done.code == 0, done.err
+    plad = done.arm("int4")["axes"]["plad"]
+    assert (plad["status"], plad["n_items"], plad["n_failed"]) == ("ok", 4, 0)
+    drifts = {figure["name"]: figure["value"] for figure in plad["figures"]}
+    assert 0 < drifts["drift of the reference"] < 1
+    assert 0 < plad["score"] <= 100
+    [table] = [panel for panel in plad["panels"] if panel["kind"] == "table"]
+    assert [row[:2] for row in table["rows"]] == [["typo", 2], ["punct", 2]]

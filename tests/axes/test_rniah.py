@@ -1,0 +1,366 @@
+"""R-NIAH: prompts, the style that the reference answers, scores, and what a reader sees."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fidelab.axes.base import AxisInputs, AxisScore
+from fidelab.axes.rniah import RNIAH
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.writer import CaptureWriter, store_vocabulary
+from fidelab.config.schema import Experiment
+from fidelab.core import Arm, Generate, KVSpec
+from fidelab.errors import InputError, UsageError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.needles import draw_needles
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model, resolve
+from fidelab.results.panels import Heatmap, TablePanel, Texts
+from fidelab.run import capture
+from tests.runs.harness import Done, cli
+
+TOKENIZER = Tokenizer.load(resolve("fake"))
+
+
+def _inputs(limit: int | None = 1 << 20) -> AxisInputs:
+    return AxisInputs(TOKENIZER, Text("t", "t", (), ""), (), limit)
+
+
+def _axis(**settings: Any) -> RNIAH:
+    return RNIAH(RNIAH.Settings.model_validate({"style": "cloze", "lengths": [600], **settings}))
+
+
+def _main(axis: RNIAH) -> Generate:
+    probe = axis.probes(_inputs())["main"]
+    assert isinstance(probe, Generate)
+    return probe
+
+
+def _capture(store: Path, name: str, probe: Generate, answers: list[str | None]) -> Capture:
+    """``None``: the item failed."""
+    arm = Arm(name, "fake", "fake", "fake", "0" * 64, KVSpec.parse("exact"), "float32", "cpu", 1)
+    vocabulary = TOKENIZER.vocabulary()
+    store_vocabulary(store, vocabulary, TOKENIZER.pieces())
+    key = capture_key(arm, probe, {"name": name}, 0)
+    writer = CaptureWriter(store / name / probe.axis, probe, key, arm.record(), vocabulary)
+    for item, answer in enumerate(answers):
+        writer.add(item, {"ids": np.array([*(answer or "").encode(), 0], dtype=np.int32)})
+        if answer is None:
+            writer.fail(item, "empty output")
+    return Capture(writer.finish("logprobs", {}, {}))
+
+
+def _codes(probe: Generate) -> list[str]:
+    return [json.loads(note)["codes"][0] for note in probe.notes]
+
+
+def _score(tmp_path: Path, axis: RNIAH, ref: list[Any], test: list[Any]) -> AxisScore:
+    """Answers: True for the code, False for another text, or a text, or None for a failed item."""
+    probe = _main(axis)
+
+    def told(answers: list[Any]) -> list[str | None]:
+        words = {True: "{}.", False: "nothing"}
+        return [
+            None if answer is None else words.get(answer, answer).format(code)
+            for answer, code in zip(answers, _codes(probe), strict=True)
+        ]
+
+    pair = Pair.match(
+        _capture(tmp_path, "ref", probe, told(ref)), _capture(tmp_path, "test", probe, told(test)), subset=False
+    )
+    return axis.score_parts({"main": pair}, 0)
+
+
+def _figures(score: AxisScore) -> dict[str, float | None]:
+    return {figure.name: figure.value for figure in score.figures["figures"]}
+
+
+# ---------------------------------------------------------------------------------------------- probes
+
+
+@pytest.mark.parametrize(
+    ("limit", "lengths"),
+    [
+        (8192, [512, 2048, 4096]),
+        (2100, [512, 2048]),
+        (2060, [512]),
+        (None, [512, 2048, 4096]),
+        (32_768, [4096, 8192, 16_384]),
+        (1 << 20, [4096 << k for k in range(6)]),
+    ],
+)
+def test_default_lengths_leave_room_for_the_answer(limit: int | None, lengths: list[int]) -> None:
+    axis = _axis(lengths="auto", trials=1)
+    assert list(axis._plan(_inputs(limit)).lengths) == lengths
+
+
+def test_a_model_too_small_for_every_length_is_told_its_limit() -> None:
+    with pytest.raises(InputError, match="fake has 256 positions; the shortest default length, 512, does not fit"):
+        _axis(lengths="auto").probes(_inputs(256))
+
+
+def test_a_length_beyond_the_limit_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"length 600 with \d+ tokens of answer is beyond the limit of fake, 610"):
+        _axis().probes(_inputs(610))
+
+
+def test_a_prompt_for_every_length_position_and_trial() -> None:
+    probe = _main(_axis(lengths=[600, 700], trials=2))
+    assert [len(prompt) for prompt in probe.prompts] == [600] * 6 + [700] * 6
+    assert len(set(probe.prompts)) == 12
+    codes = [needles.codes[0] for needles in draw_needles(2, 1, 0, 0)]
+    assert _codes(probe) == codes * 6
+    assert all(code in TOKENIZER.decode(ids) for ids, code in zip(probe.prompts, _codes(probe), strict=True))
+    assert probe.rows is False
+
+
+def test_compat_asks_for_the_fixed_needle() -> None:
+    assert set(_codes(_main(_axis(compat="refract")))) == {"APRICOT-7-BLUE"}
+
+
+def test_an_answer_has_room_for_all_needles() -> None:
+    assert _main(_axis(needles=4, lengths=[2000])).max_tokens > 4 * len("APRICOT-7-BLUE")
+
+
+def test_the_batch_is_no_part_of_the_comparability_key() -> None:
+    one, two = _main(_axis(batch=1)), _main(_axis(batch=2))
+    assert (one.settings, one.prompts) == (two.settings, two.prompts)
+    assert one.batch == 1
+
+
+def test_the_floor_keeps_the_trials_of_a_cell_together() -> None:
+    axis = _axis(lengths=[600, 700], trials=3)
+    floor = axis.repeated(_main(axis), 0.25)
+    assert isinstance(floor, Generate)
+    notes = [json.loads(note) for note in floor.notes]
+    cells = [(note["length"], note["position"]) for note in notes]
+    assert len(set(cells)) == 2
+    assert all(cells.count(cell) == 3 for cell in cells)
+    assert len(floor.prompts) == len(floor.notes) == 6
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"positions": [1.5]}, {"lengths": []}, {"lengths": ["a"]}, {"compat": "refract", "needles": 2}, {"style": "chat"}],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValueError):
+        _axis(**settings)
+
+
+# ------------------------------------------------------------------------------------------- follow-up
+
+
+def _auto(tmp_path: Path, answers: list[str | None], lengths: list[int]) -> dict[str, Generate]:
+    axis = _axis(style="auto", lengths=lengths, trials=1)
+    asked = axis.probes(_inputs())
+    probe = asked["question"]
+    assert isinstance(probe, Generate)
+    assert {len(ids) for ids in probe.prompts} == {lengths[0]}
+    found = axis.follow_up(_inputs(), {"question": _capture(tmp_path, "ref", probe, answers)})
+    return {part: probe for part, probe in found.items() if isinstance(probe, Generate)}
+
+
+def test_where_the_question_is_answered_the_other_lengths_are_asked_so(tmp_path: Path) -> None:
+    [code] = draw_needles(1, 1, 0, 0)[0].codes
+    found = _auto(tmp_path, ["?", f"It is {code}", "?"], [600, 700])
+    assert dict(found["main"].settings)["style"] == "question"
+    assert [len(ids) for ids in found["main"].prompts] == [700] * 3
+    assert _auto(tmp_path / "one", [code, "?", "?"], [600]) == {}
+
+
+def test_where_it_is_not_answered_all_lengths_are_a_cloze(tmp_path: Path) -> None:
+    found = _auto(tmp_path, ["?", "?", "?"], [600, 700])
+    assert dict(found["main"].settings)["style"] == "cloze"
+    assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
+
+
+def test_a_given_style_needs_no_follow_up() -> None:
+    axis = _axis()
+    assert axis.probes(_inputs()).keys() == {"main"}
+    assert axis.follow_up(_inputs(), {}) == {}
+
+
+# --------------------------------------------------------------------------------------------- scoring
+
+
+def test_equal_answers_are_identical_and_score_100(tmp_path: Path) -> None:
+    score = _score(tmp_path, _axis(), [True] * 9, [True] * 9)
+    assert (score.identical, score.figures["score"], score.lowers) == (True, 100.0, ())
+    low, high = score.figures["ci"]
+    assert (low, high) == (pytest.approx(100 * 0.025 ** (1 / 9)), 100.0)
+
+
+def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -> None:
+    ref = [True] * 3 + [False] * 3 + [True] * 3
+    test = [True] * 3 + [True] * 3 + [False] * 3
+    score = _score(tmp_path, _axis(), ref, test)
+    figures = _figures(score)
+    assert score.figures["score"] == pytest.approx(50.0)
+    assert (figures["informative cells"], figures["cells"], figures["accuracy difference"]) == (2, 3, 0.0)
+    assert score.figures["details"]["uninformative"] == [{"length": 600, "position": 0.5}]
+    assert score.figures["details"]["score_refract"] == pytest.approx(100 * 2 / 3)
+    assert _score(tmp_path / "compat", _axis(compat="refract"), ref, test).figures["score"] == pytest.approx(200 / 3)
+
+
+def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> None:
+    score = _score(tmp_path, _axis(), [False] * 9, [True] * 9)
+    assert "accuracy 0 in all 3 cells" in score.not_measurable
+    assert (score.figures["score"], score.figures["ci"], score.draws(0)) == (None, None, None)
+
+
+def test_a_failed_trial_is_counted_and_left_out(tmp_path: Path) -> None:
+    score = _score(tmp_path, _axis(), [True] * 9, [None, *[True] * 8])
+    assert (score.figures["n_items"], score.figures["n_failed"], score.figures["score"]) == (9, 1, 100.0)
+    assert not score.identical
+    assert not _score(tmp_path / "all", _axis(), [True] * 9, [None] * 9).usable.any()
+
+
+def test_in_hard_mode_a_wrong_code_in_the_answer_is_a_miss_and_one_behind_it_is_not(tmp_path: Path) -> None:
+    axis = _axis(distractors=2, lengths=[900], positions=[0.5])
+    wrong = json.loads(_main(axis).notes[0])["wrong"][0]
+    score = _score(
+        tmp_path, axis, [f"{{}}. The old ink color is {wrong}", True, True], [f"{wrong} or {{}}", True, True]
+    )
+    assert _figures(score)["reference's accuracy"] == 1.0
+    assert _figures(score)["accuracy"] == pytest.approx(2 / 3)
+
+
+def test_harm_needs_an_interval_wholly_below_minus_5_points(tmp_path: Path) -> None:
+    hard = _score(tmp_path, _axis(), [True] * 9, [False] * 9)
+    assert hard.lowers[0].startswith("R-NIAH: 100 points fewer needles found than by the reference")
+    assert _score(tmp_path / "one", _axis(), [True] * 9, [False, *[True] * 8]).lowers == ()
+
+
+def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: Path) -> None:
+    control = _score(tmp_path / "a", _axis(), [True] * 9, [*[True] * 8, False])
+    candidate = _score(tmp_path / "b", _axis(), [True] * 9, [*[False] * 3, *[True] * 5, False])
+    excess = candidate.excess_over(control, 0)
+    assert excess is not None
+    assert excess["mean"] == pytest.approx(-100 / 3)
+    assert excess["ci"][0] < -100 / 3 < excess["ci"][1]
+
+
+def test_draws_spread_as_the_interval_does(tmp_path: Path) -> None:
+    score = _score(tmp_path, _axis(), [True] * 9, [*[False] * 4, *[True] * 5])
+    draws = score.draws(0)
+    assert draws is not None
+    assert np.quantile(draws, [0.025, 0.975]) == pytest.approx(score.figures["ci"], abs=2.0)
+
+
+def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path: Path) -> None:
+    axis = _axis(lengths=[600, 700])
+    ref, test = [True] * 15 + [False] * 3, [True] * 9 + [False] * 3 + [True] * 6
+    heat, table, texts = _score(tmp_path, axis, ref, test).figures["panels"]
+    assert isinstance(heat, Heatmap)
+    assert isinstance(table, TablePanel)
+    assert isinstance(texts, Texts)
+    assert (heat.y, heat.x) == (("600", "700"), ("0.1", "0.5", "0.9"))
+    assert [grid.values for grid in heat.grids] == [
+        ((1, 1, 1), (1, 1, 0)),
+        ((1, 1, 1), (0, 1, 1)),
+        ((0, 0, 0), (-1, 0, None)),
+    ]
+    assert list(table.rows[1]) == [700, "2 of 3", pytest.approx(2 / 3), pytest.approx(2 / 3), 0.0]
+    assert [pair.label for pair in texts.pairs] == [f"700 tokens, position 0.1, trial {n}" for n in (1, 2, 3)]
+    assert texts.pairs[0].candidate == "nothing"
+    assert texts.pairs[0].reference.rstrip(".") in texts.pairs[0].note
+
+
+def test_no_more_than_twelve_misses_are_shown(tmp_path: Path) -> None:
+    texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).figures["panels"][-1]
+    assert isinstance(texts, Texts)
+    assert (len(texts.pairs), texts.title) == (12, "Needles lost (first 12 of 18)")
+
+
+# ---------------------------------------------------------------------------------------------- a run
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Answers only as a cloze; every third prompt forgotten is the first trial of each cell."""
+    room = tmp_path_factory.mktemp("rniah")
+    lines = [f"The rare paint color is {needles.codes[0]}." for needles in draw_needles(3, 1, 0, 0)]
+    (room / "answers.json").write_text(
+        json.dumps([[line, line.removeprefix("The rare paint color is")] for line in lines])
+    )
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "engine_args": {"answers": str(room / "answers.json")},
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["forget[every=3]", "forget[every=1]", "exact", "missing"],
+        "axes": {"rniah": {"lengths": [600, 700]}},
+    }
+    (room / "run.yaml").write_text(json.dumps(experiment))
+    return cli("run", "run.yaml", cwd=room)
+
+
+def test_a_run_chooses_the_cloze_and_finds_what_each_arm_lost(run: Done) -> None:
+    assert run.code == 0, run.err
+    axes = {name: run.arm(name)["axes"]["rniah"] for name in ("forget[every=3]", "forget[every=1]", "exact")}
+    assert {name: axis["score"] for name, axis in axes.items()} == {
+        "forget[every=3]": pytest.approx(100 * 2 / 3),
+        "forget[every=1]": 0.0,
+        "exact": 100.0,
+    }
+    assert axes["exact"]["status"] == "identical"
+    assert axes["exact"]["details"]["style"] == "cloze"
+    assert axes["forget[every=1]"]["n_items"] == 18
+
+
+def test_an_arm_without_output_fails(run: Done) -> None:
+    axis = run.arm("missing")["axes"]["rniah"]
+    assert (axis["status"], axis["reason"]) == ("failed", "no item was usable")
+
+
+def test_the_floor_of_a_deterministic_engine_finds_the_same(run: Done) -> None:
+    floor = run.report["floor"]["rniah"]
+    assert (floor["score"], floor["n_items"]) == (100.0, 6)
+
+
+def test_scores_come_again_from_the_captures_alone(run: Done) -> None:
+    before = run.report["candidates"]
+    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert run.report["candidates"] == before
+
+
+def test_a_haystack_that_is_too_short_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "hay.txt").write_text("Too short. " * 20)
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "candidates": ["tilt"],
+        "axes": {"rniah": {"lengths": [600], "haystack": "hay.txt"}},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
+    done = cli("run", "run.yaml", cwd=tmp_path)
+    assert done.code == 2
+    assert "has 219 tokens, but 3 trials at length 600 need 728" in done.err
+
+
+@pytest.mark.model
+def test_the_embedded_model_finds_needles_at_512_as_a_cloze(smollm2: Model, tmp_path: Path) -> None:
+    axis = _axis(lengths=[512], trials=1)
+    experiment = {
+        "model": "smollm2-135m",
+        "reference": "f32",
+        "candidates": ["bf16"],
+        "axes": {"rniah": axis.settings.model_dump(mode="json")},
+        "dtype": "float32",
+        "output_dir": str(tmp_path),
+    }
+    [result] = capture(Experiment.model_validate(experiment))
+    reference = Capture(result.captures["rniah.main"])
+    score = axis.score_parts({"main": Pair.match(reference, reference)}, 0)
+    figures = _figures(score)
+    assert (figures["reference's accuracy"], figures["informative cells"]) == (1.0, 3)

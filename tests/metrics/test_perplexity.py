@@ -1,0 +1,125 @@
+"""Perplexity: closed forms, brute force, and what is no number."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from fidelab.metrics import perplexity
+from fidelab.metrics.perplexity import compare_nll, exponential, row_nll
+
+RNG = np.random.default_rng(5)
+
+
+def _units(n: int, per_unit: int) -> Any:
+    return np.arange(n) // per_unit
+
+
+# ------------------------------------------------------------------------------------------------- rows
+
+
+def test_a_uniform_row_costs_the_log_of_the_vocabulary() -> None:
+    assert row_nll(torch.full((3, 50), 7.0), np.array([0, 20, 49])) == pytest.approx([math.log(50)] * 3, abs=1e-15)
+
+
+def test_nll_is_minus_log_softmax_of_the_target() -> None:
+    logits, targets = RNG.normal(size=(9, 40)) * 5, RNG.integers(0, 40, 9)
+    expected = [math.log(np.exp(row).sum()) - row[t] for row, t in zip(logits, targets, strict=True)]
+    assert row_nll(torch.from_numpy(logits), targets) == pytest.approx(expected, rel=1e-12)
+
+
+def test_blocks_of_rows_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, targets = torch.from_numpy(RNG.normal(size=(11, 6)).astype(np.float32)), RNG.integers(0, 6, 11)
+    whole = row_nll(logits, targets)
+    monkeypatch.setattr(perplexity, "_BLOCK", 20)  # 3 rows
+    assert (row_nll(logits, targets) == whole).all()
+
+
+def test_the_sum_over_the_vocabulary_is_in_float64() -> None:
+    n = 150_000
+    flat = torch.full((1, n), -11.9183905, dtype=torch.float32)
+    assert row_nll(flat, np.array([3]))[0] == pytest.approx(math.log(n), abs=1e-12)
+
+
+def test_large_scores_do_not_overflow() -> None:
+    assert row_nll(torch.tensor([[3e4, 0.0], [-3e4, 0.0]]), np.array([0, 0])) == pytest.approx([0.0, 3e4])
+
+
+@pytest.mark.parametrize("row", [[math.nan, 0.0], [0.0, math.inf], [-math.inf, 0.0], [-math.inf, -math.inf]])
+def test_a_broken_row_or_an_impossible_target_is_nan(row: list[float]) -> None:
+    assert np.isnan(row_nll(torch.tensor([row]), np.array([0]))).all()
+
+
+def test_an_impossible_token_elsewhere_costs_nothing() -> None:
+    assert row_nll(torch.tensor([[0.0, -math.inf]]), np.array([0])) == pytest.approx([0.0])
+
+
+def test_a_target_outside_the_vocabulary_is_nan() -> None:
+    assert np.isnan(row_nll(torch.zeros(2, 4), np.array([-1, 4]))).all()
+
+
+def test_rows_and_targets_must_fit() -> None:
+    with pytest.raises(ValueError, match="2 rows do not fit targets"):
+        row_nll(torch.zeros(2, 4), np.array([1]))
+
+
+# ------------------------------------------------------------------------------------------------- pairs
+
+
+def test_log_ratio_is_the_log_of_the_ratio_of_perplexities() -> None:
+    ref, test = RNG.gamma(2, 1, 60), RNG.gamma(2, 1.1, 60)
+    pair = compare_nll(ref, test, _units(60, 2))
+    assert pair.ppl_ref == pytest.approx(np.exp(ref.mean()))
+    assert pair.ppl_test == pytest.approx(np.exp(test.mean()))
+    assert pair.log_ratio == pytest.approx(math.log(np.exp(test.mean()) / np.exp(ref.mean())))
+
+
+def test_the_error_is_that_of_a_mean_of_paired_differences() -> None:
+    ref = RNG.gamma(2, 1, 30)
+    gap = RNG.normal(0.01, 0.02, 30)
+    pair = compare_nll(ref, ref + gap, _units(30, 1))
+    assert pair.stderr == pytest.approx(stats.sem(gap))
+    assert pair.interval is not None
+    reach = 1.96 * stats.sem(gap)
+    assert pair.interval == pytest.approx((gap.mean() - reach, gap.mean() + reach), rel=0.2)
+
+
+def test_tokens_of_one_unit_count_as_one_observation() -> None:
+    gap = np.repeat(RNG.normal(0, 1, 25), 40)
+    pair = compare_nll(np.zeros(1000), gap, _units(1000, 40))
+    assert pair.stderr == pytest.approx(stats.sem(gap[::40]))
+
+
+def test_a_row_that_fails_on_one_side_counts_on_neither() -> None:
+    pair = compare_nll(np.array([1.0, math.nan, 3.0, 9.0]), np.array([1.0, 2.0, 3.0, math.inf]), _units(4, 1))
+    assert (pair.n_rows, pair.n_failed) == (4, 2)
+    assert pair.ppl_ref == pair.ppl_test == pytest.approx(math.exp(2.0))
+    assert pair.log_ratio == 0.0
+
+
+def test_one_unit_has_no_interval_and_no_error() -> None:
+    pair = compare_nll(np.ones(5), np.ones(5) * 2, np.zeros(5, dtype=np.int64))
+    assert (pair.log_ratio, pair.interval, pair.stderr, pair.ppl_ref_interval) == (1.0, None, None, None)
+
+
+def test_without_a_usable_row_there_is_no_number() -> None:
+    pair = compare_nll(np.full(3, math.nan), np.ones(3), _units(3, 1))
+    assert (pair.ppl_ref, pair.ppl_test, pair.log_ratio, pair.interval, pair.n_failed) == (None, None, None, None, 3)
+
+
+def test_a_perplexity_is_never_below_one() -> None:
+    nll = np.array([0.001, 5.0, 0.2])
+    pair = compare_nll(nll, nll, _units(3, 1))
+    assert pair.ppl_ref_interval is not None
+    assert pair.ppl_ref_interval[0] == 1.0
+
+
+def test_a_perplexity_beyond_doubles_is_absent_and_its_log_ratio_is_not() -> None:
+    pair = compare_nll(np.ones(4), np.full(4, 2000.0), _units(4, 1))
+    assert (pair.ppl_test, pair.ppl_test_interval, pair.log_ratio) == (None, None, 1999.0)
+    assert exponential(None) is None

@@ -1,0 +1,222 @@
+"""METRICS §4: hits, degradation per cell, the score, and what its interval is worth."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fidelab.metrics.intervals import binomial_interval
+from fidelab.metrics.retrieval import (
+    Cells,
+    accuracy_difference,
+    hits,
+    judged,
+    retrieval_interval,
+    retrieval_replicates,
+    retrieval_score,
+    returned,
+)
+
+CODE = "APRICOT-7-BLUE"
+
+
+def _cells(*cells: tuple[Sequence[float], Sequence[float]]) -> Cells:
+    """Each cell: what the reference's trials returned, and the candidate's."""
+    base = [value for ref, _ in cells for value in ref]
+    cand = [value for _, test in cells for value in test]
+    number = [index for index, (ref, _) in enumerate(cells) for _ in ref]
+    return Cells(np.array(base, dtype=float), np.array(cand, dtype=float), np.array(number))
+
+
+@pytest.mark.parametrize(
+    ("answer", "hit"),
+    [
+        ("apricot-7-blue", True),
+        ("APRICOT 7 BLUE", False),
+        ("It is **Apricot-7-Blue**.", True),
+        ("APRICOT-7-BLU", False),
+        ("", False),
+    ],
+)
+def test_a_hit_is_the_code_in_any_letters(answer: str, hit: bool) -> None:
+    assert hits(answer, CODE) is hit
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"),
+    [("A-1-B and c-2-d", 1.0), ("a-1-b", 0.5), ("none", 0.0), ("A-1-B, C-2-D, X-9-Y", 0.0)],
+)
+def test_of_several_needles_the_share_counts_and_a_wrong_one_undoes_it(answer: str, share: float) -> None:
+    assert returned(answer, ["A-1-B", "C-2-D"], ["X-9-Y"]) == share
+
+
+@pytest.mark.parametrize(
+    ("answer", "first"),
+    [
+        (" A-1-B. The old ink color is X-9-Y.", "A-1-B."),
+        ("\n A-1-B\n\nX-9-Y", "A-1-B"),
+        ("not 3.5 but A-1-B", "not 3.5 but A-1-B"),
+        ("", ""),
+    ],
+)
+def test_what_fills_a_blank_ends_with_the_sentence(answer: str, first: str) -> None:
+    assert judged(answer) == first
+
+
+@pytest.mark.parametrize(
+    ("cells", "score"),
+    [
+        ([([1], [1])], 100.0),
+        ([([1], [0])], 0.0),
+        ([([1], [1]), ([1], [0])], 50.0),
+        ([([1], [1]), ([0], [0])], 100.0),
+        ([([1], [0]), ([0], [1])], 0.0),
+        ([([1, 0], [0, 1])], 100.0),
+        ([([1, 1, 0], [1, 0, 0]), ([1, 1, 1], [0, 0, 1])], 100 * (1 - (1 / 3 + 2 / 3) / 2)),
+    ],
+)
+def test_the_score_is_the_mean_degradation_over_informative_cells(
+    cells: list[tuple[list[float], list[float]]], score: float
+) -> None:
+    assert retrieval_score(_cells(*cells)) == pytest.approx(score)
+
+
+def test_compat_counts_uninformative_cells_as_perfect() -> None:
+    cells = _cells(([1], [0]), ([0], [0]), ([0], [1]), ([1], [1]))
+    assert (retrieval_score(cells), retrieval_score(cells, "refract")) == (50.0, 75.0)
+
+
+def test_without_an_informative_cell_there_is_no_score_but_in_compat() -> None:
+    cells = _cells(([0, 0], [1, 0]))
+    assert (retrieval_score(cells), retrieval_interval(cells)) == (None, None)
+    assert retrieval_score(cells, "refract") == 100.0
+
+
+def test_the_score_is_what_a_loop_over_cells_gives() -> None:
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        base, cand = rng.integers(0, 2, (2, 6, 3)).astype(float)
+        kept = [(b.mean(), c.mean()) for b, c in zip(base, cand, strict=True) if b.mean() > 0]
+        expected = 100 * (1 - sum(max(0.0, b - c) for b, c in kept) / len(kept))
+        assert retrieval_score(_cells(*zip(base, cand, strict=True))) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------------------- intervals
+
+
+@pytest.mark.parametrize("lost", [0, 3, 9, 27])
+def test_few_trials_have_the_exact_binomial_bound(lost: int) -> None:
+    cand = np.ones(27)
+    cand[:lost] = 0
+    cells = _cells(*((np.ones(3).tolist(), row.tolist()) for row in cand.reshape(9, 3)))
+    exact = stats.binomtest(lost, 27).proportion_ci(0.95, "exact")
+    assert retrieval_interval(cells) == pytest.approx((100 * (1 - exact.high), 100 * (1 - exact.low)), abs=1e-9)
+
+
+def test_more_losses_never_raise_an_end_of_the_interval() -> None:
+    found = []
+    for lost in range(10):
+        cand = [0.0] * lost + [1.0] * (9 - lost)
+        found.append(retrieval_interval(_cells(*(([1.0] * 3, cand[i : i + 3]) for i in (0, 3, 6)))))
+    ends = np.array(found)
+    assert (np.diff(ends, axis=0) <= 1e-9).all()
+
+
+def test_one_trial_has_no_interval() -> None:
+    assert retrieval_interval(_cells(([1], [1]), ([0], [0]))) is None
+
+
+def test_the_interval_covers_what_unlike_cells_would_give_on_average() -> None:
+    chances = np.array([0.0, 0.0, 0.1, 0.6])  # of losing a needle
+    truth, held = 100 * (1 - chances.mean()), 0
+    rng = np.random.default_rng(1)
+    for _ in range(400):
+        lost = rng.random((4, 3)) < chances[:, None]
+        low, high = retrieval_interval(_cells(*(([1.0] * 3, (1.0 - row).tolist()) for row in lost))) or (0, 0)
+        held += low <= truth <= high
+    assert held / 400 >= 0.95
+
+
+def _many(seed: int, n: int = 40) -> Cells:
+    rng = np.random.default_rng(seed)
+    chances = (0.05, 0.5, 0.9)
+    return _cells(*((np.ones(n).tolist(), (rng.random(n) > chance).astype(float).tolist()) for chance in chances))
+
+
+def test_many_trials_are_resampled_within_their_cells() -> None:
+    cells = _many(0)
+    draws = retrieval_replicates(cells)
+    assert draws is not None
+    accuracies = cells.accuracies()[1]
+    within = 100 * np.sqrt((accuracies * (1 - accuracies) / 40).sum()) / 3  # between cells there is far more
+    assert draws.shape == (2000,)
+    assert draws.std() == pytest.approx(within, rel=0.1)
+    assert retrieval_interval(cells) == pytest.approx(np.quantile(draws, [0.025, 0.975]))
+
+
+def test_resamples_are_those_of_the_seed_for_every_candidate() -> None:
+    cells = _many(0)
+    first, again, other = (retrieval_replicates(cells, seed) for seed in (1, 1, 2))
+    assert first is not None
+    assert other is not None
+    assert (first == again).all()
+    assert (first != other).any()
+
+
+def test_many_trials_that_agree_have_the_exact_bound_not_zero_width() -> None:
+    cells = _cells(([1.0] * 30, [1.0] * 30), ([1.0] * 30, [0.0] * 30))
+    low, high = binomial_interval(30, 60)
+    assert retrieval_interval(cells) == pytest.approx((100 * low, 100 * high))
+
+
+def test_the_interval_holds_a_score_that_noise_in_both_directions_leaves_at_100() -> None:
+    base, cand = [1.0, 0.0] * 20, [0.0, 1.0] * 20
+    low, high = retrieval_interval(_cells((base, cand))) or (0, 0)
+    assert low < 100.0 == high
+
+
+def test_compat_narrows_the_interval_by_the_share_of_informative_cells() -> None:
+    cells = _cells(([1] * 3, [1, 1, 0]), ([0] * 3, [0] * 3))
+    low, high = retrieval_interval(cells) or (0, 0)
+    assert retrieval_interval(cells, compat="refract") == pytest.approx((100 - (100 - low) / 2, 100 - (100 - high) / 2))
+
+
+# ------------------------------------------------------------------------------------------ differences
+
+
+def test_the_difference_is_over_all_cells_and_has_a_sign() -> None:
+    cells = _cells(([1, 1], [0, 1]), ([0, 0], [1, 1]))
+    assert accuracy_difference(cells).estimate == pytest.approx(25.0)
+
+
+def test_equal_answers_have_the_exact_bound_of_a_difference() -> None:
+    cells = _cells(*(([1] * 3, [1] * 3) for _ in range(9)))
+    reach = 100 * (1 - 0.025 ** (1 / 27))
+    assert accuracy_difference(cells).interval == pytest.approx((-reach, reach))
+
+
+def test_a_third_of_all_needles_lost_in_three_cells_is_no_chance() -> None:
+    cells = _cells(*(([1] * 3, [int(index > 2)] * 3) for index in range(9)))
+    difference = accuracy_difference(cells)
+    assert difference.estimate == pytest.approx(-100 / 3)
+    assert difference.interval is not None
+    assert difference.interval[1] < -5
+
+
+def test_the_difference_of_many_trials_is_resampled_within_cells() -> None:
+    cells = _many(3)
+    accuracies = cells.accuracies()[1]
+    half = 1.96 * 100 * np.sqrt((accuracies * (1 - accuracies) / 40).sum()) / 3
+    interval = accuracy_difference(cells).interval
+    assert interval is not None
+    assert interval[1] - interval[0] == pytest.approx(2 * half, rel=0.15)
+
+
+def test_small_cells_of_shares_stay_within_their_bounds() -> None:
+    for base, cand in itertools.product(([0.5, 1.0], [1.0, 1.0]), ([0.0, 0.5], [1.0, 1.0])):
+        low, high = retrieval_interval(_cells((base, cand))) or (0, 0)
+        assert 0 <= low < high <= 100
