@@ -22,6 +22,7 @@ ARROWS: dict[str, set[str] | None] = {
     "api": None,
     "run": None,
     "repeat": None,
+    "asking": None,
     "scoring": None,
     "sizing": None,
     "phases": None,

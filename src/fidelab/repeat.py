@@ -21,6 +21,7 @@ from typing import Final, Literal, Self
 from pydantic import AwareDatetime, Field, ValidationError
 
 import fidelab
+from fidelab.asking import Listener
 from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, digest, slug
@@ -29,7 +30,7 @@ from fidelab.report.numbers import format_figure
 from fidelab.results.panels import Record
 from fidelab.results.record import ArmRecord, FreeDict, Report, write_atomically
 from fidelab.results.store import RunFolder
-from fidelab.run import Interrupted, Listener, execute, first_replicate, needed_bytes, prepare, resume
+from fidelab.run import Interrupted, execute, first_replicate, needed_bytes, prepare, resume
 
 __all__ = [
     "REPEAT",

@@ -9,46 +9,34 @@ first and the last step is on disk, so a run that was stopped anywhere goes on w
 from __future__ import annotations
 
 import contextlib
-import os
 import platform
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import fidelab
+from fidelab.asking import Asking, Listener, Silent
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.writer import store_vocabulary
+from fidelab.captures.reader import Capture
 from fidelab.config.load import dump, load
 from fidelab.config.schema import Experiment
-from fidelab.core import Probe, Status, slug, usable_cores
-from fidelab.errors import CaptureError, InputError, OutputError
+from fidelab.core import Status, slug, usable_cores
+from fidelab.errors import InputError, OutputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import (
-    FLOOR,
-    Plan,
-    PlannedCapture,
-    PlannedJob,
-    build_plan,
-    expected_bytes,
-    follow_ups,
-    with_probes,
-)
+from fidelab.plan.build import FLOOR, Plan, build_plan, expected_bytes
 from fidelab.plan.resolve import Settings, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.scoring import ArmResult, RunFacts, score_run
-from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
-from fidelab.workers.parent import Outcome, run_worker
 
 __all__ = [
     "Interrupted",
@@ -78,47 +66,6 @@ class Interrupted(KeyboardInterrupt):
         self.command = command
 
 
-class Listener(Protocol):
-    """Who watches a run (a progress bar, plain lines, nobody)."""
-
-    def start(self, plan: Plan, folder: RunFolder | None) -> None:
-        """The plan is made."""
-
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        """A job begins; ``reused``: all its captures exist already."""
-
-    def opened(self, job: PlannedJob, seconds: float) -> None:
-        """The model is loaded."""
-
-    def extended(self, job: PlannedJob, tokens: int) -> None:
-        """The reference's answers led to more questions: so many tokens more than were known, in this job."""
-
-    def progress(self, job: PlannedJob, tokens: int) -> None:
-        """Tokens processed since the last call."""
-
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
-        """A job is over, however it ended."""
-
-    def scoring(self) -> None:
-        """All captures are there; scores are computed."""
-
-    def close(self) -> None:
-        """The run is over."""
-
-
-class Silent:
-    """Nobody watches."""
-
-    def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
-    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
-    def opened(self, job: PlannedJob, seconds: float) -> None: ...
-    def extended(self, job: PlannedJob, tokens: int) -> None: ...
-    def progress(self, job: PlannedJob, tokens: int) -> None: ...
-    def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
-    def scoring(self) -> None: ...
-    def close(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Prepared:
     """A plan with what it was made from."""
@@ -131,6 +78,10 @@ class Prepared:
     def settings(self) -> Settings:
         """The resolved experiment."""
         return self.plan.settings
+
+    def asking(self, listener: Listener, event: Callable[..., None]) -> Asking:
+        """What runs the plan's jobs."""
+        return Asking(self.settings, self.inputs, self.sample, listener, event)
 
 
 def prepare(experiment: Experiment, only: str | None = None, *, replicate: int = 0) -> Prepared:
@@ -239,7 +190,7 @@ def capture(experiment: Experiment, *, listener: Listener | None = None) -> list
     watcher.start(prepared.plan, None)
     try:
         with _terminate_as_interrupt():
-            asking = _Asking(prepared, watcher, lambda *_a, **_k: None)
+            asking = prepared.asking(watcher, lambda *_a, **_k: None)
             return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
     finally:
         watcher.close()
@@ -261,7 +212,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     listener.start(plan, folder)
     try:
         with _terminate_as_interrupt():
-            asking = _Asking(prepared, listener, folder.event)
+            asking = prepared.asking(listener, folder.event)
             for job in plan.jobs:
                 results.append(asking.run(job, folder.log(job.role)))
                 _store_outcomes(folder, facts, plan, results)
@@ -272,118 +223,6 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         raise Interrupted(folder.path) from None
     finally:
         listener.close()
-
-
-class _Asking:
-    """Runs jobs one after another; the reference comes first, and what it answers leads to questions for all."""
-
-    def __init__(self, prepared: Prepared, listener: Listener, event: Callable[..., None]) -> None:
-        self._prepared = prepared
-        self._settings = prepared.settings
-        self._listener = listener
-        self._event = event
-        self._later: dict[str, Mapping[str, Probe]] = {}
-        self._without: dict[str, str] = {}  # axes without a follow-up, and why
-
-    def run(self, job: PlannedJob, log: Path) -> ArmResult:
-        """One job from start to end."""
-        leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
-        if leads and not job.missing():
-            job = self._follow_up(job)
-            leads = False
-        elif not leads:
-            job = with_probes(self._settings, job, self._later)
-        missing = job.missing()
-        tokens = sum(capture.tokens for capture in missing)
-        self._listener.job_started(job, tokens, reused=not missing)
-        self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
-        outcome = Outcome()
-        if missing:
-
-            def more() -> list[ProbeTask]:
-                nonlocal job
-                known = len(job.captures)
-                job = self._follow_up(job)
-                added = [capture for capture in job.captures[known:] if not is_complete(capture.folder, capture.key)]
-                missing.extend(added)
-                self._listener.extended(job, sum(capture.tokens for capture in added))
-                return [capture.task() for capture in added]
-
-            outcome = run_worker(
-                self._message(job, missing),
-                log=log,
-                env=_thread_env(job.arm.threads),
-                deadline=self._settings.experiment.deadline,
-                listen=lambda received: self._hear(job, missing, received),
-                follow_up=more if leads else None,
-            )
-        result = _result(job, [c.axis for c in missing], outcome)
-        result = replace(result, failures={**result.failures, **self._without})
-        self._event(
-            "job_ended",
-            role=job.role,
-            status=str(result.status),
-            reason=result.reason,
-            seconds=round(outcome.seconds, 3),
-        )
-        self._listener.job_ended(job, result)
-        return result
-
-    def _follow_up(self, job: PlannedJob) -> PlannedJob:
-        """The reference's job with the questions that its own answers lead to."""
-        there = {c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)}
-        self._later, self._without = follow_ups(self._settings, self._prepared.inputs, there)
-        return with_probes(self._settings, job, self._later)
-
-    def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
-        tokenizer, store = self._prepared.inputs.tokenizer, self._settings.captures_dir
-        vocabulary = tokenizer.vocabulary()
-        store_vocabulary(store, vocabulary, tokenizer.pieces())
-        return Job(
-            arm=job.arm.record(),
-            store=str(store),
-            tasks=[capture.task() for capture in missing],
-            vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
-            sample_text=self._prepared.sample,
-            sample_ids=list(tokenizer.encode(self._prepared.sample)),
-        )
-
-    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], received: Message) -> None:
-        match received:
-            case Progress(tokens=done):
-                self._listener.progress(job, done)
-            case Opened(seconds=seconds):
-                self._listener.opened(job, seconds)
-                self._event("opened", role=job.role, seconds=round(seconds, 3))
-            case Captured(index=index, seconds=seconds):
-                self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
-
-
-def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
-    """What the store holds now counts, not what the worker said: a resumed run finds the same."""
-    captures, failures, ran = {}, {}, None
-    for capture in job.captures:
-        try:
-            found = Capture(capture.folder)
-        except CaptureError:
-            index = asked.index(capture.axis) if capture.axis in asked else -1
-            failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
-        else:
-            captures[capture.axis] = capture.folder
-            ran = found.manifest["ran"]
-    status = outcome.status
-    if status is Status.OK and failures:
-        status = Status.FAILED
-    reason = outcome.reason
-    if status is not Status.OK and outcome.log_tail and reason:
-        reason = f"{reason} (last log line: {outcome.log_tail[-1][:200]})" if _adds(outcome, reason) else reason
-    timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
-    return ArmResult(job.role, job.arm, status, reason, ran or outcome.ran, captures, failures, timing)
-
-
-def _adds(outcome: Outcome, reason: str) -> bool:
-    """The log says something that a crash's reason does not."""
-    return reason.startswith("the worker") and outcome.log_tail[-1] not in reason
 
 
 def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
@@ -469,13 +308,6 @@ def needed_bytes(plan: Plan) -> int:
     need = sum(expected_bytes(capture, width, dtype) for job in plan.jobs for capture in job.missing())
     head = settings.model.vocab_size * width * 2
     return need + (head if need and not any((settings.captures_dir / "heads").glob("*.safetensors")) else 0)
-
-
-def _thread_env(threads: int) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    fixed = {name: str(threads) for name in names} | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    # Spinning OpenMP threads fall to a tenth of their speed as soon as anything else wants a core.
-    return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"})
 
 
 def _environment() -> dict[str, Any]:

@@ -198,8 +198,8 @@ def _cells(pair: Pair) -> list[_Cell]:
                     id=note["id"],
                     perturbation=note["perturbation"],
                     change=note["change"],
-                    ref=(_ids(pair.ref, r0), _ids(pair.ref, r1)),
-                    test=(_ids(pair.test, t0), _ids(pair.test, t1)),
+                    ref=(pair.ref.ids(r0), pair.ref.ids(r1)),
+                    test=(pair.test.ids(t0), pair.test.ids(t1)),
                     failed=any(item["failed"] is not None for item in sides),
                 )
             )
@@ -211,10 +211,6 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
     if not isinstance(probe, Generate) or len(probe.notes) != len(probe.prompts):
         raise CaptureError(f"capture {capture.folder} does not say which prompt is a perturbation of which")
     return [json.loads(note) for note in probe.notes]
-
-
-def _ids(capture: Capture, item: int) -> list[int]:
-    return capture.ints(item, "ids") if "ids" in capture.names(item) else []
 
 
 def _skipped(ref: Capture) -> dict[str, int]:

@@ -238,13 +238,9 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
     return [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
 
 
-def _ids(capture: Capture, item: int) -> list[int]:
-    return capture.ints(item, "ids") if "ids" in capture.names(item) else []
-
-
 def _text(capture: Capture, item: int) -> str:
     """The answer without the token that ended it."""
-    ids, probe = _ids(capture, item), capture.probe
+    ids, probe = capture.ids(item), capture.probe
     stop = probe.stop if isinstance(probe, Generate) else ()
     return capture.text(ids[:-1] if ids and ids[-1] in stop else ids)
 
@@ -271,7 +267,7 @@ def _trials(pair: Pair) -> list[Trial]:
             cand=_returned(pair.test, test, note),
             texts=(_text(pair.ref, ref), _text(pair.test, test)),
             failed=any(failure is not None for failure in failures),
-            same=_ids(pair.ref, ref) == _ids(pair.test, test),
+            same=pair.ref.ids(ref) == pair.test.ids(test),
         )
         found.append(trial)
     return found

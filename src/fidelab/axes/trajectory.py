@@ -74,7 +74,7 @@ class Trajectory(Axis):
         )
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        answers = [(_ids(pair.ref, r), _ids(pair.test, t)) for r, t in pair.items]
+        answers = [(pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items]
         pairs = [first_divergence(ref, test) for ref, test in answers]
         usable = np.array(
             [
@@ -149,10 +149,6 @@ def _shown(pair: Pair, forks: Sequence[_Fork]) -> list[dict[str, Any]]:
         ]
     except CaptureError:  # no vocabulary beside the captures: numbers need none
         return []
-
-
-def _ids(capture: Capture, item: int) -> list[int]:
-    return capture.ints(item, "ids") if "ids" in capture.names(item) else []
 
 
 def _margin(ref: Capture, item: int, agreement: PairAgreement, test: list[int]) -> float:

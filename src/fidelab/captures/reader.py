@@ -101,6 +101,10 @@ class Capture:
             )
         return pieces
 
+    def ids(self, item: int) -> list[int]:
+        """The token ids that one item was answered with; none where it failed before the first."""
+        return self.ints(item, "ids") if "ids" in self.names(item) else []
+
     def text(self, ids: Iterable[int]) -> str:
         """Some token ids as text, special tokens included."""
         return self._detokenizer(ids)

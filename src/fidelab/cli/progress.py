@@ -10,9 +10,9 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, Tex
 from rich.text import Text
 
 if TYPE_CHECKING:
+    from fidelab.asking import Listener
     from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.store import RunFolder
-    from fidelab.run import Listener
     from fidelab.scoring import ArmResult
 
 __all__ = ["watcher"]

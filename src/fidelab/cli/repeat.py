@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from fidelab.asking import Listener
     from fidelab.config.schema import Experiment
     from fidelab.repeat import AxisSpread, Judgement, Repeat
-    from fidelab.run import Listener
 
 __all__ = ["register"]
 
