@@ -20,7 +20,11 @@ from fidelab.run import rescore
 pytestmark = pytest.mark.model
 
 KV_HEADS, HEAD_DIM, LAYERS = 3, 64, 30
-AXES = {"kld": {"windows": 6}, "trajectory": {"limit": 3, "n_predict": 12}}
+AXES = {
+    "kld": {"windows": 6},
+    "trajectory": {"limit": 3, "n_predict": 12},
+    "perplexity": {"contexts": [256], "windows": 8},
+}
 
 
 @dataclass(frozen=True)
@@ -80,6 +84,20 @@ def test_coarser_formats_cost_more_by_paired_differences(run: Run) -> None:
 @pytest.mark.parametrize(("name", "seen"), [("q8_0", 0.0003), ("k16v8", 0.0007), ("fp8_e4m3", 0.0065), ("int4", 0.109)])
 def test_mean_kl_is_of_the_size_seen_elsewhere(run: Run, name: str, seen: float) -> None:
     assert seen / 2 < run.kld(name) < seen * 2
+
+
+def test_the_reference_reads_the_package_own_text_as_plain_prose(run: Run) -> None:
+    figures = {figure.name: figure for figure in run.arm("f32").axes.others()["perplexity"].figures}
+    value = next(figure.value for name, figure in figures.items() if name.startswith("reference PPL"))
+    assert value is not None
+    assert 5 < value < 40  # random words: tens of thousands; text that repeats itself: about 1
+
+
+def test_int4_reads_worse_than_k16v8(run: Run) -> None:
+    worse, better = (run.arm(name).axes.others()["perplexity"].figures[0] for name in ("int4", "k16v8"))
+    assert worse.ci is not None
+    assert better.ci is not None
+    assert better.ci[1] < worse.ci[0]
 
 
 def test_the_16_bit_control_costs_next_to_nothing(run: Run) -> None:

@@ -11,6 +11,9 @@ AXES = Registry(
         "plad": "fidelab.axes.plad:PLAD",
         "perplexity": "fidelab.axes.perplexity:Perplexity",
         "gsm8k": "fidelab.axes.gsm8k:GSM8K",
+        "forced": "fidelab.axes.forced:ForcedDecode",
+        "degeneration": "fidelab.axes.degeneration:Degeneration",
+        "capability": "fidelab.axes.capability:Capability",
     },
     group="fidelab.axes",
 )

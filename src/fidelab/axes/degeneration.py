@@ -1,0 +1,263 @@
+"""Degeneration onset: from which token on a long greedy text is garbage, if any (METRICS §7).
+
+Small models loop under greedy decoding whatever their cache, so an onset counts as harm only where it lies more than
+32 tokens before the reference's.  Greedy paths are chaotic: a harmless rounding moves a text into a loop, or out of
+one, by chance.  Loops and repetition therefore lower the verdict only when more prompts get worse than get better
+(McNemar's exact test, p ≤ 0.05); a text without connection where the reference has none is never chance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.forced import greedy_probe
+from fidelab.captures.pair import Pair
+from fidelab.core import Generate
+from fidelab.errors import CaptureError
+from fidelab.metrics.degeneration import (
+    EARLIER,
+    Onset,
+    degeneration_onset,
+    distinct_floor,
+    is_earlier,
+    loop_onset,
+    still_clean,
+)
+from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
+from fidelab.results.panels import Curve, TablePanel, TextPair, Texts
+from fidelab.results.record import Figure
+
+__all__ = ["Degeneration"]
+
+_SHOWN = 8  # onsets per arm whose text the report shows
+_BEFORE, _AFTER = 48, 64  # tokens of it before and after the onset
+_POINTS = 64  # of the curve
+_CHANCE = 0.05
+
+
+class DegenerationSettings(AxisSettings):
+    """How prompts are put and how far they are continued; part of the comparability key, the batch excepted."""
+
+    n_predict: int = Field(default=1024, ge=1, description="tokens generated per prompt; known failures start at 400")
+    limit: int | None = Field(default=8, ge=1, description="first prompts only")
+    template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
+    batch: int = Field(default=16, ge=1, description="prompts decoded together")
+
+
+@dataclass(frozen=True)
+class _Text:
+    """One generation without the token that ended it, and where it degenerates."""
+
+    ids: Sequence[int]
+    onset: Onset | None
+
+    @property
+    def lost(self) -> int:
+        """Tokens from the onset on."""
+        return 0 if self.onset is None else len(self.ids) - self.onset.at
+
+
+@dataclass(frozen=True)
+class _Item:
+    """A prompt as both sides continued it."""
+
+    number: int
+    ref: _Text
+    test: _Text
+
+    @property
+    def harmed(self) -> bool:
+        return is_earlier(self.test.onset, self.ref.onset)
+
+    @property
+    def spared(self) -> bool:
+        """The candidate goes on where the reference degenerates."""
+        return is_earlier(self.ref.onset, self.test.onset)
+
+
+class Degeneration(Axis):
+    """Share of prompts on which the candidate's text degenerates earlier than the reference's.
+
+    A sequence that ends is judged up to its end: stopping is no degeneration.
+    """
+
+    name: ClassVar[str] = "degeneration"
+    Settings: ClassVar[type[AxisSettings]] = DegenerationSettings
+    quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 384}
+    settings: DegenerationSettings
+
+    def probe(self, inputs: AxisInputs) -> Generate:
+        s = self.settings
+        return greedy_probe(inputs, self.name, s.n_predict, s.limit, s.template, batch=s.batch)
+
+    def score(self, pair: Pair, seed: int) -> AxisScore:
+        items = _judged(pair)
+        usable = np.array(
+            [pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None for r, t in pair.items],
+            dtype=bool,
+        )
+        good = [item for item, ok in zip(items, usable, strict=True) if ok]
+        score = AxisScore(
+            figures={},
+            num=np.array([item.harmed for item in items], dtype=np.float64),
+            den=np.ones(len(items)),
+            units=np.array([item.number for item in items], dtype=np.int64),
+            usable=usable,
+            transform=None,
+            bounds=(0.0, 1.0),
+            identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
+            proportion=True,
+            lowers=_lowers(good),
+            fails=_fails(good),
+        )
+        figures: dict[str, Any] = {
+            "n_items": len(items),
+            "n_failed": int((~usable).sum()),
+            "figures": (
+                Figure(name="degenerate earlier", value=score.mean(), ci=score.mean_interval(seed), unit="share"),
+                *_figures(good, seed),
+            ),
+            "panels": (_curve(good, pair), _table(good), *_texts(good, pair)),
+            "details": {"settings": dict(pair.ref.manifest["settings"])},
+        }
+        return AxisScore(**{**vars(score), "figures": figures})
+
+
+def _judged(pair: Pair) -> list[_Item]:
+    """Both sides' texts, judged by one floor from the prompts and what the reference wrote before it looped, if so."""
+    probe = pair.ref.probe
+    if not isinstance(probe, Generate):
+        raise CaptureError(f"capture {pair.ref.folder} holds no generated text")
+    vocab = pair.ref.vocabulary.size
+    written = [_unended(pair.ref.ids(r), probe.stop) for r in range(len(probe.prompts))]
+    floor = distinct_floor([*probe.prompts, *(ids[: loop_onset(ids)] for ids in written)])
+
+    def judged(ids: Sequence[int], item: int) -> _Text:
+        return _Text(ids, degeneration_onset(ids, probe.prompts[item], vocab, floor))
+
+    return [_Item(r, judged(written[r], r), judged(_unended(pair.test.ids(t), probe.stop), r)) for r, t in pair.items]
+
+
+def _unended(ids: Sequence[int], stop: Sequence[int]) -> Sequence[int]:
+    return ids[:-1] if ids and ids[-1] in stop else ids
+
+
+# --------------------------------------------------------------------------------------------- judgement
+
+
+def _lowers(items: Sequence[_Item]) -> tuple[str, ...]:
+    harmed = [item for item in items if item.harmed]
+    noise = any(item.test.onset and item.test.onset.kind == "noise" for item in harmed)
+    spared = sum(item.spared for item in items)
+    more = len(harmed) > spared and mcnemar_exact(len(harmed), spared) <= _CHANCE
+    return (_sentence(harmed, len(items)),) if noise or more else ()
+
+
+def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
+    """Most of what the reference begins well is garbage at once."""
+    sound = [item for item in items if not _at_once(item.ref)]
+    broken = sum(_at_once(item.test) for item in sound)
+    what = (
+        f"garbage within the first {EARLIER} tokens in {broken} of {len(sound)} prompts that the reference begins well"
+    )
+    return (what,) if 2 * broken > len(sound) else ()
+
+
+def _at_once(text: _Text) -> bool:
+    return text.onset is not None and text.onset.at < EARLIER
+
+
+def _sentence(items: Sequence[_Item], n: int) -> str:
+    at = round(float(np.median([item.test.onset.at for item in items if item.test.onset])))
+    theirs = [item.ref.onset.at for item in items if item.ref.onset]
+    reference = f"in {len(theirs)} of these, from token ~{round(float(np.median(theirs)))}" if theirs else "none"
+    return f"garbage from token ~{at} in {len(items)} of {n} prompts (reference: {reference})"
+
+
+# ------------------------------------------------------------------------------------- what there is to see
+
+
+def _figures(items: Sequence[_Item], seed: int) -> list[Figure]:
+    harmed, spared = sum(item.harmed for item in items), sum(item.spared for item in items)
+    found = [
+        Figure(name="degenerate later", value=spared / len(items) if items else None, unit="share"),
+        Figure(name="p of earlier against later", value=mcnemar_exact(harmed, spared), unit="p"),
+    ]
+    sides: Mapping[str, Callable[[_Item], _Text]] = {"": lambda item: item.test, ", reference": lambda item: item.ref}
+    for suffix, side in sides.items():
+        texts = [side(item) for item in items]
+        lost = RatioItems.of([t.lost for t in texts], [float(len(t.ids)) for t in texts], [i.number for i in items])
+        onsets = [text.onset.at for text in texts if text.onset]
+        found += [
+            Figure(name=f"degenerate{suffix}", value=len(onsets), unit="count"),
+            Figure(name=f"median onset{suffix}", value=float(np.median(onsets)) if onsets else None, unit="tokens"),
+            Figure(
+                name=f"tokens after onset{suffix}",
+                value=ratio_estimate(lost),
+                ci=ratio_interval(lost, seed, bounds=(0.0, 1.0), proportion=True),
+                unit="share",
+            ),
+            Figure(
+                name=f"median length{suffix}",
+                value=float(np.median([len(text.ids) for text in texts])) if texts else None,
+                unit="tokens",
+            ),
+        ]
+    return found
+
+
+def _curve(items: Sequence[_Item], pair: Pair) -> Curve:
+    most = int(pair.ref.manifest["settings"]["n_predict"])
+    lengths = sorted({round(n) for n in np.linspace(0, most, min(_POINTS, most) + 1)})
+    shares: list[float | None] = [None] * len(lengths)
+    if items:
+        shares = list(still_clean([item.test.onset for item in items], lengths).tolist())
+    return Curve(
+        key="degeneration-clean",
+        title="Share of prompts still clean",
+        x_label="generated tokens",
+        y_label="share of prompts",
+        x=tuple(map(float, lengths)),
+        y=tuple(shares),
+    )
+
+
+def _table(items: Sequence[_Item]) -> TablePanel:
+    def cells(text: _Text) -> tuple[int | str | None, ...]:
+        onset = text.onset
+        return (len(text.ids), onset.at, onset.kind) if onset else (len(text.ids), None, "clean")
+
+    return TablePanel(
+        title="Onset by prompt",
+        columns=("prompt", "reference tokens", "onset", "kind", "candidate tokens", "onset", "kind", "earlier"),
+        rows=tuple((i.number, *cells(i.ref), *cells(i.test), "yes" if i.harmed else "no") for i in items),
+        note=f"earlier: by more than {EARLIER} tokens. Small models loop in greedy decoding whatever their cache.",
+    )
+
+
+def _texts(items: Sequence[_Item], pair: Pair) -> list[Texts]:
+    """Some onsets as text, harmed prompts first; nothing where no text degenerates."""
+    degenerate = [item for item in items if item.test.onset]
+    ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_SHOWN]
+    try:
+        pairs = tuple(_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
+    except CaptureError:  # no vocabulary beside the captures: numbers need none
+        return []
+    return [Texts(title="Around the onset", pairs=pairs)] if pairs else []
+
+
+def _around(item: _Item, onset: Onset, pair: Pair) -> TextPair:
+    span = slice(max(0, onset.at - _BEFORE), onset.at + _AFTER)
+    theirs = "clean" if item.ref.onset is None else f"{item.ref.onset.kind} from token {item.ref.onset.at}"
+    return TextPair(
+        label=f"prompt {item.number}, tokens {span.start}–{span.stop - 1}",
+        reference=pair.ref.text(item.ref.ids[span]),
+        candidate=pair.test.text(item.test.ids[span]),
+        note=f"candidate: {onset.kind} from token {onset.at}; reference: {theirs}",
+    )

@@ -1,0 +1,128 @@
+"""Reading answers: what a text says, not which strings occur in it.
+
+Every reader takes an answer and returns what it understood, or ``None``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import unicodedata
+from collections.abc import Sequence
+from decimal import Decimal
+from typing import Any
+
+__all__ = ["after_thinking", "first_number", "json_value", "lines_of", "named", "python_source", "tool_call"]
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+_NUMBER = (
+    rf"(?>(?:(?<![\w.)\]])[-+−])?(?<![\w.])(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?)"  # atomic: never half a number
+)
+_OPERATOR = r"\s*(?:[-+*/%=^×÷−<>]|(?:plus|minus|times|divided|multiplied|modulo|mod|to|and|x|of)\b)"
+_LEADING = re.compile(rf"[\s*_`\"'$(]*({_NUMBER})(?!{_OPERATOR})")
+_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(```|\Z)", re.DOTALL)
+_CODE_LINE = re.compile(r"(?:async )?def |class |import |from |@")
+_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
+_NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\s+|in\s+|called\s+)*$")
+_BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSON value; a nest of them takes long
+_XML_CALL = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
+_XML_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+
+
+def first_number(text: str) -> Decimal | None:
+    """The number that a text answers with.
+
+    Of its first paragraph that has one: the number that opens it, unless an equation does (``17 + 25 = 42``); else the
+    last one.  Thousands commas, decimals, exponents and signs belong to a number; digits inside a word do not.
+    """
+    for paragraph in re.split(r"\n\s*\n", text):
+        opening = _LEADING.match(paragraph)
+        found = [opening[1]] if opening else re.findall(_NUMBER, paragraph)
+        if found:
+            return Decimal(found[-1].replace(",", "").replace("−", "-"))
+    return None
+
+
+def named(text: str, names: Sequence[str]) -> list[str]:
+    """Which of some names the first sentence that has any of them names, as whole words, in their order there.
+
+    Case and accents do not matter.  A name right behind "not" is not named.
+    """
+    for sentence in _SENTENCE_END.split(text):
+        folded = _fold(sentence)
+        places = [(match.start(), name) for name in names for match in re.finditer(_whole(name), folded)]
+        if places:
+            said = [name for at, name in sorted(places) if not _NEGATED.search(folded[:at])]
+            return list(dict.fromkeys(said))
+    return []
+
+
+def lines_of(text: str) -> list[str]:
+    """The lines of a text, normalised (NFC), without quotes, fences and space around them; empty ones left out."""
+    lines = (line.strip().strip("\"'`“”«»").strip() for line in unicodedata.normalize("NFC", text).splitlines())
+    return [line for line in lines if line]
+
+
+def json_value(text: str) -> Any:
+    """The first JSON object or array in a text; ``None`` where there is none."""
+    return next(iter(_json_values(text)), None)
+
+
+def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
+    """Name and arguments of the first call in a text: a JSON object with name and arguments, or tags for both."""
+    if match := _XML_CALL.search(text):
+        return match[1], dict(_XML_ARGUMENT.findall(match[2]))
+    for value in _json_values(text):
+        record = value[0] if isinstance(value, list) and value else value
+        if isinstance(record, dict) and isinstance(record.get("function"), dict):
+            record = record["function"]
+        if not isinstance(record, dict) or not isinstance(record.get("name"), str):
+            continue
+        arguments = record.get("arguments", record.get("parameters"))
+        if isinstance(arguments, str):
+            arguments = json_value(arguments)
+        return record["name"], arguments if isinstance(arguments, dict) else {}
+    return None
+
+
+def python_source(text: str, function: str) -> tuple[str, bool] | None:
+    """The program in an answer, and whether it has a clear end (a closed fence).
+
+    The first fenced block that defines ``function``, else the first one, else everything from the first line that
+    looks like code.
+    """
+    blocks = [(code, bool(end)) for _, code, end in _FENCE.findall(text)]
+    if blocks:
+        return next((block for block in blocks if f"def {function}(" in block[0]), blocks[0])
+    lines = text.splitlines()
+    start = next((n for n, line in enumerate(lines) if _CODE_LINE.match(line)), None)
+    return None if start is None else ("\n".join(lines[start:]), False)
+
+
+def after_thinking(text: str, end: str) -> str | None:
+    """What follows the end of thinking; ``None`` where it does not end, or nothing follows."""
+    _, marker, rest = text.rpartition(end)
+    return rest.strip() or None if marker else None
+
+
+def _json_values(text: str) -> list[Any]:
+    found, at, decoder = [], 0, json.JSONDecoder()
+    for _ in range(_ATTEMPTS):
+        match = _BRACKET.search(text, at)
+        if match is None:
+            break
+        try:
+            value, at = decoder.raw_decode(text, match.start())
+            found.append(value)
+        except (ValueError, RecursionError):
+            at = match.end()
+    return found
+
+
+def _fold(text: str) -> str:
+    plain = unicodedata.normalize("NFKD", text.casefold().replace("’", "'"))
+    return "".join(char for char in plain if not unicodedata.combining(char))
+
+
+def _whole(name: str) -> str:
+    return rf"(?<!\w){re.escape(_fold(name))}(?!\w)"

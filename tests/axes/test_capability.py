@@ -1,0 +1,394 @@
+"""Capability checks: what is asked, verdicts on captures made by hand, whole runs, and the embedded model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fidelab.axes.base import AxisInputs, AxisScore
+from fidelab.axes.capability import Capability
+from fidelab.capability import code, sandbox
+from fidelab.capability.checks import CHECKS
+from fidelab.capability.code import run_task
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.writer import CaptureWriter, store_vocabulary
+from fidelab.core import Arm, Generate, KVSpec, Vocabulary, digest
+from fidelab.errors import CaptureError, InputError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.intervals import mcnemar_exact
+from fidelab.models import Model, resolve
+from fidelab.results.panels import TablePanel, Texts
+from fidelab.results.record import Axes, OtherAxis
+from tests.capability.test_checks import PROGRAMS
+from tests.engines import tiny
+from tests.runs.harness import Done, cli, write_inputs
+
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+RIGHT = {
+    **{check.id: check.expected for check in CHECKS if check.kind in ("arithmetic", "knowledge", "edge")},
+    **{f"code-{n}": f"```python\n{PROGRAMS[task.name]}\n```" for n, task in enumerate(code.TASKS, 1)},
+    **{check.id: "as always" for check in CHECKS if check.kind == "parallel"},
+}
+CONFINED = not sandbox.unavailable()
+Answers = Mapping[str, str | None]
+
+
+def _inputs(limit: int | None = None, tokenizer: Tokenizer | None = None) -> AxisInputs:
+    return AxisInputs(tokenizer or Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), limit)
+
+
+def _probes(limit: int | None = None, **settings: Any) -> dict[str, Generate]:
+    return Capability(Capability.Settings.model_validate(settings)).probes(_inputs(limit))
+
+
+def _ids(probe: Generate) -> list[str]:
+    return [json.loads(note)["id"] for note in probe.notes]
+
+
+# -------------------------------------------------------------------------------------------- questions
+
+
+def test_kinds_share_probes_by_the_length_of_their_answers() -> None:
+    probes = _probes()
+    assert {part: (len(probe.prompts), probe.max_tokens, probe.batch) for part, probe in probes.items()} == {
+        "short": (19, 48, 8),
+        "code": (8, 256, 8),
+        "single": (8, 32, 1),
+        "batch": (8, 32, 8),
+    }
+    assert all(probe.axis == f"capability.{part}" and not probe.rows for part, probe in probes.items())
+
+
+def test_the_batch_is_asked_what_is_asked_one_by_one() -> None:
+    probes = _probes(kinds=["parallel"])
+    assert set(probes) == {"single", "batch"}
+    assert probes["single"] == replace(probes["batch"], axis="capability.single", batch=1)
+
+
+def test_what_cannot_be_asked_is_in_the_settings_with_its_reason() -> None:
+    settings = dict(_probes()["short"].settings)
+    assert settings["set"] == "1"
+    assert {name: reason for name, reason in settings.items() if name.startswith("without ")} == {
+        "without edge-empty": "without a chat template an empty prompt has no tokens",
+        "without vision-1": "no engine here takes images",
+        "without vision-2": "no engine here takes images",
+        "without vision-3": "no engine here takes images",
+        "without tool-call": "the model has no chat template",
+        "without thinking": "the model has no chat template",
+    }
+
+
+@pytest.mark.parametrize(("limit", "room"), [(None, 2048), (1000, 1000 - 48)])
+def test_the_long_prompt_fills_what_it_may(limit: int | None, room: int) -> None:
+    probe = _probes(limit, kinds=["edge"])["short"]
+    length = len(probe.prompts[_ids(probe).index("edge-long")])
+    assert room - 80 < length <= room  # a line has fewer than 80 bytes
+
+
+def test_what_does_not_fit_the_model_is_not_asked() -> None:
+    probes = _probes(200)
+    assert set(probes) == {"short", "single", "batch"}
+    settings = dict(probes["short"].settings)
+    assert settings["without edge-long"] == "the model has no room for a prompt of 256 tokens"
+    assert settings["without code-1"] == "prompt and answer do not fit the model's 200 positions"
+
+
+def test_nothing_to_ask_is_one_line() -> None:
+    with pytest.raises(InputError, match=r"nothing can be asked: no engine here takes images$"):
+        _probes(kinds=["vision"])
+
+
+# ----------------------------------------------------------------------------------------- closed forms
+
+
+def _capture(store: Path, name: str, probe: Generate, answers: Answers) -> Capture:
+    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    words = Vocabulary(len(BYTES), digest(*BYTES))
+    store_vocabulary(store, words, BYTES)
+    writer = CaptureWriter(store / name / probe.axis, probe, capture_key(arm, probe, {}, 0), arm.record(), words)
+    for item, check in enumerate(_ids(probe)):
+        answer = answers.get(f"{check} in batch", answers.get(check)) if "batch" in probe.axis else answers.get(check)
+        writer.add(item, {"ids": np.array([] if answer is None else [*answer.encode(), 0], dtype=np.int32)})
+        if answer is None:
+            writer.fail(item, "empty output")
+    return Capture(writer.finish("logprobs", {}, {}))
+
+
+def _score(store: Path, ref: Answers, test: Answers, **settings: Any) -> AxisScore:
+    axis = Capability(Capability.Settings.model_validate(settings))
+    probes = axis.probes(_inputs())
+    pairs = {
+        part: Pair.match(_capture(store, "f32", probe, ref), _capture(store, "int4", probe, test))
+        for part, probe in probes.items()
+    }
+    return axis.score_parts(pairs, 0)
+
+
+def _changed(**answers: str | None) -> Answers:
+    return {**RIGHT, **{name.replace("_", "-"): answer for name, answer in answers.items()}}
+
+
+def _axis(score: AxisScore) -> OtherAxis:
+    """As the record holds it."""
+    status = {"status": "not_measurable", "reason": score.not_measurable} if score.not_measurable else {"status": "ok"}
+    return Axes.model_validate({"capability": {**score.figures, **status}}).others()["capability"]
+
+
+def _figures(axis: OtherAxis) -> dict[str, float | None]:
+    return {figure.name: figure.value for figure in axis.figures}
+
+
+def _table(axis: OtherAxis, title: str = "All checks") -> dict[Any, dict[str, Any]]:
+    [table] = [panel for panel in axis.panels if isinstance(panel, TablePanel) and panel.title == title]
+    return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+
+
+WORDS = {"kinds": ["arithmetic", "knowledge", "parallel"]}  # 23 checks, none of which needs the sandbox
+
+
+def test_lost_and_gained_are_counted_against_the_reference(tmp_path: Path) -> None:
+    ref = _changed(arithmetic_1="43", arithmetic_2="0")
+    test = _changed(arithmetic_1="43", arithmetic_3="12", arithmetic_4="about a dozen", knowledge_1="Sydney")
+    axis = _axis(_score(tmp_path, ref, test, **WORDS))
+    assert _figures(axis) == {
+        "lost": 3,
+        "gained": 1,
+        "passed": pytest.approx(19 / 23),
+        "reference passed": pytest.approx(21 / 23),
+        "difference": pytest.approx(-200 / 23),
+        "McNemar p": mcnemar_exact(3, 1),
+        "applicable": 23,
+        "not applicable": 0,
+    }
+    assert axis.score == pytest.approx(1900 / 23)
+
+
+def test_the_table_lists_what_was_lost_first_with_answers_and_reason(tmp_path: Path) -> None:
+    axis = _axis(_score(tmp_path, RIGHT, _changed(arithmetic_5="It is\n12."), **WORDS))
+    rows = _table(axis)
+    assert next(iter(rows.values())) == {
+        "check": "arithmetic-5",
+        "outcome": "lost",
+        "expected": "2",
+        "reference": "2",
+        "candidate": "It is 12.",
+        "reason": "read 12",
+    }
+    assert list(rows)[1:] == [c.id for c in CHECKS if c.kind in WORDS["kinds"] and c.id != "arithmetic-5"]
+    [texts] = [panel for panel in axis.panels if isinstance(panel, Texts)]
+    assert (texts.pairs[0].candidate, texts.pairs[0].note) == ("It is\n12.", "lost; expected: 2; read 12")
+    assert _table(axis, "Checks by kind")["arithmetic"]["lost"] == 1
+
+
+def test_a_batch_must_write_the_same_tokens_as_single_requests(tmp_path: Path) -> None:
+    test = {**RIGHT, "parallel-3 in batch": "as alwayS", "parallel-4 in batch": "as"}
+    rows = _table(_axis(_score(tmp_path, RIGHT, test, **WORDS)))
+    assert [(rows[f"parallel-{n}"]["outcome"], rows[f"parallel-{n}"]["reason"]) for n in (2, 3, 4)] == [
+        ("both pass", ""),
+        ("lost", "differs from token 8 on"),
+        ("lost", "differs from token 2 on"),
+    ]
+
+
+def test_a_candidate_may_write_other_texts_in_its_batch_as_long_as_alone(tmp_path: Path) -> None:
+    score = _score(tmp_path, RIGHT, _changed(parallel_1="another text"), **WORDS)
+    assert score.figures["score"] == 100.0
+    assert not score.identical
+
+
+def test_identical_means_equal_ids_everywhere(tmp_path: Path) -> None:
+    assert _score(tmp_path / "a", RIGHT, RIGHT, **WORDS).identical
+    assert not _score(tmp_path / "b", RIGHT, _changed(arithmetic_1="42."), **WORDS).identical
+
+
+def test_items_without_an_answer_are_counted_and_in_no_figure(tmp_path: Path) -> None:
+    axis = _axis(_score(tmp_path, _changed(arithmetic_2=None), _changed(arithmetic_1=None, parallel_1=None), **WORDS))
+    assert (axis.n_items, axis.n_failed, axis.score, _figures(axis)["lost"]) == (23, 3, 100.0, 0)
+    assert [name for name, row in _table(axis).items() if row["outcome"] == "unusable"] == [
+        "arithmetic-1",
+        "arithmetic-2",
+        "parallel-1",
+    ]
+
+
+def test_a_reference_that_passes_nothing_is_not_measurable(tmp_path: Path) -> None:
+    score = _score(tmp_path, dict.fromkeys(RIGHT, "What?"), RIGHT, kinds=["arithmetic"])
+    assert score.not_measurable == "the reference passes none of the 8 applicable checks"
+    assert (_axis(score).score, score.lowers) == (None, ())
+
+
+def test_silence_alone_and_in_a_batch_is_no_agreement(tmp_path: Path) -> None:
+    score = _score(tmp_path, dict.fromkeys(RIGHT), RIGHT, kinds=["parallel"])
+    assert score.not_measurable == "the reference passes none of the 8 applicable checks"
+
+
+def test_a_clear_loss_of_right_answers_costs_a_band(tmp_path: Path) -> None:
+    lost = {f"arithmetic_{n}": "0" for n in range(1, 8)}
+    score = _score(tmp_path, RIGHT, _changed(**lost), **WORDS)
+    [harm] = score.lowers
+    assert harm.startswith("capability checks: 7 of the 15 that the reference answers right are lost (")
+
+
+def test_a_small_loss_and_a_batch_that_forks_cost_no_band(tmp_path: Path) -> None:
+    forks = {f"parallel-{n} in batch": "otherwise" for n in range(1, 9)}
+    score = _score(tmp_path, RIGHT, {**_changed(arithmetic_1="0"), **forks}, **WORDS)
+    assert _figures(_axis(score))["lost"] == 9
+    assert score.lowers == ()
+
+
+def test_the_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
+    candidate = _score(tmp_path / "a", RIGHT, _changed(arithmetic_1="0", arithmetic_2="0"), kinds=["arithmetic"])
+    control = _score(tmp_path / "b", RIGHT, _changed(arithmetic_1="0"), kinds=["arithmetic"])
+    excess = candidate.excess_over(control, 0)
+    assert excess is not None
+    assert excess["mean"] == pytest.approx(-12.5)
+
+
+def test_without_a_sandbox_code_is_not_applicable_and_nothing_is_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_task.cache_clear()
+    monkeypatch.setattr(sandbox, "unavailable", lambda: "the sandbox cannot confine a program here: no filter")
+    monkeypatch.setattr(sandbox, "run", None)
+    try:
+        axis = _axis(_score(tmp_path, RIGHT, _changed(code_1="no code"), kinds=["code", "arithmetic"]))
+    finally:
+        run_task.cache_clear()
+    assert (axis.n_items, axis.score, _figures(axis)["not applicable"]) == (8, 100.0, 8)
+    row = _table(axis)["code-1"]
+    assert (row["outcome"], row["reason"]) == (
+        "not applicable",
+        "the sandbox cannot confine a program here: no filter",
+    )
+
+
+def test_captures_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fidelab.axes.capability.SET_VERSION", "0")
+    axis = Capability(Capability.Settings.model_validate({"kinds": ["arithmetic"]}))
+    probe = axis.probes(_inputs())["short"]
+    pair = Pair.match(_capture(tmp_path, "f32", probe, RIGHT), _capture(tmp_path, "int4", probe, RIGHT))
+    monkeypatch.setattr("fidelab.axes.capability.SET_VERSION", "1")
+    with pytest.raises(CaptureError, match="captures hold check set 0, this version scores set 1; capture again"):
+        axis.score_parts({"short": pair}, 0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "passed"), [("Let me see: 43 </think> 43", 1), ("4 times 12 is 48, minus 5 is 43", 0), ("</think>48", 0)]
+)
+def test_thinking_must_end_in_the_right_answer(answer: str, passed: int, tmp_path: Path) -> None:
+    axis = Capability(Capability.Settings.model_validate({"kinds": ["arithmetic"]}))
+    probe = axis.probes(_inputs())["short"].select([0])
+    settings = tuple(sorted({**dict(probe.settings), "kinds": "thinking"}.items()))
+    note = '{"ends":"</think>","id":"thinking"}'
+    probe = replace(probe, axis="capability.thinking", settings=settings, notes=(note,))
+    ref = _capture(tmp_path, "f32", probe, {"thinking": "</think>43"})
+    pair = Pair.match(ref, _capture(tmp_path, "int4", probe, {"thinking": answer}))
+    assert axis.score_parts({"thinking": pair}, 0).num.tolist() == [passed]
+
+
+# ------------------------------------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """A reference that is always right; candidates that forget, or write nothing."""
+    cwd = tmp_path_factory.mktemp("capability")
+    write_inputs(cwd)
+    asked = [(check.prompt, RIGHT[check.id]) for check in CHECKS if check.id in RIGHT and check.kind != "parallel"]
+    answers = [("The password is", "harbor"), *((text, right) for text, right in asked if text)]
+    (cwd / "answers.json").write_text(json.dumps(answers))
+    (cwd / "exp.yaml").write_text(
+        "model: fake\nengine: fake\nreference: exact\ncontrol: none\ntext: text.txt\nprompts: prompts.txt\n"
+        "engine_args: {answers: answers.json}\ncandidates: [exact, 'forget[every=2]', 'forget[every=8]', missing]\n"
+        "axes:\n  capability: {n_predict: 64, code_tokens: 512, long: 512}\n  kld: {windows: 8, n_ctx: 16}\n"
+    )
+    return cli("run", "exp.yaml", cwd=cwd)
+
+
+def _of(done: Done, name: str) -> OtherAxis:
+    return OtherAxis.model_validate(done.arm(name)["axes"]["capability"])
+
+
+N_CODE = 8 if CONFINED else 0
+N_ALL = 19 + N_CODE + 8  # an empty prompt has no tokens without a chat template
+
+
+def test_a_candidate_that_answers_as_the_reference_is_identical(done: Done) -> None:
+    axis = _of(done, "exact")
+    assert (axis.status, axis.score, axis.n_items, axis.n_failed) == ("identical", 100.0, N_ALL, 0)
+
+
+@pytest.mark.parametrize("every", [2, 8])
+def test_forgotten_answers_are_lost(every: int, done: Done) -> None:
+    lost = -(-19 // every) + -(-N_CODE // every)
+    axis = _of(done, f"forget[every={every}]")
+    assert _figures(axis)["lost"] == lost
+    assert axis.score == pytest.approx(100 * (1 - lost / N_ALL))
+
+
+def test_a_clear_loss_lowers_the_verdict(done: Done) -> None:
+    verdicts = {every: done.arm(f"forget[every={every}]")["verdict"] for every in (2, 8)}
+    assert {every: verdict["band"] for every, verdict in verdicts.items()} == {2: "PASS", 8: "EXCELLENT"}
+    assert any("that the reference answers right are lost" in fact for fact in verdicts[2]["because"])
+
+
+def test_a_candidate_that_writes_nothing_failed(done: Done) -> None:
+    axis = _of(done, "missing")
+    assert (axis.status, axis.n_failed) == ("failed", N_ALL)
+    assert done.arm("missing")["verdict"]["band"] == "FAIL"
+
+
+def test_the_floor_holds_a_quarter_of_each_part_and_lists_no_unasked_check(done: Done) -> None:
+    floor = OtherAxis.model_validate(done.report["floor"]["capability"])
+    assert (floor.status, floor.score) == ("identical", 100.0)
+    assert floor.n_items == 5 + N_CODE // 4 + 2
+    reasons = {row["reason"] for row in _table(floor).values() if row["outcome"] == "not applicable"}
+    assert "not asked in these captures" not in reasons
+
+
+# ------------------------------------------------------------------------------------- the embedded model
+
+
+@pytest.fixture
+def _same_torch_afterwards() -> Iterator[None]:
+    threads, grad = torch.get_num_threads(), torch.is_grad_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.set_grad_enabled(grad)
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("_same_torch_afterwards")
+def test_the_embedded_model_knows_capitals_and_batches_as_it_answers_alone(smollm2: Model, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(smollm2)
+    axis = Capability(Capability.Settings.model_validate({"kinds": ["knowledge", "parallel"], "n_predict": 12}))
+    asked = axis.probes(_inputs(smollm2.max_positions, tokenizer))
+    assert dict(asked["short"].settings)["template"] == "chat"
+    probes = {part: probe.select([0, 2, 3] if part == "short" else [1, 2]) for part, probe in asked.items()}
+    engine, arm = tiny.opened(smollm2.path), tiny.arm(smollm2.path)
+    store_vocabulary(tmp_path, tokenizer.vocabulary(), tokenizer.pieces())
+    pairs = {}
+    for part, probe in probes.items():
+        sink = tiny.Answers()
+        answer = engine.answer(probe, sink)
+        key = capture_key(arm, probe, {}, 0)
+        writer = CaptureWriter(tmp_path / part, probe, key, arm.record(), tokenizer.vocabulary())
+        for item, arrays in sink.items.items():
+            writer.add(item, arrays)
+        capture = Capture(writer.finish(str(answer.estimator), {}, {}))
+        pairs[part] = Pair.match(capture, capture)
+    score = axis.score_parts(pairs, 0)
+    asked_ids = ("knowledge-1", "knowledge-3", "knowledge-4", "parallel-2", "parallel-3")
+    rows = _table(_axis(score))
+    assert {name: rows[name]["outcome"] for name in asked_ids} == dict.fromkeys(asked_ids, "both pass")
+    assert score.identical

@@ -1,0 +1,266 @@
+"""Degeneration onset: on captures made by hand, on the fake engine, and on the embedded model."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from fidelab.api import compare
+from fidelab.axes.base import AxisScore
+from fidelab.axes.degeneration import Degeneration
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.writer import CaptureWriter
+from fidelab.core import Arm, Generate, KVSpec, Vocabulary
+from fidelab.inputs.files import DATA
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
+from fidelab.metrics.intervals import mcnemar_exact
+from fidelab.models import Model
+from fidelab.results.panels import Curve, TablePanel
+from tests.runs.harness import Done, cli, write_inputs
+
+V, LENGTH, STOP = 8192, 400, 0
+AXIS = Degeneration(Degeneration.Settings())
+PROSE = (DATA / "prose.md").read_text("utf-8")
+
+
+def _text(seed: int) -> list[int]:
+    """Clean: numbered words of the project's prose, from another place for each seed; 0 is the token that ends."""
+    words = re.findall(r"\w+|[^\w\s]", PROSE)
+    known = {word: number for number, word in enumerate(dict.fromkeys(words), 1)}
+    return [known[word] for word in words[LENGTH * seed : LENGTH * (seed + 1)]]
+
+
+def _loop(seed: int, at: int) -> list[int]:
+    return (_text(seed)[:at] + [5, 6, 7] * LENGTH)[:LENGTH]
+
+
+def _noise(seed: int, at: int) -> list[int]:
+    rng = random.Random(seed)
+    return _text(seed)[:at] + [rng.randrange(1, V) for _ in range(LENGTH - at)]
+
+
+def _capture(store: Path, name: str, texts: Sequence[Sequence[int]], failed: dict[int, str]) -> Capture:
+    settings = (("n_predict", LENGTH), ("template", "raw"))
+    prompts = tuple((1, 2, i) for i in range(len(texts)))
+    probe = Generate("degeneration", prompts, LENGTH, (STOP,), settings=settings, rows=False)
+    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    for item, ids in enumerate(texts):
+        writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
+        if item in failed:
+            writer.fail(item, failed[item])
+    return Capture(writer.finish("logprobs", {}, {}))
+
+
+def _score(
+    store: Path, ref: Sequence[Sequence[int]], test: Sequence[Sequence[int]], failed: dict[int, str] | None = None
+) -> AxisScore:
+    p, q = _capture(store, "f32", ref, {}), _capture(store, "int4", test, failed or {})
+    return AXIS.score(Pair.match(p, q), 0)
+
+
+def _values(score: AxisScore) -> dict[str, Any]:
+    return {figure.name: figure.value for figure in score.figures["figures"]}
+
+
+CLEAN = [_text(i) for i in range(8)]
+
+
+# ----------------------------------------------------------------------------------------------- harm
+
+
+def test_clean_texts_that_differ_are_no_harm(tmp_path: Path) -> None:
+    score = _score(tmp_path, CLEAN, [_text(10 + i) for i in range(8)])
+    found = _values(score)
+    assert (found["degenerate earlier"], found["degenerate"], found["median onset"]) == (0.0, 0, None)
+    assert (score.lowers, score.fails, score.identical) == ((), (), False)
+
+
+def test_noise_where_the_reference_has_none_lowers_the_verdict_and_says_from_where(tmp_path: Path) -> None:
+    score = _score(tmp_path, CLEAN, [*CLEAN[:7], _noise(7, 200)])
+    [sentence] = score.lowers
+    at, k, n = map(int, re.findall(r"\d+", sentence))
+    assert sentence == f"garbage from token ~{at} in {k} of {n} prompts (reference: none)"
+    assert (abs(at - 200) <= 16, k, n) == (True, 1, 8)
+    assert score.fails == ()
+
+
+@pytest.mark.parametrize(("looping", "lowered"), [(5, False), (6, True), (8, True)])
+def test_loops_lower_the_verdict_when_they_are_more_than_chance(tmp_path: Path, looping: int, lowered: bool) -> None:
+    assert (mcnemar_exact(looping, 0) <= 0.05) is lowered
+    score = _score(tmp_path, CLEAN, [_loop(i, 150) if i < looping else CLEAN[i] for i in range(8)])
+    assert bool(score.lowers) is lowered
+    assert _values(score)["degenerate earlier"] == looping / 8
+
+
+def test_loops_as_often_later_as_earlier_are_chance(tmp_path: Path) -> None:
+    ref = [_loop(i, 100 if i % 2 else 250) for i in range(8)]
+    test = [_loop(i, 250 if i % 2 else 100) for i in range(8)]
+    score = _score(tmp_path, ref, test)
+    found = _values(score)
+    assert (found["degenerate earlier"], found["degenerate later"], found["p of earlier against later"]) == (
+        0.5,
+        0.5,
+        1,
+    )
+    assert score.lowers == ()
+
+
+@pytest.mark.parametrize(("at", "share"), [(217, 1.0), (218, 0.0)])
+def test_harm_begins_more_than_32_tokens_before_the_references_onset(tmp_path: Path, at: int, share: float) -> None:
+    score = _score(tmp_path, [_loop(i, 250) for i in range(8)], [_loop(i, at) for i in range(8)])
+    assert _values(score)["degenerate earlier"] == share
+    assert all("reference: in 8 of these, from token ~250" in sentence for sentence in score.lowers)
+
+
+@pytest.mark.parametrize(("broken", "fails"), [(4, False), (5, True)])
+def test_garbage_at_once_on_most_prompts_fails(tmp_path: Path, broken: int, fails: bool) -> None:
+    score = _score(tmp_path, CLEAN, [_loop(i, 10) if i < broken else CLEAN[i] for i in range(8)])
+    assert bool(score.fails) is fails
+
+
+def test_most_means_most_of_what_the_reference_begins_well(tmp_path: Path) -> None:
+    ref = [_loop(i, 10) if i < 3 else CLEAN[i] for i in range(8)]
+    score = _score(tmp_path, ref, [_loop(i, 10) if i < 6 else CLEAN[i] for i in range(8)])
+    assert score.fails == ("garbage within the first 32 tokens in 3 of 5 prompts that the reference begins well",)
+
+
+def test_garbage_that_the_reference_writes_too_is_no_failure(tmp_path: Path) -> None:
+    texts = [_noise(i, 0) for i in range(8)]
+    score = _score(tmp_path, texts, [_noise(50 + i, 0) for i in range(8)])
+    assert (score.fails, score.lowers, _values(score)["degenerate"]) == ((), (), 8)
+
+
+# ---------------------------------------------------------------------------------------- what is judged
+
+
+def test_an_answer_that_ends_is_clean(tmp_path: Path) -> None:
+    found = _values(_score(tmp_path, CLEAN, [[*ids[:40], STOP] for ids in CLEAN]))
+    assert (found["degenerate"], found["median length"], found["median length, reference"]) == (0, 40, LENGTH)
+
+
+def test_an_answer_that_ends_after_garbage_is_judged_without_its_end(tmp_path: Path) -> None:
+    found = _values(_score(tmp_path, CLEAN, [[*_loop(i, 100), STOP] for i in range(8)]))
+    assert (found["degenerate"], found["median onset"], found["median length"]) == (8, 100, LENGTH)
+
+
+def test_tokens_after_the_onset_are_a_share_of_all_tokens(tmp_path: Path) -> None:
+    found = _values(_score(tmp_path, CLEAN, [_loop(0, 100), *CLEAN[1:]]))
+    assert found["tokens after onset"] == pytest.approx((LENGTH - 100) / (8 * LENGTH))
+    assert found["tokens after onset, reference"] == 0.0
+
+
+def test_a_failed_prompt_is_counted_and_left_out(tmp_path: Path) -> None:
+    score = _score(tmp_path, CLEAN, [*CLEAN[:7], []], {7: "empty output"})
+    assert (score.figures["n_items"], score.figures["n_failed"], score.mean()) == (8, 1, 0.0)
+
+
+def test_equal_ids_are_identical(tmp_path: Path) -> None:
+    assert _score(tmp_path, CLEAN, CLEAN).identical
+
+
+def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) -> None:
+    panels = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).figures["panels"]
+    curve, table = panels[:2]
+    assert isinstance(curve, Curve)
+    assert isinstance(table, TablePanel)
+    clean = dict(zip(curve.x, curve.y, strict=True))
+    assert (clean[100.0], clean[200.0], clean[400.0]) == (1.0, 7 / 8, 6 / 8)
+    assert table.rows[1] == (1, LENGTH, None, "clean", LENGTH, 200, "loop", "yes")
+
+
+# -------------------------------------------------------------------------------------- the fake engine
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Eight prompts answered with prose of 300 bytes, and one arm that writes one token for ever."""
+    cwd = tmp_path_factory.mktemp("degeneration")
+    write_inputs(cwd)
+    ascii_prose = PROSE.encode("ascii", "ignore").decode()
+    answers = [(f"prompt {i}", ascii_prose[i * 3000 : i * 3000 + 300]) for i in range(8)]
+    (cwd / "answers.json").write_text(json.dumps(answers))
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "engine_args": {"answers": str(cwd / "answers.json")},
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["garbage", "short[at=90]", "exact"],
+        "text": "text.txt",
+        "prompts": "prompts.txt",
+        "axes": {"degeneration": {"n_predict": 320}, "kld": {"windows": 8, "n_ctx": 16}},
+    }
+    (cwd / "exp.yaml").write_text(yaml.safe_dump(experiment))
+    done = cli("run", "exp.yaml", cwd=cwd)
+    assert done.code == 0, done.err
+    return done
+
+
+def test_an_arm_of_garbage_fails_and_its_report_says_why(run: Done) -> None:
+    verdict = run.arm("garbage")["verdict"]
+    assert verdict["band"] == "FAIL"
+    assert "garbage from token ~0 in 8 of 8 prompts (reference: none)" in verdict["because"]
+
+
+def test_around_the_onset_there_is_text(run: Done) -> None:
+    [texts] = [panel for panel in run.arm("garbage")["axes"]["degeneration"]["panels"] if panel["kind"] == "texts"]
+    first = texts["pairs"][0]
+    assert first["candidate"] == "\x07" * 64
+    assert first["reference"] == PROSE.encode("ascii", "ignore").decode()[:64]
+
+
+def test_shorter_answers_are_no_harm(run: Done) -> None:
+    figures = {figure["name"]: figure["value"] for figure in run.arm("short[at=90]")["axes"]["degeneration"]["figures"]}
+    assert (figures["degenerate"], figures["median length"], figures["median length, reference"]) == (0, 90, 300)
+    assert run.arm("short[at=90]")["verdict"]["band"] == "EXCELLENT"
+
+
+def test_the_reference_as_candidate_is_identical(run: Done) -> None:
+    assert run.arm("exact")["axes"]["degeneration"]["status"] == "identical"
+
+
+# ------------------------------------------------------------------------------------- the real model
+
+
+@pytest.mark.model
+def test_real_tokens_of_clean_text_raise_no_alarm(smollm2: Model) -> None:
+    tokenizer = Tokenizer.load(smollm2)
+    ids, n = tokenizer.encode(PROSE), 512
+    starts = [i * (len(ids) - n) // 199 for i in range(200)]
+    vocab = tokenizer.vocabulary().size
+    floor = distinct_floor([ids[start : start + n] for start in starts[::20]])
+    assert [at for at in starts if degeneration_onset(ids[at : at + n], ids[:20], vocab, floor)] == []
+
+
+@pytest.mark.model
+def test_two_bit_keys_and_values_are_garbage_and_bf16_is_not(smollm2: Model, tmp_path: Path) -> None:
+    """Two prompts on which the reference, which loops on others, writes clean text."""
+    lines = (DATA / "prompts.jsonl").read_text("utf-8").splitlines()
+    chosen = [line for line in lines if json.loads(line)["id"] in ("list-01", "fact-02")]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(chosen))
+    report = compare(
+        "smollm2-135m",
+        reference="f32",
+        control="none",
+        candidates=["bf16", "int2"],
+        axes={"degeneration": {"n_predict": 132}, "kld": {"windows": 2, "n_ctx": 64}},
+        prompts=str(tmp_path / "prompts.jsonl"),
+        dtype="float32",
+        floor=0.0,
+        output_dir=str(tmp_path),
+    )
+    because = {arm.name: arm.verdict.because for arm in report.candidates if arm.verdict}
+    assert not any("garbage" in reason for reason in because["bf16"])
+    assert any("garbage" in reason for reason in because["int2"])

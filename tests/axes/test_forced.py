@@ -1,0 +1,251 @@
+"""Forced decode KLD: on captures made by hand, on the fake engine, and on the embedded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from numpy.typing import NDArray
+
+from fidelab.api import compare
+from fidelab.axes.base import AxisInputs, AxisScore
+from fidelab.axes.forced import ForcedDecode, greedy_probe
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.writer import CaptureWriter
+from fidelab.core import Arm, Forced, Generate, KVSpec, Probe, Vocabulary
+from fidelab.errors import CaptureError, InputError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.prompts import Prompt
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model, resolve
+from fidelab.results.panels import Curve
+from tests.runs.harness import Done, cli, write_inputs
+
+V = 8
+Rows = NDArray[np.float64]
+AXIS = ForcedDecode(ForcedDecode.Settings())
+
+
+def _capture(
+    store: Path, name: str, probe: Probe, answers: Sequence[dict[str, Any]], failed: dict[int, str] | None = None
+) -> Capture:
+    arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    for item, arrays in enumerate(answers):
+        writer.add(item, arrays)
+        if failed and item in failed:
+            writer.fail(item, failed[item])
+    return Capture(writer.finish("logprobs", {}, {}))
+
+
+def _forced(*lengths: int) -> Forced:
+    prompts = tuple((1, 2, i) for i in range(len(lengths)))
+    texts = tuple(tuple((i + step) % V for step in range(n)) for i, n in enumerate(lengths))
+    return Forced("forced.kl", prompts, texts, (("n_predict", max(lengths)), ("template", "raw")))
+
+
+def _rows(seed: int, n: int) -> Rows:
+    return np.random.default_rng(seed).normal(size=(n, V))
+
+
+def _stored(rows: Sequence[Rows]) -> list[dict[str, Any]]:
+    return [{"logprobs": x.astype(np.float32)} for x in rows]
+
+
+def _kl(p: Rows, q: Rows) -> Rows:
+    log_p, log_q = (np.asarray(x - np.log(np.exp(x).sum(-1, keepdims=True))) for x in (p, q))
+    return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(-1))
+
+
+def _score(store: Path, probe: Forced, ref: Sequence[Rows], test: Sequence[Rows]) -> AxisScore:
+    p, q = (_capture(store, name, probe, _stored(rows)) for name, rows in (("f32", ref), ("int4", test)))
+    return AXIS.score_parts({"kl": Pair.match(p, q)}, 0)
+
+
+def _figures(score: AxisScore) -> dict[str, Any]:
+    return {figure.name: figure for figure in score.figures["figures"]}
+
+
+# --------------------------------------------------------------------------------------------- by hand
+
+
+def test_mean_kl_is_over_all_generated_positions(tmp_path: Path) -> None:
+    ref, test = [_rows(0, 5), _rows(1, 3)], [_rows(2, 5), _rows(3, 3)]
+    score = _score(tmp_path, _forced(5, 3), ref, test)
+    expected = _kl(np.concatenate(ref), np.concatenate(test))
+    found = _figures(score)
+    assert found["mean KL"].value == pytest.approx(expected.mean(), abs=1e-6)
+    assert found["median KL"].value == pytest.approx(np.median(expected), abs=1e-6)
+    assert found["largest KL"].value == pytest.approx(expected.max(), abs=1e-6)
+    assert score.figures["score"] == pytest.approx(100 * math.exp(-expected.mean()), abs=1e-4)
+    agree = np.concatenate(ref).argmax(-1) == np.concatenate(test).argmax(-1)
+    assert found["same top token"].value == pytest.approx(agree.mean())
+
+
+def test_the_prompt_is_what_the_interval_resamples(tmp_path: Path) -> None:
+    ref, test = [_rows(i, 4) for i in range(3)], [_rows(9 + i, 4) for i in range(3)]
+    score = _score(tmp_path, _forced(4, 4, 4), ref, test)
+    assert score.units.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert _score(tmp_path / "one", _forced(4), ref[:1], test[:1]).figures["ci"] is None
+
+
+def test_the_curve_shows_the_kl_of_each_generated_token(tmp_path: Path) -> None:
+    ref, test = [_rows(0, 4), _rows(1, 4)], [_rows(2, 4), _rows(3, 4)]
+    [curve] = _score(tmp_path, _forced(4, 4), ref, test).figures["panels"]
+    assert isinstance(curve, Curve)
+    assert curve.x == (0.0, 1.0, 2.0, 3.0)
+    assert curve.y == pytest.approx(np.mean([_kl(ref[i], test[i]) for i in range(2)], axis=0), abs=1e-6)
+
+
+def test_equal_rows_are_identical_and_cost_nothing(tmp_path: Path) -> None:
+    rows = [_rows(0, 4), _rows(1, 4)]
+    score = _score(tmp_path, _forced(4, 4), rows, rows)
+    assert score.identical
+    assert (score.figures["score"], score.figures["ci"]) == (100.0, (100.0, 100.0))
+
+
+def test_a_prompt_without_rows_is_counted_and_left_out(tmp_path: Path) -> None:
+    probe, rows = _forced(4, 0), [_rows(0, 4), np.zeros((0, V))]
+    score = _score(tmp_path, probe, rows, rows)
+    assert (score.figures["n_items"], score.figures["n_failed"]) == (5, 1)
+    assert not score.identical
+
+
+def test_a_side_that_lacks_rows_fails_all_of_the_prompt(tmp_path: Path) -> None:
+    score = _score(tmp_path, _forced(4, 3), [_rows(0, 4), _rows(1, 3)], [_rows(2, 2), _rows(3, 3)])
+    assert score.usable.tolist() == [False] * 4 + [True] * 3
+
+
+def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
+    ref, broken = _rows(0, 4), _rows(0, 4)
+    broken[2, 1] = np.nan
+    score = _score(tmp_path, _forced(4), [ref], [broken])
+    assert (score.figures["n_failed"], score.usable.tolist()) == (1, [True, True, False, True])
+
+
+def test_a_kl_that_jumps_for_good_is_told_with_its_token(tmp_path: Path) -> None:
+    ref, test = _rows(0, 80), _rows(0, 80)
+    test[50:] = _rows(1, 30)
+    found = _figures(_score(tmp_path, _forced(80), [ref], [test]))
+    assert (found["prompts where KL rises for good"].value, found["rises at token"].value) == (1, 50)
+
+
+# ---------------------------------------------------------------------------------------- the questions
+
+
+def _inputs(*prompts: str, max_positions: int | None = None) -> AxisInputs:
+    asked = tuple(Prompt(str(i), "user", ({"role": "user", "content": text},)) for i, text in enumerate(prompts))
+    tokenizer = Tokenizer.load(resolve("fake"))
+    return AxisInputs(tokenizer, Text("t", "", (), ""), asked, max_positions)
+
+
+def test_what_the_reference_wrote_is_forced_and_a_failed_prompt_has_nothing(tmp_path: Path) -> None:
+    [(part, probe)] = AXIS.probes(_inputs("ab", "c", "d")).items()
+    assert isinstance(probe, Generate)
+    assert (part, probe.rows) == ("path", False)
+    answers = [{"ids": np.array(ids, dtype=np.int32)} for ids in ([5, 6, 0], [], [7])]
+    path = _capture(tmp_path, "f32", probe, answers, {1: "empty output", 2: "NaN logits at generated token 1"})
+    [(part, forced)] = AXIS.follow_up(_inputs(), {"path": path}).items()
+    assert isinstance(forced, Forced)
+    assert (part, forced.axis, forced.prompts) == ("kl", "forced.kl", probe.prompts)
+    assert forced.continuations == ((5, 6, 0), (), ())
+
+
+def test_captures_without_forced_rows_are_refused_in_one_line() -> None:
+    with pytest.raises(CaptureError, match="no forced rows"):
+        AXIS.score_parts({}, 0)
+
+
+def test_a_prompt_too_long_for_the_model_names_the_setting() -> None:
+    with pytest.raises(InputError, match=r"prompt '1' has 9 tokens; with axes\.forced\.n_predict=8 .* 16 positions"):
+        greedy_probe(_inputs("short", "too long!", max_positions=16), "forced.path", 8, None, "raw", batch=4)
+
+
+# -------------------------------------------------------------------------------------- the fake engine
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Eight prompts × 12 tokens: a tilt, a fork of the text, and the reference once more."""
+    cwd = tmp_path_factory.mktemp("forced")
+    write_inputs(cwd)
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["tilt[q=0.8]", "fork[at=3]", "exact"],
+        "text": "text.txt",
+        "prompts": "prompts.txt",
+        "floor": 0.25,
+        "axes": {"forced": {"n_predict": 12}},
+    }
+    (cwd / "exp.yaml").write_text(yaml.safe_dump(experiment))
+    done = cli("run", "exp.yaml", cwd=cwd)
+    assert done.code == 0, done.err
+    return done
+
+
+def _axis(run: Done, arm: str) -> dict[str, Any]:
+    return dict(run.arm(arm)["axes"]["forced"])
+
+
+def test_a_tilt_costs_what_its_closed_form_says(run: Done) -> None:
+    expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
+    axis = _axis(run, "tilt[q=0.8]")
+    assert axis["figures"][0]["value"] == pytest.approx(expected, rel=1e-6)
+    assert axis["score"] == pytest.approx(100 * math.exp(-expected), rel=1e-6)
+    assert (axis["n_items"], axis["n_failed"]) == (8 * 12, 0)
+
+
+def test_another_text_costs_nothing_where_the_distributions_are_equal(run: Done) -> None:
+    assert _axis(run, "fork[at=3]")["figures"][0]["value"] == 0.0
+
+
+def test_the_reference_as_candidate_is_identical(run: Done) -> None:
+    assert _axis(run, "exact")["status"] == "identical"
+
+
+def test_the_floor_is_a_quarter_of_the_prompts(run: Done) -> None:
+    floor = run.report["floor"]["forced"]
+    assert (floor["n_items"], floor["score"]) == (2 * 12, 100.0)
+
+
+def test_only_the_reference_writes_the_text(run: Done) -> None:
+    folders = sorted(path.parent for path in (run.cwd / "runs" / "captures").rglob("manifest.json"))
+    writers = {folder.parent.name for folder in folders if folder.name.startswith("forced.path-")}
+    assert len([folder for folder in folders if folder.name.startswith("forced.kl-")]) == 5
+    assert [name.rsplit("-", 1)[0] for name in writers] == ["fake-fake-exact"]
+
+
+def test_rescoring_gives_the_same_report(run: Done) -> None:
+    before = (run.folder / "report.json").read_bytes()
+    assert cli("rescore", run.folder, cwd=run.cwd).code == 0
+    assert (run.folder / "report.json").read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------- the real model
+
+
+@pytest.mark.model
+def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp_path: Path) -> None:
+    report = compare(
+        "smollm2-135m",
+        reference="f32",
+        control="none",
+        candidates=["k16v8", "int4"],
+        axes={"forced": {"limit": 2, "n_predict": 16}},
+        dtype="float32",
+        floor=0.0,
+        output_dir=str(tmp_path),
+    )
+    means = [arm.axes.others()["forced"].figures[0].value or 0.0 for arm in report.candidates]
+    assert 0.0 < means[0] < 0.02
+    assert means[1] > 5 * means[0]
