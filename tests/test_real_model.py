@@ -20,7 +20,7 @@ from fidelab.run import rescore
 pytestmark = pytest.mark.model
 
 KV_HEADS, HEAD_DIM, LAYERS = 3, 64, 30
-AXES = {
+AXES: dict[str, dict[str, Any]] = {
     "kld": {"windows": 6},
     "trajectory": {"limit": 3, "n_predict": 12},
     "perplexity": {"contexts": [256], "windows": 8},
