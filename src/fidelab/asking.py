@@ -81,6 +81,10 @@ class Asking:
         self._later: dict[str, Mapping[str, Probe]] = {}
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
 
+    def follow(self, reference: Mapping[str, Path]) -> None:
+        """Take the questions that follow from a reference which answered before: its captures by part."""
+        self._later, self._without = follow_ups(self._settings, self._inputs, reference)
+
     def run(self, job: PlannedJob, log: Path) -> ArmResult:
         """One job from start to end."""
         leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
@@ -127,8 +131,7 @@ class Asking:
 
     def _follow_up(self, job: PlannedJob) -> PlannedJob:
         """The reference's job with the questions that its own answers lead to."""
-        there = {c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)}
-        self._later, self._without = follow_ups(self._settings, self._inputs, there)
+        self.follow({c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)})
         return with_probes(self._settings, job, self._later)
 
     def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:

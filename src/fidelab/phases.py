@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import fidelab
+from fidelab.axes import AXES
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, validate
 from fidelab.config.schema import Experiment
@@ -123,7 +124,7 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
         listed = "; ".join(f"{found.path} has {', '.join(found.captures)}" for found in arms)
         raise CaptureError(f"the captures have no axis in common: {listed}")
     for axis in every:
-        if axis not in common:
+        if axis not in common and not _of_reference_alone(axis):
             lacking = next(found for found in arms if axis not in found.captures)
             note(f"axis {axis} is left out: {lacking.path} has no capture of it")
     chosen: list[dict[str, Capture]] = [{} for _ in arms]
@@ -138,6 +139,12 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
         if any(mine[axis].folder == reference.folder for mine in chosen[1:]):
             raise UsageError(f"--ref and --test name the same capture {reference.folder}; capture that arm once more")
     return [found.result(mine) for found, mine in zip(arms, chosen, strict=True)]
+
+
+def _of_reference_alone(capture: str) -> bool:
+    """No other arm is asked this part of its axis."""
+    axis, _, part = capture.partition(".")
+    return axis in AXES.names() and part in AXES.load(axis).reference_only
 
 
 def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str) -> Experiment:

@@ -23,11 +23,11 @@ from typing import Any
 import fidelab
 from fidelab.asking import Asking, Listener, Silent
 from fidelab.axes.base import AxisInputs
-from fidelab.captures.reader import Capture
+from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, load
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, slug, usable_cores
-from fidelab.errors import InputError, OutputError
+from fidelab.errors import CaptureError, InputError, OutputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
@@ -181,16 +181,29 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
     return _finish(load(folder.config), folder, facts, results), folder
 
 
-def capture(experiment: Experiment, *, listener: Listener | None = None) -> list[ArmResult]:
-    """Run only the reference arm's captures, into ``captures_dir``: the first phase apart from scoring."""
-    prepared = prepare(experiment, only="reference")
+def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
+    """Run only the reference arm's captures, into ``captures_dir``: the first phase apart from scoring.
+
+    ``follow``: a folder with another arm's captures.  That arm is the reference: questions which follow from answers
+    follow from its.
+
+    Raises:
+        CaptureError: no capture lies in ``follow``.
+    """
+    role = "reference" if follow is None else f"candidate:{experiment.candidates[0].kv}"
+    prepared = prepare(experiment, only=role)
     [job] = prepared.plan.jobs
     logs = prepared.settings.captures_dir / "logs"
     watcher = listener or Silent()
+    asking = prepared.asking(watcher, lambda *_a, **_k: None)
+    if follow is not None:
+        found = {capture.axis: capture.folder for capture in map(Capture, find_captures(follow))}
+        if not found:
+            raise CaptureError(f"{follow} holds no capture to follow")
+        asking.follow(found)
     watcher.start(prepared.plan, None)
     try:
         with _terminate_as_interrupt():
-            asking = prepared.asking(watcher, lambda *_a, **_k: None)
             return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
     finally:
         watcher.close()

@@ -178,3 +178,25 @@ def cases(captured: dict[str, Path], tmp_path: Path) -> dict[str, tuple[tuple[An
 def test_bad_input_to_score_is_one_line(case: str, captured: dict[str, Path], tmp_path: Path) -> None:
     folders, flags, said = cases(captured, tmp_path)[case]
     assert said in refused(score(tmp_path, *folders, flags=flags))
+
+
+def test_a_candidate_that_is_captured_apart_follows_the_reference(tmp_path: Path) -> None:
+    words = ("--axes", "forced", "--set", "axes.forced.n_predict=6", "--set", "axes.forced.limit=3")
+
+    def take(kv: str, *flags: object) -> Done:
+        write_inputs(tmp_path)
+        inputs = [word for word in SMALL if word not in ("--reference", "exact")]
+        return cli("capture", "fake", "--kv", kv, *inputs, *words, *flags, cwd=tmp_path)
+
+    reference = take("exact")
+    assert "--follow" in reference.err
+    folder = reference.out.strip()
+    followed = take("fork[at=2,every=1]", "--follow", folder)  # its own text would be another one
+    assert (followed.code, "--follow" in followed.err) == (0, False)
+    scored = score(tmp_path, tmp_path / folder, tmp_path / followed.out.strip(), flags=("--json",))
+    assert (scored.code, scored.err) == (0, "")
+    assert json.loads(scored.out)["candidates"][0]["axes"]["forced"]["n_items"] == 3 * 6
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    refused = take("tilt[q=0.7]", "--follow", empty)
+    assert (refused.code, len(refused.err.splitlines())) == (2, 1)

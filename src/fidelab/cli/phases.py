@@ -28,6 +28,10 @@ def capture(
     output_dir: Annotated[Path, typer.Option(help="Folder of captures; can be copied to another machine.")] = Path(
         "captures"
     ),
+    follow: Annotated[
+        Path | None,
+        typer.Option(help="The reference's captures, where questions follow from its answers.", show_default=False),
+    ] = None,
     engine: flags.Engine = "hf",
     axes: Axes = "core",
     quick: Quick = False,
@@ -55,6 +59,7 @@ def capture(
 
       fidelab score --ref "$ref" --test "$(fidelab capture smollm2-135m --kv int4)"
     """
+    from fidelab.axes import AXES
     from fidelab.cli.progress import watcher
     from fidelab.run import capture as run_capture
 
@@ -80,7 +85,11 @@ def capture(
         "captures_dir": str(output_dir),
         **({} if deadline is None else {"deadline": deadline}),
     }
-    [result] = run_capture(flags.experiment_from(data, "capture", overrides or []), listener=watcher())
+    experiment = flags.experiment_from(data, "capture", overrides or [])
+    leading = [name for name in experiment.axes if AXES.load(name).follows]
+    if leading and follow is None:
+        note(f"fidelab: axes {', '.join(leading)} follow the reference's answers: capture candidates with --follow")
+    [result] = run_capture(experiment, follow=follow, listener=watcher())
     for folder in sorted({path.parent for path in result.captures.values()}):
         print(folder)
     if result.reason:
