@@ -87,6 +87,8 @@ def _why_none(arm: ArmFacts) -> str:
 
 def _head(arm: ArmFacts) -> str:
     assert arm.band is not None
+    if arm.lowered_by and arm.band == "PASS":
+        return _ADVICE["DEGRADED"]  # the distributions are close, and yet something was lost
     if arm.band in ("EXCELLENT", "PASS") or _hides_the_format(arm):
         return _ADVICE[arm.band]
     k_native, v_native = is_native(arm.k), is_native(arm.v)

@@ -1,0 +1,87 @@
+"""What axes find besides the KLD lowers the verdict, and says so."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fidelab.inputs.needles import draw_needles
+from tests.runs.harness import Done, cli, write_inputs
+
+
+@pytest.fixture(scope="module")
+def contradicted(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """``tilt`` moves mass to the lower half of the ids, where all the bytes of the text are: perplexity improves."""
+    room = tmp_path_factory.mktemp("contradicted")
+    write_inputs(room)
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["tilt[q=0.66]", "tilt[q=0.34]", "tilt[q=0.55]"],
+        "axes": {"kld": {"windows": 40, "n_ctx": 16}, "perplexity": {"contexts": [16], "windows": 40}},
+        "text": "text.txt",
+        "floor": 0.0,
+    }
+    (room / "run.yaml").write_text(json.dumps(experiment))
+    return cli("run", "run.yaml", cwd=room)
+
+
+def test_a_perplexity_that_improves_under_a_large_kld_costs_a_band(contradicted: Done) -> None:
+    better, worse = contradicted.arm("tilt[q=0.66]"), contradicted.arm("tilt[q=0.34]")
+    assert better["axes"]["kld"]["mean"] == pytest.approx(worse["axes"]["kld"]["mean"], abs=1e-6)
+    assert (better["verdict"]["band"], worse["verdict"]["band"]) == ("FAIL", "DEGRADED")
+    [why] = [fact for fact in better["verdict"]["because"] if "perplexity" in fact]
+    assert why.startswith("perplexity seems to improve (−24.2%) while the mean KLD is 0.05")  # 0.5 / 0.66 - 1
+    assert "perplexity seems to improve" in better["verdict"]["sentence"]
+
+
+def test_a_better_perplexity_under_a_small_kld_costs_nothing(contradicted: Done) -> None:
+    arm = contradicted.arm("tilt[q=0.55]")
+    assert arm["axes"]["kld"]["mean"] < 0.01
+    assert arm["verdict"]["band"] == "EXCELLENT"
+
+
+def test_lost_needles_cost_a_band_although_no_distribution_moved(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    lines = [f"The rare paint color is {needles.codes[0]}." for needles in draw_needles(3, 1, 0, 0)]
+    answers = [[line, line.removeprefix("The rare paint color is")] for line in lines]
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "engine_args": {"answers": str(tmp_path / "answers.json")},
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["forget[every=1]", "exact"],
+        "axes": {"kld": {"windows": 40, "n_ctx": 16}, "rniah": {"lengths": [600, 700]}},
+        "text": "text.txt",
+        "floor": 0.0,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
+    done = cli("run", "run.yaml", cwd=tmp_path)
+    forgetful, same = done.arm("forget[every=1]"), done.arm("exact")
+    assert forgetful["axes"]["kld"]["status"] == same["axes"]["kld"]["status"] == "identical"
+    assert (forgetful["verdict"]["band"], same["verdict"]["band"]) == ("PASS", "EXCELLENT")
+    assert any("needle" in fact.lower() or "niah" in fact.lower() for fact in forgetful["verdict"]["because"])
+
+
+def test_an_axis_that_cannot_be_measured_is_not_in_the_composite(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["tilt"],
+        "axes": {"kld": {"windows": 40, "n_ctx": 16}, "rniah": {"lengths": [600]}},
+        "text": "text.txt",
+        "floor": 0.0,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
+    arm = cli("run", "run.yaml", cwd=tmp_path).arm("tilt")
+    assert (arm["status"], arm["axes"]["rniah"]["status"]) == ("ok", "not_measurable")
+    assert arm["composite"]["value"] == pytest.approx(arm["axes"]["kld"]["score"])
