@@ -41,7 +41,7 @@ ARROWS: dict[str, set[str] | None] = {
     "models": set(),
     "inputs": {"models"},
     "metrics": set(),
-    "axes": {"inputs", "captures", "metrics", "capability", "results.panels", "results.record"},
+    "axes": {"inputs", "captures", "metrics", "capability", "results.axis_record", "results.panels"},
     "capability": {"inputs"},
     "plan": {"config", "engines", "axes", "models", "captures", "workers.messages"},
     "results": {"metrics"},

@@ -21,7 +21,8 @@ from fidelab.errors import FidelabError, MismatchError
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import composite, verdict
 from fidelab.report.sentence import ArmFacts, is_native, sentence
-from fidelab.results.record import ArmRecord, Axes, Bins, Comparison, Composite, KVFormats, Ran, Report, Verdict
+from fidelab.results.axis_record import Axes, Bins
+from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats, Ran, Report, Verdict
 
 __all__ = ["ArmResult", "RunFacts", "Scored", "score_run"]
 

@@ -27,8 +27,8 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve
+from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
-from fidelab.results.record import Axes, OtherAxis
 from tests.capability.test_checks import PROGRAMS
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs

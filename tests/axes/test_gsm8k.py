@@ -26,8 +26,8 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve
+from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
-from fidelab.results.record import Axes, OtherAxis
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
 

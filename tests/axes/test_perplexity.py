@@ -27,7 +27,7 @@ from fidelab.errors import InputError
 from fidelab.inputs.corpus import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
-from fidelab.results.record import Axes, Figure, OtherAxis
+from fidelab.results.axis_record import Axes, Figure, OtherAxis
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
 

@@ -26,8 +26,8 @@ from fidelab.inputs.perturb import perturb
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
+from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
-from fidelab.results.record import Axes, OtherAxis
 from tests.runs.harness import Done, cli
 
 PIECES = [f"<0x{i:02X}>" for i in range(256)]

@@ -21,7 +21,8 @@ from fidelab.imports.kld_dumps import import_dumps
 from fidelab.imports.leave import Imported
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.report.positions import read_positions
-from fidelab.results.record import ArmRecord, KldAxis
+from fidelab.results.axis_record import KldAxis
+from fidelab.results.record import ArmRecord
 from tests.runs.harness import cli
 
 VOCAB, ROWS = 50, 8

@@ -14,8 +14,9 @@ from fidelab.errors import InputError
 from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
 from fidelab.metrics.intervals import binomial_interval
+from fidelab.results.axis_record import OtherAxis
 from fidelab.results.panels import Heatmap, TablePanel
-from fidelab.results.record import ArmRecord, OtherAxis, Report
+from fidelab.results.record import ArmRecord, Report
 from tests.imports.sample import (
     DIVERGED,
     DRIFTS,

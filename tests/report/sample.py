@@ -10,21 +10,9 @@ from typing import Any
 import numpy as np
 
 from fidelab.core import Estimator, KVSpec, Status
+from fidelab.results.axis_record import Axes, Bins, Excess, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.panels import Divergence
-from fidelab.results.record import (
-    ArmRecord,
-    Axes,
-    Bins,
-    Composite,
-    Excess,
-    KldAxis,
-    KVFormats,
-    OtherAxis,
-    Ran,
-    Report,
-    TrajectoryAxis,
-    Verdict,
-)
+from fidelab.results.record import ArmRecord, Composite, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
 from tests.report.sample_axes import HOSTILE as HOSTILE

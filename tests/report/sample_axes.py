@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from fidelab.core import Status
+from fidelab.results.axis_record import Excess, Figure, OtherAxis
 from fidelab.results.panels import Curve, Divergence, Grid, Heatmap, TablePanel, TextPair, Texts
-from fidelab.results.record import Excess, Figure, OtherAxis
 
 HOSTILE = (
     "</script><script>alert(1);document.title='owned'</script>"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.report.html import render_html
-from fidelab.results.record import Axes
+from fidelab.results.axis_record import Axes
 from tests.report.sample import arm, hostile_report, kld_axis, positions_for, sample_report, write_positions
 from tests.report.sample_axes import odd_axis
 

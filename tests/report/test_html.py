@@ -13,7 +13,8 @@ import pytest
 
 from fidelab.core import Status
 from fidelab.report.html import render_html, write_html
-from fidelab.results.record import Axes, Report
+from fidelab.results.axis_record import Axes
+from fidelab.results.record import Report
 from tests.report.sample import (
     OUTCOMES,
     arm,

@@ -19,7 +19,8 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.sections import sections_of
 from fidelab.report.view import ArmRow, build_view
-from fidelab.results.record import Axes, Excess, OtherAxis, Verdict
+from fidelab.results.axis_record import Axes, Excess, OtherAxis
+from fidelab.results.record import Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report
 from tests.report.sample_axes import rniah_axis
 

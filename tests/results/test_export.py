@@ -11,8 +11,9 @@ import pytest
 
 from fidelab.core import Status
 from fidelab.errors import UsageError
+from fidelab.results.axis_record import Axes, Figure, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.export import columns
-from fidelab.results.record import ArmRecord, Axes, Figure, KldAxis, OtherAxis, Report, TrajectoryAxis
+from fidelab.results.record import ArmRecord, Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import arm, kld_axis, sample_report
 

@@ -12,17 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
-from fidelab.results.record import (
-    ArmRecord,
-    Axes,
-    Bins,
-    KldAxis,
-    KVFormats,
-    Ran,
-    Report,
-    TrajectoryAxis,
-    write_atomically,
-)
+from fidelab.results.axis_record import Axes, Bins, KldAxis, TrajectoryAxis
+from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, write_atomically
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-0.schema.json"

@@ -25,8 +25,8 @@ from fidelab.captures.reader import Capture
 from fidelab.core import Generate, Tokens, canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
+from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
-from fidelab.results.record import Figure
 
 __all__ = ["Capability"]
 

@@ -30,8 +30,8 @@ from fidelab.metrics.degeneration import (
     still_clean,
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
+from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve, TablePanel, TextPair, Texts
-from fidelab.results.record import Figure
 
 __all__ = ["Degeneration"]
 

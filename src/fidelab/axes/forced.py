@@ -22,8 +22,8 @@ from fidelab.core import Forced, Generate, Probe
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, compare_rows, kl_by_position, kld_score, summarise_kl
+from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve
-from fidelab.results.record import Figure
 
 __all__ = ["ForcedDecode", "greedy_probe"]
 

@@ -24,8 +24,8 @@ from fidelab.metrics.intervals import (
     paired_difference,
     wilson_interval,
 )
+from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
-from fidelab.results.record import Figure
 
 __all__ = ["GSM8K"]
 

@@ -24,8 +24,8 @@ from fidelab.core import Prefill, Probe
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
+from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve
-from fidelab.results.record import Figure
 
 __all__ = ["Perplexity"]
 

@@ -21,8 +21,8 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, drift, sign_test
 from fidelab.metrics.intervals import RatioItems, paired_difference
+from fidelab.results.axis_record import Figure
 from fidelab.results.panels import TablePanel, TextPair, Texts
-from fidelab.results.record import Figure
 
 __all__ = ["PLAD"]
 

@@ -30,7 +30,7 @@ from fidelab.metrics.retrieval import (
     retrieval_score,
     returned,
 )
-from fidelab.results.record import Figure
+from fidelab.results.axis_record import Figure
 
 __all__ = ["RNIAH"]
 

@@ -33,7 +33,8 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, standard_error
-from fidelab.results.record import ArmRecord, Axes, Bins, Comparison, Composite, KldAxis, KVFormats
+from fidelab.results.axis_record import Axes, Bins, KldAxis
+from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats
 
 __all__ = ["import_dumps"]
 

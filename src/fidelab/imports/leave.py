@@ -19,7 +19,8 @@ from fidelab.core import Status
 from fidelab.metrics.composite import verdict
 from fidelab.report.html import write_html
 from fidelab.report.sentence import ArmFacts, sentence
-from fidelab.results.record import ArmRecord, Band, Comparison, KldAxis, Report, Verdict
+from fidelab.results.axis_record import KldAxis
+from fidelab.results.record import ArmRecord, Band, Comparison, Report, Verdict
 from fidelab.results.store import RunFolder
 
 __all__ = ["Imported", "Source", "kld_verdict", "leave_run", "sha256_of", "window_blocks"]

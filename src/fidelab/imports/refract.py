@@ -18,8 +18,9 @@ from fidelab.imports.refract_file import RefractFile, read_refract
 from fidelab.metrics.composite import AXES, BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
 from fidelab.report.numbers import format_kld
+from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.panels import TablePanel
-from fidelab.results.record import ArmRecord, Axes, Composite, KldAxis, KVFormats, OtherAxis, TrajectoryAxis
+from fidelab.results.record import ArmRecord, Composite, KVFormats
 
 __all__ = ["AXIS", "import_refract"]
 

@@ -30,8 +30,8 @@ from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, sign_test
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
+from fidelab.results.axis_record import Figure, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.panels import Grid, Heatmap, Panel, TablePanel
-from fidelab.results.record import Figure, KldAxis, OtherAxis, TrajectoryAxis
 
 __all__ = ["Line", "Recomputed", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
 

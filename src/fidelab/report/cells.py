@@ -9,7 +9,8 @@ from typing import Any
 
 from fidelab.core import Estimator, Status
 from fidelab.report.numbers import ABSENT, format_kld, format_margin, format_range, format_score, one_line
-from fidelab.results.record import ArmRecord, KldAxis
+from fidelab.results.axis_record import KldAxis
+from fidelab.results.record import ArmRecord
 
 __all__ = ["STATUS", "Estimate", "excess_of", "kld_of", "kv_of", "options", "plain", "scored"]
 

@@ -11,7 +11,8 @@ from fidelab.report.numbers import format_kld
 from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.sections import Curves, role_arms
 from fidelab.report.view import View
-from fidelab.results.record import Axes, Bins, Report
+from fidelab.results.axis_record import Axes, Bins
+from fidelab.results.record import Report
 
 __all__ = ["Plot", "confidence", "curves", "frontier", "noise", "position", "survival", "tail"]
 

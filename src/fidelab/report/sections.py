@@ -20,8 +20,9 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.tables import Table
 from fidelab.report.view import arm_id
+from fidelab.results.axis_record import Figure, OtherAxis
 from fidelab.results.panels import Curve, Divergence, Heatmap, Panel, TablePanel, TextPair, Texts
-from fidelab.results.record import Figure, OtherAxis, Report
+from fidelab.results.record import Report
 
 __all__ = ["Curves", "Fork", "Section", "Shown", "forks_of", "role_arms", "sections_of", "table_of"]
 

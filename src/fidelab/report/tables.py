@@ -17,7 +17,8 @@ from fidelab.report.numbers import (
     format_share,
     one_line,
 )
-from fidelab.results.record import ArmRecord, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.axis_record import KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.record import ArmRecord
 
 __all__ = ["Table", "tables_of"]
 

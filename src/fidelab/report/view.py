@@ -15,7 +15,8 @@ from fidelab.core import Estimator, Status
 from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored
 from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
 from fidelab.report.tables import Table, tables_of
-from fidelab.results.record import ArmRecord, Axes, Comparison, KldAxis, OtherAxis, Report, TrajectoryAxis
+from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.record import ArmRecord, Comparison, Report
 
 __all__ = ["ArmRow", "Estimate", "Group", "Point", "Table", "View", "arm_id", "build_view"]
 

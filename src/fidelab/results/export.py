@@ -17,7 +17,8 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args
 
 from fidelab.errors import UsageError
-from fidelab.results.record import ArmRecord, Axes, Excess, Figure, Interval, OtherAxis, Report
+from fidelab.results.axis_record import Axes, Excess, Figure, Interval, OtherAxis
+from fidelab.results.record import ArmRecord, Report
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self
 
 from pydantic import (
-    AfterValidator,
     AwareDatetime,
     ConfigDict,
     Field,
@@ -22,10 +21,11 @@ from pydantic import (
     model_validator,
 )
 
-from fidelab.core import Estimator, FormatSpec, KVSpec, Status
+from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
-from fidelab.results.panels import Divergence, Panel, Record
+from fidelab.results.axis_record import Axes, Free, FreeDict, Interval, Outcome, Score
+from fidelab.results.panels import Record
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -33,19 +33,12 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "ArmRecord",
-    "Axes",
     "Band",
-    "Bins",
     "Comparison",
     "Composite",
-    "Excess",
-    "Figure",
     "KVFormats",
-    "KldAxis",
-    "OtherAxis",
     "Ran",
     "Report",
-    "TrajectoryAxis",
     "Verdict",
     "write_atomically",
 ]
@@ -53,199 +46,6 @@ __all__ = [
 SCHEMA: Final = "fidelab.report/0"
 
 Band = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
-
-
-def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
-    if interval[0] > interval[1]:
-        raise ValueError(f"the lower bound {interval[0]} lies above the upper bound {interval[1]}")
-    return interval
-
-
-def _strict_json(value: Any) -> Any:
-    """The value as JSON gives it back (tuples become lists); what JSON cannot hold is refused."""
-    try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        text.encode()  # lone surrogates
-    except (TypeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-    return json.loads(text)
-
-
-Score = Annotated[float, Field(ge=0, le=100)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Nats = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
-Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
-Free = Annotated[Any, AfterValidator(_strict_json)]
-FreeDict = Annotated[dict[str, Any], AfterValidator(_strict_json)]
-
-_NEEDS_REASON = frozenset({Status.FAILED, Status.NOT_ENGAGED, Status.NOT_SUPPORTED, Status.NOT_MEASURABLE})
-
-
-class _Outcome(Record):
-    status: Status
-    """How it ended."""
-    reason: str | None = None
-    """Why, in one line; always there when the status is neither ok nor identical."""
-
-    @model_validator(mode="after")
-    def _explained(self) -> Self:
-        if self.status in _NEEDS_REASON and not (self.reason or "").strip():
-            raise ValueError(f"status {self.status.value!r} needs a reason")
-        return self
-
-
-# ------------------------------------------------------------------------------------------------- axes
-
-
-class Excess(Record):
-    """Candidate minus control, paired over the same resampling units."""
-
-    mean: float | None = None
-    """Mean difference, in the axis's own unit (KLD: nats; scores: points)."""
-    ci: Interval | None = None
-    """95% interval of the paired difference; null with a single unit."""
-
-
-class Bins(Record):
-    """A mean per bin."""
-
-    edges: tuple[float, ...]
-    """Bin edges, one more than there are bins."""
-    mean: tuple[float | None, ...]
-    """Mean of each bin; null where the bin is empty."""
-    count: tuple[Count, ...]
-    """Values in each bin."""
-
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> Self:
-        if not len(self.edges) - 1 == len(self.mean) == len(self.count):
-            raise ValueError(
-                f"{len(self.edges)} edges need {len(self.edges) - 1} means and counts, "
-                f"not {len(self.mean)} and {len(self.count)}"
-            )
-        return self
-
-
-class _Axis(_Outcome):
-    score: Score | None = None
-    """0-100, higher is closer to the reference."""
-    ci: Interval | None = None
-    """95% interval of the score."""
-    n_failed: Count | None = None
-    """Items that a failure made unusable; they are in no other figure."""
-    excess_over_control: Excess | None = None
-    """The cost beyond the control arm's."""
-
-    @model_validator(mode="after")
-    def _no_score_without_outcome(self) -> Self:
-        if self.status in _NEEDS_REASON and self.score is not None:
-            raise ValueError(f"status {self.status.value!r} cannot have a score")
-        return self
-
-
-class KldAxis(_Axis):
-    """KL divergence from the reference over the full vocabulary, in nats per scored position."""
-
-    mean: Nats | None = None
-    """Mean KL (nats); a lower bound where the estimator is topk."""
-    mean_ci: Interval | None = None
-    """95% interval of the mean (nats)."""
-    stderr: Nats | None = None
-    """Standard error of the mean (nats)."""
-    median: Nats | None = None
-    """Median KL (nats)."""
-    p90: Nats | None = None
-    """90th percentile (nats)."""
-    p95: Nats | None = None
-    """95th percentile (nats)."""
-    p99: Nats | None = None
-    """99th percentile (nats)."""
-    p999: Nats | None = None
-    """99.9th percentile (nats)."""
-    max: Nats | None = None
-    """Largest KL of one position (nats)."""
-    top1: Share | None = None
-    """Share of positions whose most likely token is the reference's (0-1)."""
-    rms_dp: Share | None = None
-    """Root mean square change of the actual next token's probability (0-1)."""
-    n_positions: Count | None = None
-    """Positions asked for; ``n_failed`` of them gave no number."""
-    estimator: Estimator | None = None
-    """How the distributions were obtained."""
-    by_position: Bins | None = None
-    """Mean KL (nats) by position in the window."""
-    by_confidence: Bins | None = None
-    """Mean KL (nats) by the reference's largest probability (0-1)."""
-    n_units: Count | None = None
-    """Resampling units behind the interval (documents, or blocks of windows)."""
-
-
-class TrajectoryAxis(_Axis):
-    """Greedy decoding: how long the candidate writes what the reference writes."""
-
-    exact_match_rate: Share | None = None
-    """Share of items with equal token ids throughout (0-1)."""
-    median_first_divergence: float | None = None
-    """Median index of the first differing token over the items that diverge; null where none does."""
-    near_tie_share: Share | None = None
-    """Share of divergences where the reference's margin is under 0.1 nats (0-1)."""
-    positional_agreement: Share | None = None
-    """Share of positions with equal tokens, also after a divergence (0-1)."""
-    n_items: Count | None = None
-    """Prompts asked; ``n_failed`` of them were unusable."""
-    n_predict: Count | None = None
-    """Tokens generated at most."""
-    template: str | None = None
-    """Chat template used, or ``raw``."""
-    survival: tuple[Share, ...] | None = None
-    """Entry n: share of items still identical after n tokens (entry 0 is 1)."""
-    score_refract: Score | None = None
-    """The score by REFRACT's definition (compat mode)."""
-    divergences: tuple[Divergence, ...] = ()
-    """First divergences as text, the clearest (largest margin) first; not all of them."""
-
-
-class Figure(Record):
-    """A number with its name, as an axis reports it."""
-
-    name: str
-    """What it is, in a few words: a column heading."""
-    value: float | None = None
-    """The number; null where it could not be measured."""
-    ci: Interval | None = None
-    """Its 95% interval."""
-    unit: Literal["", "nats", "points", "share", "count", "tokens", "ratio", "p"] = ""
-    """``share`` is 0-1, ``points`` are of a score or percentage, ``p`` a p-value, ``ratio`` has no unit."""
-
-
-class OtherAxis(_Axis):
-    """The general form of an axis: figures with names, and panels to look at."""
-
-    n_items: Count | None = None
-    """Items asked."""
-    figures: tuple[Figure, ...] = ()
-    """What was measured, the most telling first."""
-    panels: tuple[Panel, ...] = ()
-    """What there is to see."""
-    details: FreeDict = Field(default_factory=dict)
-    """Further data, named by the axis."""
-
-
-class Axes(Record):
-    """Axis name → what it found; any other name holds the general form of an axis."""
-
-    model_config = ConfigDict(extra="allow")
-    __pydantic_extra__: dict[str, OtherAxis] = Field(init=False)
-
-    kld: KldAxis | None = None
-    """Fidelity of the distributions."""
-    trajectory: TrajectoryAxis | None = None
-    """Fidelity of greedy text."""
-
-    def others(self) -> dict[str, OtherAxis]:
-        """The axes without a model of their own."""
-        return dict(self.__pydantic_extra__)
 
 
 # ------------------------------------------------------------------------------------------------- arms
@@ -318,7 +118,7 @@ class Verdict(Record):
     """The facts that set or lowered the band."""
 
 
-class ArmRecord(_Outcome):
+class ArmRecord(Outcome):
     """One thing that was run, or was to be run."""
 
     name: str
