@@ -18,7 +18,8 @@ import numpy as np
 import fidelab
 from fidelab.core import Status
 from fidelab.report.html import write_html
-from fidelab.results.record import ArmRecord, Axes, Bins, KldAxis, KVFormats, Ran, Report, TrajectoryAxis, Verdict
+from fidelab.results.axis_record import Axes, Bins, KldAxis, TrajectoryAxis
+from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
 
 GOAL_SECONDS, GOAL_BYTES = 2.0, 3e6
