@@ -12,13 +12,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -27,20 +26,14 @@ from fidelab.formats import FORMATS, create
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fidelab.engines.hf_head import ReplayedHead
     from fidelab.plugins.transformers_cache import EncodedCache
 
 _OPTIONS = {"attention": None, "estimator": ("hidden", "logprobs")}
 _DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "float16"}
 _SENTINEL_ROWS = 8
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
-_SENTINEL_COSINE = 0.9999
-_SENTINEL_KL = {"float32": 1e-8, "bfloat16": 1e-3, "float16": 1e-3}
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
-# What configurations call the soft-cap and the scale of the logits.  Under one name some models multiply by the scale,
-# some divide, and some do it before the head: which it is, is seen, not read.
-_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
-_USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
 
 
 @dataclass(frozen=True)
@@ -107,9 +100,8 @@ class HFEngine(Engine):
         self._k, self._v = create(arm.kv.k), create(arm.kv.v)
         self._states: list[Tensor] = []  # what entered the LM head in one forward
         self._keep = 1
-        self._scale = 1.0
         self._cache: EncodedCache | None = None
-        self._sentinels: list[tuple[float, float]] = []
+        self._head: ReplayedHead | None = None  # estimator hidden
         self._load()
         self._takes = inspect.signature(self._model.forward).parameters
         self._try_out()
@@ -119,7 +111,8 @@ class HFEngine(Engine):
 
     def answer(self, probe: Probe, sink: Sink) -> Answer:
         began = time.monotonic()
-        self._sentinels.clear()
+        if self._head is not None:
+            self._head.sentinels.clear()
         match probe:
             case Prefill():
                 facts = self._prefill(probe, sink)
@@ -133,7 +126,8 @@ class HFEngine(Engine):
             cosines, divergences = zip(*self._sentinels, strict=True)
             facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
         facts["seconds"] = time.monotonic() - began
-        head = {} if isinstance(probe, Generate) and not probe.rows else self._head
+        wanted = not isinstance(probe, Generate) or probe.rows
+        head = self._head.fields() if self._head and wanted else {}
         return Answer(Estimator(self._options.get("estimator", "hidden")), **head, facts=facts)
 
     def ran(self) -> Ran:
@@ -206,12 +200,13 @@ class HFEngine(Engine):
     def _try_out(self) -> None:
         """Two small forwards: an impossible spec, or a model that is not what we take it for, is refused now and
         not in the middle of a probe."""
+        from fidelab.engines.hf_head import ReplayedHead
+
         kind = self._config.model_type
         try:
             logits, states = self._forward(self._tensor([[0, 1]]), self._new_cache(), keep=2)
-            self._vocabulary = logits.shape[-1]
             if self._hidden:
-                self._scale = self._find_scale(states[0], logits[0])
+                self._head = ReplayedHead(self._lm_head, self._config, self._arm.dtype, states[0], logits[0])
             twins = self._forward(self._tensor([[0, 1], [0, 2]]), None, keep=2)[0][:, 0].float()
         except EngineError:
             raise
@@ -379,8 +374,10 @@ class HFEngine(Engine):
         if not self._hidden:
             return logits, logits
         if [x.shape[:2] for x in self._states] != [ids.shape]:
+            from fidelab.engines.hf_head import USE_LOGPROBS
+
             seen = [tuple(x.shape) for x in self._states]
-            raise EngineError(f"the LM head saw states {seen} for tokens {tuple(ids.shape)}: {_USE_LOGPROBS}")
+            raise EngineError(f"the LM head saw states {seen} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
         return logits, self._states[0]
 
     def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -407,6 +404,15 @@ class HFEngine(Engine):
     def _hidden(self) -> bool:
         return self._options.get("estimator", "hidden") == "hidden"
 
+    @property
+    def _sentinels(self) -> list[tuple[float, float]]:
+        """Checks of the replay since the probe began."""
+        return self._head.sentinels if self._head else []
+
+    def _check_replay(self, states: Tensor, live: Tensor) -> None:
+        if self._head is not None:
+            self._head.check(states, live)
+
     def _rows(self, states: Tensor, logits: Tensor) -> Tensor:
         """What is kept of some rows: states in the compute type, or float16 log-probabilities, off the device."""
         if self._hidden:
@@ -414,84 +420,12 @@ class HFEngine(Engine):
         return self._torch.log_softmax(logits.float(), dim=-1).to(self._torch.float16).cpu()
 
     def _stored(self, rows: Tensor) -> Mapping[str, Array]:
-        return {"hidden" if self._hidden else "logprobs": _to_array(rows)}
+        from fidelab.engines.hf_head import to_array
+
+        return {"hidden" if self._hidden else "logprobs": to_array(rows)}
 
     def _stacked(self, rows: Sequence[Tensor]) -> Mapping[str, Array]:
         return self._stored(self._torch.stack(tuple(rows))) if rows else {}
-
-    def _replay(self, states: Tensor, scale: float) -> Tensor:
-        """Logits by the stored head in float32: the computation that scoring repeats later."""
-        logits = states.float() @ self._lm_head.weight[: self._vocabulary].float().T
-        if getattr(self._lm_head, "bias", None) is not None:
-            logits = logits + self._lm_head.bias[: self._vocabulary].float()
-        logits = logits * scale
-        return self._softcap * self._torch.tanh(logits / self._softcap) if self._softcap else logits
-
-    def _find_scale(self, states: Tensor, live: Tensor) -> float:
-        """The factor among those the configuration names, or 1, that replays the live logits best."""
-        values = [value for name in _SCALES if (value := getattr(self._config, name, None))]
-        named = [float(value) for value in values if isinstance(value, int | float)]  # MPT has a word there
-        factors = [1.0, *named, *(1 / value for value in named)]
-        return min(factors, key=lambda scale: float((self._replay(states, scale) - live).norm()))
-
-    @property
-    def _softcap(self) -> float | None:
-        return next((float(cap) for name in _SOFTCAPS if (cap := getattr(self._config, name, None))), None)
-
-    @cached_property
-    def _head(self) -> dict[str, Any]:
-        """The fields of an answer that describe the head; empty where none is needed."""
-        if not self._hidden:
-            return {}
-        arrays = {"weight": _lossless(self._lm_head.weight[: self._vocabulary])}
-        if getattr(self._lm_head, "bias", None) is not None:
-            arrays["bias"] = _lossless(self._lm_head.bias[: self._vocabulary])
-        return {"head": arrays, "softcap": self._softcap, "scale": self._scale}
-
-    def _check_replay(self, states: Tensor, live: Tensor) -> None:
-        """Replay some rows and compare with the live logits (METRICS §3, sentinels).
-
-        Raises:
-            EngineError: scoring would compute other distributions than the model did.
-        """
-        if not self._hidden:
-            return
-        usable = ~states.isnan().any(dim=-1)  # a row of NaN is the format's doing, and fails on its own
-        if not usable.any():
-            return
-        replayed, live = self._replay(states[usable], self._scale), live[usable]
-        cosine = float(self._torch.cosine_similarity(replayed.double(), live.double(), dim=-1).min())
-        kl = _mean_kl(replayed, live)
-        self._sentinels.append((cosine, kl))
-        # Live logits are rounded to the compute type, perhaps before and after each step of a soft-cap; the larger they
-        # are, the more that alone costs (bfloat16 at 16 … 32: 4e-4 nats), and it is not the replay's fault.
-        allowed = _SENTINEL_KL[self._arm.dtype] + 4 * _mean_kl(replayed, replayed.to(states.dtype))
-        if not (cosine >= _SENTINEL_COSINE and kl <= allowed):
-            raise EngineError(
-                f"hidden state × head does not replay this model's logits (cosine {cosine:.6f}, KL {kl:.2g}): "
-                f"{_USE_LOGPROBS}"
-            )
-
-
-def _mean_kl(p: Tensor, q: Tensor) -> float:
-    """Mean KL(P‖Q) over rows of logits, in float64."""
-    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
-    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean().clamp_min(0.0))
-
-
-def _lossless(weight: Tensor) -> Array:
-    """The tensor in 16 bits where that loses nothing (a bfloat16 checkpoint loaded in float32)."""
-    import torch
-
-    half = weight.to(torch.bfloat16)
-    return _to_array(half if torch.equal(half.to(weight.dtype), weight) else weight)
-
-
-def _to_array(x: Tensor) -> Array:
-    import torch
-
-    x = x.detach().contiguous().cpu()
-    return BFloat16(x.view(torch.uint16).numpy()) if x.dtype == torch.bfloat16 else x.numpy()
 
 
 def _one_line(error: Exception) -> str:

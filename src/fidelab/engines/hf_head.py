@@ -1,0 +1,101 @@
+"""The LM head of a Transformers model: stored beside the states, and replayed to see that scoring will compute what
+the model did."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fidelab.captures.container import Array, BFloat16
+from fidelab.errors import EngineError
+
+__all__ = ["USE_LOGPROBS", "ReplayedHead", "to_array"]
+
+USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
+_COSINE = 0.9999
+_KL = {"float32": 1e-8, "bfloat16": 1e-3, "float16": 1e-3}
+# What configurations call the soft-cap and the scale of the logits.  Under one name some models multiply by the scale,
+# some divide, and some do it before the head: which it is, is seen, not read.
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
+
+
+class ReplayedHead:
+    """Logits are ``softcap(scale · (state @ weightᵀ + bias))``; ``sentinels`` holds (cosine, KL) of every check.
+
+    Args:
+        module: the model's output embeddings: ``weight`` [≥ V, d] and perhaps ``bias``.
+        config: the text configuration, which names soft-cap and scale.
+        dtype: the compute type's name.
+        states, live: some states before the head [n, d] and their live logits [n, V], to find the scale with.
+    """
+
+    def __init__(self, module: Any, config: Any, dtype: str, states: Tensor, live: Tensor) -> None:
+        self._weight, self._bias = module.weight, getattr(module, "bias", None)
+        self._dtype = dtype
+        self._vocabulary = live.shape[-1]
+        self.sentinels: list[tuple[float, float]] = []
+        self._softcap = next((float(cap) for name in _SOFTCAPS if (cap := getattr(config, name, None))), None)
+        values = [value for name in _SCALES if (value := getattr(config, name, None))]
+        named = [float(value) for value in values if isinstance(value, int | float)]  # MPT has a word there
+        factors = [1.0, *named, *(1 / value for value in named)]
+        self._scale = min(factors, key=lambda scale: float((self._replay(states, scale) - live).norm()))
+        self._arrays: dict[str, Array] | None = None
+
+    def fields(self) -> dict[str, Any]:
+        """What an answer says of the head; the same arrays every time."""
+        if self._arrays is None:
+            self._arrays = {"weight": _lossless(self._weight[: self._vocabulary])}
+            if self._bias is not None:
+                self._arrays["bias"] = _lossless(self._bias[: self._vocabulary])
+        return {"head": self._arrays, "softcap": self._softcap, "scale": self._scale}
+
+    def check(self, states: Tensor, live: Tensor) -> None:
+        """Replay some rows and compare with the live logits (METRICS §3, sentinels).
+
+        Raises:
+            EngineError: scoring would compute other distributions than the model did.
+        """
+        usable = ~states.isnan().any(dim=-1)  # a row of NaN is the format's doing, and fails on its own
+        if not usable.any():
+            return
+        replayed, live = self._replay(states[usable], self._scale), live[usable]
+        cosine = float(torch.cosine_similarity(replayed.double(), live.double(), dim=-1).min())
+        kl = _mean_kl(replayed, live)
+        self.sentinels.append((cosine, kl))
+        # Live logits are rounded to the compute type, perhaps before and after each step of a soft-cap; the larger they
+        # are, the more that alone costs (bfloat16 at 16 … 32: 4e-4 nats), and it is not the replay's fault.
+        allowed = _KL[self._dtype] + 4 * _mean_kl(replayed, replayed.to(states.dtype))
+        if not (cosine >= _COSINE and kl <= allowed):
+            raise EngineError(
+                f"hidden state × head does not replay this model's logits (cosine {cosine:.6f}, KL {kl:.2g}): "
+                f"{USE_LOGPROBS}"
+            )
+
+    def _replay(self, states: Tensor, scale: float) -> Tensor:
+        """Logits by the stored head in float32: the computation that scoring repeats later."""
+        logits = states.float() @ self._weight[: self._vocabulary].float().T
+        if self._bias is not None:
+            logits = logits + self._bias[: self._vocabulary].float()
+        logits = logits * scale
+        return self._softcap * torch.tanh(logits / self._softcap) if self._softcap else logits
+
+
+def to_array(x: Tensor) -> Array:
+    """A tensor as captures store it, off the device."""
+    x = x.detach().contiguous().cpu()
+    return BFloat16(x.view(torch.uint16).numpy()) if x.dtype == torch.bfloat16 else x.numpy()
+
+
+def _mean_kl(p: Tensor, q: Tensor) -> float:
+    """Mean KL(P‖Q) over rows of logits, in float64."""
+    log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+    return float((log_p.exp() * (log_p - log_q)).sum(-1).mean().clamp_min(0.0))
+
+
+def _lossless(weight: Tensor) -> Array:
+    """The tensor in 16 bits where that loses nothing (a bfloat16 checkpoint loaded in float32)."""
+    half = weight.to(torch.bfloat16)
+    return to_array(half if torch.equal(half.to(weight.dtype), weight) else weight)
