@@ -54,7 +54,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "registry": set(),
     "captures": {"numpy"},
     "workers": {"numpy"},
-    "engines": {"numpy", "torch", "transformers"},
+    "engines": {"numpy", "torch", "transformers", "llama_cpp"},
     "formats": {"torch"},
     "plugins": {"torch", "transformers"},
     "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},

@@ -10,6 +10,7 @@ ENGINES = Registry(
     "engine",
     {
         "hf": "fidelab.engines.hf:HFEngine",
+        "llamacpp": "fidelab.engines.llamacpp:LlamaCppEngine",
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",

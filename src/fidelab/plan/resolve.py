@@ -21,6 +21,7 @@ from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine, Verdict
 from fidelab.errors import ConfigError, OutputError, UnknownNameError, UsageError
 from fidelab.models import Model, resolve
+from fidelab.models.weights import file_sha256
 
 __all__ = ["Settings", "resolve_arm", "resolve_experiment"]
 
@@ -119,12 +120,15 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, engine: type[Engine],
     written = KVSpec.parse(config.kv)
     kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
     engine.check_kv(kv)
+    path, weights = model.path, model.weights
+    if engine.form == "gguf" and model.gguf:  # two files may convert to one folder and yet compute differently
+        path, weights = model.gguf, file_sha256(model.gguf)
     return Arm(
         name=config.name or config.kv,
         engine=experiment.engine,
         model=experiment.model,
-        path=str(model.path),
-        weights=model.weights,
+        path=str(path),
+        weights=weights,
         kv=kv,
         dtype=experiment.dtype,
         device=experiment.device,
