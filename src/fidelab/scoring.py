@@ -203,14 +203,15 @@ class _Scorer:
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         reference = self._reference[name]
-        if not reference:
+        shared = reference.keys() - {*axis.reference_only}
+        if not shared:
             first = self.by_role["reference"]
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"the reference has no answer: {why}")
         floor = result.role == "floor"
         there = parts_of(name, result.captures)
         failed = _of_axis(name, result.failures)
-        if failed or not there or not (floor or there.keys() >= reference.keys() - {*axis.reference_only}):
+        if failed or not there or not (floor or there.keys() >= shared):
             raise FidelabError(failed or result.reason or "no capture")
         pairs = {
             part: Pair.match(capture, Capture(there[part]), subset=floor)

@@ -168,11 +168,11 @@ def _auto(tmp_path: Path, answers: list[str | None], lengths: list[int]) -> dict
     return {part: probe for part, probe in found.items() if isinstance(probe, Generate)}
 
 
-def test_where_the_question_is_answered_the_other_lengths_are_asked_so(tmp_path: Path) -> None:
+def test_where_the_question_is_answered_all_lengths_are_asked_so(tmp_path: Path) -> None:
     [code] = draw_needles(1, 1, 0, 0)[0].codes
     found = _auto(tmp_path, ["?", f"It is {code}", "?"], [600, 700])
     assert dict(found["main"].settings)["style"] == "question"
-    assert [len(ids) for ids in found["main"].prompts] == [700] * 3
+    assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
     assert _auto(tmp_path / "one", [code, "?", "?"], [600]) == {}
 
 

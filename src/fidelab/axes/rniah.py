@@ -94,15 +94,15 @@ class RNIAHSettings(AxisSettings):
 class RNIAH(Axis):
     """Share of hidden facts that the candidate loses, by prompt length and place.
 
-    Parts: ``main``; with style ``auto`` the shortest length is asked as a ``question`` first, and what the reference
-    answers decides how ``main`` asks: the other lengths as a question too, or all of them as a cloze.
+    Parts: ``main``; with style ``auto`` the reference alone is asked the shortest length as a ``question`` first, and
+    what it answers decides how ``main`` asks all arms.
     """
 
     name: ClassVar[str] = "rniah"
     Settings: ClassVar[type[AxisSettings]] = RNIAHSettings
     follows: ClassVar[bool] = True
+    reference_only: ClassVar[tuple[str, ...]] = ("question",)
     quick: ClassVar[Mapping[str, Any]] = {"lengths": (512, 2048)}
-    """Settings of a short look."""
     settings: RNIAHSettings
 
     def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
@@ -117,8 +117,7 @@ class RNIAH(Axis):
         asked, first = self._plan(inputs), reference["question"]
         found = any(_returned(first, item, note) for item, note in enumerate(_notes(first)))
         style: Style = "question" if found else "cloze"
-        lengths = asked.lengths[1:] if found else asked.lengths
-        return {"main": asked.probe("main", style, lengths)} if lengths else {}
+        return {"main": asked.probe("main", style, asked.lengths)}
 
     def repeated(self, probe: Probe, share: float) -> Probe | None:
         """Whole cells: the trials of a length and position stay together."""
@@ -130,10 +129,9 @@ class RNIAH(Axis):
         return probe.select([index for index, place in enumerate(places) if place in kept])
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
-        style = _setting(pairs.get("main") or pairs["question"], "style")
-        counted = [pair for _, pair in sorted(pairs.items()) if _setting(pair, "style") == style]
-        trials = sorted((trial for pair in counted for trial in _trials(pair)), key=lambda t: (*t.place, t.trial))
-        return _scored(trials, style, _setting(counted[0], "compat"), seed)
+        pair = pairs["main"]
+        trials = sorted(_trials(pair), key=lambda t: (*t.place, t.trial))
+        return _scored(trials, _setting(pair, "style"), _setting(pair, "compat"), seed)
 
     def _plan(self, inputs: AxisInputs) -> _Plan:
         s, tokenizer = self.settings, inputs.tokenizer
