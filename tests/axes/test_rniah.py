@@ -173,7 +173,7 @@ def test_where_the_question_is_answered_all_lengths_are_asked_so(tmp_path: Path)
     found = _auto(tmp_path, ["?", f"It is {code}", "?"], [600, 700])
     assert dict(found["main"].settings)["style"] == "question"
     assert [len(ids) for ids in found["main"].prompts] == [600] * 3 + [700] * 3
-    assert _auto(tmp_path / "one", [code, "?", "?"], [600]) == {}
+    assert list(_auto(tmp_path / "one", [code, "?", "?"], [600])) == ["main"]
 
 
 def test_where_it_is_not_answered_all_lengths_are_a_cloze(tmp_path: Path) -> None:
