@@ -364,3 +364,19 @@ def test_the_embedded_model_finds_needles_at_512_as_a_cloze(smollm2: Model, tmp_
     score = axis.score_parts({"main": Pair.match(reference, reference)}, 0)
     figures = _figures(score)
     assert (figures["reference's accuracy"], figures["informative cells"]) == (1.0, 3)
+
+
+def test_the_resolved_settings_name_the_haystack_by_its_whole_path(tmp_path: Path) -> None:
+    (tmp_path / "hay.txt").write_text("A plain sentence follows another one. " * 200)
+    experiment = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "control": "none",
+        "candidates": ["tilt"],
+        "axes": {"rniah": {"lengths": [600], "haystack": "hay.txt", "trials": 1}},
+        "floor": 0.0,
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(experiment))
+    report = cli("run", "run.yaml", cwd=tmp_path).report
+    assert report["settings"]["axes"]["rniah"]["haystack"] == str(tmp_path / "hay.txt")

@@ -141,6 +141,8 @@ class Axis:
     Settings: ClassVar[type[AxisSettings]]
     follows: ClassVar[bool] = False
     """Some of its questions depend on the reference's answers."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """Settings that may name a file."""
     quick: ClassVar[Mapping[str, Any]] = {}
     """Settings for a first look: fewer items."""
     reference_only: ClassVar[tuple[str, ...]] = ()

@@ -55,6 +55,7 @@ class GSM8K(Axis):
 
     name: ClassVar[str] = "gsm8k"
     Settings: ClassVar[type[AxisSettings]] = GSM8KSettings
+    files: ClassVar[tuple[str, ...]] = ("data",)
     quick: ClassVar[Mapping[str, Any]] = {"limit": 20}
     settings: GSM8KSettings
 
