@@ -270,14 +270,16 @@ class _Summary:
         """All axes of one arm."""
         found: dict[str, Any] = {}
         for name in self.experiment.axes:
+            titled = {} if name in Axes.model_fields else {"title": AXES.load(name).title}
             if name in this.failures:
                 status, reason = this.failures[name]
-                found[name] = {"status": status, "reason": reason}
+                found[name] = {**titled, "status": status, "reason": reason}
                 continue
             if name not in this.scores:
                 continue
             score = this.scores[name]
             found[name] = {
+                **titled,
                 **_figures(score),
                 "status": Status.IDENTICAL if score.identical else Status.OK,
                 "excess_over_control": self._excess(this, name),

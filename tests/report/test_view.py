@@ -19,7 +19,7 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.sections import sections_of
 from fidelab.report.view import ArmRow, build_view
-from fidelab.results.axis_record import Axes, Excess, OtherAxis
+from fidelab.results.axis_record import Axes, Excess, Figure, OtherAxis
 from fidelab.results.record import Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report
 from tests.report.sample_axes import rniah_axis
@@ -249,3 +249,29 @@ def test_the_floor_of_general_axes_is_told() -> None:
     assert both == "floor (reference against itself): rniah 100.0, plad 98.0"
     unscored = build_view(sample_report(floor=Axes.model_validate({"perplexity": OtherAxis(status=Status.OK)}))).floor
     assert unscored == "floor (reference against itself): see the other axes"
+
+
+def test_what_holds_for_several_arms_is_said_once() -> None:
+    axis = OtherAxis(status=Status.NOT_MEASURABLE, reason="the reference solves nothing")
+    arms = tuple(arm(name, axes=Axes.model_validate({"gsm8k": axis})) for name in ("q8_0", "q4_0"))
+    failures = build_view(sample_report(candidates=arms, control=None)).failures
+    assert failures == ("q8_0, q4_0: gsm8k not measurable: the reference solves nothing",)
+
+
+def test_other_axes_are_summed_up_by_their_score_or_their_first_figure() -> None:
+    scored = OtherAxis(status=Status.OK, score=90.0, ci=(80.0, 95.0), title="Is it so?")
+    figure = Figure(name="ln ratio", value=0.01, ci=(0.005, 0.015), unit="nats")
+    unscored = OtherAxis(status=Status.OK, figures=(figure,))
+    lost = OtherAxis(status=Status.FAILED, reason="time-out")
+    first = Axes.model_validate({"rniah": scored, "perplexity": unscored})
+    second = Axes.model_validate({"rniah": lost})
+    report = sample_report(candidates=(arm("q8_0", axes=first), arm("q4_0", axes=second)), control=None)
+    table = build_view(report).others
+    assert table is not None
+    assert table.columns == ("arm", "rniah", "perplexity: ln ratio")
+    assert table.rows == (("q8_0", "90.0 (80–95)", "0.0100 ± 0.0050"), ("q4_0", "failed", "–"))
+    assert [section.title for section in sections_of(report)] == ["Is it so?", "perplexity"]
+
+
+def test_without_other_axes_there_is_no_summary_of_them() -> None:
+    assert build_view(sample_report(candidates=(candidate("q8_0", 0.1, "FAIL", 1, "no"),), control=None)).others is None

@@ -138,6 +138,8 @@ class Axis:
     """One axis with its settings."""
 
     name: ClassVar[str]
+    title: ClassVar[str] = ""
+    """The question that it answers, in a few words: a heading."""
     Settings: ClassVar[type[AxisSettings]]
     follows: ClassVar[bool] = False
     """Some of its questions depend on the reference's answers."""

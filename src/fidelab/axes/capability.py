@@ -66,6 +66,7 @@ class Capability(Axis):
     """Share of the applicable checks that the candidate passes; beside it what it lost against the reference."""
 
     name: ClassVar[str] = "capability"
+    title: ClassVar[str] = "Capability: what can the model still do?"
     Settings: ClassVar[type[AxisSettings]] = CapabilitySettings
     quick: ClassVar[Mapping[str, Any]] = {"long": 512, "code_tokens": 160}
     settings: CapabilitySettings

@@ -88,6 +88,7 @@ class Degeneration(Axis):
     """
 
     name: ClassVar[str] = "degeneration"
+    title: ClassVar[str] = "Degeneration: does long text turn into loops or noise?"
     Settings: ClassVar[type[AxisSettings]] = DegenerationSettings
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 384}
     settings: DegenerationSettings

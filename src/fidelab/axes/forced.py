@@ -47,6 +47,7 @@ class ForcedDecode(Axis):
     """
 
     name: ClassVar[str] = "forced"
+    title: ClassVar[str] = "Forced decode: KL while the reference's own text is fed token by token"
     Settings: ClassVar[type[AxisSettings]] = ForcedSettings
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 32}
     follows: ClassVar[bool] = True

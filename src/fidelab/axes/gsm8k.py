@@ -54,6 +54,7 @@ class GSM8K(Axis):
     """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent."""
 
     name: ClassVar[str] = "gsm8k"
+    title: ClassVar[str] = "GSM8K: are word problems still solved?"
     Settings: ClassVar[type[AxisSettings]] = GSM8KSettings
     files: ClassVar[tuple[str, ...]] = ("data",)
     quick: ClassVar[Mapping[str, Any]] = {"limit": 20}

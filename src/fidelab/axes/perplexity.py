@@ -60,6 +60,7 @@ class Perplexity(Axis):
     """ln(PPL of the candidate / PPL of the reference) on the same tokens, nats; a part per context."""
 
     name: ClassVar[str] = "perplexity"
+    title: ClassVar[str] = "Perplexity: what does text cost through this cache?"
     Settings: ClassVar[type[AxisSettings]] = PerplexitySettings
     quick: ClassVar[Mapping[str, Any]] = {"contexts": (512,), "windows": 8}
     settings: PerplexitySettings

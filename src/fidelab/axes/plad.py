@@ -61,6 +61,7 @@ class PLAD(Axis):
     """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's do."""
 
     name: ClassVar[str] = "plad"
+    title: ClassVar[str] = "PLAD: how much more do answers drift when a prompt is perturbed?"
     Settings: ClassVar[type[AxisSettings]] = PLADSettings
     quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: PLADSettings

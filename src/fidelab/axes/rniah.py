@@ -99,6 +99,7 @@ class RNIAH(Axis):
     """
 
     name: ClassVar[str] = "rniah"
+    title: ClassVar[str] = "R-NIAH: is a fact still found in a long prompt?"
     Settings: ClassVar[type[AxisSettings]] = RNIAHSettings
     follows: ClassVar[bool] = True
     reference_only: ClassVar[tuple[str, ...]] = ("question",)

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Estimator, Status
-from fidelab.report.numbers import ABSENT, format_kld, format_margin, format_range, format_score, one_line
-from fidelab.results.axis_record import KldAxis
+from fidelab.report.numbers import (
+    ABSENT,
+    format_figure,
+    format_figure_margin,
+    format_kld,
+    format_margin,
+    format_range,
+    format_score,
+    one_line,
+)
+from fidelab.results.axis_record import Figure, KldAxis
 from fidelab.results.record import ArmRecord
 
-__all__ = ["STATUS", "Estimate", "excess_of", "kld_of", "kv_of", "options", "plain", "scored"]
+__all__ = ["STATUS", "Estimate", "excess_of", "figure_of", "kld_of", "kv_of", "options", "plain", "scored"]
 
 STATUS = {
     Status.OK: "ok",
@@ -81,3 +90,10 @@ def scored(value: float | None, interval: tuple[float, float] | None) -> Estimat
 def plain(value: Any) -> str:
     """Text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def figure_of(figure: Figure | None) -> str:
+    """A figure with its interval."""
+    if figure is None:
+        return ABSENT
+    return str(Estimate(format_figure(figure.value, figure.unit), format_figure_margin(figure.ci, figure.unit)))

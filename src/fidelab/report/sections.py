@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, Estimate, scored
+from fidelab.report.cells import STATUS, Estimate, figure_of, scored
 from fidelab.report.charts import Axis, Line, line_style
 from fidelab.report.numbers import (
     ABSENT,
     format_count,
     format_figure,
-    format_figure_margin,
     format_kld,
     format_margin,
     one_line,
@@ -20,7 +19,7 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.tables import Table
 from fidelab.report.view import arm_id
-from fidelab.results.axis_record import Figure, OtherAxis
+from fidelab.results.axis_record import OtherAxis
 from fidelab.results.panels import Curve, Divergence, Heatmap, Panel, TablePanel, TextPair, Texts
 from fidelab.results.record import Report
 
@@ -67,6 +66,7 @@ class Section:
     """One axis: why arms have no figures, the table arm × figures, curves of all arms, other panels by arm."""
 
     name: str
+    title: str
     notes: tuple[str, ...]
     table: Table
     curves: tuple[Curves, ...]
@@ -143,6 +143,7 @@ def _section(name: str, entries: Sequence[_Entry]) -> Section:
     silent = (Status.OK, Status.IDENTICAL)
     return Section(
         name=one_line(name),
+        title=one_line(next((entry.axis.title for entry in entries if entry.axis.title), name)),
         notes=tuple(
             f"{entry.name}: {STATUS[entry.axis.status]}: {one_line(entry.axis.reason or '')}"
             for entry in entries
@@ -169,7 +170,7 @@ def _figures(name: str, entries: Sequence[_Entry]) -> Table:
                 STATUS[axis.status],
                 str(scored(axis.score, axis.ci)),
                 str(over),
-                *(_figure(mine.get(figure)) for figure in figures),
+                *(figure_of(mine.get(figure)) for figure in figures),
                 format_count(axis.n_items),
                 format_count(axis.n_failed),
             )
@@ -178,12 +179,6 @@ def _figures(name: str, entries: Sequence[_Entry]) -> Table:
     return Table(
         "axis", one_line(name), tuple(columns[n] for n in kept), tuple(tuple(row[n] for n in kept) for row in rows)
     )
-
-
-def _figure(figure: Figure | None) -> str:
-    if figure is None:
-        return ABSENT
-    return str(Estimate(format_figure(figure.value, figure.unit), format_figure_margin(figure.ci, figure.unit)))
 
 
 def _curves(entries: Sequence[_Entry]) -> list[Curves]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fidelab.core import Estimator
-from fidelab.report.cells import STATUS, Estimate, kld_of, options, plain, scored
+from fidelab.core import Estimator, Status
+from fidelab.report.cells import STATUS, Estimate, figure_of, kld_of, options, plain, scored
 from fidelab.report.numbers import (
     ABSENT,
     format_bytes,
@@ -18,9 +18,9 @@ from fidelab.report.numbers import (
     one_line,
 )
 from fidelab.results.axis_record import KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.record import ArmRecord
+from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["Table", "tables_of"]
+__all__ = ["Table", "summary_of", "tables_of"]
 
 
 @dataclass(frozen=True)
@@ -120,3 +120,30 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
         format_bytes(ran.cache_bytes_per_token if ran else None),
         one_line(", ".join(versions + others)) or ABSENT,
     )
+
+
+def summary_of(report: Report) -> Table | None:
+    """Arm × other axes: the score, or the first figure of an axis that has none; ``None`` without other axes."""
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    names = list(dict.fromkeys(name for arm in arms for name in arm.axes.others()))
+    if not names:
+        return None
+    columns = ["arm"]
+    for name in names:
+        found = [axis for arm in arms if (axis := arm.axes.others().get(name)) is not None]
+        measured = [axis for axis in found if axis.status in (Status.OK, Status.IDENTICAL)]
+        told = next((axis.figures[0].name for axis in measured if axis.score is None and axis.figures), None)
+        columns.append(one_line(name if told is None else f"{name}: {told}"))
+    rows = tuple((one_line(arm.name), *(_brief(arm.axes.others().get(name)) for name in names)) for arm in arms)
+    return Table("others", "Other axes", tuple(columns), rows)
+
+
+def _brief(axis: OtherAxis | None) -> str:
+    """What a narrow column has room for."""
+    if axis is None:
+        return ABSENT
+    if axis.status not in (Status.OK, Status.IDENTICAL):
+        return STATUS[axis.status]
+    if axis.score is not None:
+        return str(scored(axis.score, axis.ci))
+    return figure_of(axis.figures[0]) if axis.figures else STATUS[axis.status]

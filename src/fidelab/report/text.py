@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fidelab.report.numbers import ABSENT, one_line
+from fidelab.report.tables import Table as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Estimate, View, build_view
 from fidelab.results.record import Report
@@ -24,6 +25,7 @@ __all__ = ["render_text", "wrap_name"]
 _WIDE = 98
 _NAME_WIDTH = 17
 _PLOT_WIDTH = 100
+_AXIS_WIDTH = 17
 _ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d"})
 _STYLES = {
     "excellent": "bold green",
@@ -45,10 +47,12 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
 
     line(f"{view.title}; {view.subtitle}", "bold")
     if view.failures:
-        line("failed items:", "red")
+        line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
     console.print(_table(view, console, wide))
+    if view.others is not None:
+        console.print(_others(view.others, console))
     for row in view.candidates:
         close = " (composite too close to call)" if row.too_close else ""
         line(f"{row.name}: {row.sentence}{close}")
@@ -106,6 +110,18 @@ def _table(view: View, console: Console, wide: bool) -> Table:
             _text(_verdict(row), console, _STYLES.get(row.key, "")),
             *(_text(cell, console) for cell in cells),
         )
+    return table
+
+
+def _others(shown: Others, console: Console) -> Table:
+    """The other axes, one column each; a value and its interval stand on two lines."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table.add_column("arm", overflow="fold", max_width=_NAME_WIDTH)
+    for column in shown.columns[1:]:
+        table.add_column(Text(column), justify="right", overflow="fold", max_width=_AXIS_WIDTH)
+    for name, *cells in shown.rows:
+        stacked = (cell.replace(" (", "\n(", 1).replace(" ±", "\n±", 1) for cell in cells)
+        table.add_row(_text(wrap_name(name, _NAME_WIDTH), console), *(_text(cell, console) for cell in stacked))
     return table
 
 

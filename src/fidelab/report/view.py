@@ -14,7 +14,7 @@ from typing import Any
 from fidelab.core import Estimator, Status
 from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored
 from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
-from fidelab.report.tables import Table, tables_of
+from fidelab.report.tables import Table, summary_of, tables_of
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.record import ArmRecord, Comparison, Report
 
@@ -100,6 +100,7 @@ class View:
     control: str
     ranking: str
     tables: tuple[Table, ...]
+    others: Table | None
     points: tuple[Point, ...]
     run_details: tuple[tuple[str, str], ...]
     settings: str
@@ -135,12 +136,13 @@ def build_view(report: Report) -> View:
         run_id=one_line(report.run_id),
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
-        failures=tuple(line for role, arm in arms for line in _failures(role, arm)),
+        failures=tuple(_shared([(one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm)])),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor=_floor(report.floor),
         control=_control(report.control),
         ranking=_ranking(report.comparisons),
         tables=tuple(tables_of(arms)),
+        others=summary_of(report),
         points=(
             *(_points("control", report.control) if report.control else ()),
             *(point for number, arm in enumerate(report.candidates) for point in _points("candidate", arm, number)),
@@ -237,9 +239,9 @@ def _sentence(arm: ArmRecord) -> str:
 
 def _failures(role: str, arm: ArmRecord) -> list[str]:
     """Unusable items and axes without a number, in words; broken arms say so in lines of their own."""
-    name, lines = one_line(arm.name), []
+    lines = []
     if role == "reference" and arm.status not in (Status.OK, Status.IDENTICAL):
-        return [f"{name}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"]
+        return [f"{STATUS[arm.status]}: {one_line(arm.reason or '')}"]
     kld, trajectory = arm.axes.kld, arm.axes.trajectory
     for label, axis, unit, n in (
         ("KLD", kld, "positions", kld.n_positions if kld else None),
@@ -249,11 +251,19 @@ def _failures(role: str, arm: ArmRecord) -> list[str]:
         if axis is None:
             continue
         if axis.status not in (Status.OK, Status.IDENTICAL):
-            lines.append(f"{name}: {label} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
+            lines.append(f"{label} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
         elif axis.n_failed:
             total = f" of {n:,}" if n is not None else ""
-            lines.append(f"{name}: {axis.n_failed:,}{total} {unit} failed ({label})")
+            lines.append(f"{axis.n_failed:,}{total} {unit} failed ({label})")
     return lines
+
+
+def _shared(lines: Sequence[tuple[str, str]]) -> list[str]:
+    """(arm, line) → lines that begin with the arms they hold for; the same words are said once."""
+    owners: dict[str, list[str]] = {}
+    for name, line in lines:
+        owners.setdefault(line, []).append(name)
+    return [f"{', '.join(names)}: {line}" for line, names in owners.items()]
 
 
 _MEASURED = (Status.OK, Status.IDENTICAL)

@@ -191,6 +191,8 @@ class Figure(Record):
 class OtherAxis(_Axis):
     """The general form of an axis: figures with names, and panels to look at."""
 
+    title: str = ""
+    """The question that the axis answers, in a few words."""
     n_items: Count | None = None
     """Items asked."""
     figures: tuple[Figure, ...] = ()
