@@ -1,0 +1,272 @@
+"""libllama through llama-cpp-python's C bindings: a model, its contexts, and what they say about themselves.
+
+What a context really holds is told by llama.cpp's log alone, so the log is listened to while one is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.errors import EngineError
+
+__all__ = ["GGML_TYPES", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload"]
+
+Floats = NDArray[np.float32]
+
+# Name → number in ggml's enumeration, values per block, bytes per block.
+GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
+    "f32": (0, 1, 4),
+    "f16": (1, 1, 2),
+    "bf16": (30, 1, 2),
+    "q8_0": (8, 32, 34),
+    "q5_1": (7, 32, 24),
+    "q5_0": (6, 32, 22),
+    "q4_1": (3, 32, 20),
+    "q4_0": (2, 32, 18),
+    "iq4_nl": (20, 32, 18),
+}
+_T = TypeVar("_T")
+_PAGE = 256  # cells: the unit in which llama.cpp makes caches
+_BLOCK = 64  # rows of logits copied at a time
+_INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml's log levels; those between are warnings
+_CACHE = re.compile(r"size = .*\(\s*\d+ cells,\s*(\d+) layers.*K \((\w+)\):.*V \((\w+)\):")
+_ATTENTION = re.compile(r"flash_attn\s*= (\w+)")
+_ROTATION = re.compile(r"attn_rot_([kv])\s*= (\d)")
+_SPLITS = re.compile(r"graph: nodes = \d+, splits = (\d+)")
+
+
+class _Log:
+    """What llama.cpp says: warnings and worse go to standard error, the rest is kept until the next section."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+        self.errors: list[str] = []
+        self.callback: Any = None  # must live as long as the library
+        self._level = _INFO
+
+    def hear(self, level: int, raw: bytes, _data: Any) -> None:
+        text = raw.decode(errors="replace")
+        fresh, self._level = level != _CONTINUED, self._level if level == _CONTINUED else level
+        if self._level > _INFO:
+            sys.stderr.write(text)
+        if self._level >= _INFO:
+            _append(self.lines, text, fresh)
+        if self._level == _ERROR:
+            _append(self.errors, text, fresh)
+
+    def section(self) -> None:
+        self.lines.clear()
+        self.errors.clear()
+
+    def reason(self) -> str:
+        """The first error, which is the cause of those after it."""
+        return " ".join(self.errors[0].split())[:200] if self.errors else "it gives no reason"
+
+
+def _append(lines: list[str], text: str, fresh: bool) -> None:
+    if fresh or not lines:
+        lines.append(text)
+    else:
+        lines[-1] += text
+
+
+@cache
+def _native() -> tuple[Any, _Log]:
+    """The bindings and the log, which is one per process as in llama.cpp."""
+    import llama_cpp.llama_cpp as native
+
+    log = _Log()
+    log.callback = native.llama_log_callback(log.hear)
+    native.llama_log_set(log.callback, ctypes.c_void_p(0))
+    native.llama_backend_init()
+    return native, log
+
+
+def build() -> dict[str, str]:
+    """llama.cpp's version and the instructions that it was built for and found: they choose its kernels."""
+    native, _ = _native()
+    version = getattr(native, "llama_version", None)  # absent from older bindings
+    found = {"system": native.llama_print_system_info().decode().strip(" |")}
+    return found | ({"llama.cpp": version().decode()} if version else {})
+
+
+def can_offload() -> bool:
+    """Whether this build has a GPU to compute on."""
+    return bool(_native()[0].llama_supports_gpu_offload())
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a context said when it was made; ``None`` where it said nothing, or not one thing.
+
+    ``rotated_k`` / ``rotated_v``: keys or values are multiplied by a Hadamard matrix before they are stored.
+    ``splits``: parts of the graph on different devices; more than a GPU's usual two tell of operations that it lacks.
+    """
+
+    attention: str | None
+    k: str | None
+    v: str | None
+    layers: int | None
+    rotated_k: bool | None
+    rotated_v: bool | None
+    splits: int | None
+
+    @classmethod
+    def read(cls, lines: Sequence[str]) -> Seen:
+        """From the log's lines.  Models with sliding layers have a cache of their own for these."""
+        caches = [found.groups() for line in lines if (found := _CACHE.search(line))]
+        flash = {found[1] for line in lines if (found := _ATTENTION.search(line))}
+        rotation = {
+            side: {f == "1" for line in lines for s, f in _ROTATION.findall(line) if s == side} for side in "kv"
+        }
+        splits = {int(found[1]) for line in lines if (found := _SPLITS.search(line))}
+        return cls(
+            attention={"enabled": "flash", "disabled": "standard"}.get(_only(flash) or ""),
+            k=_only({k for _, k, _ in caches}),
+            v=_only({v for _, _, v in caches}),
+            layers=sum(int(n) for n, _, _ in caches) if caches else None,
+            rotated_k=_only(rotation["k"]),
+            rotated_v=_only(rotation["v"]),
+            splits=_only(splits),
+        )
+
+
+def _only(found: set[_T]) -> _T | None:
+    return found.pop() if len(found) == 1 else None
+
+
+class LlamaModel:
+    """One loaded GGUF file."""
+
+    def __init__(self, path: str, **params: Any) -> None:
+        """Load; ``params`` are fields of ``llama_model_params``.
+
+        Raises:
+            EngineError: llama.cpp cannot load it, or the bindings lack a field.
+        """
+        self._native, log = _native()
+        log.section()
+        asked = _with(self._native.llama_model_default_params(), params)
+        self._model = self._native.llama_model_load_from_file(path.encode(), asked)
+        if not self._model:
+            raise EngineError(f"llama.cpp cannot load {path}: {log.reason()}")
+        self._vocab = self._native.llama_model_get_vocab(self._model)
+        self.vocabulary = int(self._native.llama_vocab_n_tokens(self._vocab))
+
+    @property
+    def decodes(self) -> bool:
+        """A decoder, and nothing else."""
+        native, model = self._native, self._model
+        return bool(native.llama_model_has_decoder(model)) and not native.llama_model_has_encoder(model)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids [n] of the text; names of special tokens in it are these tokens, none is added."""
+        raw = text.encode()
+        room = len(raw) + 16  # a token is at least a byte, but for a space put in front
+        ids = (self._native.llama_token * room)()
+        n = self._native.llama_tokenize(self._vocab, raw, len(raw), ids, room, False, True)
+        if n < 0:
+            raise EngineError("llama.cpp cannot tokenize the sample text")
+        return list(ids[:n])
+
+    def context(self, cells: int, sequences: int = 1, **params: Any) -> LlamaContext:
+        """A context of ``sequences`` sequences of up to ``cells`` tokens each; ``params`` as ``llama_context_params``.
+
+        Raises:
+            EngineError: llama.cpp cannot make it, or the bindings lack a field.
+        """
+        return LlamaContext(self._native, self._model, self.vocabulary, cells, sequences, params)
+
+    def close(self) -> None:
+        """Free the weights."""
+        self._native.llama_model_free(self._model)
+
+
+class LlamaContext:
+    """A KV cache and what computes with it; used as ``with model.context(...) as context``."""
+
+    def __init__(
+        self, native: Any, model: Any, vocabulary: int, cells: int, sequences: int, params: Mapping[str, Any]
+    ) -> None:
+        self._native = native
+        self._vocabulary = vocabulary
+        self._log = _native()[1]
+        self._log.section()
+        room = -(-cells // _PAGE) * _PAGE  # as llama.cpp rounds it, which then has nothing to warn of
+        fields = {"n_ctx": room * sequences, "n_seq_max": sequences, **params}
+        asked = _with(native.llama_context_default_params(), fields)
+        self._context = native.llama_init_from_model(model, asked)
+        if not self._context:
+            raise EngineError(f"llama.cpp cannot make a context of {sequences} × {cells} tokens: {self._log.reason()}")
+        self.seen = Seen.read(self._log.lines)
+        self._chunk = int(native.llama_n_batch(self._context))
+        self._batch = native.llama_batch_init(max(self._chunk, sequences), 0, 1)
+        self._ends = [0] * sequences
+
+    def __enter__(self) -> LlamaContext:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._native.llama_batch_free(self._batch)
+        self._native.llama_free(self._context)
+
+    def clear(self) -> None:
+        """Forget everything, the stored bytes too: a NaN left in a cell would outlive its mask."""
+        self._native.llama_memory_clear(self._native.llama_get_memory(self._context), True)
+        self._ends = [0] * len(self._ends)
+
+    def feed(self, tokens: Sequence[int], rows: range, sequence: int = 0) -> Iterator[Floats]:
+        """Append tokens to a sequence; yields the logits [≤ 64, V] of the tokens ``rows``, in order."""
+        for start in range(0, len(tokens), self._chunk):
+            part = tokens[start : start + self._chunk]
+            wanted = [start + i in rows for i in range(len(part))]
+            yield from self._decode(part, [sequence] * len(part), wanted)
+
+    def step(self, tokens: Mapping[int, int]) -> Floats:
+        """Append one token to each sequence of ``tokens`` (sequence → id); their logits [n, V] in that order."""
+        blocks = list(self._decode(list(tokens.values()), list(tokens), [True] * len(tokens)))
+        return np.concatenate(blocks)
+
+    def stored_bytes(self, sequence: int = 0) -> int:
+        """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""
+        return int(self._native.llama_state_seq_get_size(self._context, sequence))
+
+    def _decode(self, tokens: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]) -> Iterator[Floats]:
+        batch = self._batch
+        batch.n_tokens = len(tokens)
+        for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
+            batch.token[i], batch.pos[i], batch.logits[i] = token, self._ends[sequence], wanted[i]
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
+            self._ends[sequence] += 1
+        self._log.section()
+        code = self._native.llama_decode(self._context, batch)
+        if code:
+            raise EngineError(f"llama.cpp could not decode {len(tokens)} tokens (code {code}): {self._log.reason()}")
+        places = [i for i, kept in enumerate(wanted) if kept]
+        for start in range(0, len(places), _BLOCK):
+            yield np.stack([self._logits(i) for i in places[start : start + _BLOCK]])
+
+    def _logits(self, place: int) -> Floats:
+        pointer = self._native.llama_get_logits_ith(self._context, place)
+        if not pointer:
+            raise EngineError(f"llama.cpp gave no logits for token {place} of a batch")
+        return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
+
+
+def _with(params: ctypes.Structure, values: Mapping[str, Any]) -> ctypes.Structure:
+    """Set fields; ctypes itself takes any attribute without a word."""
+    known = {field[0] for field in params._fields_}
+    for name, value in values.items():
+        if name not in known:
+            raise EngineError(f"this llama-cpp-python has no {name}: pip install --upgrade 'fidelab[llamacpp]'")
+        setattr(params, name, value)
+    return params

@@ -1,0 +1,438 @@
+"""Engine llamacpp: what it refuses, what it says of itself, and its answers against llama-cpp-python's own."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fidelab import compare
+from fidelab.captures.container import to_float32
+from fidelab.config.load import validate
+from fidelab.core import Arm, Forced, Generate, KVSpec, Prefill, Status, Timed
+from fidelab.engines.base import Engine
+from fidelab.engines.hf import HFEngine
+from fidelab.engines.llamacpp import LlamaCppEngine
+from fidelab.engines.llamacpp_library import GGML_TYPES, LlamaModel, Seen
+from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model, resolve
+from fidelab.models.weights import file_sha256
+from fidelab.plan.resolve import resolve_arm
+from tests.engines.tiny import Answers
+from tests.models import tiny_gguf
+from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf
+
+HEAD_DIM = HIDDEN // HEADS  # one layer, one head of keys and values
+BAD = 40  # a token of the tiny file whose embedding is made NaN
+TEXT = (
+    "In 1969, two people walked on the Moon; 600,000,000 watched.  «Née» café, naïve — 你好 🙂\n\n\tdef f(x):\n"
+    "        return x**2 + 10\nWe'll don't 3.14159 a  b   c\r\n<|im_start|>user"
+)
+PROMPTS = ("The capital of France is", "Once upon a time there was a very small mouse who lived in", "1, 2, 3, 4,")
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+
+
+def asked(path: Path, kv: str = "f16", dtype: str = "bfloat16", **options: str) -> Arm:
+    named = tuple(sorted((key.replace("_", "-"), value) for key, value in options.items()))
+    return Arm(kv, "llamacpp", path.name, str(path), "0" * 8, KVSpec.parse(kv), dtype, "cpu", 1, named)
+
+
+def opened(path: Path, kv: str = "f16", **options: str) -> LlamaCppEngine:
+    engine = LlamaCppEngine()
+    engine.open(asked(path, kv, **options))
+    return engine
+
+
+def rows(answers: Answers, item: int) -> NDArray[np.float32]:
+    return to_float32(answers.items[item]["logprobs"])
+
+
+def ids(answers: Answers, item: int) -> list[int]:
+    return [int(token) for token in np.asarray(answers.items[item]["ids"])]
+
+
+def answered(engine: Engine, probe: Prefill | Generate | Forced) -> Answers:
+    answers = Answers()
+    engine.answer(probe, answers)
+    return answers
+
+
+def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
+    last = len(windows[0]) - 2
+    return Prefill("kld", windows, first, last, tuple((0,) * (last - first + 1) for _ in windows))
+
+
+# ------------------------------------------------------------------------------------ without the library
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"flash_atn": "on"}, "no option 'flash-atn'; it has: flash-attn, n-gpu-layers, n-batch, n-ubatch"),
+        ({"flash_attn": "yes"}, "flash-attn='yes' is not on or off"),
+        ({"n_gpu_layers": "-2"}, "n-gpu-layers='-2' is not a number of layers"),
+        ({"n_batch": "0"}, "n-batch='0' is not a number of tokens"),
+        ({"n_ubatch": "many"}, "n-ubatch='many' is not a number of tokens"),
+    ],
+)
+def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        LlamaCppEngine.supports(asked(Path("m.gguf"), **option))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("kv", ["q8_0[group=32]", "f16/q8_0[scale=per-head]", "q8_0[skip-layers=0]"])
+def test_formats_take_no_options(kv: str) -> None:
+    with pytest.raises(UsageError):
+        LlamaCppEngine.check_kv(KVSpec.parse(kv))
+
+
+def test_a_folder_of_safetensors_is_refused_with_the_way_that_works() -> None:
+    verdict = LlamaCppEngine.supports(asked(Path("/models/llama")))
+    assert (verdict.ok, "pass the path of a .gguf file" in verdict.reason) == (False, True)
+
+
+def test_a_compute_type_that_llama_cpp_cannot_be_given_is_refused() -> None:
+    assert not LlamaCppEngine.supports(asked(Path("m.gguf"), dtype="float32")).ok
+    assert LlamaCppEngine.supports(asked(Path("m.gguf"), dtype="float16")).ok
+
+
+@pytest.mark.parametrize(
+    ("kv", "flash", "ok"),
+    [("q8_0", "on", True), ("q8_0", "off", False), ("f16/q4_0", "off", False), ("q8_0/f16", "off", True)],
+)
+def test_values_of_less_than_16_bits_need_flash_attention(kv: str, flash: str, ok: bool) -> None:
+    assert LlamaCppEngine.supports(asked(Path("m.gguf"), kv, flash_attn=flash)).ok is ok
+
+
+@pytest.mark.parametrize(
+    ("reference", "control"),
+    [("f16", "bf16"), ("f32", "bf16"), ("f32/f16", "bf16"), ("bf16", None), ("f16/q8_0", None)],
+)
+def test_the_control_of_a_wide_reference_takes_the_path_of_the_quantized(reference: str, control: str | None) -> None:
+    assert LlamaCppEngine.control_for(KVSpec.parse(reference), "bf16") == control
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("fidelab.engines.llamacpp.version", absent)
+    with pytest.raises(EngineError, match=r"pip install 'fidelab\[llamacpp\]'"):
+        LlamaCppEngine.versions()
+
+
+def test_captures_of_another_build_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fidelab.engines.llamacpp.version", lambda name: "1.0")
+    monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
+    monkeypatch.delenv("LLAMA_ATTN_ROT_DISABLE", raising=False)
+    seen = [LlamaCppEngine.versions()]
+    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", "1")
+    seen.append(LlamaCppEngine.versions())
+    monkeypatch.setenv("LLAMA_CPP_LIB_PATH", str(tmp_path))
+    with pytest.raises(EngineError, match="holds no library"):
+        LlamaCppEngine.versions()
+    for content in (b"one", b"two"):
+        (tmp_path / "libllama.so").write_bytes(content)
+        seen.append(LlamaCppEngine.versions())
+    assert len({tuple(found.items()) for found in seen}) == 4
+
+
+CACHE = (
+    "llama_kv_cache: size = {} MiB (   512 cells,  {} layers,  1/1 seqs), K ({}):    2.99 MiB, V ({}):    2.99 MiB\n"
+)
+
+
+def test_what_the_log_says_is_read_and_nothing_is_made_up() -> None:
+    sliding = ["llama_context: flash_attn            = enabled\n", CACHE.format(1, 4, "q8_0", "f16")]
+    sliding += ["llama_kv_cache: attn_rot_k = 1, n_embd\n", "llama_kv_cache: attn_rot_v = 0, n_embd\n"]
+    sliding += [CACHE.format(9, 20, "q8_0", "f16"), "sched_reserve: graph: nodes = 936, splits = 2, input\n"]
+    assert Seen.read(sliding) == Seen("flash", "q8_0", "f16", 24, True, False, 2)
+    assert Seen.read([CACHE.format(1, 4, "f16", "f16"), CACHE.format(1, 4, "q8_0", "f16")]).k is None
+    assert Seen.read(["llama_context: flash_attn = auto\n"]) == Seen(None, None, None, None, None, None, None)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path, cache: Path) -> Model:
+    return resolve(str(write_gguf(tmp_path / "tiny.gguf")))
+
+
+@pytest.mark.parametrize("engine", [LlamaCppEngine, HFEngine])
+def test_an_arm_names_the_form_that_its_engine_loads(engine: type[Engine], tiny_model: Model) -> None:
+    experiment = validate({"model": tiny_model.name, "reference": "f16", "candidates": ["q8_0"]}, "test")
+    arm = resolve_arm(experiment, experiment.reference, engine, tiny_model)
+    file = Path(tiny_model.name)
+    expected = (file, file_sha256(file)) if engine is LlamaCppEngine else (tiny_model.path, tiny_model.weights)
+    assert (Path(arm.path), arm.weights) == expected
+
+
+# --------------------------------------------------------------------------------------- a one-layer model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny file with a head of its own, and with one token whose embedding is NaN."""
+    from gguf import GGUFReader
+
+    tied = tiny_gguf._shapes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiny_gguf, "_shapes", lambda v: {**tied(v), "output.weight": (v, HIDDEN)})
+        path = write_gguf(tmp_path_factory.mktemp("tiny") / "tiny.gguf")
+    table = next(t for t in GGUFReader(path, "r+").tensors if t.name == "token_embd.weight")
+    table.data[BAD] = np.nan
+    return path
+
+
+@needs_library
+@pytest.mark.parametrize("name", GGML_TYPES)
+def test_types_have_ggmls_numbers_and_sizes(name: str) -> None:
+    from llama_cpp._ggml import libggml
+
+    number, per_block, size = GGML_TYPES[name]
+    type_name: Any = libggml.ggml_type_name
+    type_name.restype = ctypes.c_char_p
+    libggml.ggml_type_size.restype = ctypes.c_size_t
+    libggml.ggml_blck_size.restype = ctypes.c_int64
+    found = (type_name(number).decode(), libggml.ggml_blck_size(number), libggml.ggml_type_size(number))
+    assert found == (name, per_block, size)
+
+
+@needs_library
+@pytest.mark.parametrize(("kv", "size"), [("f16", 4), ("f32", 8), ("bf16", 4), ("f32/f16", 6), ("f16/f32", 6)])
+def test_the_cache_is_weighed(kv: str, size: int, tiny: Path) -> None:
+    ran = opened(tiny, kv).ran()
+    assert (ran.cache_bytes_per_token, ran.expected_bytes_per_token) == (size * HEAD_DIM, size * HEAD_DIM)
+    assert (ran.k_format, ran.v_format) == (str(KVSpec.parse(kv).k), str(KVSpec.parse(kv).v))
+    assert (ran.kv_layers, ran.attention, ran.more["k_rotated"]) == (1, "flash", False)
+
+
+@needs_library
+def test_attention_without_flash_says_so(tiny: Path) -> None:
+    assert opened(tiny, "f16", flash_attn="off").ran().attention == "standard"
+
+
+@needs_library
+def test_a_file_that_llama_cpp_cannot_load_gives_one_line(tiny: Path, tmp_path: Path) -> None:
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(tiny.read_bytes()[:-4096])
+    with pytest.raises(EngineError) as caught:
+        opened(cut)
+    said = str(caught.value)
+    assert said.startswith("llama.cpp cannot load")
+    assert "no reason" not in said
+    assert "\n" not in said
+
+
+@needs_library
+def test_a_setting_that_the_bindings_lack_is_not_dropped(tiny: Path) -> None:
+    with pytest.raises(EngineError, match="has no n_layers_on_the_moon"):
+        LlamaModel(str(tiny), n_layers_on_the_moon=1)
+
+
+@needs_library
+def test_a_format_that_the_model_cannot_have_is_refused_when_it_is_opened(tiny: Path) -> None:
+    with pytest.raises(EngineError, match="cannot make a context"):
+        opened(tiny, "q8_0")  # blocks of 32, heads of 16
+
+
+@needs_library
+def test_the_gpu_is_not_silently_replaced(tiny: Path) -> None:
+    from llama_cpp import llama_supports_gpu_offload
+
+    if llama_supports_gpu_offload():
+        pytest.skip("this build computes on a GPU")
+    with pytest.raises(NotSupportedError, match="--device cpu"):
+        LlamaCppEngine().open(replace(asked(tiny), device="cuda"))
+
+
+@needs_library
+def test_a_nan_fails_its_own_item_and_no_other(tiny: Path) -> None:
+    engine = opened(tiny)
+    prompts = ((5, 6, 7), (8, BAD, 9), (10, 11))
+    together = answered(engine, Generate("trajectory", prompts, 6, (), 3))
+    alone = answered(engine, Generate("trajectory", (prompts[0], prompts[2]), 6, (), 1))
+    assert together.failed == {1: "NaN logits at generated token 0"}
+    assert [ids(together, 0), ids(together, 2)] == [ids(alone, 0), ids(alone, 1)]
+
+
+@needs_library
+@pytest.mark.parametrize("flash", ["on", "off"])
+def test_a_nan_window_does_not_reach_the_next_one(flash: str, tiny: Path) -> None:
+    window = tuple(range(50, 60))
+    longer = (*range(50, 90), BAD)  # its last cell is not written again
+    answers = answered(opened(tiny, flash_attn=flash), prefill(window, longer, window))
+    assert np.isfinite(rows(answers, 0)).all()
+    np.testing.assert_array_equal(rows(answers, 2), rows(answers, 0))
+
+
+@needs_library
+def test_windows_in_small_calls_give_the_same_rows(tiny: Path) -> None:
+    window = tuple(41 + i % 200 for i in range(90))
+    whole, parts = (answered(opened(tiny, n_batch=n), prefill(window, first=10)) for n in ("512", "7"))
+    assert rows(whole, 0).shape == (79, 261)
+    # From 64 tokens on another kernel computes attention; a token at a wrong place changes its rows by several nats.
+    np.testing.assert_allclose(rows(parts, 0), rows(whole, 0), atol=0.2)
+    assert parts.tokens == whole.tokens == 90
+
+
+@needs_library
+def test_no_sequence_of_a_batch_runs_out_of_room(tmp_path: Path) -> None:
+    prompts = tuple(tuple(41 + (i + n) % 200 for i in range(n)) for n in (200, 201, 190))
+    engine = opened(write_gguf(tmp_path / "tiny.gguf"))
+    answers = answered(engine, Generate("trajectory", prompts, 90, (), 3, rows=False))
+    assert [len(ids(answers, i)) for i in range(3)] == [90, 90, 90]
+    assert answers.failed == {}
+
+
+@needs_library
+def test_a_stop_id_ends_a_sequence_and_is_part_of_it(tiny: Path) -> None:
+    engine, prompts = opened(tiny), ((5, 6, 7), (10, 11))
+    free = ids(answered(engine, Generate("trajectory", prompts, 8, ())), 0)
+    stop = free[3]
+    answers = answered(engine, Generate("trajectory", prompts, 8, (stop,)))
+    assert ids(answers, 0) == free[: free.index(stop) + 1]
+    assert len(rows(answers, 0)) == len(ids(answers, 0))
+
+
+@needs_library
+def test_rows_are_kept_only_where_they_are_asked_for(tiny: Path) -> None:
+    answers = answered(opened(tiny), Generate("rniah", ((5, 6),), 3, (), rows=False))
+    assert list(answers.items[0]) == ["ids"]
+
+
+@needs_library
+def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
+    answers = answered(opened(tiny), Forced("forced", ((5, 6), (5, 7)), ((), (8, 9))))
+    assert answers.failed == {0: "empty continuation"}
+    assert rows(answers, 1).shape[0] == 2
+
+
+@needs_library
+def test_a_probe_that_it_cannot_answer_is_not_supported(tiny: Path) -> None:
+    with pytest.raises(NotSupportedError):
+        opened(tiny).answer(Timed("speed", "decode", 8, 0, 1), Answers())
+
+
+# --------------------------------------------------------------------------------------- the embedded model
+
+
+@pytest.fixture(scope="module")
+def smollm(smollm2: Model) -> Path:
+    assert smollm2.gguf is not None
+    return smollm2.gguf
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Model) -> tuple[tuple[int, ...], ...]:
+    return tuple(Tokenizer.load(smollm2).encode(text) for text in PROMPTS)
+
+
+@pytest.fixture(scope="module")
+def theirs(smollm: Path) -> Iterator[Callable[[], Any]]:
+    """llama-cpp-python's own class, at its own settings but for flash attention and one thread."""
+    from llama_cpp import Llama
+
+    made = Llama(
+        str(smollm), n_ctx=256, n_threads=1, n_threads_batch=1, flash_attn=True, logits_all=True, verbose=False
+    )
+
+    def reset() -> Any:
+        made.reset()
+        return made
+
+    yield reset
+    made.close()
+
+
+@needs_library
+@pytest.mark.model
+def test_tokens_are_those_of_the_parents_tokenizer(smollm: Path, smollm2: Model) -> None:
+    assert opened(smollm).tokenize(TEXT) == list(Tokenizer.load(smollm2).encode(TEXT))
+
+
+@needs_library
+@pytest.mark.model
+def test_rows_are_the_log_softmax_of_llama_cpps_logits(
+    smollm: Path, prompts: tuple[tuple[int, ...], ...], theirs: Callable[[], Any]
+) -> None:
+    llama = theirs()
+    llama.eval(list(prompts[1]))
+    logits = llama.scores[: len(prompts[1]) - 1].astype(np.float64)
+    expected = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    found = rows(answered(opened(smollm), prefill(prompts[1])), 0)
+    np.testing.assert_allclose(found, expected, rtol=2**-11, atol=1e-4)  # half a unit in the last place of float16
+
+
+@needs_library
+@pytest.mark.model
+def test_greedy_tokens_are_llama_cpps_own(
+    smollm: Path, prompts: tuple[tuple[int, ...], ...], theirs: Callable[[], Any]
+) -> None:
+    answers = answered(opened(smollm), Generate("trajectory", prompts[:2], 16, (), 2, rows=False))
+    for item, prompt in enumerate(prompts[:2]):
+        tokens = theirs().generate(list(prompt), temp=0.0, repeat_penalty=1.0)
+        assert ids(answers, item) == [token for token, _ in zip(tokens, range(16), strict=False)]
+
+
+@needs_library
+@pytest.mark.model
+@pytest.mark.parametrize("kv", ["f16", "q8_0", "f16/q4_0"])
+def test_a_batch_gives_what_its_prompts_give_one_by_one_and_forced_decoding_the_same(
+    kv: str, smollm: Path, prompts: tuple[tuple[int, ...], ...]
+) -> None:
+    engine = opened(smollm, kv)
+    together = answered(engine, Generate("trajectory", prompts, 12, (), 3))
+    alone = answered(engine, Generate("trajectory", prompts, 12, (), 1))
+    given = tuple(tuple(ids(alone, i)) for i in range(3))
+    forced = answered(engine, Forced("forced", prompts, given))
+    assert (engine.ran().k_format, engine.ran().v_format) == (str(KVSpec.parse(kv).k), str(KVSpec.parse(kv).v))
+    for item in range(3):
+        assert ids(together, item) == ids(alone, item)
+        np.testing.assert_array_equal(rows(forced, item), rows(alone, item))
+        np.testing.assert_allclose(rows(together, item), rows(alone, item), atol=0.05)
+
+
+@needs_library
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("kv", "size"), [("q8_0", 12_240), ("q5_1", 8_640), ("q5_0", 7_920), ("q4_1", 7_200), ("iq4_nl/q4_0", 6_480)]
+)
+def test_the_bytes_of_block_formats_are_those_of_their_blocks(kv: str, size: int, smollm: Path) -> None:
+    ran, spec = opened(smollm, kv).ran(), KVSpec.parse(kv)
+    assert (ran.cache_bytes_per_token, ran.expected_bytes_per_token) == (size, size)
+    assert (ran.k_format, ran.v_format, ran.kv_layers) == (str(spec.k), str(spec.v), 30)
+
+
+@needs_library
+@pytest.mark.model
+def test_a_run_tells_twins_format_loss_and_control_apart(tmp_path: Path) -> None:
+    report = compare(
+        "smollm2-135m",
+        engine="llamacpp",
+        reference="f16",
+        candidates=["f16", "q8_0", "q4_0"],
+        axes={"kld": {"windows": 3, "n_ctx": 64}},
+        threads=1,
+        floor=0,
+        output_dir=str(tmp_path),
+    )
+    assert report.control is not None
+    assert report.control.name == "bf16"
+    twin, q8, q4 = report.candidates
+    assert twin.status is Status.IDENTICAL
+    klds = [arm.axes.kld.mean for arm in (q8, q4) if arm.axes.kld is not None]
+    assert len(klds) == 2
+    assert klds[0] is not None
+    assert klds[1] is not None
+    assert 1e-4 < klds[0] < klds[1] < 1.0
