@@ -27,7 +27,9 @@ from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, load
 from fidelab.config.schema import Experiment
-from fidelab.core import Status, slug, usable_cores
+from fidelab.core import Estimator, Status, slug, usable_cores
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Engine
 from fidelab.errors import CaptureError, InputError, OutputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
@@ -326,9 +328,16 @@ def _check_disk(plan: Plan) -> None:
 def needed_bytes(plan: Plan) -> int:
     """Disk that the captures still to be made will take, heads included."""
     settings = plan.settings
-    width, dtype = settings.model.hidden_size, settings.experiment.dtype
-    need = sum(expected_bytes(capture, width, dtype) for job in plan.jobs for capture in job.missing())
-    head = settings.model.vocab_size * width * 2
+    model, experiment = settings.model, settings.experiment
+    engine: type[Engine] = ENGINES.load(experiment.engine)
+    estimator = experiment.engine_args.get("estimator", engine.estimator)
+    row, head = (
+        model.hidden_size * (4 if experiment.dtype == "float32" else 2),
+        model.vocab_size * model.hidden_size * 2,
+    )
+    if estimator == Estimator.LOGPROBS:
+        row, head = model.vocab_size * 2, 0
+    need = sum(expected_bytes(capture, row) for job in plan.jobs for capture in job.missing())
     return need + (head if need and not any((settings.captures_dir / "heads").glob("*.safetensors")) else 0)
 
 

@@ -113,7 +113,7 @@ def well(folder: Path) -> Told:
 def test_without_an_optional_package_and_without_the_model_it_is_ready(well: Told) -> None:
     assert well.ready
     assert well.done.stderr == ""
-    assert well.faults() == {"smollm2-135m"}
+    assert well.faults() - {"llamacpp"} == {"smollm2-135m"}  # an engine of an extra may be there or not
 
 
 def test_json_has_the_shape_that_is_documented(well: Told) -> None:
@@ -167,7 +167,7 @@ def test_without_torch_it_says_so_and_how_to_get_it(room: Path) -> None:
     torch = told.check("torch", "packages")
     assert (torch["status"], torch["remedy"]) == ("missing", 'pip install "torch>=2.6"')
     assert told.record["reasons"] == ["torch: not installed; 2.6 or newer is needed"]
-    assert told.check("hf", "engines")["detail"] == "engine hf needs torch: pip install fidelab"
+    assert told.check("hf", "engines")["detail"] == "needs torch: pip install fidelab"
 
 
 def test_without_transformers_the_engine_says_why_it_cannot_run(room: Path) -> None:

@@ -77,8 +77,9 @@ def _engine(registry: Registry, name: str, unusable: Collection[str]) -> tuple[C
         versions, names = engine.versions(), [str(kv) for kv in engine.kv_names()]
         shown = ", ".join(f"{package} {version}" for package, version in versions.items())
     except CAUGHT as error:
-        missing = isinstance(error, ModuleNotFoundError)
-        return check("missing" if missing else "broken", reason(error), _provider(registry, name)), []
+        missing = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
+        why = reason(error).removeprefix(f"engine {name} ")
+        return check("missing" if missing else "broken", why, _provider(registry, name)), []
     if lacking := [package for package in versions if package in unusable]:
         return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []
     return check("ok", shown), names

@@ -85,6 +85,7 @@ class Engine(ABC):
     """One engine adapter."""
 
     name: ClassVar[str]
+    estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 
     @classmethod

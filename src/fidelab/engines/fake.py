@@ -112,6 +112,7 @@ class FakeEngine(Engine):
     """See the module's docstring."""
 
     name: ClassVar[str] = "fake"
+    estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod
     def versions(cls) -> dict[str, str]:

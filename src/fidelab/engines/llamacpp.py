@@ -73,6 +73,7 @@ class LlamaCppEngine(Engine):
 
     name: ClassVar[str] = "llamacpp"
     form: ClassVar[str] = "gguf"
+    estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod
     def versions(cls) -> dict[str, str]:

@@ -151,15 +151,14 @@ def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mappin
     return replace(job, captures=tuple(captures))
 
 
-def expected_bytes(capture: PlannedCapture, hidden_size: int, dtype: str) -> int:
-    """Disk that a capture of hidden states takes."""
-    width = hidden_size * (4 if dtype == "float32" else 2)
+def expected_bytes(capture: PlannedCapture, row: int) -> int:
+    """Disk that a capture takes whose rows have so many bytes."""
     match capture.probe:
         case Prefill() as probe:
-            return len(probe.windows) * probe.n_rows * width
+            return len(probe.windows) * probe.n_rows * row
         case Generate() as probe:
-            return len(probe.prompts) * probe.max_tokens * width if probe.rows else 0
+            return len(probe.prompts) * probe.max_tokens * row if probe.rows else 0
         case Forced() as probe:
-            return sum(map(len, probe.continuations)) * width
+            return sum(map(len, probe.continuations)) * row
         case _:
             return 0
