@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ from fidelab.models import Model, resolve
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MakeFolder = Callable[..., Path]
 

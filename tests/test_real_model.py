@@ -90,7 +90,7 @@ def test_the_reference_reads_the_package_own_text_as_plain_prose(run: Run) -> No
     figures = {figure.name: figure for figure in run.arm("f32").axes.others()["perplexity"].figures}
     value = next(figure.value for name, figure in figures.items() if name.startswith("reference PPL"))
     assert value is not None
-    assert 5 < value < 40  # random words: tens of thousands; text that repeats itself: about 1
+    assert 15 < value < 120  # news to it, yet prose: random words have tens of thousands, repetition about 1
 
 
 def test_int4_reads_worse_than_k16v8(run: Run) -> None:
