@@ -55,7 +55,7 @@ def formats(
     table.add_column("format", no_wrap=True)
     for heading in ("bits/value", "bytes/token", "typical error", "worst error"):
         table.add_column(heading, justify="right")
-    table.add_column("engines")
+    table.add_column("engines", overflow="fold")
     for row in rows:
         mark = "*" if row["emulated"] else ""
         table.add_row(
@@ -67,6 +67,8 @@ def formats(
             Text(", ".join(row["engines"])),
         )
     console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(width=100)
     console.print(table)
     console.print(
         Text(
