@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,9 @@ def _answers(sequences: list[list[int]], margin: float = 1.0) -> list[dict[str, 
     return found
 
 
-def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: float = 1.0) -> Any:
+def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: float = 1.0, **settings: str) -> Any:
     probe = _generate(len(ref), max(map(len, ref + test)))
+    probe = replace(probe, settings=(*probe.settings, *settings.items()))
     p = _capture(tmp_path, "f32", probe, _answers(ref, margin))
     q = _capture(tmp_path, "int4", probe, _answers(test))
     return Trajectory(Trajectory.Settings()).score(Pair.match(p, q), 0)
@@ -148,6 +150,11 @@ def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: 
 def test_a_candidate_that_stops_early_does_not_score_full_marks(tmp_path: Path) -> None:
     figures = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]]).figures
     assert (figures["score"], figures["score_refract"]) == (50.0, 62.5)
+
+
+def test_in_compat_mode_the_score_is_the_sources(tmp_path: Path) -> None:
+    score = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]], compat="refract")
+    assert score.score() == score.figures["score"] == 62.5
 
 
 def test_the_score_weighs_prompts_by_their_longest_answer(tmp_path: Path) -> None:

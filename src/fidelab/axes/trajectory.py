@@ -41,6 +41,9 @@ class TrajectorySettings(AxisSettings):
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="prompts decoded together")
+    compat: Literal["refract"] | None = Field(
+        default=None, description="the source's score"
+    )
 
 
 class Trajectory(Axis):
@@ -70,12 +73,17 @@ class Trajectory(Axis):
             max_tokens=s.n_predict,
             stop=tokenizer.stop_ids,
             batch=s.batch,
-            settings=(("n_predict", s.n_predict), ("template", used)),
+            settings=(
+                *((("compat", s.compat),) if s.compat else ()),
+                ("n_predict", s.n_predict),
+                ("template", used),
+            ),
         )
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         answers = [(pair.ref.ids(r), pair.test.ids(t)) for r, t in pair.items]
         pairs = [first_divergence(ref, test) for ref, test in answers]
+        compat = pair.ref.manifest["settings"].get("compat")
         usable = np.array(
             [
                 not agreement.failed and pair.ref.items[r]["failed"] is None and pair.test.items[t]["failed"] is None
@@ -86,7 +94,7 @@ class Trajectory(Axis):
         score = AxisScore(
             figures={},
             num=np.array([p.prefix for p in pairs], dtype=np.float64),
-            den=np.array([p.longest for p in pairs], dtype=np.float64),
+            den=np.array([p.test_length if compat else p.longest for p in pairs], dtype=np.float64),
             units=np.array([r for r, _ in pair.items], dtype=np.int64),
             usable=usable,
             transform=lambda ratio: 100.0 * ratio,
