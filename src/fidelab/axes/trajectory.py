@@ -41,9 +41,7 @@ class TrajectorySettings(AxisSettings):
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="prompts decoded together")
-    compat: Literal["refract"] | None = Field(
-        default=None, description="the source's score"
-    )
+    compat: Literal["refract"] | None = Field(default=None, description="the source's score")
 
 
 class Trajectory(Axis):
