@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from fidelab.errors import UsageError
 
@@ -413,11 +412,3 @@ def probe_from_record(record: Mapping[str, Any]) -> Probe:
 def token_hashes(items: Sequence[Tokens]) -> list[str]:
     """One short hash per item, to match the items of two captures."""
     return [digest(np.asarray(item, dtype="<i4").tobytes())[:16] for item in items]
-
-
-def pack_ragged(rows: Sequence[Sequence[int]]) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-    """Rows of unequal length → one flat array and its offsets (length rows + 1)."""
-    offsets = np.zeros(len(rows) + 1, dtype=np.int64)
-    np.cumsum([len(row) for row in rows], out=offsets[1:])
-    flat = np.fromiter((value for row in rows for value in row), dtype=np.int32, count=int(offsets[-1]))
-    return flat, offsets

@@ -13,6 +13,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -228,7 +229,7 @@ def repeat_experiment(
     folder = _new_folder(settings.output_dir / "repeats", slug(experiment.model))
     record = Repeat(
         repeat_id=folder.name,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),  # type: ignore[arg-type]  # pydantic reads it
+        created=datetime.now(UTC).replace(microsecond=0),
         fidelab_version=fidelab.__version__,
         command=command,
         settings=settings.experiment.model_dump(mode="json"),

@@ -14,7 +14,7 @@ import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
@@ -22,7 +22,6 @@ from typing import Any
 
 import fidelab
 from fidelab.asking import Asking, Listener, Silent
-from fidelab.axes import AXES
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, load
@@ -295,15 +294,7 @@ def _absolute(experiment: Experiment) -> Experiment:
             updates[name] = str(_expand(value))
     if experiment.captures_dir is not None:
         updates["captures_dir"] = str(_expand(experiment.captures_dir))
-    updates["axes"] = {name: _absolute_settings(name, values) for name, values in experiment.axes.items()}
     return experiment.model_copy(update=updates)
-
-
-def _absolute_settings(axis: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of an axis, those that name an existing file with its whole path."""
-    files = AXES.load(axis).files
-    found = {key: _expand(value) for key in files if isinstance(value := values.get(key), str)}
-    return {**values, **{key: str(path) for key, path in found.items() if path.is_file()}}
 
 
 def _expand(path: str) -> Path:

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -107,7 +108,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     summary = _Summary(experiment, measured, control)
     report = Report(
         run_id=facts.run_id,
-        created=facts.created,  # type: ignore[arg-type]  # pydantic reads the ISO text
+        created=datetime.fromisoformat(facts.created),
         fidelab_version=fidelab.__version__,
         command=facts.command,
         environment=dict(facts.environment),

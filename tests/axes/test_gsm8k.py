@@ -371,3 +371,9 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
     assert [Decimal(row[1]) for row in rows] == list(numbers)
     assert [row[4] for row in rows] == ["both right"] * 4
     assert score.identical
+
+
+def test_settings_name_the_problems_by_their_whole_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert GSM8K.Settings.model_validate({"data": "items.jsonl"}).model_dump()["data"] == str(tmp_path / "items.jsonl")
+    assert GSM8K.Settings().model_dump()["data"] == "gsm8k"

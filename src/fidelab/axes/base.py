@@ -143,8 +143,6 @@ class Axis:
     Settings: ClassVar[type[AxisSettings]]
     follows: ClassVar[bool] = False
     """Some of its questions depend on the reference's answers."""
-    files: ClassVar[tuple[str, ...]] = ()
-    """Settings that may name a file."""
     quick: ClassVar[Mapping[str, Any]] = {}
     """Settings for a first look: fewer items."""
     reference_only: ClassVar[tuple[str, ...]] = ()
@@ -159,11 +157,11 @@ class Axis:
         Raises:
             InputError: text or prompts do not suffice; says how much is needed.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"axis {self.name} has neither a probe nor probes of its own")
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """Compare two captures of the probe."""
-        raise NotImplementedError
+        raise NotImplementedError(f"axis {self.name} has neither score nor score_parts of its own")
 
     def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
         """The questions put to every arm, by part; the part of an axis that has only one is ``""``.

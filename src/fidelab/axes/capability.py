@@ -22,7 +22,7 @@ from fidelab.capability.parse import after_thinking
 from fidelab.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.core import Generate, Tokens, canonical_json
+from fidelab.core import Generate, Timed, Tokens, canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
 from fidelab.results.axis_record import Figure
@@ -219,7 +219,8 @@ def _results(pairs: Mapping[str, Pair]) -> list[_Result]:
     found: dict[str, dict[str, tuple[Pair, int, int, dict[str, str]]]] = {}
     asked: set[str] = set()
     for part, pair in pairs.items():
-        notes = [json.loads(note) for note in pair.ref.probe.notes]  # type: ignore[union-attr]
+        probe = pair.ref.probe
+        notes = [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
         asked.update(note["id"] for note in notes)
         for r, t in pair.items:
             found.setdefault(notes[r]["id"], {})[part] = (pair, r, t, notes[r])

@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from json import loads
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.captures.pair import Pair
@@ -49,6 +50,11 @@ class GSM8KSettings(AxisSettings):
     template: Literal["chat", "raw"] = Field(default="raw", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="problems decoded together")
 
+    @field_validator("data")
+    @classmethod
+    def _from_any_folder(cls, name: str) -> str:
+        return name if name == "gsm8k" else str(Path(name).expanduser().absolute())
+
 
 class GSM8K(Axis):
     """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent."""
@@ -56,7 +62,6 @@ class GSM8K(Axis):
     name: ClassVar[str] = "gsm8k"
     title: ClassVar[str] = "GSM8K: are word problems still solved?"
     Settings: ClassVar[type[AxisSettings]] = GSM8KSettings
-    files: ClassVar[tuple[str, ...]] = ("data",)
     quick: ClassVar[Mapping[str, Any]] = {"limit": 20}
     settings: GSM8KSettings
 

@@ -103,7 +103,6 @@ class RNIAH(Axis):
     Settings: ClassVar[type[AxisSettings]] = RNIAHSettings
     follows: ClassVar[bool] = True
     reference_only: ClassVar[tuple[str, ...]] = ("question",)
-    files: ClassVar[tuple[str, ...]] = ("haystack",)
     quick: ClassVar[Mapping[str, Any]] = {"lengths": (512, 2048)}
     settings: RNIAHSettings
 

@@ -14,7 +14,6 @@ from fidelab.cli.output import gate, note, show_report
 
 if TYPE_CHECKING:
     from fidelab.imports.leave import Imported
-    from fidelab.results.panels import TablePanel
 
 __all__ = ["register"]
 
@@ -115,8 +114,10 @@ def _show_comparison(imported: Imported) -> None:
 
     from fidelab.imports.refract import AXIS
     from fidelab.report.numbers import ABSENT, one_line
+    from fidelab.results.panels import TablePanel
 
-    panel: TablePanel = imported.report.candidates[0].axes.others()[AXIS].panels[0]  # type: ignore[assignment]
+    panel = imported.report.candidates[0].axes.others()[AXIS].panels[0]
+    assert isinstance(panel, TablePanel)
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own
         console = Console(width=100)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from fidelab.results.axis_record import KldAxis
 from fidelab.results.record import ArmRecord, Band, Comparison, Report, Verdict
 from fidelab.results.store import RunFolder
 
-__all__ = ["Imported", "Source", "kld_verdict", "leave_run", "sha256_of", "window_blocks"]
+__all__ = ["Imported", "Source", "kld_verdict", "leave_run", "window_blocks"]
 
 
 @dataclass(frozen=True)
@@ -82,12 +81,6 @@ def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:
     return blocks
 
 
-def sha256_of(path: Path) -> str:
-    """SHA-256 of a file's bytes."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def leave_run(
     source: Source,
     reference: ArmRecord,
@@ -110,7 +103,7 @@ def leave_run(
     )
     report = Report(
         run_id=folder.run_id,
-        created=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),  # type: ignore[arg-type]  # pydantic reads it
+        created=datetime.now(UTC).replace(microsecond=0),
         fidelab_version=fidelab.__version__,
         command=command,
         environment={

@@ -324,7 +324,7 @@ def _percentiles(replicates: Floats, level: float) -> Interval:
 # ---------------------------------------------------------------------------------------------- counts
 
 
-def binomial_interval(k: int, n: int, level: float = 0.95) -> Interval:
+def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
     """Exact (Clopper-Pearson) interval of a share, ``k`` of ``n``, with (1 − level)/2 on each side."""
     _check_count(k, n)
     tail = (1 - level) / 2
@@ -356,6 +356,6 @@ def mcnemar_exact(b: int, c: int) -> float:
     return min(1.0, 2.0 * float(special.bdtr(min(b, c), b + c, 0.5))) if b + c else 1.0
 
 
-def _check_count(k: int, n: int) -> None:
+def _check_count(k: float, n: int) -> None:
     if not 0 <= k <= n or n == 0:
         raise ValueError(f"expected 0 <= k <= n and n > 0, not k = {k}, n = {n}")

@@ -123,7 +123,7 @@ def retrieval_interval(
         low, high = _percentiles(draws, level)
     else:
         count = min(_degradation(counted) * n, n)  # need not be whole
-        most, least = reversed(binomial_interval(count, n, level))  # type: ignore[arg-type]
+        most, least = reversed(binomial_interval(count, n, level))
         low, high = (100.0 * (1.0 - _weight(cells, compat) * end) for end in (most, least))
     return min(low, score), max(high, score)
 

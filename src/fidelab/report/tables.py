@@ -41,7 +41,6 @@ _TRAJECTORY_COLUMNS = (
     *("score", "over control", "exact match", "first divergence", "near ties", "positions equal"),
     *("prompts", "failed", "tokens", "template"),
 )
-_OTHER_COLUMNS = ("axis", "status", "score", "items", "failed")
 _RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "more")
 
 
@@ -50,11 +49,9 @@ def tables_of(arms: Sequence[tuple[str, ArmRecord]]) -> list[Table]:
     compared = [arm for role, arm in arms if role != "reference"]
     kld = [(arm.name, _kld_cells(axis)) for arm in compared if (axis := arm.axes.kld)]
     greedy = [(arm.name, _trajectory_cells(found)) for arm in compared if (found := arm.axes.trajectory)]
-    others = [(arm.name, _other_cells(name, axis)) for arm in compared for name, axis in arm.axes.others().items()]
     tables = [
         _table("kld", "KL divergence per position (nats)", _KLD_COLUMNS, kld),
         _table("trajectory", "Trajectory (greedy)", _TRAJECTORY_COLUMNS, greedy),
-        _table("others", "Other axes", _OTHER_COLUMNS, others),
         _table("ran", "What was asked and what ran", _RAN_COLUMNS, [(arm.name, _ran_cells(arm)) for _, arm in arms]),
     ]
     return [table for table in tables if table.rows]
@@ -93,16 +90,6 @@ def _trajectory_cells(axis: TrajectoryAxis) -> tuple[str, ...]:
         format_count(axis.n_failed),
         format_count(axis.n_predict),
         one_line(axis.template or ABSENT),
-    )
-
-
-def _other_cells(name: str, axis: OtherAxis) -> tuple[str, ...]:
-    return (
-        one_line(name),
-        STATUS[axis.status],
-        str(scored(axis.score, axis.ci)),
-        format_count(axis.n_items),
-        format_count(axis.n_failed),
     )
 
 
