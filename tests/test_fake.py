@@ -174,7 +174,7 @@ def test_progress_counts_every_token() -> None:
 
 def test_timed_probes_are_not_supported() -> None:
     with pytest.raises(NotSupportedError, match="timed"):
-        opened("exact").answer(Timed("speed", "decode", 1, 0, 1), Memory())
+        opened("exact").answer(Timed("speed", ((1, 2, 3),), 1), Memory())
 
 
 def test_silent_reports_that_another_format_ran() -> None:

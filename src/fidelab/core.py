@@ -361,19 +361,28 @@ class Forced:
 
 @dataclass(frozen=True)
 class Timed:
-    """Timestamps of ``repeats`` forwards of ``n`` tokens at context ``depth``; never reused by another run."""
+    """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
+
+    ``n``: tokens decoded greedily behind each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
+    many of the first prompts are answered once before, unmeasured.  The answer to a prompt is ``seconds`` [1 + n]
+    float64 since it was handed over: when the prompt was read and the first token known, then each further token.
+    """
 
     axis: str
-    what: str
-    n: int
-    depth: int
-    repeats: int
+    prompts: tuple[Tokens, ...]
+    n: int = 0
+    warmup: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
     kind: str = field(default="timed", init=False)
 
     def items(self) -> tuple[Tokens, ...]:
-        """No token content."""
-        return ()
+        """What is timed one by one: the prompts."""
+        return self.prompts
+
+    def select(self, indices: Sequence[int]) -> Timed:
+        """The probe cut down to some of its prompts."""
+        return replace(self, prompts=_chosen(self.prompts, indices), notes=_chosen(self.notes, indices))
 
 
 Probe = Prefill | Generate | Forced | Timed

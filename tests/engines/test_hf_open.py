@@ -149,7 +149,7 @@ def test_a_compute_type_that_does_not_exist_is_refused_before_anything_loads() -
 
 def test_a_probe_of_another_kind_is_refused(checkpoint: Checkpoint) -> None:
     with pytest.raises(NotSupportedError, match="does not answer timed probes yet"):
-        tiny.opened(checkpoint("llama")).answer(Timed("decode", "decode", 1, 0, 1), Answers())
+        tiny.opened(checkpoint("llama")).answer(Timed("decode", ((1, 2, 3),), 1), Answers())
 
 
 # ------------------------------------------------------------------------------------------------ what ran

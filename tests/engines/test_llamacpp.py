@@ -321,7 +321,7 @@ def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
 @needs_library
 def test_a_probe_that_it_cannot_answer_is_not_supported(tiny: Path) -> None:
     with pytest.raises(NotSupportedError):
-        opened(tiny).answer(Timed("speed", "decode", 8, 0, 1), Answers())
+        opened(tiny).answer(Timed("speed", ((1, 2, 3),), 8), Answers())
 
 
 # --------------------------------------------------------------------------------------- the embedded model

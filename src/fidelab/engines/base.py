@@ -86,6 +86,7 @@ class Engine(ABC):
 
     name: ClassVar[str]
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
+    packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 
     @classmethod

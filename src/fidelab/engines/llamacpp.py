@@ -72,6 +72,7 @@ class LlamaCppEngine(Engine):
     """llama.cpp behind the engine contract."""
 
     name: ClassVar[str] = "llamacpp"
+    packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     form: ClassVar[str] = "gguf"
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
