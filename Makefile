@@ -1,7 +1,8 @@
 # make demo   the main job on a real model, from nothing
-# make test   all tests
+# make test   all tests but those of other engines
+# make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
 # make check  ruff and strict mypy
-.PHONY: demo test check setup clean
+.PHONY: demo test test-engines check setup clean
 
 RUN := .venv/bin/python -m
 
@@ -11,7 +12,11 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	$(RUN) pytest
+	$(RUN) pytest -m "not engines"
+
+test-engines: .venv/.ready
+	.venv/bin/fidelab models pull smollm2-135m
+	scripts/test-engines
 
 check: .venv/.ready
 	$(RUN) ruff check .

@@ -78,14 +78,14 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
             engine.open(job.arm)
             engines.append(engine)
         windows = plan.jobs[0].captures[0].probe.items()
-        model = engines[0]._model
+        model = engines[0]._model.module
         bare, whole = [], []
         for repeat in range(options.repeats):
             began = time.perf_counter()
             for _ in engines:
                 for window in windows:
                     model(input_ids=torch.tensor([window]), use_cache=False)
-                    engines[0]._states.clear()
+                    engines[0]._model._states.clear()
             bare.append(time.perf_counter() - began)
             began = time.perf_counter()
             _pipeline(plan, engines, Path(folder) / str(repeat))

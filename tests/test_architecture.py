@@ -24,6 +24,9 @@ ARROWS: dict[str, set[str] | None] = {
     "repeat": None,
     "asking": None,
     "scoring": None,
+    "measuring": None,
+    "attribution": None,
+    "cross_engine": None,
     "sizing": None,
     "phases": None,
     "doctor": None,
@@ -34,6 +37,7 @@ ARROWS: dict[str, set[str] | None] = {
     "errors": set(),
     "registry": set(),
     "config": set(),
+    "profiles": set(),
     "formats": set(),
     "plugins": {"formats", "kernels"},
     "engines": {"formats", "kernels", "plugins", "captures.container"},
@@ -44,7 +48,7 @@ ARROWS: dict[str, set[str] | None] = {
     "metrics": set(),
     "axes": {"inputs", "captures", "metrics", "capability", "results.axis_record", "results.panels"},
     "capability": {"inputs"},
-    "plan": {"config", "engines", "axes", "models", "captures", "workers.messages"},
+    "plan": {"config", "engines", "environments", "axes", "models", "captures", "workers.messages"},
     "results": {"metrics"},
     "report": {"results"},
     "imports": {"results", "report", "metrics", "captures.container"},
@@ -61,7 +65,11 @@ THIRD_PARTY: dict[str, set[str]] = {
     "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }
-LEAN_MODULES = ["fidelab.core", "fidelab.captures.writer", "fidelab.workers.child", "fidelab.engines.base"]
+LEAN_MODULES = [
+    *("fidelab.core", "fidelab.captures.writer", "fidelab.engines.base"),
+    *("fidelab.workers.child", "fidelab.workers.ask"),
+    *(f"fidelab.engines.{name}" for name in ("hf", "llamacpp", "vllm", "sglang", "openai")),
+]
 
 
 def _files() -> list[Path]:

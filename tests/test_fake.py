@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Timed
 from fidelab.engines.fake import FakeEngine
-from fidelab.errors import NotSupportedError, UsageError
+from fidelab.errors import UsageError
 
 WINDOWS = Prefill("kld", ((1, 2, 3, 4, 5), (6, 7, 8, 9, 10)), 1, 3, ((0, 0, 0), (1, 1, 1)))
 PROMPTS = Generate("trajectory", ((10, 20), (30,), (5, 5, 5)), max_tokens=8, stop=())
@@ -172,9 +172,14 @@ def test_progress_counts_every_token() -> None:
     assert sink.tokens == 10 + (2 + 1 + 3) + 3 * 8
 
 
-def test_timed_probes_are_not_supported() -> None:
-    with pytest.raises(NotSupportedError, match="timed"):
-        opened("exact").answer(Timed("speed", ((1, 2, 3),), 1), Memory())
+def test_the_stated_times_are_those_of_1024_tokens_a_second_in_and_64_out() -> None:
+    sink = Memory()
+    answer = opened("exact", estimator="hidden").answer(Timed("speed", ((1,) * 512, (2,) * 256), 3), sink)
+    assert (answer.head, list(sink.items[0]), sink.tokens) == (None, ["seconds"], 512 + 256 + 2 * 3)
+    assert [sink.items[i]["seconds"].tolist() for i in (0, 1)] == [
+        [0.5, 0.515625, 0.53125, 0.546875],
+        [0.25, 0.265625, 0.28125, 0.296875],
+    ]
 
 
 def test_silent_reports_that_another_format_ran() -> None:

@@ -14,9 +14,9 @@ __all__ = ["compare"]
 def compare(
     model: str,
     *,
-    reference: str,
-    candidates: Sequence[str],
-    engine: str = "hf",
+    reference: str | Mapping[str, Any] | None = None,
+    candidates: Sequence[str | Mapping[str, Any]],
+    engine: str | Mapping[str, Any] = "hf",
     control: str = "auto",
     axes: Mapping[str, Mapping[str, Any]] | Sequence[str] = ("trajectory", "kld"),
     **settings: Any,
@@ -25,8 +25,11 @@ def compare(
 
     Args:
         model: embedded name, hub id with optional ``@revision``, folder, or ``.gguf`` file.
-        reference, control, candidates: KV formats: a name, ``K/V``, options in brackets.
-        engine: ``hf``.
+        reference, control, candidates: KV formats (a name, ``K/V``, options in brackets) or whole arms
+            (``{"kv": "fp8_e4m3", "model": "./awq"}``, ``"kv=fp8_e4m3,block-size=32"``); the engine's native format
+            where no reference is named.
+        engine: ``hf``, ``llamacpp``, ``vllm``, ``sglang``, ``openai``; with ``python``, ``prefix`` or ``pythonpath``:
+            ``{"name": "vllm", "python": PATH}``.
         axes: names, or name → settings (``{"kld": {"windows": 8}}``).
         settings: any other key of an experiment file: ``text``, ``prompts``, ``dtype``, ``seed``, ``output_dir`` …
 
@@ -38,7 +41,7 @@ def compare(
     data = {
         "model": model,
         "engine": engine,
-        "reference": reference,
+        "reference": reference or {},
         "control": control,
         "candidates": list(candidates),
         "axes": list(axes) if not isinstance(axes, Mapping) else {name: dict(values) for name, values in axes.items()},

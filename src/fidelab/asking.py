@@ -13,10 +13,12 @@ from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Probe, Status
 from fidelab.errors import CaptureError
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.measuring import ArmResult
+from fidelab.models import Model
 from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.resolve import Settings
 from fidelab.results.store import RunFolder
-from fidelab.scoring import ArmResult
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import Outcome, run_worker
 
@@ -78,6 +80,7 @@ class Asking:
         self._sample = sample
         self._listener = listener
         self._event = event
+        self._tokenizers = {settings.model.path: inputs.tokenizer}
         self._later: dict[str, Mapping[str, Probe]] = {}
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
 
@@ -109,10 +112,12 @@ class Asking:
                 self._listener.extended(job, sum(capture.tokens for capture in added))
                 return [capture.task() for capture in added]
 
+            environment = self._settings.deployed[job.arm.name].environment
             outcome = run_worker(
                 self._message(job, missing),
+                command=environment.command("fidelab.workers.child"),
                 log=log,
-                env=_thread_env(job.arm.threads),
+                env={**_thread_env(job.arm.threads), **environment.variables()},
                 deadline=self._settings.experiment.deadline,
                 listen=lambda received: self._hear(job, missing, received),
                 follow_up=more if leads else None,
@@ -135,7 +140,8 @@ class Asking:
         return with_probes(self._settings, job, self._later)
 
     def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
-        tokenizer, store = self._inputs.tokenizer, self._settings.captures_dir
+        deployed, store = self._settings.deployed[job.arm.name], self._settings.captures_dir
+        tokenizer = self._tokenizer(deployed.model)
         vocabulary = tokenizer.vocabulary()
         store_vocabulary(store, vocabulary, tokenizer.pieces())
         return Job(
@@ -144,8 +150,16 @@ class Asking:
             tasks=[capture.task() for capture in missing],
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
             sample_text=self._sample,
-            sample_ids=list(tokenizer.encode(self._sample)),
+            sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the probes are made with
+            env=_thread_env(job.arm.threads),
+            about=deployed.about,
         )
+
+    def _tokenizer(self, model: Model) -> Tokenizer:
+        """An arm's own: a checkpoint may name more or fewer tokens than the reference's."""
+        if model.path not in self._tokenizers:
+            self._tokenizers[model.path] = Tokenizer.load(model)
+        return self._tokenizers[model.path]
 
     def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], received: Message) -> None:
         match received:

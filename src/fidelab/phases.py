@@ -16,10 +16,11 @@ from fidelab.config.load import dump, validate
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.errors import CaptureError, UsageError
+from fidelab.measuring import ArmResult
 from fidelab.report.html import write_html
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.scoring import ArmResult, RunFacts, score_run
+from fidelab.scoring import RunFacts, score_run
 
 __all__ = ["score_captures"]
 
@@ -59,7 +60,7 @@ def score_captures(
         command=command,
         environment={"fidelab": fidelab.__version__, "python": platform.python_version()},
     )
-    scored = score_run(experiment, facts, results)
+    scored = score_run(experiment, facts, results, strict=True)
     if output_dir is None:
         return scored.report, None
     config = dump(experiment, {"command": command, "created": facts.created})

@@ -27,18 +27,18 @@ from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, load
 from fidelab.config.schema import Experiment
 from fidelab.core import Estimator, Status, slug, usable_cores
-from fidelab.engines import ENGINES
-from fidelab.engines.base import Engine
 from fidelab.errors import CaptureError, InputError, OutputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.measuring import ArmResult
+from fidelab.models import Model
 from fidelab.models.embedded import NAMES
 from fidelab.plan.build import FLOOR, Plan, build_plan, expected_bytes
-from fidelab.plan.resolve import Settings, resolve_experiment
+from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.scoring import ArmResult, RunFacts, score_run
+from fidelab.scoring import RunFacts, score_run
 
 __all__ = [
     "Interrupted",
@@ -53,6 +53,7 @@ __all__ = [
     "resume",
 ]
 
+_TOPK_BYTES = 20 * 8  # ids and log-probabilities of as many tokens as servers tell
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
 
 
@@ -86,15 +87,18 @@ class Prepared:
         return Asking(self.settings, self.inputs, self.sample, listener, event)
 
 
-def prepare(experiment: Experiment, only: str | None = None, *, replicate: int = 0) -> Prepared:
+def prepare(
+    experiment: Experiment, only: str | None = None, *, replicate: int = 0, created: str | None = None
+) -> Prepared:
     """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
 
-    ``only``: keep the job of this role alone.  ``replicate``: where the numbers of this run's captures begin.
+    ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
+    this run's captures begin.  ``created``: when the run was first started; now unless told.
 
     Raises:
         FidelabError: anything a user can mend, in one line.
     """
-    settings = resolve_experiment(_absolute(experiment))
+    settings = resolve_experiment(_absolute(experiment), created or _now())
     tokenizer = Tokenizer.load(settings.model)
     text = load_text(settings.experiment.text)
     prompts = settings.experiment.prompts
@@ -105,8 +109,10 @@ def prepare(experiment: Experiment, only: str | None = None, *, replicate: int =
         max_positions=settings.model.max_positions,
     )
     plan = build_plan(settings, inputs, replicate)
-    if only is not None:
-        plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role == only))
+    if only is None:
+        refuse_same_server(settings)
+    else:
+        plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     _check_disk(plan)
     return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS])
 
@@ -120,8 +126,8 @@ def execute(
         FidelabError: before anything ran.  What fails later is in the report.
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
-    prepared = prepare(experiment, replicate=replicate)
     created = _now()
+    prepared = prepare(experiment, replicate=replicate, created=created)
     head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
     config = dump(prepared.settings.experiment, head)
     folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
@@ -138,8 +144,8 @@ def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, 
     """
     folder = RunFolder.open(run_dir.absolute())
     folder.sweep()
-    prepared = prepare(load(folder.config), replicate=first_replicate(folder))
     facts = _stored_facts(folder)
+    prepared = prepare(load(folder.config), replicate=first_replicate(folder), created=facts.created)
     folder.event("resumed")
     return _conduct(prepared, folder, facts, listener or Silent()), folder
 
@@ -192,8 +198,7 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
     Raises:
         CaptureError: no capture lies in ``follow``.
     """
-    role = "reference" if follow is None else f"candidate:{experiment.candidates[0].kv}"
-    prepared = prepare(experiment, only=role)
+    prepared = prepare(experiment, only="reference" if follow is None else "candidate")
     [job] = prepared.plan.jobs
     logs = prepared.settings.captures_dir / "logs"
     watcher = listener or Silent()
@@ -243,8 +248,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
 def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
     """The results so far and the arms that cannot run at all, in the order in which they were given."""
     settings = plan.settings
-    arms = [("reference", settings.reference), *([("control", settings.control)] if settings.control else [])]
-    arms += [(f"candidate:{arm.name}", arm) for arm in settings.candidates]
+    arms = settings.roles()
     found = {result.role: result for result in results}
     for role, arm in arms:
         if arm.name in settings.unsupported:
@@ -318,18 +322,21 @@ def _check_disk(plan: Plan) -> None:
 
 def needed_bytes(plan: Plan) -> int:
     """Disk that the captures still to be made will take, heads included."""
-    settings = plan.settings
-    model, experiment = settings.model, settings.experiment
-    engine: type[Engine] = ENGINES.load(experiment.engine)
-    estimator = experiment.engine_args.get("estimator", engine.estimator)
-    row, head = (
-        model.hidden_size * (4 if experiment.dtype == "float32" else 2),
-        model.vocab_size * model.hidden_size * 2,
-    )
-    if estimator == Estimator.LOGPROBS:
-        row, head = model.vocab_size * 2, 0
-    need = sum(expected_bytes(capture, row) for job in plan.jobs for capture in job.missing())
-    return need + (head if need and not any((settings.captures_dir / "heads").glob("*.safetensors")) else 0)
+    need, heads = 0, {}
+    for job in plan.jobs:
+        deployed = plan.settings.deployed[job.arm.name]
+        row = _row_bytes(deployed.model, deployed.estimator, job.arm.dtype)
+        here = sum(expected_bytes(capture, row) for capture in job.missing())
+        need += here
+        if here and deployed.estimator is Estimator.HIDDEN:
+            heads[deployed.model.weights] = deployed.model.head_bytes
+    return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
+
+
+def _row_bytes(model: Model, estimator: Estimator, dtype: str) -> int:
+    if estimator is Estimator.HIDDEN:
+        return model.hidden_size * (4 if dtype == "float32" else 2)
+    return _TOPK_BYTES if estimator is Estimator.TOPK else model.vocab_size * 2
 
 
 def _environment() -> dict[str, Any]:

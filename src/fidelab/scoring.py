@@ -3,76 +3,29 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import fidelab
+from fidelab.attribution import attribute, is_witness, measure_truth
 from fidelab.axes import AXES
-from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
-from fidelab.captures.pair import Pair, comparability_key
-from fidelab.captures.reader import Capture
+from fidelab.axes.base import AxisScore
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, KVSpec, Status
-from fidelab.errors import FidelabError, MismatchError
+from fidelab.core import Estimator, KVSpec, Status
+from fidelab.measuring import ArmResult, Measured, Scorer, engaged
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import composite, verdict
+from fidelab.plan.resolve import TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.axis_record import Axes, Bins
 from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats, Ran, Report, Verdict
 
-__all__ = ["ArmResult", "RunFacts", "Scored", "score_run"]
+__all__ = ["RunFacts", "Scored", "score_run"]
 
-_BYTES_TOLERANCE = 1e-3
 _CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
-
-
-@dataclass(frozen=True)
-class ArmResult:
-    """What became of one arm: its captures by axis, or why there are none.
-
-    ``role``: ``reference``, ``control``, ``candidate:<name>`` or ``floor``.
-    """
-
-    role: str
-    arm: Arm
-    status: Status
-    reason: str | None = None
-    ran: Mapping[str, Any] | None = None
-    captures: Mapping[str, Path] = field(default_factory=dict)
-    failures: Mapping[str, str] = field(default_factory=dict)
-    timing: Mapping[str, float | None] = field(default_factory=dict)
-
-    def record(self, base: Path) -> dict[str, Any]:
-        """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
-        return {
-            "role": self.role,
-            "arm": self.arm.record(),
-            "status": str(self.status),
-            "reason": self.reason,
-            "ran": self.ran,
-            "captures": {axis: _relative(path, base) for axis, path in self.captures.items()},
-            "failures": dict(self.failures),
-            "timing": dict(self.timing),
-        }
-
-    @classmethod
-    def from_record(cls, record: Mapping[str, Any], base: Path) -> ArmResult:
-        """The inverse of :meth:`record`."""
-        return cls(
-            role=record["role"],
-            arm=Arm.from_record(record["arm"]),
-            status=Status(record["status"]),
-            reason=record["reason"],
-            ran=record["ran"],
-            captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
-            failures=record["failures"],
-            timing=record["timing"],
-        )
 
 
 @dataclass(frozen=True)
@@ -94,17 +47,22 @@ class Scored:
     positions: Sequence[tuple[str, Mapping[str, Any]]]
 
 
-def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult]) -> Scored:
+def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResult], *, strict: bool = False) -> Scored:
     """Score every arm against the reference, control and floor included.
 
     A failed reference leaves every candidate without scores; a failed candidate leaves the others theirs.
+
+    Raises:
+        MismatchError: ``strict``, and two captures must not be compared.
     """
-    scorer = _Scorer(experiment, results, facts.unavailable)
+    scorer = Scorer(experiment, results, facts.unavailable, strict=strict)
     reference = scorer.by_role["reference"]
-    status, reason = _engaged(reference)
+    status, reason = engaged(reference)
     control = scorer.by_role.get("control")
     candidates = [result for result in results if result.role.startswith("candidate:")]
-    measured = {result.role: scorer.measure(result) for result in results if result.role != "reference"}
+    witnesses = [result for result in results if is_witness(result.role)]
+    others = [result for result in results if result.role != "reference" and result not in witnesses]
+    measured = {result.role: scorer.measure(result) for result in others}
     summary = _Summary(experiment, measured, control)
     report = Report(
         run_id=facts.run_id,
@@ -118,6 +76,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         control=None if control is None else summary.record(control),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
+        attribution=attribute(experiment, measured, witnesses),
+        truth=_truth(experiment, reference, witnesses),
         floor=summary.axes(measured["floor"]) if "floor" in measured else Axes(),
     )
     tables = [
@@ -128,126 +88,10 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     return Scored(report, tables)
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """One arm's axis scores, or why an axis has none.  ``broken``: axes on which this arm alone gave no usable item."""
-
-    result: ArmResult
-    status: Status
-    reason: str | None
-    scores: Mapping[str, AxisScore]
-    failures: Mapping[str, tuple[Status, str]]
-    broken: tuple[str, ...] = ()
-
-
-class _Scorer:
-    """Pairs every arm's captures with the reference's."""
-
-    def __init__(self, experiment: Experiment, results: Sequence[ArmResult], unavailable: Mapping[str, str]) -> None:
-        self.experiment = experiment
-        self.unavailable = unavailable
-        self.by_role = {result.role: result for result in results}
-        self.axes: dict[str, Axis] = {}
-        for name, values in experiment.axes.items():
-            cls: type[Axis] = AXES.load(name)
-            self.axes[name] = cls(cls.Settings.model_validate(values))
-        captures = self.by_role["reference"].captures
-        self._reference: dict[str, dict[str, Capture]] = {
-            name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
-        }
-
-    def comparability(self) -> dict[str, Any]:
-        return {
-            part_name(axis, part): comparability_key(capture)
-            for axis, captures in self._reference.items()
-            for part, capture in captures.items()
-        }
-
-    def measure(self, result: ArmResult) -> _Measured:
-        scores: dict[str, AxisScore] = {}
-        failures: dict[str, tuple[Status, str]] = {}
-        status, reason = _engaged(result)
-        for name, axis in self.axes.items():
-            if status in (Status.NOT_SUPPORTED, Status.NOT_ENGAGED):
-                failures[name] = (status, reason or "")
-                continue
-            if name in self.unavailable:
-                failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
-                continue
-            if result.role == "floor" and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
-                continue  # this axis is not repeated
-            try:
-                scores[name] = self._score(axis, name, result)
-            except MismatchError:
-                raise
-            except FidelabError as error:
-                failures[name] = (Status.FAILED, str(error))
-        faults = [text for kind, text in failures.values() if kind is not Status.NOT_MEASURABLE]
-        if status is Status.OK and faults:
-            status, reason = Status.FAILED, "; ".join(dict.fromkeys(faults))
-        elif status is Status.OK and scores and all(score.identical for score in scores.values()):
-            status = Status.IDENTICAL
-        return _Measured(result, status, reason, scores, failures, self._broken(result, scores))
-
-    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-        """Output that nobody can use, such as no token at all, where the reference has some."""
-        found = [reason for score in scores.values() for reason in score.fails]
-        for name, score in scores.items():
-            if name == "kld" or score.usable.any() or score.not_measurable:
-                continue
-            reference = [item for capture in self._reference[name].values() for item in capture.items]
-            captures = [Capture(path) for path in parts_of(name, result.captures).values()]
-            reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
-            if reasons and any(item["failed"] is None for item in reference):
-                found.append(f"{name}: no item was usable, first {reasons[0]}")
-        return tuple(found)
-
-    def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
-        reference = self._reference[name]
-        shared = reference.keys() - {*axis.reference_only}
-        if not shared:
-            first = self.by_role["reference"]
-            why = _of_axis(name, first.failures) or first.reason or "no capture"
-            raise FidelabError(f"the reference has no answer: {why}")
-        floor = result.role == "floor"
-        there = parts_of(name, result.captures)
-        failed = _of_axis(name, result.failures)
-        if failed or not there or not (floor or there.keys() >= shared):
-            raise FidelabError(failed or result.reason or "no capture")
-        pairs = {
-            part: Pair.match(capture, Capture(there[part]), subset=floor)
-            for part, capture in reference.items()
-            if part in there
-        }
-        return axis.score_parts(pairs, self.experiment.seed)
-
-
-def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
-    """Why the captures of an axis, or of one of its parts, are lacking."""
-    return next((reason for part, reason in failures.items() if part.split(".", 1)[0] == name), None)
-
-
-def _engaged(result: ArmResult) -> tuple[Status, str | None]:
-    """Is there proof that the asked format ran?  (DESIGN §4, proof of engagement)"""
-    if result.status is not Status.OK or result.ran is None:
-        return result.status, result.reason
-    ran, kv = result.ran, result.arm.kv
-    for side, asked in (("k", kv.k), ("v", kv.v)):
-        found = ran.get(f"{side}_format")
-        if found is None:
-            return Status.NOT_ENGAGED, f"the engine gave no evidence that {side.upper()} was stored as {asked}"
-        if found != str(asked):
-            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {found}"
-    held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
-    if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
-        return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"
-    return result.status, result.reason
-
-
 class _Summary:
     """Axis scores → records, with what needs the other arms: excess over control, composite, verdict, sentence."""
 
-    def __init__(self, experiment: Experiment, measured: Mapping[str, _Measured], control: ArmResult | None) -> None:
+    def __init__(self, experiment: Experiment, measured: Mapping[str, Measured], control: ArmResult | None) -> None:
         self.experiment = experiment
         self.seed = experiment.seed
         self.measured = measured
@@ -267,7 +111,7 @@ class _Summary:
             }
         )
 
-    def axes(self, this: _Measured) -> Axes:
+    def axes(self, this: Measured) -> Axes:
         """All axes of one arm."""
         found: dict[str, Any] = {}
         for name in self.experiment.axes:
@@ -313,13 +157,17 @@ class _Summary:
                 )
         return found
 
-    def _excess(self, this: _Measured, axis: str) -> dict[str, Any] | None:
+    def _excess(self, this: Measured, axis: str) -> dict[str, Any] | None:
         if self.control is None or this is self.control or axis not in self.control.scores:
             return None
         return this.scores[axis].excess_over(self.control.scores[axis], self.seed)
 
-    def _composite(self, this: _Measured) -> Composite | None:
-        counted = {n: score for n, score in this.scores.items() if n in COMPOSITE_AXES and not score.not_measurable}
+    def _composite(self, this: Measured) -> Composite | None:
+        counted = {
+            name: score
+            for name, score in this.scores.items()
+            if name in COMPOSITE_AXES and not score.not_measurable and not _is_bound(score)
+        }
         faults = [name for name, (kind, _) in this.failures.items() if kind is not Status.NOT_MEASURABLE]
         lost = [name for name in faults if name in COMPOSITE_AXES]
         if not counted or lost or any(score.score() is None for score in counted.values()):
@@ -338,7 +186,7 @@ class _Summary:
             too_close_to_call=whole.too_close_to_call,
         )
 
-    def _verdict(self, this: _Measured) -> Verdict:
+    def _verdict(self, this: Measured) -> Verdict:
         kld = this.scores.get("kld")
         facts = self._facts(this)
         if kld is None or this.status not in (Status.OK, Status.IDENTICAL):
@@ -347,14 +195,14 @@ class _Summary:
         band = None if ruling.band is None else ruling.band.value
         return Verdict(band=band, sentence=sentence(facts), because=ruling.because)
 
-    def _ruling(self, this: _Measured) -> Any:
+    def _ruling(self, this: Measured) -> Any:
         kld = this.scores["kld"]
         interval = kld.mean_interval(self.seed)
         failed = int((~kld.usable).sum())
         upper = None if interval is None else interval[1]
         return verdict(upper, failed, len(kld.usable), lowered_because=_harms(this.scores), failed_because=this.broken)
 
-    def _facts(self, this: _Measured) -> ArmFacts:
+    def _facts(self, this: Measured) -> ArmFacts:
         kv = this.result.arm.kv
         kld = this.scores.get("kld")
         figures = kld.figures if kld is not None else {}
@@ -383,13 +231,13 @@ class _Summary:
             lowered_by="; ".join((*this.broken, *_harms(this.scores))),
         )
 
-    def _band(self, this: _Measured | None) -> str | None:
+    def _band(self, this: Measured | None) -> str | None:
         if this is None or "kld" not in this.scores:
             return None
         band = self._ruling(this).band
         return None if band is None else str(band.value)
 
-    def _native_keys_arm(self, this: _Measured) -> _Measured | None:
+    def _native_keys_arm(self, this: Measured) -> Measured | None:
         """An arm of this run with the same values and native keys."""
         kv = this.result.arm.kv
         if is_native(kv.k.name):
@@ -399,6 +247,21 @@ class _Summary:
             if other.result.role.startswith("candidate:") and is_native(theirs.k.name) and theirs.v == kv.v:
                 return other
         return None
+
+
+def _is_bound(score: AxisScore) -> bool:
+    """A lower bound of the KL enters no composite (METRICS §3)."""
+    return score.figures.get("estimator") is Estimator.TOPK
+
+
+def _truth(experiment: Experiment, reference: ArmResult, witnesses: Sequence[ArmResult]) -> ArmRecord | None:
+    """How far the reference itself is from a 32-bit cache on its engine."""
+    truth = next((result for result in witnesses if result.role == TRUTH), None)
+    if truth is None:
+        return None
+    this = measure_truth(experiment, reference, truth)
+    axes = _Summary(experiment, {TRUTH: this}, None).axes(this)
+    return _bare_record(truth).model_copy(update={"status": this.status, "reason": this.reason, "axes": axes})
 
 
 def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
@@ -439,7 +302,3 @@ def _bare_record(result: ArmResult) -> ArmRecord:
         ran=None if result.ran is None else Ran.model_validate(dict(result.ran)),
         benches={"timing": dict(result.timing)} if result.timing else {},
     )
-
-
-def _relative(path: Path, base: Path) -> str:
-    return os.path.relpath(path, base)

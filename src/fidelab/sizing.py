@@ -28,6 +28,7 @@ from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageErro
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.measuring import ArmResult
 from fidelab.metrics.sample_size import (
     Spread,
     agreement_reach,
@@ -40,7 +41,6 @@ from fidelab.metrics.sample_size import (
 from fidelab.models import resolve
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import EVENTS, RunFolder
-from fidelab.scoring import ArmResult
 
 __all__ = ["Advice", "Line", "Precision", "SizePlan", "Supply", "plan_size"]
 

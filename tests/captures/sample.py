@@ -56,6 +56,7 @@ def write(
     replicate: int = 0,
     estimator: str = "logprobs",
     head: Mapping[str, Array] | None = None,
+    ran: Mapping[str, Any] | None = None,
 ) -> Path:
     """A finished capture."""
     out = writer(store, arm, probe, pieces, replicate)
@@ -63,7 +64,7 @@ def write(
         out.add(item, rows(item))
     if head is not None:
         out.head(store_head(store, head, None, 1.0))
-    return out.finish(estimator, {"device": "cpu"}, {"tokens": 12})
+    return out.finish(estimator, {"device": "cpu", **(ran or {})}, {"tokens": 12})
 
 
 def named(kv: str) -> Arm:

@@ -104,3 +104,23 @@ def test_comparability_does_not_see_the_batch(tmp_path: Path) -> None:
 def test_comparability_does_not_see_the_arm(tmp_path: Path) -> None:
     left, right = (Capture(sample.write(tmp_path, arm)) for arm in (sample.ARM, OTHER))
     assert comparability_key(left) == comparability_key(right)
+
+
+@pytest.mark.parametrize(("ref", "test"), [(None, "retokenized"), ("retokenized", "returned")])
+def test_ids_tokenized_again_never_pair_with_an_engines_own(ref: str | None, test: str, tmp_path: Path) -> None:
+    left = sample.write(tmp_path, probe=P, ran={"ids": ref} if ref else {})
+    right = sample.write(tmp_path, OTHER, P, ran={"ids": test})
+    with pytest.raises(MismatchError, match=f"generated ids that are {test} cannot be paired with"):
+        Pair.match(Capture(left), Capture(right))
+
+
+def test_ids_that_are_both_tokenized_again_pair_and_are_labelled(tmp_path: Path) -> None:
+    left, right = (Capture(sample.write(tmp_path, arm, P, ran={"ids": "retokenized"})) for arm in (sample.ARM, OTHER))
+    assert Pair.match(left, right).items
+    assert comparability_key(left)["ids"] == "retokenized"
+    assert "ids" not in comparability_key(Capture(sample.write(tmp_path, sample.named("q8_0"), P)))
+
+
+def test_windows_pair_however_generated_ids_come(tmp_path: Path) -> None:
+    right = sample.write(tmp_path, OTHER, ran={"ids": "retokenized"})
+    assert Pair.match(Capture(sample.write(tmp_path)), Capture(right)).items

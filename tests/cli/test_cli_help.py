@@ -34,11 +34,16 @@ COMMANDS = [
     ("models", "list"),
     ("models", "pull"),
     ("models", "path"),
+    ("engines",),
+    ("engines", "list"),
+    ("engines", "install"),
+    ("engines", "remove"),
     ("captures",),
     ("captures", "list"),
     ("captures", "gc"),
 ]
-WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in ("models", "captures", "import")]
+_GROUPS = ("models", "engines", "captures", "import")
+WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in _GROUPS]
 
 
 @pytest.fixture
@@ -86,13 +91,19 @@ def test_examples_fit_into_eighty_columns(wide: None, tmp_path: Path) -> None:
 
 def test_brackets_in_help_are_shown(wide: None, tmp_path: Path) -> None:
     text = cli("compare", "--help", cwd=tmp_path).out
-    for shown in ("NAME[key=value,…]", "fp8_e4m3[scale=per-token-head]", "[default: 32]", "[default: bf16]"):
+    for shown in (
+        "NAME[key=value,…]",
+        "fp8_e4m3[scale=per-token-head]",
+        "[default: 32]",
+        "[default: the engine's native one]",
+    ):
         assert shown in text
 
 
 def test_every_flag_of_compare_is_explained(wide: None, tmp_path: Path) -> None:
     text = cli("compare", "--help", cwd=tmp_path).out
-    flags = """--reference --kv --engine --control --axes --text --windows --n-ctx --protocol --stride --prompts
+    flags = """--reference --kv --candidate --engine --python --prefix --pythonpath --base-url --model --force
+        --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
         --deadline --output-dir --fail-under --json --plot --dry-run --resume"""
     assert [flag for flag in flags.split() if flag not in text] == []

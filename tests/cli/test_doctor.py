@@ -23,6 +23,8 @@ import pytest
 
 from fidelab.doctor import MAIN_JOB, Check, Diagnosis, examine, machine, parts, software
 from fidelab.doctor.text import lines, show
+from fidelab.environments.environment import Environment
+from fidelab.environments.listing import Place
 
 ROOT = Path(__file__).parents[2]
 # Loaded by the interpreter at its start: the named packages are absent, or there and broken.
@@ -80,11 +82,18 @@ class Told:
 def doctor(
     cwd: Path, *flags: str, module: str = "fidelab", gone: Iterable[str] = (), broken: Iterable[str] = (), **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run the command in a folder, with a hook that hides and breaks packages."""
+    """Run the command in a folder, with a cache of its own, and a hook that hides and breaks packages."""
     hook = cwd / "hook"
     hook.mkdir(exist_ok=True)
     (hook / "sitecustomize.py").write_text(HOOK)
-    own = {"PYTHONPATH": str(hook), "TEST_GONE": ",".join(gone), "TEST_BROKEN": ",".join(broken), **env}
+    cache = str(cwd / "cache")
+    own = {
+        "PYTHONPATH": str(hook),
+        "FIDELAB_CACHE": cache,
+        "TEST_GONE": ",".join(gone),
+        "TEST_BROKEN": ",".join(broken),
+        **env,
+    }
     command = [sys.executable, "-m", module, *(["doctor"] if module == "fidelab" else []), *flags]
     return subprocess.run(command, cwd=cwd, env={**os.environ, **own}, capture_output=True, text=True, check=False)
 
@@ -104,7 +113,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def well(folder: Path) -> Told:
     """A machine where only a package that is not required is missing, with an empty cache."""
-    return Told(doctor(folder, "--json", gone=["pandas"], FIDELAB_CACHE=str(folder / "cache")))
+    return Told(doctor(folder, "--json", gone=["pandas"]))
 
 
 # ------------------------------------------------------------------------------------------ a machine that works
@@ -113,7 +122,7 @@ def well(folder: Path) -> Told:
 def test_without_an_optional_package_and_without_the_model_it_is_ready(well: Told) -> None:
     assert well.ready
     assert well.done.stderr == ""
-    assert well.faults() - {"llamacpp"} == {"smollm2-135m"}  # an engine of an extra may be there or not
+    assert well.faults() - {"llamacpp", "vllm", "sglang"} == {"smollm2-135m"}  # engines may be there or not
 
 
 def test_json_has_the_shape_that_is_documented(well: Told) -> None:
@@ -413,12 +422,44 @@ def test_a_format_whose_values_come_back_wrong_is_broken(monkeypatch: pytest.Mon
 
 
 def test_a_format_that_raises_is_broken_and_only_those_of_the_main_job_block_it(
-    monkeypatch: pytest.MonkeyPatch,
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "try_format", lambda name, device: "no" if name in ("fp8_e4m3", "int4") else None)
-    checks = {check.name: check for check in parts.engines_and_formats([])}
+    checks = {check.name: check for check in parts.engines_and_formats([]) if check.group == "KV formats (hf)"}
     assert (checks["fp8_e4m3"].blocks, checks["int4"].blocks, checks["int8"].status) == (True, False, "ok")
     assert checks["int4"].detail == "on cpu: no"
+
+
+def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_agree_share_a_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    refused = {"nvfp4": "the backend would misread nvfp4", "int8": "the backend would misread int8", "fp8": "no AMX"}
+    names = ["auto", *refused]
+    place = Place("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
+    monkeypatch.setattr("fidelab.environments.listing.places", lambda name, limit: [place])
+    found = [check for check in parts.engines_and_formats([]) if check.group == "KV formats (llamacpp)"]
+    assert {check.name: (check.status, check.detail) for check in found} == {
+        "auto": ("ok", "runs"),
+        **{name: ("missing", why) for name, why in refused.items()},
+    }
+    assert not any(check.blocks for check in found)
+    text = [" ".join(line.split()) for line in lines(Diagnosis(tuple(found)))]
+    assert text[:3] == [
+        "warning KV formats (llamacpp) 1 of 4 work: auto",
+        "missing KV formats (llamacpp) nvfp4, int8: the backend would misread it",
+        "missing KV formats (llamacpp) fp8: no AMX",
+    ]
+
+
+def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    environment = Environment("vllm", "/p")
+    for where, status in ((environment, "broken"), (None, "missing")):
+        place = Place("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")
+        monkeypatch.setattr("fidelab.environments.listing.places", lambda name, limit, place=place: [place])
+        [check] = [check for check in parts.engines_and_formats([]) if check.name == "vllm"]
+        assert (check.status, check.detail, check.remedy) == (status, "needs numpy", "install it")
 
 
 def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,7 +488,7 @@ def test_text_and_json_say_the_same_within_the_width(width: int, well: Told) -> 
     flat = shown(text)
     for check in checks:
         assert check.name in flat
-        if check.status != "ok" or check.group not in ("packages", "axes", "KV formats (hf)"):
+        if check.status != "ok" or not check.group.startswith(("packages", "axes", "KV formats")):
             assert "".join(check.detail.split()) in "".join(flat.split())
         if check.remedy and check.status != "ok":
             assert "->" + "".join(check.remedy.split()) in "".join(flat.split())

@@ -11,7 +11,7 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from fidelab.core import KVSpec, Prefill, Timed
+from fidelab.core import KVSpec, Prefill
 from fidelab.engines.hf import HFEngine
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
@@ -145,11 +145,6 @@ def test_options_that_do_not_exist_are_refused_before_anything_loads(option: str
 def test_a_compute_type_that_does_not_exist_is_refused_before_anything_loads() -> None:
     assert not HFEngine.supports(tiny.arm(Path("nowhere"), dtype="float8")).ok
     assert HFEngine.supports(tiny.arm(Path("nowhere"))).ok
-
-
-def test_a_probe_of_another_kind_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(NotSupportedError, match="does not answer timed probes yet"):
-        tiny.opened(checkpoint("llama")).answer(Timed("decode", ((1, 2, 3),), 1), Answers())
 
 
 # ------------------------------------------------------------------------------------------------ what ran

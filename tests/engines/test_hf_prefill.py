@@ -83,7 +83,7 @@ def test_only_one_cache_is_held_at_a_time(checkpoint: Checkpoint) -> None:
         caches.append(weakref.ref(kwargs["past_key_values"]))
         alive.append(sum(cache() is not None for cache in caches))
 
-    engine._model.register_forward_pre_hook(look, with_kwargs=True)
+    engine._model.module.register_forward_pre_hook(look, with_kwargs=True)
     engine.answer(windows(4), Answers())
     assert alive == [1, 1, 1, 1]
 
@@ -94,7 +94,8 @@ def test_the_head_computes_only_the_rows_that_are_wanted(
 ) -> None:
     engine = tiny.opened(checkpoint("bloom"), estimator=estimator)
     computed: list[int] = []
-    engine._model.get_output_embeddings().register_forward_hook(lambda _m, _i, out: computed.append(out.shape[1]))
+    head = engine._model.module.get_output_embeddings()
+    head.register_forward_hook(lambda _m, _i, out: computed.append(out.shape[1]))
     engine.answer(windows(4), Answers())
     assert computed == rows
 
@@ -123,7 +124,7 @@ def test_a_window_shorter_than_the_sentinel_rows_is_answered(checkpoint: Checkpo
 
 def test_rows_of_nan_are_stored_as_they_are_and_fail_no_other_window(checkpoint: Checkpoint) -> None:
     engine, sink = tiny.opened(checkpoint("llama")), Answers()
-    engine._model.get_input_embeddings().weight[1] = torch.nan
+    engine._model.module.get_input_embeddings().weight[1] = torch.nan
     good = tiny.tokens(LENGTH)
     answer = engine.answer(Prefill("kld", ((1, *good[1:]), good), FIRST, LAST, ((0,) * 10,) * 2), sink)
     assert tiny.hidden(sink.items[0]).isnan().all()
@@ -142,7 +143,7 @@ def test_a_bfloat16_model_stores_the_bits_of_its_states_and_its_head(kind: str, 
     assert isinstance(sink.items[0]["hidden"], BFloat16)
     stored = answer.head["weight"]
     assert isinstance(stored, BFloat16)
-    head = engine._model.get_output_embeddings().weight
+    head = engine._model.module.get_output_embeddings().weight
     assert np.array_equal(stored.bits, head.view(torch.uint16).numpy())
 
 
@@ -185,7 +186,8 @@ def test_what_rounding_live_logits_to_bfloat16_costs_is_not_held_against_the_rep
     checkpoint: Checkpoint,
 ) -> None:
     engine = tiny.opened(checkpoint("phi"), "bf16", "bfloat16")
-    engine._model.get_output_embeddings().bias.add_(100.0)  # neighbours among bfloat16 numbers are 0.5 apart there
+    bias = engine._model.module.get_output_embeddings().bias
+    bias.add_(100.0)  # neighbours among bfloat16 numbers are 0.5 apart there
     answer = engine.answer(windows(), Answers())
     assert answer.facts["sentinel_kl"] > 1e-3
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fidelab import compare
 from fidelab.captures.container import to_float32
 from fidelab.config.load import validate
-from fidelab.core import Arm, Forced, Generate, KVSpec, Prefill, Status, Timed
+from fidelab.core import Arm, Forced, Generate, KVSpec, Prefill, Status
 from fidelab.engines.base import Engine
 from fidelab.engines.hf import HFEngine
 from fidelab.engines.llamacpp import LlamaCppEngine
@@ -170,8 +170,9 @@ def tiny_model(tmp_path: Path, cache: Path) -> Model:
 
 @pytest.mark.parametrize("engine", [LlamaCppEngine, HFEngine])
 def test_an_arm_names_the_form_that_its_engine_loads(engine: type[Engine], tiny_model: Model) -> None:
-    experiment = validate({"model": tiny_model.name, "reference": "f16", "candidates": ["q8_0"]}, "test")
-    arm = resolve_arm(experiment, experiment.reference, engine, tiny_model)
+    data = {"model": tiny_model.name, "engine": engine.name, "reference": "f16", "candidates": ["q8_0"]}
+    experiment = validate(data, "test")
+    arm = resolve_arm(experiment, experiment.reference, tiny_model)
     file = Path(tiny_model.name)
     expected = (file, file_sha256(file)) if engine is LlamaCppEngine else (tiny_model.path, tiny_model.weights)
     assert (Path(arm.path), arm.weights) == expected
@@ -316,12 +317,6 @@ def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
     answers = answered(opened(tiny), Forced("forced", ((5, 6), (5, 7)), ((), (8, 9))))
     assert answers.failed == {0: "empty continuation"}
     assert rows(answers, 1).shape[0] == 2
-
-
-@needs_library
-def test_a_probe_that_it_cannot_answer_is_not_supported(tiny: Path) -> None:
-    with pytest.raises(NotSupportedError):
-        opened(tiny).answer(Timed("speed", ((1, 2, 3),), 8), Answers())
 
 
 # --------------------------------------------------------------------------------------- the embedded model

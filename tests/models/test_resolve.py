@@ -21,6 +21,15 @@ def test_folder_is_a_model(tmp_path: Path, make_folder: MakeFolder) -> None:
     assert (model.layers, model.kv_heads, model.head_dim, model.head_bytes) == (1, 1, 4, 512)
 
 
+def test_the_only_gguf_file_of_a_folder_is_its_gguf_form(tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "tiny")
+    assert resolve(str(folder)).gguf is None
+    (folder / "model.gguf").write_bytes(b"GGUF")
+    assert resolve(str(folder)).gguf == folder / "model.gguf"
+    (folder / "other.gguf").write_bytes(b"GGUF")
+    assert resolve(str(folder)).gguf is None  # nobody said which
+
+
 def test_relative_folder_wins_over_a_hub_id(
     tmp_path: Path, make_folder: MakeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

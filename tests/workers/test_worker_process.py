@@ -194,7 +194,7 @@ def test_a_worker_of_another_version_is_refused(work: Work, monkeypatch: pytest.
 def test_an_interpreter_that_is_not_there_is_an_outcome(tmp_path: Path) -> None:
     job = make_job(tmp_path, sample.ARM)
     outcome = parent.run_worker(
-        job, log=tmp_path / "log", env={}, deadline=9, listen=lambda _message: None, python="/no/such/python"
+        job, log=tmp_path / "log", env={}, deadline=9, listen=lambda _message: None, command=["/no/such/python"]
     )
     assert outcome.status is Status.FAILED
     assert "/no/such/python" in str(outcome.reason)

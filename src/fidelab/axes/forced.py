@@ -7,21 +7,21 @@ generation, and all arms are given the same tokens: one changed token does not c
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from pydantic import Field
 
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.rows import CHUNK, item_rows, logits
+from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.core import Forced, Generate, Probe
+from fidelab.core import Estimator, Forced, Generate, Probe
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.degeneration import change_point
-from fidelab.metrics.divergence import RowComparison, compare_rows, kl_by_position, kld_score, summarise_kl
+from fidelab.metrics.divergence import RowComparison, kl_by_position, kld_score, summarise_kl
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve
 
@@ -80,17 +80,20 @@ class ForcedDecode(Axis):
         return self.score(pairs[_KL], seed)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        parts = [_compare_item(pair, r, t) for r, t in pair.items]
+        if (nothing := not_measurable([pair])) is not None:
+            return nothing
+        parts = [compare_item(pair, r, t, _targets(pair.ref.probe, r)) for r, t in pair.items]
+        bound = estimator_of(pair) is Estimator.TOPK
         rows, lengths = RowComparison.concat(parts), [len(part) for part in parts]
-        score = AxisScore(
+        score = (LowerBound if bound else AxisScore)(
             figures={},
             num=rows.kl,
             den=np.ones(len(rows)),
             units=np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths),
             usable=~rows.failed,
-            transform=kld_score,
+            transform=None if bound else kld_score,
             bounds=(0.0, float("inf")),
-            identical=not rows.failed.any() and bool((rows.kl == 0.0).all()),
+            identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
         )
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
@@ -101,7 +104,12 @@ class ForcedDecode(Axis):
             "n_items": summary.n_positions,
             "n_failed": summary.n_failed,
             "figures": (
-                Figure(name="mean KL", value=summary.mean, ci=score.mean_interval(seed), unit="nats"),
+                Figure(
+                    name="mean KL, at least" if bound else "mean KL",
+                    value=summary.mean,
+                    ci=AxisScore.mean_interval(score, seed),
+                    unit="nats",
+                ),
                 Figure(name="median KL", value=summary.median, unit="nats"),
                 Figure(name="99th percentile", value=summary.p99, unit="nats"),
                 Figure(name="largest KL", value=summary.max, unit="nats"),
@@ -113,7 +121,7 @@ class ForcedDecode(Axis):
             "panels": _curve(positions, rows.kl),
             "details": {"settings": dict(pair.ref.manifest["settings"])},
         }
-        return AxisScore(**{**vars(score), "figures": figures})
+        return replace(score, figures=figures)
 
 
 def greedy_probe(
@@ -147,21 +155,8 @@ def greedy_probe(
     )
 
 
-def _compare_item(pair: Pair, r: int, t: int) -> RowComparison:
-    """The rows of one continuation; one failed row where there is none, all failed where a side lacks some."""
-    probe = pair.ref.probe
-    targets = np.asarray(probe.continuations[r] if isinstance(probe, Forced) else (), dtype=np.int64)
-    n = len(targets)
-    if n == 0 or item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
-        nothing = torch.full((max(n, 1), 2), float("nan"))
-        return compare_rows(nothing, nothing, torch.full((max(n, 1),), -1))
-    spans = [slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK)]
-    return RowComparison.concat(
-        [
-            compare_rows(logits(pair.ref, r, s.start, s.stop), logits(pair.test, t, s.start, s.stop), targets[s])
-            for s in spans
-        ]
-    )
+def _targets(probe: Probe, item: int) -> NDArray[np.int64]:
+    return np.asarray(probe.continuations[item] if isinstance(probe, Forced) else (), dtype=np.int64)
 
 
 def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> tuple[Curve, ...]:

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from pydantic import Field
 
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
-from fidelab.axes.rows import CHUNK, item_rows, logits
+from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.core import Estimator, Prefill
 from fidelab.errors import CaptureError
 from fidelab.metrics.divergence import (
     RowComparison,
-    compare_rows,
     kl_by_confidence,
     kl_by_position,
     kld_score,
@@ -37,7 +37,10 @@ class KLDSettings(AxisSettings):
 
 
 class KLD(Axis):
-    """KL(reference ‖ candidate), nats, after the same context through each arm's own cache."""
+    """KL(reference ‖ candidate), nats, after the same context through each arm's own cache.
+
+    Of rows that hold the top tokens alone it is a lower bound, and has no score.
+    """
 
     name: ClassVar[str] = "kld"
     Settings: ClassVar[type[AxisSettings]] = KLDSettings
@@ -67,19 +70,22 @@ class KLD(Axis):
         probe = pair.ref.probe
         if not isinstance(probe, Prefill):
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
-        rows = RowComparison.concat([_compare_item(pair, probe, r, t) for r, t in pair.items])
+        if (nothing := not_measurable([pair])) is not None:
+            return replace(nothing, figures={"mean": None})
+        rows = RowComparison.concat([compare_item(pair, r, t, _targets(probe, r)) for r, t in pair.items])
         order = [r for r, _ in pair.items]
         windows = np.repeat(np.asarray(order, dtype=np.int32), probe.n_rows)
         positions = np.tile(np.arange(probe.first, probe.last + 1, dtype=np.int32), len(order))
-        score = AxisScore(
+        bound = estimator_of(pair) is Estimator.TOPK
+        score = (LowerBound if bound else AxisScore)(
             figures={},
             num=rows.kl,
             den=np.ones(len(rows)),
             units=np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order]),
             usable=~rows.failed,
-            transform=kld_score,
+            transform=None if bound else kld_score,
             bounds=(0.0, float("inf")),
-            identical=not rows.failed.any() and bool((rows.kl == 0.0).all()),
+            identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
             positions={
                 "window": windows,
                 "position": positions,
@@ -91,37 +97,25 @@ class KLD(Axis):
         return _with_figures(score, rows, positions, pair, seed)
 
 
-def _compare_item(pair: Pair, probe: Prefill, r: int, t: int) -> RowComparison:
-    """All rows of one window; rows that a side does not have are failed."""
-    n = probe.n_rows
-    after = [*probe.windows[r][probe.first + 1 : probe.last + 2]]
-    targets = np.asarray(after + [-1] * (n - len(after)), dtype=np.int64)  # the last row may have no next token
-    if item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
-        nothing = torch.full((n, 2), float("nan"))
-        return compare_rows(nothing, nothing, torch.full((n,), -1))
-    parts = []
-    for start in range(0, n, CHUNK):
-        stop = min(start + CHUNK, n)
-        parts.append(
-            compare_rows(logits(pair.ref, r, start, stop), logits(pair.test, t, start, stop), targets[start:stop])
-        )
-    return RowComparison.concat(parts)
+def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
+    """The actual next token of each row; -1 where the window has none."""
+    after = [*probe.windows[item][probe.first + 1 : probe.last + 2]]
+    return np.asarray(after + [-1] * (probe.n_rows - len(after)), dtype=np.int64)
 
 
 def _with_figures(
-    score: AxisScore, rows: RowComparison, positions: np.ndarray[Any, Any], pair: Pair, seed: int
+    score: AxisScore, rows: RowComparison, positions: NDArray[np.int32], pair: Pair, seed: int
 ) -> AxisScore:
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
-    estimators = {pair.ref.estimator, pair.test.estimator}
     figures: dict[str, Any] = {
         **vars(summary),
         "score": score.score(),
         "ci": score.score_interval(seed),
-        "mean_ci": score.mean_interval(seed),
+        "mean_ci": AxisScore.mean_interval(score, seed),  # of the bound itself, where it is one
         "stderr": standard_error(score.items()),
-        "estimator": Estimator.LOGPROBS if Estimator.LOGPROBS in estimators else Estimator.HIDDEN,
+        "estimator": estimator_of(pair),
         "n_units": len(np.unique(score.units[score.usable])),
         "by_position": vars(kl_by_position(positions, rows.kl)),
         "by_confidence": vars(kl_by_confidence(rows.confidence, rows.kl)),
     }
-    return AxisScore(**{**vars(score), "figures": figures})
+    return replace(score, figures=figures)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.rows import CHUNK, item_rows, logits
+from fidelab.axes.rows import CHUNK, compare_item, estimator_of, item_rows, logits, not_measurable
 from fidelab.captures.pair import Pair
-from fidelab.core import Prefill, Probe
+from fidelab.core import Estimator, Prefill, Probe
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
@@ -30,6 +30,7 @@ from fidelab.results.panels import Curve
 __all__ = ["Perplexity"]
 
 _DEFAULT_CONTEXTS = (512, 2048)
+_UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"
 _SCORED = 8192  # rows per context by default, as KLD's 32 windows of 512 have
 
 Floats = NDArray[np.float64]
@@ -70,10 +71,14 @@ class Perplexity(Axis):
         return {str(n_ctx): self._cut(inputs, n_ctx, have) for n_ctx in self._contexts(inputs, have)}
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        if (nothing := not_measurable(pairs.values())) is not None:
+            return nothing
         parts = {int(part): _Rows.of(pairs[part]) for part in sorted(pairs, key=int, reverse=True)}
         found = {n_ctx: compare_nll(rows.ref, rows.test, rows.units, seed) for n_ctx, rows in parts.items()}
         longest = next(iter(parts.values()))
         settings = next(iter(pairs.values())).ref.manifest["settings"]
+        lost = sum(rows.unreported for rows in parts.values())
+        total = sum(len(rows.ref) for rows in parts.values())
         return AxisScore(
             figures={
                 "n_items": sum(pair.n_rows for pair in found.values()),
@@ -88,10 +93,11 @@ class Perplexity(Axis):
             num=longest.test - longest.ref,
             den=np.ones(len(longest.ref)),
             units=longest.units,
-            usable=np.isfinite(longest.test - longest.ref),
+            usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
             transform=None,
             bounds=(-math.inf, math.inf),
             identical=all(rows.identical for rows in parts.values()),
+            not_measurable=_UNREPORTED.format(lost, total) if lost else "",
         )
 
     def _contexts(self, inputs: AxisInputs, have: int) -> list[int]:
@@ -138,12 +144,16 @@ class Perplexity(Axis):
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Every scored row of one context: NLL of both sides (nats; NaN where it failed), unit, position in the window."""
+    """Every scored row of one context: NLL of both sides (nats; NaN where it failed), unit, position in the window.
+
+    ``unreported``: rows of top-k captures in which a side does not report the actual token.
+    """
 
     ref: Floats
     test: Floats
     units: NDArray[np.int64]
     positions: NDArray[np.int64]
+    unreported: int = 0
 
     @classmethod
     def of(cls, pair: Pair) -> _Rows:
@@ -151,28 +161,36 @@ class _Rows:
         if not isinstance(probe, Prefill):
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
         sides = [_item_nll(pair, probe, r, t) for r, t in pair.items]
-        ref, test = (np.concatenate(side) for side in zip(*sides, strict=True))
+        ref, test = (np.concatenate([side[i] for side in sides]) for i in (0, 1))
         units = np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r, _ in pair.items])
-        return cls(ref, test, units, np.tile(np.arange(probe.first, probe.last + 1), len(pair.items)))
+        positions = np.tile(np.arange(probe.first, probe.last + 1), len(pair.items))
+        return cls(ref, test, units, positions, sum(side[2] for side in sides))
 
     @property
     def identical(self) -> bool:
         return bool((self.ref == self.test).all())  # NaN equals nothing
 
 
-def _item_nll(pair: Pair, probe: Prefill, r: int, t: int) -> tuple[Floats, Floats]:
-    """NLL of one window's rows on both sides, over the ids that both have; NaN where a side has no rows."""
+def _item_nll(pair: Pair, probe: Prefill, r: int, t: int) -> tuple[Floats, Floats, int]:
+    """NLL of one window's rows on both sides, over the ids that both have; NaN where a side has no rows.
+
+    And the number of rows whose actual token a side does not report.
+    """
     n = probe.n_rows
     ref, test = np.full(n, np.nan), np.full(n, np.nan)
     if item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
-        return ref, test
+        return ref, test, 0
     targets = np.asarray(probe.windows[r][probe.first + 1 : probe.last + 2], dtype=np.int64)
+    if estimator_of(pair) is Estimator.TOPK:
+        rows = compare_item(pair, r, t, targets)
+        finite = np.isfinite(rows.nll_ref) & np.isfinite(rows.nll_test)
+        return rows.nll_ref, rows.nll_test, int((~finite & ~rows.failed).sum())
     for start in range(0, n, CHUNK):
         at = slice(start, min(start + CHUNK, n))
         p, q = logits(pair.ref, r, at.start, at.stop), logits(pair.test, t, at.start, at.stop)
         common = min(p.shape[1], q.shape[1])
         ref[at], test[at] = (row_nll(side[:, :common], targets[at]) for side in (p, q))
-    return ref, test
+    return ref, test, 0
 
 
 def _figures(n_ctx: int, pair: PerplexityPair) -> list[Figure]:

@@ -1,31 +1,90 @@
-"""Rows of next-token distributions out of captures, in chunks, whatever the estimator."""
+"""Rows of next-token distributions out of captures, in chunks, whatever the estimator.
+
+Full-vocabulary rows give KL; rows of the top tokens alone give a lower bound of it, from which nothing follows that
+rests on an upper end, on a difference or on equality (METRICS §3, ``topk``).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+from fidelab.axes.base import AxisScore
+from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, HeadFile
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError, NotSupportedError
-from fidelab.metrics.divergence import Head, head_logits
+from fidelab.errors import CaptureError
+from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits
 
-__all__ = ["CHUNK", "item_rows", "logits"]
+__all__ = [
+    "CHUNK",
+    "LowerBound",
+    "compare_item",
+    "estimator_of",
+    "item_rows",
+    "logits",
+    "margin",
+    "not_measurable",
+    "reported",
+]
 
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
 
 
+@dataclass(frozen=True, eq=False)
+class LowerBound(AxisScore):
+    """An axis score whose items are lower bounds: no upper end, no difference."""
+
+    def mean_interval(self, seed: int) -> None:
+        """None: verdicts rest on the upper end."""
+
+    def excess_over(self, control: AxisScore, seed: int) -> None:
+        """None: the difference of two lower bounds bounds nothing."""
+
+
+def estimator_of(pair: Pair) -> Estimator:
+    """The weaker one of the two sides."""
+    estimators = {pair.ref.estimator, pair.test.estimator}
+    return next(e for e in (Estimator.TOPK, Estimator.LOGPROBS, Estimator.HIDDEN) if e in estimators)
+
+
+def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
+    """The score of an axis whose questions an engine cannot answer, where one said so (``facts``)."""
+    facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
+    reason = next((str(said["not_measurable"]) for said in facts if "not_measurable" in said), None)
+    if reason is None:
+        return None
+    nothing = np.empty(0)
+    return AxisScore(
+        figures={},
+        num=nothing,
+        den=nothing,
+        units=nothing,
+        usable=nothing.astype(bool),
+        transform=None,
+        bounds=(0.0, float("inf")),
+        identical=False,
+        not_measurable=reason,
+    )
+
+
 def item_rows(capture: Capture, item: int) -> int:
     """How many rows one item stores; 0 for a failed one."""
-    name = _name(capture)
+    name = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
     return capture.array_shape(item, name)[0] if name in capture.names(item) else 0
 
 
 def logits(capture: Capture, item: int, start: int, stop: int) -> Tensor:
     """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
-    rows = torch.from_numpy(capture.floats(item, _name(capture), start, stop))
+    if capture.estimator is Estimator.TOPK:
+        raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
+    rows = torch.from_numpy(capture.floats(item, str(capture.estimator), start, stop))
     if capture.estimator is Estimator.LOGPROBS:
         return rows
     if capture.head is None:
@@ -33,10 +92,40 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> Tensor:
     return head_logits(rows, _head(capture.head))
 
 
-def _name(capture: Capture) -> str:
+def reported(capture: Capture, item: int, start: int, stop: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Ids and log-probabilities ``[stop - start, k]`` of a top-k capture; id -1 is padding."""
+    ids = np.asarray(capture.array(item, "topk_ids"))[start:stop].astype(np.int64)
+    return ids, capture.floats(item, "topk_logprobs", start, stop).astype(np.float64)
+
+
+def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64]) -> RowComparison:
+    """All rows of one item, as many as ``targets``; all failed where a side has not as many."""
+    n = len(targets)
+    if n == 0 or item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
+        nothing = torch.full((max(n, 1), 2), float("nan"))
+        return compare_rows(nothing, nothing, torch.full((max(n, 1),), -1))
+    sides = ((pair.ref, r), (pair.test, t))
+    if estimator_of(pair) is Estimator.TOPK:
+        ref, test = (reported(capture, item, 0, n) for capture, item in sides)
+        return compare_topk(ref, test, targets)
+    parts = []
+    for start in range(0, n, CHUNK):
+        stop = min(start + CHUNK, n)
+        ours, theirs = (logits(capture, item, start, stop) for capture, item in sides)
+        parts.append(compare_rows(ours, theirs, targets[start:stop]))
+    return RowComparison.concat(parts)
+
+
+def margin(capture: Capture, item: int, row: int, token: int) -> float:
+    """Top-1 minus a token at one row, nats; NaN where that is not known."""
+    if row >= item_rows(capture, item):
+        return float("nan")
     if capture.estimator is Estimator.TOPK:
-        raise NotSupportedError("top-k captures give only a lower bound, and no axis of this version scores them")
-    return str(capture.estimator)
+        ids, logprobs = (side[0] for side in reported(capture, item, row, row + 1))
+        found = logprobs[ids == token]
+        return float(logprobs[ids >= 0].max() - found[0]) if len(found) else float("nan")
+    scores = torch.log_softmax(logits(capture, item, row, row + 1)[0].double(), dim=-1)
+    return float(scores.max() - scores[token]) if token < len(scores) else float("nan")
 
 
 @lru_cache(maxsize=2)  # reference and candidate of another checkpoint; 113 MB each at 49,152 × 576

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import numpy as np
-import torch
 from pydantic import Field
 
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
-from fidelab.axes.rows import item_rows, logits
+from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Generate
@@ -158,9 +157,6 @@ def _shown(pair: Pair, forks: Sequence[_Fork]) -> list[dict[str, Any]]:
 
 
 def _margin(ref: Capture, item: int, agreement: PairAgreement, test: list[int]) -> float:
-    """Reference's top-1 minus the candidate's token at the fork, nats; NaN where a side has no token there."""
+    """Reference's top-1 minus the candidate's token at the fork, nats; NaN where that is not known."""
     at = agreement.first_divergence
-    if at is None or at >= len(test) or at >= item_rows(ref, item):
-        return float("nan")
-    row = torch.log_softmax(logits(ref, item, at, at + 1)[0].double(), dim=-1)
-    return float(row.max() - row[test[at]]) if test[at] < len(row) else float("nan")
+    return float("nan") if at is None or at >= len(test) else margin(ref, item, at, test[at])

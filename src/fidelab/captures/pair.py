@@ -13,6 +13,9 @@ from fidelab.errors import MismatchError
 __all__ = ["Pair", "comparability_key"]
 
 
+_RETURNED = "returned"
+
+
 @dataclass(frozen=True)
 class Pair:
     """Reference and test capture with their items matched: ``items`` holds (reference index, test index)."""
@@ -41,6 +44,7 @@ class Pair:
                 f"{where}: estimator {test.estimator} cannot be paired with {ref.estimator} "
                 "(top-k gives only a lower bound)"
             )
+        _same_kind_of_ids(ref, test, where)
         if isinstance(ref.probe, Prefill) and isinstance(test.probe, Prefill):
             rows, other = (ref.probe.first, ref.probe.last), (test.probe.first, test.probe.last)
             if rows != other:
@@ -52,6 +56,21 @@ def _same_settings(ref: Mapping[str, Any], test: Mapping[str, Any], where: str) 
     for name in sorted({*ref, *test}):
         if ref.get(name) != test.get(name):
             raise MismatchError(f"{where}: {name} {test.get(name)!r} is not {ref.get(name)!r}")
+
+
+def _same_kind_of_ids(ref: Capture, test: Capture, where: str) -> None:
+    """Text tokenized again need not give the ids that were generated."""
+    ours, theirs = _ids(ref), _ids(test)
+    if ours != theirs:
+        raise MismatchError(
+            f"{where}: generated ids that are {theirs} cannot be paired with {ours} ones: compare servers that both "
+            "return token ids, or neither"
+        )
+
+
+def _ids(capture: Capture) -> str:
+    """``returned`` by the engine, or ``retokenized`` from its text."""
+    return str(capture.manifest["ran"].get("ids") or _RETURNED) if capture.manifest["kind"] == "generate" else _RETURNED
 
 
 def _same_vocabulary(ref: Capture, test: Capture, where: str) -> None:
@@ -85,4 +104,5 @@ def comparability_key(capture: Capture) -> dict[str, Any]:
         "settings": capture.manifest["settings"],
         "vocabulary": capture.vocabulary.sha256,
         "estimator": str(capture.estimator),
+        **({} if _ids(capture) == _RETURNED else {"ids": _ids(capture)}),
     }

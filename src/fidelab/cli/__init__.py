@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import captures, compare, doctor, formats, imports, models, phases, repeat, runs, sizing
+from fidelab.cli import captures, compare, doctor, engines, formats, imports, models, phases, repeat, runs, sizing
 
 __all__ = ["app", "main"]
 
@@ -58,6 +58,7 @@ formats.register(app)
 doctor.register(app)
 imports.register(app)
 app.add_typer(models.app, name="models")
+app.add_typer(engines.app, name="engines")
 app.add_typer(captures.app, name="captures")
 
 

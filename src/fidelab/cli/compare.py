@@ -22,6 +22,25 @@ _WITH_RESUME = ("resume_dir", "fail_under", "as_json", "plot")
 
 # Flags that several commands share, with their help.
 Engine = Annotated[str, typer.Option(help="Engine that runs all arms.")]
+Python = Annotated[
+    str | None,
+    typer.Option("--python", help="Interpreter of the engine's environment; found by itself.", show_default=False),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(help="Command before that interpreter: 'docker run …', 'ssh host', 'srun …'.", show_default=False),
+]
+PythonPath = Annotated[
+    list[str] | None,
+    typer.Option("--pythonpath", help="Folder of modules that go before the engine's own; may be repeated."),
+]
+BaseURL = Annotated[
+    str | None, typer.Option("--base-url", help="Engine openai: the server, http://host:port/v1.", show_default=False)
+]
+Served = Annotated[
+    str | None,
+    typer.Option("--model", help="Engine openai: what the server calls the model.", show_default=False),
+]
 TextFile = Annotated[str, typer.Option("--text", help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")]
 Windows = Annotated[int | None, typer.Option(help="KLD: number of windows. \\[default: 32]", show_default=False)]
 NCtx = Annotated[
@@ -69,15 +88,36 @@ def compare(
         str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
     ] = None,
     reference: Annotated[
-        str | None, typer.Option(help="KV format of the reference. \\[default: bf16]", show_default=False)
+        str | None,
+        typer.Option(
+            help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
+            show_default=False,
+        ),
     ] = None,
     kv: Annotated[
         list[str] | None,
         typer.Option("--kv", help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; may be repeated."),
     ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            help="Candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option; "
+            "may be repeated.",
+        ),
+    ] = None,
     engine: Engine = "hf",
+    python: Python = None,
+    prefix: Prefix = None,
+    pythonpath: PythonPath = None,
+    base_url: BaseURL = None,
+    served: Served = None,
     control: Annotated[
-        str, typer.Option(help="The arm that should cost nothing: auto, none, or a KV format.")
+        str,
+        typer.Option(
+            help="The arm that should cost nothing: auto, none, or a KV format; full: also the arms that tell "
+            "the format's loss from the kernel's."
+        ),
     ] = "auto",
     axes: Axes = "core",
     quick: Quick = False,
@@ -93,6 +133,7 @@ def compare(
     overrides: Set = None,
     seed: Seed = 42,
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab",
+    force: Annotated[bool, typer.Option("--force", help="Run what the engine is known to run wrongly, too.")] = False,
     floor: Annotated[bool, typer.Option("--floor/--no-floor", help="Capture a quarter of the reference again.")] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -125,6 +166,10 @@ def compare(
 
       fidelab compare smollm2-135m --kv k16v8 --axes all --quick --limit gsm8k=20
 
+      fidelab compare smollm2-135m --engine llamacpp --kv q8_0 --control full
+
+      fidelab compare ./bf16 --engine vllm --candidate model=./awq
+
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
     from fidelab.errors import UsageError
@@ -135,19 +180,20 @@ def compare(
         return
     if model is None:
         raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
-    if not kv:
-        raise UsageError("name at least one candidate: --kv FORMAT")
+    if not kv and not candidate:
+        raise UsageError("name at least one candidate: --kv FORMAT, or --candidate KEY=VALUE,…")
     given = {
         "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
         "trajectory": {"n_predict": n_predict, "template": template},
     }
     data: dict[str, Any] = {
         "model": model,
-        "engine": engine,
-        "engine_args": parse_pairs(engine_arg or [], "--engine-arg"),
-        "reference": reference or "bf16",
+        "engine": engine_settings(engine, python, prefix, pythonpath),
+        "engine_args": engine_args(engine_arg, base_url, served),
+        **({} if reference is None else {"reference": reference}),
         "control": control,
-        "candidates": kv,
+        "candidates": [*(kv or []), *(candidate or [])],
+        "force": force,
         "axes": axis_settings(axes, given, limit or [], quick),
         "text": text,
         "prompts": prompts,
@@ -165,7 +211,7 @@ def compare(
 
 
 def run(
-    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML).")],
+    experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML), or the name of a bundled profile.")],
     overrides: Annotated[
         list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")
     ] = None,
@@ -173,17 +219,48 @@ def run(
     plot: Plot = False,
     dry_run: DryRun = False,
 ) -> None:
-    """Run an experiment file; a run's config.resolved.yaml repeats that run.
+    """Run an experiment file or a profile; a run's config.resolved.yaml repeats that run.
 
     [bold]Examples[/bold]
 
       fidelab run experiment.yaml
 
       fidelab run runs/20260101-120000-smollm2-135m/config.resolved.yaml
-    """
-    from fidelab.config.load import load
 
-    _launch(load(experiment, overrides or []), as_json, dry_run, plot)
+      fidelab run cross-engine --set threads=2
+    """
+    from fidelab.cli.cross import run_cross_engine
+    from fidelab.config.cross import KIND
+    from fidelab.config.load import read_yaml, validate
+    from fidelab.errors import ConfigError, UsageError
+    from fidelab.profiles import find_experiment
+
+    path = find_experiment(experiment)
+    data = read_yaml(path, overrides or [])
+    if "kind" not in data:
+        _launch(validate(data, str(path)), as_json, dry_run, plot)
+    elif data["kind"] != KIND:
+        raise ConfigError(f"{path}: kind: {data['kind']!r} is none; write {KIND}, or leave it away")
+    elif dry_run or plot:
+        raise UsageError(f"{'--dry-run' if dry_run else '--plot'} is for an experiment on one engine")
+    else:
+        run_cross_engine(data, str(path), as_json=as_json)
+
+
+def engine_settings(
+    name: str, python: str | None, prefix: str | None, pythonpath: Sequence[str] | None
+) -> dict[str, Any]:
+    """Flags → the experiment's ``engine``."""
+    return {"name": name, "python": python, "prefix": prefix, "pythonpath": [*(pythonpath or [])]}
+
+
+def engine_args(pairs: Sequence[str] | None, base_url: str | None, served: str | None) -> dict[str, str]:
+    """``--engine-arg`` and the options that have flags of their own."""
+    given = {"base-url": base_url, "model": served}
+    return {
+        **parse_pairs(list(pairs or []), "--engine-arg"),
+        **{key: value for key, value in given.items() if value is not None},
+    }
 
 
 def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Experiment:

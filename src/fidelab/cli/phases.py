@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import compare as flags
 from fidelab.cli.axes import Axes, Limit, Quick, Set, axis_settings
-from fidelab.cli.output import gate, note, parse_pairs, show_report
+from fidelab.cli.output import gate, note, show_report
 
 __all__ = ["register"]
 
@@ -24,7 +24,10 @@ def register(app: typer.Typer) -> None:
 
 def capture(
     model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")],
-    kv: Annotated[str, typer.Option("--kv", help="KV format of this arm.")] = "bf16",
+    kv: Annotated[
+        str | None,
+        typer.Option("--kv", help="KV format of this arm. \\[default: the engine's native one]", show_default=False),
+    ] = None,
     output_dir: Annotated[Path, typer.Option(help="Folder of captures; can be copied to another machine.")] = Path(
         "captures"
     ),
@@ -33,6 +36,11 @@ def capture(
         typer.Option(help="The reference's captures, where questions follow from its answers.", show_default=False),
     ] = None,
     engine: flags.Engine = "hf",
+    python: flags.Python = None,
+    prefix: flags.Prefix = None,
+    pythonpath: flags.PythonPath = None,
+    base_url: flags.BaseURL = None,
+    served: flags.Served = None,
     axes: Axes = "core",
     quick: Quick = False,
     text: flags.TextFile = "default",
@@ -69,11 +77,11 @@ def capture(
     }
     data = {
         "model": model,
-        "engine": engine,
-        "engine_args": parse_pairs(engine_arg or [], "--engine-arg"),
-        "reference": kv,
+        "engine": flags.engine_settings(engine, python, prefix, pythonpath),
+        "engine_args": flags.engine_args(engine_arg, base_url, served),
+        "reference": {"kv": kv},
         "control": "none",
-        "candidates": [kv],
+        "candidates": [{"kv": kv}],
         "axes": axis_settings(axes, given, limit or [], quick),
         "text": text,
         "prompts": prompts,

@@ -11,9 +11,9 @@ from rich.text import Text
 
 if TYPE_CHECKING:
     from fidelab.asking import Listener
+    from fidelab.measuring import ArmResult
     from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.store import RunFolder
-    from fidelab.scoring import ArmResult
 
 __all__ = ["watcher"]
 

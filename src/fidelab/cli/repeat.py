@@ -13,9 +13,6 @@ from fidelab.cli import compare as flags
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from fidelab.asking import Listener
     from fidelab.config.schema import Experiment
     from fidelab.repeat import AxisSpread, Judgement, Repeat
@@ -130,14 +127,14 @@ def _show(found: Repeat, folder: Path) -> None:
     from rich.table import Table
 
     from fidelab.report.numbers import one_line
-    from fidelab.report.text import wrap_name
+    from fidelab.report.text import literal, wrap_name
 
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own
         console = Console(width=100)
 
     def line(text: str, style: str = "") -> None:
-        console.print(_literal(one_line(text), console, style), overflow="fold")
+        console.print(literal(one_line(text), console, style), overflow="fold")
 
     line(f"{found.repeat_id}: {len(found.runs)} runs", "bold")
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -150,16 +147,16 @@ def _show(found: Repeat, folder: Path) -> None:
     for spread in found.spreads:
         name, axis, verdict, *rest = _row(spread)
         table.add_row(
-            _literal(wrap_name(name, 17), console),
-            _literal(axis, console),
-            _literal(verdict, console, _STYLES.get(spread.verdict or "", "")),
-            *(_literal(cell, console) for cell in rest),
+            literal(wrap_name(name, 17), console),
+            literal(axis, console),
+            literal(verdict, console, _STYLES.get(spread.verdict or "", "")),
+            *(literal(cell, console) for cell in rest),
         )
     console.print(table)
     for text in _lost(found):
         line(text)
     line(f"{found.sentence}.")
-    console.print(_literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+    console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
 
 
 def _lost(found: Repeat) -> list[str]:
@@ -193,15 +190,3 @@ def _row(spread: AxisSpread) -> list[str]:
         "" if nats is None else f"{format_kld(nats.mean)}\n{format_kld(nats.sd)}",
         " ".join(format_score(value) for value in score.values),
     ]
-
-
-def _literal(text: str, console: Console, style: str = "") -> Text:
-    """Text, never markup, that the console's encoding can hold."""
-    from rich.text import Text
-
-    try:
-        text.encode(console.encoding)
-    except UnicodeEncodeError:
-        plain = text.replace("−", "-").replace("–", "-")
-        text = plain.encode(console.encoding, "replace").decode(console.encoding)
-    return Text(text, style=style)

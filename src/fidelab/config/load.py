@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from fidelab.config.schema import Experiment
 from fidelab.errors import ConfigError, nearest_first
 
-__all__ = ["apply_overrides", "dump", "explain_validation", "load", "validate"]
+__all__ = ["apply_overrides", "dump", "explain_validation", "load", "read_yaml", "validate"]
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -20,6 +20,15 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
 
     Raises:
         ConfigError: missing, not UTF-8, not YAML, an unknown key or a wrong type; the message names the place.
+    """
+    return validate(read_yaml(path, overrides), str(path))
+
+
+def read_yaml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The keys of a settings file, with ``a.b=c`` overrides applied.
+
+    Raises:
+        ConfigError: missing, not UTF-8, not YAML or no keys; the message names the place.
     """
     try:
         text = path.read_text("utf-8")
@@ -40,11 +49,11 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected keys like 'model:' and 'candidates:', found {type(data).__name__}")
     apply_overrides(data, overrides)
-    return validate(data, str(path))
+    return data
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
-    """``a.b=c`` sets ``data["a"]["b"]``; values are read as YAML."""
+    """``a.b=c`` sets ``data["a"]["b"]``, ``a.0.b=c`` that of the first of a list; values are read as YAML."""
     for text in overrides:
         place, eq, value = text.partition("=")
         if not eq or not place:
@@ -52,13 +61,20 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
         *parents, last = place.split(".")
         node: Any = data
         for parent in parents:
-            node = node.setdefault(parent, {}) if isinstance(node, dict) else None
+            node = _inside(node, parent)
         if not isinstance(node, dict):
             raise ConfigError(f"--set {text!r}: {'.'.join(parents)} is not a group of settings")
         try:
             node[last] = yaml.safe_load(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {text!r}: the value is not YAML") from None
+
+
+def _inside(node: Any, name: str) -> Any:
+    """The group of that name, made where there is none; ``None`` where there can be none."""
+    if isinstance(node, list):
+        return node[int(name)] if name.isdecimal() and int(name) < len(node) else None
+    return node.setdefault(name, {}) if isinstance(node, dict) else None
 
 
 def validate(data: Mapping[str, Any], where: str) -> Experiment:
@@ -77,7 +93,7 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
     """One line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
     first = error.errors()[0]
     # pydantic puts the alternatives it tried into the place; users wrote none of them
-    tried = ("literal[", "function-", "ArmConfig")
+    tried = ("literal[", "function-", "ArmConfig", "EngineConfig")
     names = [str(part) for part in first["loc"] if not str(part).startswith(tried)]
     place = ".".join(([prefix] if prefix else []) + names)
     if first["type"] == "extra_forbidden":
@@ -90,16 +106,22 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
         return f"{where}: {place!r} is missing"
     got = first.get("input")
     shown = "" if isinstance(got, dict) or got is None else f" (found {got!r})"
-    return f"{where}: {place}: {first['msg'].removeprefix('Value error, ')}{shown}"
+    return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
 
 
 def _field_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    from fidelab.config.schema import ArmConfig
+    """The settings that a field holds, alone or several of them."""
+    field = model.model_fields.get(name)
+    return None if field is None else _settings_in(field.annotation)
 
-    return ArmConfig if name in ("reference", "control", "candidates") or name.isdigit() else None
+
+def _settings_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _settings_in(part))), None)
 
 
-def dump(experiment: Experiment, extra: Mapping[str, Any] | None = None) -> str:
+def dump(experiment: BaseModel, extra: Mapping[str, Any] | None = None) -> str:
     """YAML with every default spelled out; ``extra`` goes in as comments above it."""
     head = "".join(f"# {key}: {' '.join(value.splitlines())}\n" for key, value in (extra or {}).items())
     return head + yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

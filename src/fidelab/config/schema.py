@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer, model_validator
 
-__all__ = ["ArmConfig", "Experiment"]
+from fidelab.config.arms import arm_fields
+
+__all__ = ["ArmConfig", "EngineConfig", "Experiment"]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -15,14 +17,51 @@ def _default_axes() -> dict[str, dict[str, Any]]:
     return {"trajectory": {}, "kld": {}}
 
 
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+
+
+class EngineConfig(BaseModel):
+    """An engine, and the environment in which it runs; a bare name where that is found by itself."""
+
+    model_config = _STRICT
+
+    name: str = Field(description="engine")
+    python: str | None = Field(default=None, description="interpreter of the engine's environment")
+    prefix: str | None = Field(default=None, description="command before it: docker run …, ssh host, srun …")
+    pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules go before the engine's own")
+
+    @model_serializer
+    def _short(self) -> str | dict[str, Any]:
+        given = {"python": self.python, "prefix": self.prefix, "pythonpath": list(self.pythonpath)}
+        given = {key: value for key, value in given.items() if value}
+        return {"name": self.name, **given} if given else self.name
+
+
+def _engine(value: Any) -> Any:
+    return {"name": value} if isinstance(value, str) else value
+
+
 class ArmConfig(BaseModel):
     """One arm: its KV format, and what differs from the experiment's defaults."""
 
     model_config = _STRICT
 
-    kv: str = Field(description="KV format: a name, K/V, with options in brackets")
-    name: str | None = Field(default=None, description="how reports call the arm; the KV format by default")
+    kv: str | None = Field(default=None, description="KV format: a name, K/V, with options in brackets")
+    name: str | None = Field(default=None, description="how reports call the arm; what it differs in by default")
+    engine: EngineConfig | None = Field(default=None, description="engine of this arm alone")
+    model: str | None = Field(default=None, description="checkpoint of this arm alone, of the same tokenizer")
+    dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
     engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of this arm alone")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _short_engine(cls, value: Any) -> Any:
+        return _engine(value)
+
+    @field_validator("engine_args", mode="before")
+    @classmethod
+    def _text_values(cls, value: Any) -> Any:
+        return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 class Experiment(BaseModel):
@@ -31,10 +70,14 @@ class Experiment(BaseModel):
     model_config = _STRICT
 
     model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
-    engine: str = Field(default="hf", description="which engine runs all arms")
+    engine: EngineConfig = Field(
+        default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all arms"
+    )
     engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of all arms")
-    reference: ArmConfig = Field(description="the arm all others are compared with")
-    control: ArmConfig | Literal["auto", "none"] = Field(default="auto", description="arm that should cost nothing")
+    reference: ArmConfig = Field(default_factory=ArmConfig, description="the arm all others are compared with")
+    control: ArmConfig | Literal["auto", "full", "none"] = Field(
+        default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
+    )
     candidates: list[ArmConfig] = Field(min_length=1, description="the arms in question")
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
@@ -44,23 +87,34 @@ class Experiment(BaseModel):
     )
     seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
     bands: Literal["fidelab", "refract"] = Field(default="fidelab", description="band table of the composite")
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(default="auto", description="compute type")
+    dtype: Dtype = Field(default="auto", description="compute type")
     device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
     threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    force: bool = Field(default=False, description="run what the engine is known to run wrongly, too")
     fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the lower bound of the KLD score")
     output_dir: str = Field(default="runs", description="where runs are written")
     captures_dir: str | None = Field(default=None, description="where captures lie; <output_dir>/captures by default")
 
-    @field_validator("reference", "control", mode="before")
+    @field_validator("engine", mode="before")
     @classmethod
-    def _short_arm(cls, value: Any) -> Any:
-        return {"kv": value} if isinstance(value, str) and value not in ("auto", "none") else value
+    def _short_engine(cls, value: Any) -> Any:
+        return _engine(value)
+
+    @field_validator("reference", mode="before")
+    @classmethod
+    def _short_reference(cls, value: Any) -> Any:
+        return arm_fields(value) if isinstance(value, str) else value
+
+    @field_validator("control", mode="before")
+    @classmethod
+    def _short_control(cls, value: Any) -> Any:
+        return arm_fields(value) if isinstance(value, str) and value not in ("auto", "full", "none") else value
 
     @field_validator("candidates", mode="before")
     @classmethod
     def _short_arms(cls, value: Any) -> Any:
-        return [{"kv": v} if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
+        return [arm_fields(v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
 
     @field_validator("axes", mode="before")
     @classmethod

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from fidelab.doctor.check import CAUGHT, Check, reason
+from fidelab.doctor.check import CAUGHT, Check, Finding, reason
+from fidelab.report.numbers import one_line
 
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
@@ -23,6 +25,7 @@ _AXES = ("trajectory", "kld")
 _TEST_ENGINE = "fake"
 _COMPUTES = {"numpy", "torch"}  # what formats are computed with
 _SHAPE = (1, 2, 4, 64)  # batch, heads, tokens, head_dim
+_LIMIT = 60.0  # seconds for one answer of an engine in another environment
 _SLACK = 1.001  # a GPU may round the bound itself otherwise
 
 
@@ -34,14 +37,11 @@ def engines_and_formats(unusable: Collection[str]) -> list[Check]:
     """Each engine, then the formats of those that work."""
     from fidelab.engines import ENGINES
 
-    checks: list[Check] = []
-    formats: list[Check] = []
-    for name in ENGINES.names():
-        if name != _TEST_ENGINE:
-            check, names = _engine(ENGINES, name, unusable)
-            checks.append(check)
-            formats += _formats(name, names) if _COMPUTES.isdisjoint(unusable) else []
-    return [*checks, *formats]
+    names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
+    with ThreadPoolExecutor() as pool:  # those in environments of their own are asked in processes
+        found = list(pool.map(lambda name: _engine(ENGINES, name, unusable), names))
+    formats = [check for _, its_formats in found for check in its_formats] if _COMPUTES.isdisjoint(unusable) else []
+    return [*(check for check, _ in found), *formats]
 
 
 def axes(unusable: Collection[str]) -> list[Check]:
@@ -69,24 +69,50 @@ def try_format(name: str, device: str) -> str | None:
     return None if good else "values come back beyond the error that the format allows"
 
 
-def _engine(registry: Registry, name: str, unusable: Collection[str]) -> tuple[Check, list[str]]:
-    """The check, and the KV formats of an engine that works."""
+def _engine(registry: Registry, name: str, unusable: Collection[str]) -> tuple[Check, list[Check]]:
+    """The check of an engine, and those of the KV formats of one that works."""
     check = partial(Check, name, "engines", needed=name == _ENGINE and not unusable)
     try:
         engine: type[Engine] = registry.load(name)
+        if getattr(engine, "packages", ()):
+            return _brought(name)
+        if getattr(engine, "served", False):
+            return check("ok", "asks a server that somebody else runs"), []
         versions, names = engine.versions(), [str(kv) for kv in engine.kv_names()]
-        shown = ", ".join(f"{package} {version}" for package, version in versions.items())
     except CAUGHT as error:
         missing = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
         why = reason(error).removeprefix(f"engine {name} ")
         return check("missing" if missing else "broken", why, _provider(registry, name)), []
     if lacking := [package for package in versions if package in unusable]:
         return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []
-    return check("ok", shown), names
+    return check("ok", _listed(versions)), _formats(name, names)
+
+
+def _brought(name: str) -> tuple[Check, list[Check]]:
+    """An engine of another package, in the environment where runs would find it."""
+    from fidelab.environments.listing import places
+
+    found = places(name, _LIMIT)
+    place = next((place for place in found if place.problem is None), found[0])
+    if place.problem is not None:
+        status: Finding = "missing" if place.environment is None else "broken"
+        why = one_line(place.problem).removeprefix(f"engine {name} ")
+        return Check(name, "engines", status, why, place.remedy), []
+    device = place.about.device.replace("hip", "rocm") if place.about else "cpu"
+    detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.where}"
+    formats = [
+        Check(kv, f"KV formats ({name})", "missing" if kv in place.refused else "ok", place.refused.get(kv, "runs"))
+        for kv in place.kv_names
+    ]
+    return Check(name, "engines", "ok", one_line(detail)), formats
+
+
+def _listed(versions: Mapping[str, str]) -> str:
+    return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
 def _formats(engine: str, names: Iterable[str]) -> list[Check]:
-    """The engine's formats that fidelab computes itself; an engine's own cannot be tried without a model."""
+    """The formats of an engine that fidelab computes itself: each is tried on a small tensor."""
     from fidelab.formats import FORMATS
 
     known = set(FORMATS.names())

@@ -61,11 +61,24 @@ def _rows(checks: list[Check]) -> Iterator[tuple[str, str, str]]:
         names = [f"{check.name}{_TIE}{check.detail}" if group == _WITH_DETAIL else check.name for check in good]
         status: Finding = "ok" if len(good) == len(checks) else "warning" if good else "broken"
         yield status, group, f"{len(good)} of {len(checks)} work{': ' if good else ''}{', '.join(names)}"
+    rest = [check for check in checks if not (together and check.status == "ok")]
+    if group.startswith("KV formats"):
+        yield from _refused(group, [check for check in rest if check.status == "missing"])
+        rest = [check for check in rest if check.status != "missing"]
+    for check in rest:
+        yield check.status, check.label, check.detail
+        if check.remedy:
+            yield "", "", f"-> {check.remedy}"
+
+
+def _refused(group: str, checks: list[Check]) -> Iterator[tuple[str, str, str]]:
+    """What an engine has and cannot run here: one row for each reason, of which some name the format at their end."""
+    reasons: dict[str, list[str]] = {}
     for check in checks:
-        if not (together and check.status == "ok"):
-            yield check.status, check.label, check.detail
-            if check.remedy:
-                yield "", "", f"-> {check.remedy}"
+        same = check.detail.removesuffix(check.name)
+        reasons.setdefault(same if same == check.detail else f"{same}it", []).append(check.name)
+    for why, names in reasons.items():
+        yield "missing", group, f"{', '.join(names)}: {why}"
 
 
 def _verdict(diagnosis: Diagnosis, width: int) -> str:

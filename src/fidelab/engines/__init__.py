@@ -11,6 +11,9 @@ ENGINES = Registry(
     {
         "hf": "fidelab.engines.hf:HFEngine",
         "llamacpp": "fidelab.engines.llamacpp:LlamaCppEngine",
+        "sglang": "fidelab.engines.sglang:SGLangEngine",
+        "vllm": "fidelab.engines.vllm:VLLMEngine",
+        "openai": "fidelab.engines.openai:OpenAIEngine",
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",

@@ -87,6 +87,9 @@ class Engine(ABC):
     name: ClassVar[str]
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
+    native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
+    pairs: ClassVar[bool] = True  # keys and values may have different formats
+    served: ClassVar[bool] = False  # somebody else started what answers: the arm's options name it
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 
     @classmethod

@@ -31,9 +31,10 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe
+from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.llamacpp_library import GGML_TYPES, Floats, LlamaContext, LlamaModel, Seen, build, can_offload
+from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
 __all__ = ["LlamaCppEngine"]
@@ -155,8 +156,8 @@ class LlamaCppEngine(Engine):
                 facts = self._generate(probe, sink)
             case Forced():
                 facts = self._forced(probe, sink)
-            case _:
-                raise NotSupportedError(f"engine llamacpp does not answer {probe.kind} probes yet")
+            case Timed():
+                facts = self._timed(probe, sink)
         return Answer(Estimator.LOGPROBS, facts={**facts, "seconds": time.monotonic() - began})
 
     def ran(self) -> Ran:
@@ -290,6 +291,16 @@ class LlamaCppEngine(Engine):
                 sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), "logprobs": _joined(rows)})
         return {"tokens": sum(map(len, probe.items()))}
 
+    def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
+        with self._context(max(map(len, probe.prompts), default=1) + probe.n) as context:
+            self._seen = context.seen
+
+            def decode(prompt: Tokens) -> Iterator[int]:
+                context.clear()
+                return _endless(context, prompt)
+
+            return time_prompts(probe, sink, decode)
+
     def _greedy(
         self, probe: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
     ) -> Iterator[tuple[list[int], list[NDArray[np.float16]], str | None]]:
@@ -341,6 +352,14 @@ def _batches(probe: Generate, most: int) -> Iterator[list[int]]:
 def _last(context: LlamaContext, tokens: Sequence[int], sequence: int = 0) -> Floats:
     """Logits [1, V] after the last of the tokens, which are appended to the sequence."""
     return np.concatenate(list(context.feed(tokens, range(len(tokens) - 1, len(tokens)), sequence)))
+
+
+def _endless(context: LlamaContext, prompt: Tokens) -> Iterator[int]:
+    """Greedy tokens behind a prompt, a call each."""
+    token = int(_last(context, prompt).argmax())
+    while True:
+        yield token
+        token = int(context.step({0: token}).argmax())
 
 
 def _logprobs(logits: Floats) -> NDArray[np.float16]:

@@ -25,6 +25,7 @@ __all__ = [
     "KLSummary",
     "RowComparison",
     "compare_rows",
+    "compare_topk",
     "head_logits",
     "kl_by_confidence",
     "kl_by_position",
@@ -253,6 +254,51 @@ def _reported(ids: ArrayLike, logprobs: ArrayLike) -> Mapping[int, float]:
     if len(table) != len(keys):
         raise ValueError("a token id is reported twice")
     return table
+
+
+def compare_topk(
+    ref: tuple[NDArray[Any], NDArray[Any]], test: tuple[NDArray[Any], NDArray[Any]], targets: NDArray[Any]
+) -> RowComparison:
+    """What ``n`` rows say of which each side reports some tokens: (ids ``[n, k]``, log-probabilities ``[n, k]``).
+
+    Negative ids are padding.  ``kl`` is :func:`topk_lower_bound`; a row of which a side reports nothing has failed.
+    What depends on the actual token, ``targets [n]``, is NaN where a side does not report it; ``dp`` then in all rows,
+    since the mean over those that report it would be one over likely tokens.
+    """
+    columns = np.full((5, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides
+    top1 = np.zeros(len(targets), dtype=bool)
+    for row, target in enumerate(targets.tolist()):
+        p, q = ({k: v for k, v in zip(*side, strict=True) if k >= 0} for side in _row_of(ref, test, row))
+        columns[3:, row] = -p.get(target, math.nan), -q.get(target, math.nan)
+        if not (p and q):
+            continue
+        columns[0, row] = topk_lower_bound(list(p), list(p.values()), list(q), list(q.values()))
+        columns[1, row] = math.exp(max(p.values()))
+        top1[row] = _likeliest(p) == _likeliest(q)
+    kl, confidence, dp, nll_ref, nll_test = columns
+    if np.isfinite(columns[3:, targets >= 0]).all():
+        dp = np.exp(-nll_test) - np.exp(-nll_ref)
+    failed = ~np.isfinite(kl)
+    return RowComparison(
+        kl=np.where(failed, np.nan, kl),
+        failed=failed,
+        top1=top1 & ~failed,
+        confidence=confidence,
+        dp=np.where(failed, np.nan, dp),
+        nll_ref=nll_ref,
+        nll_test=nll_test,
+    )
+
+
+def _row_of(
+    ref: tuple[NDArray[Any], NDArray[Any]], test: tuple[NDArray[Any], NDArray[Any]], row: int
+) -> list[tuple[list[int], list[float]]]:
+    return [(ids[row].tolist(), logprobs[row].tolist()) for ids, logprobs in (ref, test)]
+
+
+def _likeliest(reported: Mapping[int, float]) -> int:
+    """The token of the largest log-probability; of equals the one with the lowest id."""
+    return min(reported, key=lambda token: (-reported[token], token))
 
 
 # -------------------------------------------------------------------------------------------- summaries

@@ -27,12 +27,12 @@ _FORMS = (
 class Model:
     """A checkpoint on this machine.
 
-    ``path`` is the folder that Transformers, vLLM and SGLang load, whatever the model came from; ``gguf``
-    the file that llama.cpp loads, where there is one.  ``weights`` is the hash of the content, ``revision``
-    the hub's commit. ``vocab_size`` counts the rows of the LM head, which may be more than the tokenizer
-    knows; ``parameters`` and ``weight_bytes`` what the files store; ``native`` is the 16-bit type that
-    stands for the checkpoint's own. ``tied``: the LM head is the embedding table.  ``kind`` is ``fake`` for
-    the analytic engine's model, which has no files.
+    ``path`` is the folder that Transformers, vLLM and SGLang load, whatever the model came from; ``gguf`` the
+    file that llama.cpp loads, where there is one (in a folder: the only one there). ``weights`` is the hash of
+    the content, ``revision`` the hub's commit. ``vocab_size`` counts the rows of the LM head, which may be more
+    than the tokenizer knows; ``parameters`` and ``weight_bytes`` what the files store; ``native`` is the 16-bit
+    type that stands for the checkpoint's own. ``tied``: the LM head is the embedding table. ``kind`` is
+    ``fake`` for the analytic engine's model, which has no files.
     """
 
     name: str
@@ -84,7 +84,8 @@ def resolve(name: str) -> Model:
         return _read(embedded.pull(), name, gguf=embedded.gguf_file())
     here = Path(name).expanduser()
     if name and here.is_dir():
-        return _read(here.absolute(), name)
+        files = list(here.absolute().glob("*.gguf"))
+        return _read(here.absolute(), name, gguf=files[0] if len(files) == 1 else None)
     if here.is_file():
         return _from_gguf(here.absolute(), name)
     match = _HUB_ID.fullmatch(name)

@@ -12,7 +12,7 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.core import Arm, Forced, Generate, Prefill, Probe, probe_record
 from fidelab.errors import FidelabError, UnavailableError
-from fidelab.plan.resolve import Settings
+from fidelab.plan.resolve import EXACT, TRUTH, Settings
 from fidelab.workers.messages import ProbeTask
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
 ]
 
 FLOOR = "floor"
+_WITNESSED = ("kld",)  # the axes that witnesses are asked
 _FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 
 
@@ -69,9 +70,10 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a run, in order: reference, control, candidates, floor.
+    """All jobs of a run, in order: reference, control, candidates, witnesses, floor.
 
-    ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``floor``.  ``unavailable``: axes whose
+    ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``truth``, ``exact``, ``exact:<name>``,
+    ``floor``.  ``unavailable``: axes whose
     questions cannot be made, because what they are made from lies elsewhere, and why.
     """
 
@@ -90,10 +92,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     An arm that computes what the reference computes (the reference itself as a candidate) gets a fresh replicate,
     so that "identical" is seen in two real captures.
     """
-    jobs = [PlannedJob("reference", settings.reference, ())]
-    others = [("control", settings.control)] if settings.control else []
-    others += [(f"candidate:{arm.name}", arm) for arm in settings.candidates]
-    jobs += [PlannedJob(role, arm, ()) for role, arm in others if arm and arm.name not in settings.unsupported]
+    jobs = [PlannedJob(role, arm, ()) for role, arm in settings.roles() if arm.name not in settings.unsupported]
     if settings.experiment.floor > 0:
         jobs.append(PlannedJob(FLOOR, settings.reference, ()))
     probes: dict[str, Mapping[str, Probe]] = {}
@@ -139,13 +138,15 @@ def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mappin
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
+            if job.role.partition(":")[0] in (TRUTH, EXACT) and axis not in _WITNESSED:
+                continue
             share = settings.experiment.floor
             probe = settings.axes[axis].repeated(asked, share) if job.role == FLOOR else asked
             if probe is None:
                 continue
             if probe.axis != part_name(axis, part):
                 raise ValueError(f"axis {axis} names the probe of its part {part!r} {probe.axis!r}")
-            key = capture_key(job.arm, probe, settings.versions, job.replicate)
+            key = capture_key(job.arm, probe, settings.deployed[job.arm.name].versions, job.replicate)
             folder = capture_folder(settings.captures_dir, job.arm, probe, key)
             captures.append(PlannedCapture(probe.axis, probe, key, folder))
     return replace(job, captures=tuple(captures))

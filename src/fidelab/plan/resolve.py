@@ -1,12 +1,9 @@
-"""Schema → settings: names looked up, model found, arms complete.
-
-What cannot be is found here, before anything runs.
-"""
+"""Schema → settings with nothing optional left; what an engine cannot do is found here, before anything runs."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,23 +12,32 @@ from pydantic import ValidationError
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis
 from fidelab.config.load import explain_validation
-from fidelab.config.schema import ArmConfig, Experiment
-from fidelab.core import Arm, FormatSpec, KVSpec, usable_cores
-from fidelab.engines import ENGINES
-from fidelab.engines.base import Engine, Verdict
-from fidelab.errors import ConfigError, OutputError, UnknownNameError, UsageError
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.core import Arm, Estimator, FormatSpec, KVSpec, usable_cores
+from fidelab.engines.base import Verdict
+from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UnknownNameError, UsageError
 from fidelab.models import Model, resolve
 from fidelab.models.weights import file_sha256
+from fidelab.plan.deploy import Deployed, Engines, engine_class
 
-__all__ = ["Settings", "resolve_arm", "resolve_experiment"]
+__all__ = ["EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_arm", "resolve_experiment"]
+
+TRUTH = "truth"  # the role of the reference's 32-bit twin
+EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
 
 _DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 _BITS16 = ("k16v8",)
+_BITS32 = "f32"
+_EXACT_ENGINE = EngineConfig(name="hf")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """A resolved experiment.  ``unsupported`` maps an arm's name to why its engine cannot run it."""
+    """A resolved experiment.
+
+    ``witnesses``: role → arm that tells format loss from kernel loss (``control: full``).  ``deployed`` and
+    ``unsupported`` go by the arm's name: where it runs, and why it cannot.
+    """
 
     experiment: Experiment
     model: Model
@@ -40,63 +46,261 @@ class Settings:
     candidates: tuple[Arm, ...]
     axes: Mapping[str, Axis]
     unsupported: Mapping[str, str]
-    versions: Mapping[str, str]
+    deployed: Mapping[str, Deployed]
     output_dir: Path
     captures_dir: Path
+    witnesses: Mapping[str, Arm]
 
-    def arms(self) -> list[Arm]:
-        """Reference, control, candidates: in the order in which they run."""
-        return [self.reference, *([self.control] if self.control else []), *self.candidates]
+    def roles(self) -> list[tuple[str, Arm]]:
+        """All arms under their roles, in the order in which they run."""
+        return [
+            ("reference", self.reference),
+            *([("control", self.control)] if self.control else []),
+            *((f"candidate:{arm.name}", arm) for arm in self.candidates),
+            *self.witnesses.items(),
+        ]
 
 
-def resolve_experiment(experiment: Experiment) -> Settings:
-    """Look everything up.
+def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
+    """Look everything up; ``created`` names the run where answers hold for one run alone.
 
     Raises:
         FidelabError: one line naming what was wrong and what to do.
     """
-    engine: type[Engine] = ENGINES.load(experiment.engine)
+    for config in (experiment.engine, *(arm.engine for arm in experiment.candidates if arm.engine)):
+        engine_class(config)
     axes = {name: _axis(name, values) for name, values in experiment.axes.items()}
-    _check_kv_names(experiment, engine)
-    model = resolve(experiment.model)
-    if (model.kind == "fake") != (experiment.engine == "fake"):
-        raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
-    experiment = _fill(experiment, model, axes)
-    reference = resolve_arm(experiment, experiment.reference, engine, model)
-    candidates = tuple(resolve_arm(experiment, arm, engine, model) for arm in experiment.candidates)
-    _refuse_twins(candidates)
-    control = _control(experiment, engine, model, reference)
-    arms = [reference, *([control] if control else []), *candidates]
-    _refuse_namesakes(arms)
-    verdicts: dict[str, Verdict] = {arm.name: engine.supports(arm) for arm in arms}
-    if not verdicts[reference.name].ok:
-        raise UsageError(f"the reference cannot run on engine {experiment.engine}: {verdicts[reference.name].reason}")
-    output = _folder(Path(experiment.output_dir), "--output-dir")
-    captures = _folder(Path(experiment.captures_dir or output / "captures"), "captures_dir")
-    return Settings(
-        experiment=experiment,
-        model=model,
-        reference=reference,
-        control=control,
-        candidates=candidates,
-        axes=axes,
-        unsupported={name: verdict.reason for name, verdict in verdicts.items() if not verdict.ok},
-        versions=engine.versions(),
-        output_dir=output,
-        captures_dir=captures,
+    with Engines() as engines:
+        _check_kv_names(experiment, engines)
+        return _Resolver(experiment, axes, engines, created).settings()
+
+
+class _Resolver:
+    """Arms, and where each of them runs."""
+
+    def __init__(self, experiment: Experiment, axes: Mapping[str, Axis], engines: Engines, created: str) -> None:
+        self._engines = engines
+        self._created = created
+        self._asked_dtype = experiment.dtype
+        self._models: dict[str, Model] = {}
+        self._model = self._find_model(experiment.model)
+        self._axes = axes
+        self._experiment = _fill(experiment, self._model, axes)
+        self._deployed: dict[str, Deployed] = {}
+        self._unsupported: dict[str, str] = {}
+
+    def settings(self) -> Settings:
+        experiment = self._experiment
+        reference = self._arm(experiment.reference)
+        candidates = tuple(self._candidate(config) for config in experiment.candidates)
+        _refuse_twins(candidates)
+        control = self._control(reference)
+        witnesses = self._witnesses(reference, candidates) if experiment.control == "full" else {}
+        _refuse_namesakes([reference, *([control] if control else []), *candidates])
+        if reference.name in self._unsupported:
+            why = self._unsupported[reference.name]
+            raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
+        output = _folder(Path(experiment.output_dir), "--output-dir")
+        return Settings(
+            experiment=experiment,
+            model=self._model,
+            reference=reference,
+            control=control,
+            candidates=candidates,
+            axes=self._axes,
+            unsupported=self._unsupported,
+            deployed=self._deployed,
+            output_dir=output,
+            captures_dir=_folder(Path(experiment.captures_dir or output / "captures"), "captures_dir"),
+            witnesses=witnesses,
+        )
+
+    def _find_model(self, name: str) -> Model:
+        if name not in self._models:
+            self._models[name] = resolve(name)
+        return self._models[name]
+
+    def _candidate(self, config: ArmConfig) -> Arm:
+        """A candidate whose own engine or model is not to be had does not take the others down."""
+        try:
+            return self._arm(config)
+        except (EngineError, UnavailableError) as error:
+            if config.engine is None and config.model is None:
+                raise
+            arm = replace(self._bare(config, self._model), weights=config.model or self._model.weights)
+            self._unsupported[arm.name] = str(error)
+            return arm
+
+    def _arm(self, config: ArmConfig) -> Arm:
+        """One arm with nothing optional left, and where it runs."""
+        engine = config.engine or self._experiment.engine
+        config = _served_name(config, engine)
+        model = self._find_model(config.model or self._experiment.model)
+        answers = self._engines.ask(engine)
+        if (model.kind == "fake") != (engine.name == "fake"):
+            raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
+        arm = self._bare(config, model)
+        answers.check_kv(arm.kv)
+        verdict = answers.supports(arm)
+        if not verdict.ok and self._experiment.force:
+            arm, verdict = self._forced(arm, engine, verdict)
+        if not verdict.ok:
+            self._unsupported[arm.name] = verdict.reason
+        estimator = dict(arm.options).get("estimator", engine_class(engine).estimator)
+        self._deployed[arm.name] = Deployed(
+            model=model,
+            environment=self._engines.environment(engine),
+            versions=self._engines.versions(engine) | self._today(engine),
+            estimator=Estimator(estimator),
+            about=self._engines.about(engine),
+        )
+        return arm
+
+    def _today(self, engine: EngineConfig) -> dict[str, str]:
+        """Whoever stands behind a URL may be another tomorrow: no other run finds these answers again."""
+        return {"asked": self._created} if engine_class(engine).served else {}
+
+    def _forced(self, arm: Arm, engine: EngineConfig, verdict: Verdict) -> tuple[Arm, Verdict]:
+        """The arm as its engine takes it in spite of what it knows, where it has a way."""
+        forced = replace(arm, options=tuple(sorted({**dict(arm.options), "force": "yes"}.items())))
+        try:
+            again = self._engines.ask(engine).supports(forced)
+        except UsageError:  # this engine knows no force
+            return arm, verdict
+        return (forced, again) if again.ok else (arm, verdict)
+
+    def _bare(self, config: ArmConfig, model: Model) -> Arm:
+        return resolve_arm(self._experiment, config, model, self._asked_dtype)
+
+    # ----------------------------------------------------------------------------- control and witnesses
+
+    def _control(self, reference: Arm) -> Arm | None:
+        experiment = self._experiment
+        if experiment.control == "none":
+            return None
+        if isinstance(experiment.control, ArmConfig):
+            return self._arm(experiment.control)
+        answers = self._engines.ask(experiment.reference.engine or experiment.engine)
+        name = answers.control_for(reference.kv, self._model.native)
+        return None if name is None else self._arm(_with(experiment.reference, kv=name, name=name))
+
+    def _witnesses(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
+        """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
+        found: dict[str, Arm] = {}
+        answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
+        if _BITS32 in answers.kv_names() and str(reference.kv.k) != _BITS32:
+            found[TRUTH] = self._arm(_with(self._experiment.reference, kv=_BITS32, name=f"{_BITS32} (truth)"))
+        if reference.engine in (_EXACT_ENGINE.name, "fake"):  # computes attention exactly itself
+            return found
+        known = set(self._engines.ask(_EXACT_ENGINE).kv_names())
+        for arm in candidates:
+            if {arm.kv.k.name, arm.kv.v.name} <= known and arm.model == reference.model:
+                found[f"{EXACT}:{arm.name}"] = self._exact(str(arm.kv.label), f"{arm.name} (exact attention)")
+        if any(role.startswith(EXACT) for role in found):
+            found = {EXACT: self._exact(_BITS32, f"{_BITS32} (exact attention)"), **found}
+        return found
+
+    def _exact(self, kv: str, name: str) -> Arm:
+        return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
+
+
+def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: str = "auto") -> Arm:
+    """One arm with nothing optional left; ``k16v8`` becomes what it means for this model.
+
+    ``dtype``: the compute type of arms that name none; ``auto`` is the model's own.
+    """
+    engine = config.engine or experiment.engine
+    written = KVSpec.parse(config.kv or engine_class(engine).native_kv)
+    kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
+    path, weights = model.path, model.weights
+    if engine_class(engine).form == "gguf" and model.gguf:  # two files may convert to one folder and compute apart
+        path, weights = model.gguf, file_sha256(model.gguf)
+    dtype = config.dtype or dtype
+    shared = experiment.engine_args if engine.name == experiment.engine.name else {}
+    return Arm(
+        name=_name(config),
+        engine=engine.name,
+        model=config.model or experiment.model,
+        path=str(path),
+        weights=weights,
+        kv=kv,
+        dtype=_DTYPES[model.native] if dtype == "auto" else dtype,
+        device=experiment.device,
+        threads=experiment.threads or 1,
+        options=tuple(sorted({**shared, **config.engine_args}.items())),
     )
+
+
+def refuse_same_server(settings: Settings) -> None:
+    """Whoever asks a server twice measures how well it repeats itself, whatever the arm is called.
+
+    Raises:
+        UsageError: a candidate asks the reference's server and model with the same settings.
+    """
+    reference = settings.reference
+    if not engine_class(EngineConfig(name=reference.engine)).served:
+        return
+    for arm in settings.candidates:
+        if arm.engine == reference.engine and arm.options == reference.options:
+            raise UsageError(
+                f"candidate {arm.name!r} asks the same server and model in the same way as the reference: that "
+                "measures repeatability, which the floor does; give the candidate a base-url or model of its own"
+            )
+
+
+def _with(config: ArmConfig, *, kv: str, name: str) -> ArmConfig:
+    """The same arm with another cache."""
+    return config.model_copy(update={"kv": kv, "name": name})
+
+
+def _served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
+    """An arm's ``model`` on a server is what that server calls it; the tokenizer is the experiment's model's."""
+    if config.model is None or not engine_class(engine).served:
+        return config
+    return config.model_copy(
+        update={"model": None, "name": _name(config), "engine_args": {**config.engine_args, "model": config.model}}
+    )
+
+
+def _name(config: ArmConfig) -> str:
+    """What the arm differs in, where nobody named it."""
+    if config.name:
+        return config.name
+    said = [
+        Path(config.model).name if config.model else None,
+        config.engine.name if config.engine else None,
+        config.kv,
+        config.dtype,
+        *(f"{key}={value}" for key, value in config.engine_args.items()),
+    ]
+    return " ".join(filter(None, said))
 
 
 def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis]) -> Experiment:
     """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
+    reference = _with_kv(experiment.reference, engine_class(experiment.reference.engine or experiment.engine).native_kv)
     return experiment.model_copy(
         update={
+            "reference": reference,
+            "candidates": [_with_kv(arm, _inherited(arm, reference, experiment)) for arm in experiment.candidates],
             "dtype": _DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
             "threads": experiment.threads or usable_cores(),
             "device": _device(experiment.device, model),
             "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
         }
     )
+
+
+def _inherited(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> str:
+    """The KV format of an arm that names none: the reference's, on another engine that engine's native one."""
+    mine, its = (config.engine or experiment.engine for config in (arm, reference))
+    same = mine.name == its.name and reference.kv
+    return reference.kv if same and reference.kv else engine_class(mine).native_kv
+
+
+def _with_kv(arm: ArmConfig, kv: str) -> ArmConfig:
+    """Named as before: the format that is filled in is nothing the arm differs in."""
+    return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv})
 
 
 def _device(asked: str, model: Model) -> str:
@@ -115,28 +319,6 @@ def _device(asked: str, model: Model) -> str:
     return asked
 
 
-def resolve_arm(experiment: Experiment, config: ArmConfig, engine: type[Engine], model: Model) -> Arm:
-    """One arm with nothing optional left; ``k16v8`` becomes what it means for this model."""
-    written = KVSpec.parse(config.kv)
-    kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
-    engine.check_kv(kv)
-    path, weights = model.path, model.weights
-    if engine.form == "gguf" and model.gguf:  # two files may convert to one folder and yet compute differently
-        path, weights = model.gguf, file_sha256(model.gguf)
-    return Arm(
-        name=config.name or config.kv,
-        engine=experiment.engine,
-        model=experiment.model,
-        path=str(path),
-        weights=weights,
-        kv=kv,
-        dtype=experiment.dtype,
-        device=experiment.device,
-        threads=experiment.threads or 1,
-        options=tuple(sorted({**experiment.engine_args, **config.engine_args}.items())),
-    )
-
-
 def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
     """``k16v8``: keys in the model's native 16-bit type, values fp8_e4m3 with scale 1.0, saturating."""
     if fmt.name not in _BITS16:
@@ -148,27 +330,30 @@ def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
     return FormatSpec(model.native) if side == "k" else FormatSpec("fp8_e4m3")
 
 
-def _check_kv_names(experiment: Experiment, engine: type[Engine]) -> None:
+def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
     """Unknown names are found before a model is fetched."""
-    known = list(engine.kv_names())
-    known += [name for name in _BITS16 if "fp8_e4m3" in known]
-    configs = [experiment.reference, *experiment.candidates]
-    if isinstance(experiment.control, ArmConfig):
-        configs.append(experiment.control)
-    for config in configs:
+    for config in _configs(experiment):
+        if config.kv is None:
+            continue
+        engine = config.engine or experiment.engine
+        try:
+            known = list(engines.ask(engine).kv_names())
+        except EngineError:
+            if config.engine is None:
+                raise
+            continue  # this arm cannot run; the resolver says so
+        known += [name for name in _BITS16 if "fp8_e4m3" in known and engine_class(engine).pairs]
         spec = KVSpec.parse(config.kv)
         for fmt in (spec.k, spec.v):
             if fmt.name not in known:
-                raise UnknownNameError(f"KV format of engine {experiment.engine}", fmt.name, known)
+                raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
 
 
-def _control(experiment: Experiment, engine: type[Engine], model: Model, reference: Arm) -> Arm | None:
-    if experiment.control == "none":
-        return None
-    if experiment.control == "auto":
-        name = engine.control_for(reference.kv, model.native)
-        return None if name is None else resolve_arm(experiment, ArmConfig(kv=name), engine, model)
-    return resolve_arm(experiment, experiment.control, engine, model)
+def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
+    yield experiment.reference
+    yield from experiment.candidates
+    if isinstance(experiment.control, ArmConfig):
+        yield experiment.control
 
 
 def _refuse_twins(candidates: tuple[Arm, ...]) -> None:

@@ -20,7 +20,7 @@ from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Estimate, View, build_view
 from fidelab.results.record import Report
 
-__all__ = ["render_text", "wrap_name"]
+__all__ = ["literal", "render_text", "wrap_name"]
 
 _WIDE = 98
 _NAME_WIDTH = 17
@@ -43,7 +43,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     wide = console.width >= _WIDE
 
     def line(text: str, style: str = "") -> None:
-        console.print(_text(text, console, style), overflow="fold")
+        console.print(literal(text, console, style), overflow="fold")
 
     line(f"{view.title}; {view.subtitle}", "bold")
     if view.failures:
@@ -53,12 +53,18 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     console.print(_table(view, console, wide))
     if view.others is not None:
         console.print(_others(view.others, console))
+    for table in view.tables:
+        if table.key == "attribution":
+            line(table.title)
+            console.print(_others(table, console))
     for row in view.candidates:
         close = " (composite too close to call)" if row.too_close else ""
         line(f"{row.name}: {row.sentence}{close}")
     line("")
     line(view.floor)
     line(view.control)
+    if view.truth:
+        line(view.truth)
     if view.ranking:
         line(view.ranking)
     if not wide:
@@ -71,7 +77,16 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
             line(drawn)
     if folder is not None:
         # Not wrapped: a path is to be copied.
-        console.print(_text(f"files: {one_line(str(folder))}", console), soft_wrap=True)
+        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)
+
+
+def literal(text: str, console: Console, style: str = "") -> Text:
+    """Text, never markup, that the console's encoding can hold."""
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
+    return Text(text, style=style)
 
 
 def wrap_name(name: str, width: int) -> str:
@@ -106,9 +121,9 @@ def _table(view: View, console: Console, wide: bool) -> Table:
             row.cache_bytes,
         ]
         table.add_row(
-            _text(wrap_name(row.name, _NAME_WIDTH), console),
-            _text(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(_text(cell, console) for cell in cells),
+            literal(wrap_name(row.name, _NAME_WIDTH), console),
+            literal(_verdict(row), console, _STYLES.get(row.key, "")),
+            *(literal(cell, console) for cell in cells),
         )
     return table
 
@@ -121,7 +136,7 @@ def _others(shown: Others, console: Console) -> Table:
         table.add_column(Text(column), justify="right", overflow="fold", max_width=_AXIS_WIDTH)
     for name, *cells in shown.rows:
         stacked = (cell.replace(" (", "\n(", 1).replace(" ±", "\n±", 1) for cell in cells)
-        table.add_row(_text(wrap_name(name, _NAME_WIDTH), console), *(_text(cell, console) for cell in stacked))
+        table.add_row(literal(wrap_name(name, _NAME_WIDTH), console), *(literal(cell, console) for cell in stacked))
     return table
 
 
@@ -131,12 +146,3 @@ def _verdict(row: ArmRow) -> str:
 
 def _stacked(estimate: Estimate) -> str:
     return estimate.value if estimate.margin == ABSENT else f"{estimate.value}\n{estimate.margin}"
-
-
-def _text(text: str, console: Console, style: str = "") -> Text:
-    """Literal text that the console's encoding can hold."""
-    try:
-        text.encode(console.encoding)
-    except UnicodeEncodeError:
-        text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
-    return Text(text, style=style)

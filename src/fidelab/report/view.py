@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Estimator, Status
+from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored
 from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
 from fidelab.report.tables import Table, summary_of, tables_of
@@ -101,6 +102,7 @@ class View:
     ranking: str
     tables: tuple[Table, ...]
     others: Table | None
+    truth: str
     points: tuple[Point, ...]
     run_details: tuple[tuple[str, str], ...]
     settings: str
@@ -141,8 +143,9 @@ def build_view(report: Report) -> View:
         floor=_floor(report.floor),
         control=_control(report.control),
         ranking=_ranking(report.comparisons),
-        tables=tuple(tables_of(arms)),
+        tables=(*tables_of(arms), *([attribution] if (attribution := attribution_of(report)) else [])),
         others=summary_of(report),
+        truth=truth_line(report),
         points=(
             *(_points("control", report.control) if report.control else ()),
             *(point for number, arm in enumerate(report.candidates) for point in _points("candidate", arm, number)),

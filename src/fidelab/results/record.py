@@ -33,10 +33,13 @@ if TYPE_CHECKING:
 __all__ = [
     "SCHEMA",
     "ArmRecord",
+    "Attribution",
     "Band",
     "Comparison",
     "Composite",
+    "Contrast",
     "KVFormats",
+    "Part",
     "Ran",
     "Report",
     "Verdict",
@@ -168,6 +171,47 @@ class Comparison(Record):
     """The interval excludes 0: the order is more than chance."""
 
 
+class Part(Record):
+    """The mean KL (nats) of one arm over its own reference."""
+
+    arm: str
+    """Name of the arm."""
+    mean: float | None = None
+    """Nats; null where it was not measured."""
+    ci: Interval | None = None
+    """95% interval."""
+    reason: str | None = None
+    """Why there is no mean."""
+
+
+class Contrast(Record):
+    """A paired difference of two mean KLs (nats)."""
+
+    mean: float
+    """First minus second."""
+    ci: Interval | None = None
+    """95% interval; null with a single unit."""
+
+
+class Attribution(Record):
+    """Where a candidate's KL comes from.  KL is not additive: the parts need not sum up."""
+
+    candidate: str
+    """Name of the candidate."""
+    here: Part | None = None
+    """The candidate on its engine: format and kernel path together."""
+    kernel: Part | None = None
+    """The control on the engine: the kernel path without the format."""
+    format: Part | None = None
+    """The same format under exact attention, over a 32-bit cache there: the format without the kernel path."""
+    here_minus_kernel: Contrast | None = None
+    """``here`` minus ``kernel``."""
+    here_minus_format: Contrast | None = None
+    """``here`` minus ``format``."""
+    format_minus_kernel: Contrast | None = None
+    """``format`` minus ``kernel``."""
+
+
 class Report(Record):
     """Everything a run found."""
 
@@ -195,6 +239,10 @@ class Report(Record):
     """The arms in question."""
     comparisons: tuple[Comparison, ...] = ()
     """Candidates in the order of their mean KL, each with the next one."""
+    attribution: tuple[Attribution, ...] = ()
+    """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
+    truth: ArmRecord | None = None
+    """The reference's 32-bit twin on the same engine, over the reference."""
     floor: Axes = Field(default_factory=Axes)
     """The reference against a replicate of itself: repeatability."""
 

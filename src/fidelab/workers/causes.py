@@ -8,6 +8,7 @@ import signal
 __all__ = ["explain", "explain_exit"]
 
 _CAUSES: tuple[tuple[str, str], ...] = (
+    # memory and disk
     (
         r"out of memory|OutOfMemoryError|CUDA_ERROR_OUT_OF_MEMORY",
         "out of device memory: use a smaller --n-ctx or batch",
@@ -17,30 +18,122 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         "out of host memory: free some, or use a smaller --n-ctx",
     ),
     (r"No space left on device|no space left", "the disk is full: free some space, or choose another --output-dir"),
-    (r"Torch not compiled with CUDA|No CUDA GPUs are available|no NVIDIA driver", "no usable GPU: pass --device cpu"),
+    (r"Free memory on device .* is less than desired", "an earlier process still holds device memory: end it"),
+    (
+        r"No available memory for the cache blocks",
+        "no memory is left for the KV cache: raise kv-cache-memory or gpu-memory-utilization",
+    ),
+    (
+        r"larger than the (available KV cache memory|maximum number of tokens that can be stored in KV cache)",
+        "the KV cache does not hold one sequence of the model's length: lower max-model-len, or raise kv-cache-memory",
+    ),
+    (
+        r"Not enough memory\. Please try to increase --mem-fraction-static",
+        "no memory is left for the KV cache: raise mem-fraction-static",
+    ),
     (
         r"max_num_seqs \(\d+\) exceeds available Mamba cache blocks",
         "hybrid model with the default concurrency: lower max_num_seqs",
     ),
+    # devices and builds
+    (r"Torch not compiled with CUDA|No CUDA GPUs are available|no NVIDIA driver", "no usable GPU: pass --device cpu"),
     (
-        r"Requested prompt logprobs of \d+, which is greater than max allowed",
-        "the engine caps log-probabilities: raise max_logprobs",
+        r"Failed to infer device type",
+        "this vLLM finds no device that it is built for: install the build for this machine (fidelab engines install "
+        "vllm), or mend the GPU's driver",
     ),
-    (r"Free memory on device .* is less than desired", "an earlier process still holds device memory: end it"),
-    (r"invalid argument for batch_prefill", "this attention backend rejects the model: choose another one"),
+    (
+        r"libcuda\.so\S* *: cannot open shared object|libcuda\.so\S* (is |was )?not found",
+        "this build needs NVIDIA's driver, which is not here: install the build for CPUs (fidelab engines install)",
+    ),
+    (r"no kernel image is available for execution", "this build has no kernels for this GPU: install one that has"),
+    (
+        r"CUDA driver version is insufficient|NVIDIA driver on your system is too old",
+        "the GPU's driver is too old for this build: update the driver",
+    ),
+    (
+        r"module 'aiter' has no attribute",
+        "this image's AITER does not fit its engine: repair it, or put a folder with a shim before it (--pythonpath)",
+    ),
+    (
+        r"invalid argument for batch_prefill",
+        "this attention backend rejects the model: choose another one (attention-backend; it changes what fp8 runs)",
+    ),
+    (
+        r"(Symbol not found|undefined symbol): _?(llama|ggml)_",
+        "program and library of llama.cpp are of different builds: install both from one, or unset LLAMA_CPP_LIB_PATH",
+    ),
+    # models and their files
     (
         r"model type .* but Transformers does not recognize",
         "the installed transformers does not know this model: upgrade it",
+    ),
+    (
+        r"OfflineModeIsEnabled|LocalEntryNotFoundError|couldn't connect to .?http",
+        "the model lies on a hub that is out of reach: fetch it where there is a network (fidelab models pull)",
+    ),
+    (
+        r"gated repo|GatedRepoError",
+        "the model is gated: accept its owner's terms on the hub, and set HF_TOKEN",
+    ),
+    (
+        r"No module named '?flash_attn",
+        "the model's vision tower wants flash-attn: install it there, or take a text-only model",
+    ),
+    (
+        r"KeyError: .*experts\.w(13|2|1|3)_",
+        "the fused expert layers ignore which layers the checkpoint leaves unquantized: use a newer engine",
+    ),
+    (
+        r"filled by no checkpoint tensor|(100 ?%|\ball)( [\w-]+){0,4} NaN",
+        "layers were left unloaded: the engine does not know them, or not in this weight format; use a newer engine",
+    ),
+    (
+        r"unknown model architecture",
+        "this llama.cpp does not know the model's architecture: use a newer one (fidelab engines install llamacpp)",
+    ),
+    (
+        r"invalid magic characters|GGUF file is version \d+|invalid ggml type",
+        "this is no GGUF file, or of a version or a type that this llama.cpp does not read: use a newer one",
+    ),
+    (
+        r"not within the file bounds|wrong number of tensors|missing tensor '",
+        "the GGUF file is damaged or incomplete: fetch it again",
+    ),
+    # engines' own limits
+    (
+        r"CPU FP8 KV cache requires Intel AMX",
+        "this CPU has no AMX, which SGLang's FP8 cache wants: use auto or bfloat16",
+    ),
+    (
+        r"parameters were filled by no checkpoint tensor",
+        "the checkpoint and the engine's model differ: use a newer engine, or look at the names of its tensors",
+    ),
+    (
+        r"Requested prompt logprobs of \d+, which is greater than max allowed",
+        "the engine caps log-probabilities: raise max_logprobs, or use the engine in fidelab's own worker",
+    ),
+    (
+        r"Address already in use|Errno 98\b|port \d+ is (already )?(in use|taken|occupied)",
+        "the port is taken: end the program that listens there, or choose another one",
+    ),
+)
+# What engines add to every such end: it counts where nothing better is known.
+_GENERAL: tuple[tuple[str, str], ...] = (
+    (
+        r"failed to load model|error loading model",
+        "llama.cpp cannot load the file: look for the first error in the log",
     ),
 )
 
 
 def explain(lines: list[str]) -> str | None:
     """The cause behind the last known message in a log, or ``None``."""
-    for line in reversed(lines):
-        for pattern, cause in _CAUSES:
-            if re.search(pattern, line, re.IGNORECASE):
-                return cause
+    for table in (_CAUSES, _GENERAL):
+        for line in reversed(lines):
+            for pattern, cause in table:
+                if re.search(pattern, line, re.IGNORECASE):
+                    return cause
     return None
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -46,6 +47,7 @@ from fidelab.workers.messages import (
 Further = queue.SimpleQueue[list[ProbeTask]]
 
 ORPHANED = 3  # exit code of a child whose parent went away
+_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in what getrusage counts
 _PROGRESS_EVERY = 0.2  # seconds between progress messages
 
 
@@ -120,6 +122,7 @@ def main() -> int:
 
 def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     started = time.monotonic()
+    os.environ.update(job.env)
     arm = Arm.from_record(job.arm)
     engine: Engine = ENGINES.load(arm.engine)()
     engine.open(arm)
@@ -137,11 +140,17 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
             break
         outbox.send(Idle())
         tasks = further.get()
-    outbox.send(Done(finite(engine.ran().record())))
+    outbox.send(Done(finite(_ran(engine, job))))
     try:
         engine.close()
     except Exception:  # everything is answered; the log keeps what went wrong after that
         traceback.print_exc()
+
+
+def _ran(engine: Engine, job: Job) -> dict[str, Any]:
+    """What ran, how it is installed, and the most memory of the host that this process and its own took."""
+    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return {**engine.ran().record(), **job.about, "peak_host_bytes": peak * _RSS_UNIT}
 
 
 class _Heads:
@@ -179,7 +188,7 @@ def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox
         answer = engine.answer(probe, _Sink(writer, outbox))
         if answer.head is not None:
             writer.head(heads.record(answer))
-        return writer.finish(answer.estimator, engine.ran().record(), answer.facts)
+        return writer.finish(answer.estimator, _ran(engine, job), answer.facts)
     except BaseException:
         writer.abort()
         raise

@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,11 @@ class ProbeTask:
 
 @dataclass(frozen=True)
 class Job:
-    """Parent → child: everything one arm has to answer; ``follow_up``: ask for more before the model is given up."""
+    """Parent → child: everything one arm has to answer.
+
+    ``follow_up``: ask for more before the model is given up.  ``env``: variables to set before the engine is imported
+    (a command prefix may not hand them on).  ``about``: goes into the record of what ran.
+    """
 
     arm: Mapping[str, Any]
     store: str
@@ -54,6 +58,8 @@ class Job:
     sample_text: str = ""
     sample_ids: list[int] = field(default_factory=list)
     follow_up: bool = False
+    env: Mapping[str, str] = field(default_factory=dict)
+    about: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
 
 

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,7 @@ def run_worker(
     deadline: float | None,
     listen: Callable[[Message], None],
     follow_up: Callable[[], list[ProbeTask]] | None = None,
-    python: str = sys.executable,
+    command: Sequence[str] = (sys.executable, "-m", "fidelab.workers.child"),
 ) -> Outcome:
     """Run one job in a fresh process and report what became of it; a crash is an outcome, not an exception.
 
@@ -79,7 +79,7 @@ def run_worker(
         deadline: seconds for the whole job, load included; ``None`` for no limit.
         listen: called with every message, in this thread.
         follow_up: called once, when all tasks were tried: further ones, for the model that is still loaded.
-        python: the interpreter of the engine's environment.
+        command: what starts the child in the engine's environment.
     """
     outcome = Outcome()
     began = time.monotonic()
@@ -98,7 +98,7 @@ def run_worker(
         earlier = stderr.tell()
         try:
             process = subprocess.Popen(
-                [python, "-m", "fidelab.workers.child"],
+                list(command),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -106,7 +106,7 @@ def run_worker(
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
             )
         except OSError as error:
-            return Outcome(Status.FAILED, f"the worker could not be started: {error.strerror} ({python})")
+            return Outcome(Status.FAILED, f"the worker could not be started: {error.strerror} ({command[0]})")
     try:
         _converse(process, job, outcome, deadline, began, listen, more)
     finally:

@@ -1,0 +1,95 @@
+"""Attribution: how much of a candidate's KL is its format's, and how much the path that its kernel takes.
+
+Three KLs on the same rows, each over a reference of its own: the candidate on its engine (format and kernel), the
+control on its engine (kernel alone), the candidate's format under exact attention on the same weights (format alone).
+KL is not additive, so no sum is claimed; what can be said are the paired differences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fidelab.axes.base import AxisScore
+from fidelab.config.schema import Experiment
+from fidelab.core import Estimator
+from fidelab.measuring import ArmResult, Measured, Scorer
+from fidelab.plan.resolve import EXACT, TRUTH
+from fidelab.results.record import Attribution, Contrast, Part
+
+__all__ = ["attribute", "is_witness", "measure_truth"]
+
+_AXIS = "kld"
+
+
+def is_witness(role: str) -> bool:
+    """An arm that only tells where a loss comes from."""
+    return role.partition(":")[0] in (EXACT, TRUTH)
+
+
+def attribute(
+    experiment: Experiment, measured: Mapping[str, Measured], witnesses: Sequence[ArmResult]
+) -> tuple[Attribution, ...]:
+    """One record per candidate; none where the run has no witnesses.
+
+    ``measured``: role → what was measured against the run's reference, control and candidates among them.
+    """
+    if not witnesses or _AXIS not in experiment.axes:
+        return ()
+    found = _measure(experiment, witnesses)
+    scores = {role: this for role, this in measured.items() if role == "control"} | found
+    return tuple(
+        _attribution(this, scores, experiment.seed) for role, this in measured.items() if role.startswith("candidate:")
+    )
+
+
+def measure_truth(experiment: Experiment, reference: ArmResult, truth: ArmResult) -> Measured:
+    """The reference's 32-bit twin over the reference."""
+    return Scorer(_alone(experiment), [reference, truth], {}, strict=False).measure(truth)
+
+
+def _alone(experiment: Experiment) -> Experiment:
+    axes = {name: values for name, values in experiment.axes.items() if name == _AXIS}
+    return experiment.model_copy(update={"axes": axes})
+
+
+def _measure(experiment: Experiment, witnesses: Sequence[ArmResult]) -> dict[str, Measured]:
+    """The exact arms against the 32-bit cache under exact attention."""
+    roles = {result.role for result in witnesses}
+    if EXACT not in roles:
+        return {}
+    scorer = Scorer(_alone(experiment), witnesses, {}, strict=False, reference=EXACT)
+    return {result.role: scorer.measure(result) for result in witnesses if result.role.startswith(f"{EXACT}:")}
+
+
+def _attribution(this: Measured, others: Mapping[str, Measured], seed: int) -> Attribution:
+    name = this.result.arm.name
+    arms = {"here": this, "kernel": others.get("control"), "format": others.get(f"{EXACT}:{name}")}
+    scores = {part: _score(arm) for part, arm in arms.items()}
+
+    def contrast(a: str, b: str) -> Contrast | None:
+        first, second = scores[a], scores[b]
+        difference = first.excess_over(second, seed) if first is not None and second is not None else None
+        return None if difference is None else Contrast(mean=difference["mean"], ci=difference["ci"])
+
+    return Attribution(
+        candidate=name,
+        **{part: _part(arm, scores[part]) for part, arm in arms.items()},
+        here_minus_kernel=contrast("here", "kernel"),
+        here_minus_format=contrast("here", "format"),
+        format_minus_kernel=contrast("format", "kernel"),
+    )
+
+
+def _score(this: Measured | None) -> AxisScore | None:
+    score = this.scores.get(_AXIS) if this is not None else None
+    if score is None or score.figures.get("estimator") is Estimator.TOPK:
+        return None  # lower bounds have no differences
+    return score
+
+
+def _part(this: Measured | None, score: AxisScore | None) -> Part | None:
+    if this is None:
+        return None
+    if score is None:
+        return Part(arm=this.result.arm.name, reason=this.reason or "no full-vocabulary KLD")
+    return Part(arm=this.result.arm.name, mean=score.figures["mean"], ci=score.figures["mean_ci"])

@@ -1,0 +1,156 @@
+"""``fidelab engines``: where the engines are, and environments for them."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import note
+
+if TYPE_CHECKING:
+    from fidelab.environments.listing import Place
+    from fidelab.environments.recipes import Recipe
+
+__all__ = ["app"]
+
+app = typer.Typer(help="List, install and remove the engines' environments.", no_args_is_help=True)
+Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
+Cuda = Annotated[bool, typer.Option("--cuda", help="For NVIDIA GPUs.")]
+Rocm = Annotated[bool, typer.Option("--rocm", help="For AMD GPUs.")]
+Cpu = Annotated[bool, typer.Option("--cpu", help="For CPUs.")]
+Folder = Annotated[
+    Path | None,
+    typer.Option("--path", help="The environment's folder. \\[default: in fidelab's cache]", show_default=False),
+]
+
+
+@app.command("list")
+def list_engines(as_json: flags.Json = False) -> None:
+    """Every engine: where it is, its version and whether that is changed, its device, and how many KV formats run."""
+    from fidelab.environments.listing import listing
+
+    places = listing()
+    if as_json:
+        sys.stdout.write(json.dumps({"engines": [_record(place) for place in places]}, indent=2) + "\n")
+        return
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("engine", "where", "version", "device"):
+        table.add_column(heading, overflow="fold")
+    table.add_column("KV formats", justify="right")
+    for place in places:
+        if place.problem is None:
+            shown = ", ".join(f"{package} {version}" for package, version in place.versions.items())
+            build = "" if place.build == "stock" else f" ({place.build})"
+            cells = [place.engine, place.name, f"{shown}{build}", _device(place), _formats(place)]
+        else:
+            cells = [place.engine, place.problem if place.environment is None else place.name, "", "", ""]
+        table.add_row(*map(Text, cells))
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(width=100)
+    console.print(table)
+    for place in places:
+        if place.problem is not None:
+            why = "" if place.environment is None else f"{place.problem}; "
+            console.print(Text(f"{place.name}: {why}{place.remedy}"), soft_wrap=True)
+
+
+@app.command("install")
+def install_engine(
+    name: Name,
+    cuda: Cuda = False,
+    rocm: Rocm = False,
+    cpu: Cpu = False,
+    path: Folder = None,
+    python: Annotated[
+        str | None,
+        typer.Option(help="The Python to make it with. \\[default: the one that runs fidelab]", show_default=False),
+    ] = None,
+) -> None:
+    """Make an environment for an engine, with the versions that fidelab is tested with.
+
+    Without --cuda, --rocm or --cpu it is for what this machine has.
+
+    [bold]Example[/bold]
+
+      fidelab engines install vllm --cpu
+    """
+    from fidelab.environments.environment import engines_dir, interpreter
+    from fidelab.environments.install import install
+    from fidelab.environments.recipes import machine_variant, recipe
+
+    found = recipe(name, _variant(cuda, rocm, cpu) or machine_variant())
+    maker = interpreter(python) if python else sys.executable
+    made = install(found, path or engines_dir() / found.name, note, python=maker)
+    if path is not None:
+        note(f"runs use it with --python {made.python}")
+    print(made.python)
+
+
+@app.command("remove")
+def remove_engine(name: Name, cuda: Cuda = False, rocm: Rocm = False, cpu: Cpu = False, path: Folder = None) -> None:
+    """Remove an environment that fidelab made."""
+    from fidelab.environments.environment import engines_dir
+    from fidelab.environments.install import remove
+    from fidelab.environments.recipes import recipe
+
+    variant = _variant(cuda, rocm, cpu)
+    if path is None:
+        path = engines_dir() / (recipe(name, variant) if variant else _only(name)).name
+    remove(path.expanduser().absolute())
+    print(f"removed {path}")
+
+
+def _variant(cuda: bool, rocm: bool, cpu: bool) -> str | None:
+    from fidelab.errors import UsageError
+
+    chosen = [name for name, wanted in (("cuda", cuda), ("rocm", rocm), ("cpu", cpu)) if wanted]
+    if len(chosen) > 1:
+        raise UsageError(f"--{' and --'.join(chosen)} exclude each other")
+    return chosen[0] if chosen else None
+
+
+def _only(engine: str) -> Recipe:
+    """The recipe whose environment of this engine is there, where it is one alone."""
+    from fidelab.environments.environment import engines_dir
+    from fidelab.environments.recipes import RECIPES, machine_variant, recipe
+    from fidelab.errors import UsageError
+
+    there = [found for found in RECIPES.values() if found.engine == engine and (engines_dir() / found.name).exists()]
+    if len(there) > 1:
+        raise UsageError(f"there are several: {', '.join(f'--{found.variant}' for found in there)}; name one")
+    return there[0] if there else recipe(engine, machine_variant())
+
+
+def _device(place: Place) -> str:
+    return place.about.device.replace("hip", "rocm") if place.about else ""
+
+
+def _formats(place: Place) -> str:
+    total = len(place.kv_names)
+    return f"{total - len(place.refused)} of {total}" if place.refused else str(total or "")
+
+
+def _record(place: Place) -> dict[str, Any]:
+    return {
+        "engine": place.engine,
+        "name": place.name,
+        "python": place.environment.python if place.environment else None,
+        "versions": dict(place.versions),
+        "provenance": dict(place.about.provenance) if place.about else {},
+        "device": _device(place) or None,
+        "kv_formats": list(place.kv_names),
+        "refused": dict(place.refused),
+        "problem": place.problem,
+        "remedy": place.remedy,
+    }

@@ -1,0 +1,42 @@
+"""One arm in one line: a KV format, or ``key=value`` pairs such as ``kv=fp8_e4m3,tp=2,attention-backend=triton``."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+__all__ = ["arm_fields"]
+
+_PAIRS = re.compile(r"[A-Za-z][\w-]*=")
+_COMMA = re.compile(r",(?![^\[]*\])")  # not one inside the brackets of a format
+_OWN = ("kv", "name", "engine", "model", "dtype")  # of the arm; everything else is the engine's
+_OF_ENGINE = ("python", "prefix", "pythonpath")
+
+
+def arm_fields(text: str) -> dict[str, Any]:
+    """The fields of an arm's settings.
+
+    Raises:
+        ValueError: a part has no value, or ``python``, ``prefix`` or ``pythonpath`` come without ``engine``.
+    """
+    if not _PAIRS.match(text.strip()):
+        return {"kv": text}
+    fields: dict[str, Any] = {}
+    options: dict[str, str] = {}
+    engine: dict[str, Any] = {}
+    for part in _COMMA.split(text):
+        key, eq, value = (piece.strip() for piece in part.partition("="))
+        key = key.replace("_", "-")
+        if not eq or not value:
+            raise ValueError(f"{part.strip()!r} has no value; write key=value, separated by commas")
+        if key in _OWN:
+            fields[key] = value
+        elif key in _OF_ENGINE:
+            engine[key] = [value] if key == "pythonpath" else value
+        else:
+            options[key] = value
+    if engine:
+        if "engine" not in fields:
+            raise ValueError(f"{next(iter(engine))} belongs to an engine: write engine=NAME beside it")
+        fields["engine"] = {"name": fields["engine"], **engine}
+    return {**fields, **({"engine_args": options} if options else {})}

@@ -1,0 +1,136 @@
+"""The cross-engine experiment as users write it: one model, several engines, each with its own 8-bit cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fidelab.config.load import explain_validation
+from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment
+from fidelab.errors import ConfigError
+
+__all__ = ["KIND", "CrossEngine", "EngineLine", "Long", "Timing", "validate_cross"]
+
+KIND = "cross-engine"
+_STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class EngineLine(BaseModel):
+    """One engine: its 16-bit reference and the candidate that is compared with it."""
+
+    model_config = _STRICT
+
+    engine: EngineConfig = Field(description="engine, or its name, python, prefix and pythonpath")
+    name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
+    reference: str | None = Field(default=None, description="KV format of the reference; the engine's native one")
+    candidate: str = Field(description="KV format of the candidate: the engine's 8-bit cache")
+    engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of both arms")
+    dtype: Dtype = Field(default="auto", description="compute type of both arms")
+
+    @field_validator("engine", mode="before")
+    @classmethod
+    def _short_engine(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("engine_args", mode="before")
+    @classmethod
+    def _text_values(cls, value: Any) -> Any:
+        return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
+
+    @property
+    def label(self) -> str:
+        """What tables call the line."""
+        return self.name or self.engine.name
+
+
+class Timing(BaseModel):
+    """How the reference arms are timed: distinct prompts of equal length, one at a time, a fresh cache for each."""
+
+    model_config = _STRICT
+
+    prompt: int = Field(default=512, ge=8, description="tokens of a prompt, which is the depth of decoding")
+    n: int = Field(default=32, ge=1, description="tokens decoded behind the first one")
+    repeats: int = Field(default=5, ge=1, description="prompts that are measured")
+    warmup: int = Field(default=1, ge=0, description="prompts answered before, unmeasured")
+
+
+class Long(BaseModel):
+    """A long prefill through a tiny model of random weights: exact counts and memory."""
+
+    model_config = _STRICT
+
+    tokens: int = Field(default=32_768, ge=16, description="tokens of the one window")
+
+
+class CrossEngine(BaseModel):
+    """One text and its token ids on every engine, and each engine's candidate against its own reference."""
+
+    model_config = _STRICT
+
+    kind: Literal["cross-engine"]
+    model: str = Field(description="embedded name, hub id with optional @revision, folder, or .gguf file")
+    engines: list[EngineLine] = Field(min_length=1, description="engines, in the order in which they run")
+    axes: dict[str, dict[str, Any]] | None = Field(
+        default=None, description="axes and their settings; the four axes and perplexity in quick sizes"
+    )
+    text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
+    prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
+    floor: float = Field(default=0.25, ge=0, le=1, description="share of the items captured again; 0: none")
+    seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
+    device: str = Field(default="auto", description="cpu, cuda, cuda:0 … or auto")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
+    deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
+    output_dir: str = Field(default="runs", description="where runs are written")
+    timing: Timing | None = Field(default_factory=Timing, description="speed of the references; null: not measured")
+    long: Long | None = Field(default_factory=Long, description="the long prefill; null: not measured")
+
+    @field_validator("axes", mode="before")
+    @classmethod
+    def _short_axes(cls, value: Any) -> Any:
+        return {k: {} if v is None else v for k, v in value.items()} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.axes is not None and not self.axes:
+            raise ValueError("axes: name at least one, or leave them away")
+        labels = [line.label for line in self.engines]
+        twice = sorted({label for label in labels if labels.count(label) > 1})
+        if twice:
+            raise ValueError(f"engines: two are called {twice[0]!r}; give one of them another 'name'")
+        return self
+
+    def experiment(self, line: EngineLine, axes: Mapping[str, Mapping[str, Any]], output_dir: str) -> Experiment:
+        """What one engine runs: its candidate against its own reference.  Captures are shared by all lines."""
+        return Experiment(
+            model=self.model,
+            engine=line.engine,
+            engine_args=line.engine_args,
+            reference=ArmConfig(kv=line.reference),
+            control="none",
+            candidates=[ArmConfig(kv=line.candidate)],
+            axes={name: dict(values) for name, values in axes.items()},
+            text=self.text,
+            prompts=self.prompts,
+            floor=self.floor,
+            seed=self.seed,
+            dtype=line.dtype,
+            device=self.device,
+            threads=self.threads,
+            deadline=self.deadline,
+            output_dir=output_dir,
+            captures_dir=f"{self.output_dir}/captures",
+        )
+
+
+def validate_cross(data: Mapping[str, Any], where: str) -> CrossEngine:
+    """Plain data → experiment.
+
+    Raises:
+        ConfigError: one line for the first thing that is wrong, with its place.
+    """
+    try:
+        return CrossEngine.model_validate(dict(data))
+    except ValidationError as error:
+        raise ConfigError(explain_validation(error, where, CrossEngine)) from None

@@ -1,0 +1,159 @@
+"""What is installed in the environment of an engine: as its makers published it or changed, and for which device.
+
+Read from the files of the packages; none of them is imported.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from base64 import urlsafe_b64encode
+from collections.abc import Iterator, Sequence
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+import fidelab
+from fidelab.core import digest
+
+__all__ = ["build", "device", "provenance", "shims"]
+
+_GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"), "hip": ("/dev/kfd",)}
+_LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
+
+
+def provenance(packages: Sequence[str]) -> dict[str, str]:
+    """Of each distribution that is here: ``stock``, ``modified: …`` or ``built from …``.
+
+    ``stock`` means that all its Python files are as the package's own list of hashes has them; compiled files are not
+    read.
+    """
+    found = {}
+    for name in packages:
+        try:
+            found[name] = _label(metadata.distribution(name))
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def shims() -> list[dict[str, str]]:
+    """``{"folder", "sha256"}`` of each folder on PYTHONPATH but fidelab's own; the hash is over its Python files."""
+    ours = Path(fidelab.__file__).resolve().parent
+    folders = [Path(text) for text in os.environ.get("PYTHONPATH", "").split(os.pathsep) if text]
+    return [
+        {"folder": str(folder), "sha256": _content(folder)}
+        for folder in dict.fromkeys(folders)
+        if folder.is_dir() and (folder / "fidelab").resolve() != ours
+    ]
+
+
+def build(packages: Sequence[str]) -> str | None:
+    """What the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` where that shows nowhere."""
+    if any(name.endswith("-cpu") and _there(name) for name in packages):
+        return "cpu"
+    return _llama_build() if "llama-cpp-python" in packages else _torch_build()
+
+
+def device(built: str | None) -> str:
+    """``cuda`` or ``hip`` where that is what was built for and the kernel has such a device, else ``cpu``."""
+    return built if built and any(Path(file).exists() for file in _GPU_FILES.get(built, ())) else "cpu"
+
+
+def _torch_build() -> str | None:
+    folder = _package("torch")
+    if folder is None:
+        return None
+    text = (folder / "version.py").read_text("utf-8")
+    named = [name for name in ("hip", "cuda") if re.search(rf"^{name}\b[^=]*= *['\"]", text, re.MULTILINE)]
+    return named[0] if named else "cpu"
+
+
+def _llama_build() -> str | None:
+    folder = _package("llama_cpp")
+    if folder is None:
+        return None
+    libraries = Path(os.environ.get("LLAMA_CPP_LIB_PATH") or folder / "lib")  # an own build
+    names = [path.name for path in libraries.glob("*")]
+    return next((kind for kind, stem in _LLAMA_LIBRARIES.items() if any(n.startswith(stem) for n in names)), "cpu")
+
+
+def _package(name: str) -> Path | None:
+    spec = find_spec(name)
+    return Path(spec.origin).parent if spec and spec.origin else None
+
+
+def _there(name: str) -> bool:
+    try:
+        metadata.distribution(name)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _label(distribution: metadata.Distribution) -> str:
+    if source := _source(distribution):
+        return f"built from {source}"
+    changed = sorted({*_altered(distribution), *_added(distribution)})
+    if not changed:
+        return "stock"
+    files = "1 file differs" if len(changed) == 1 else f"{len(changed)} files differ"
+    return f"modified: {files} from the package, first {changed[0]}"
+
+
+def _source(distribution: metadata.Distribution) -> str | None:
+    """Where it was installed from, if not from a package index."""
+    try:
+        direct = json.loads(distribution.read_text("direct_url.json") or "null")
+    except ValueError:
+        return None
+    if not direct:
+        return None
+    commit = direct.get("vcs_info", {}).get("commit_id", "")
+    return str(direct["url"]).removeprefix("file://") + (f"@{commit[:12]}" if commit else "")
+
+
+def _altered(distribution: metadata.Distribution) -> Iterator[str]:
+    """Python files that are not what the package's list says, or are gone."""
+    for file in distribution.files or []:
+        if file.suffix != ".py" or file.hash is None:
+            continue
+        try:
+            content = Path(str(file.locate())).read_bytes()
+        except OSError:
+            yield str(file)
+            continue
+        raw = hashlib.new(file.hash.mode, content).digest()
+        if urlsafe_b64encode(raw).rstrip(b"=").decode() != file.hash.value.rstrip("="):
+            yield str(file)
+
+
+def _added(distribution: metadata.Distribution) -> Iterator[str]:
+    """Python files in the package's folders that its list does not have: some engines import whatever lies there."""
+    listed = {str(file) for file in distribution.files or []}
+    roots = {file.parts[0] for file in distribution.files or [] if len(file.parts) == 2 and file.name == "__init__.py"}
+    base = Path(str(distribution.locate_file("")))
+    for root in roots:
+        for path in _python_files(base / root):
+            if (name := path.relative_to(base).as_posix()) not in listed:
+                yield name
+
+
+def _content(folder: Path) -> str:
+    parts: list[bytes | str] = []
+    for path in _python_files(folder):
+        parts += [path.relative_to(folder).as_posix(), path.read_bytes()]
+    return digest(*parts)
+
+
+def _python_files(folder: Path) -> list[Path]:
+    """In a fixed order; hidden folders and environments inside it are not its own."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and not Path(place, name, "pyvenv.cfg").exists()
+        ]
+        found += [Path(place, name) for name in files if name.endswith(".py")]
+    return sorted(found)

@@ -1,0 +1,84 @@
+"""The model's own tokenizer, where a server speaks of tokens by their text."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from fidelab.errors import EngineError
+
+__all__ = ["Words"]
+
+_BROKEN = "\ufffd"  # a token that is part of a character
+_TOKEN_ID = "token_id:"  # how vLLM writes a token that it is not to spell
+
+
+class Words:
+    """Text ↔ ids, and the text of single tokens.  Threads may share it once ``spelled`` was read."""
+
+    def __init__(self, path: str, model: str) -> None:
+        """Load the tokenizer of a model's folder.
+
+        Raises:
+            EngineError: there is none that can be loaded.
+        """
+        import transformers
+
+        transformers.logging.set_verbosity_error()
+        try:
+            self._tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+                path, local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # each tokenizer library has errors of its own
+            said = " ".join(str(error).split())[:200]
+            raise EngineError(f"{model} has no tokenizer that can be loaded ({said})") from error
+
+    def encode(self, text: str) -> list[int]:
+        """Ids without special tokens of the tokenizer's own."""
+        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of some ids, special tokens included."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    @property
+    def bos(self) -> int | None:
+        """The id that begins a text, if the model has one."""
+        found: int | None = self._tokenizer.bos_token_id
+        return found
+
+    def ending(self, stop: Sequence[int]) -> int | None:
+        """The id that stands for an end which a server tells without naming the token."""
+        eos: int | None = self._tokenizer.eos_token_id
+        return eos if eos in stop else next(iter(stop), None)
+
+    @cached_property
+    def spelled(self) -> list[str]:
+        """The text of each id behind another one (the first of a text may lose its space)."""
+        anchor = self.encode("a")[-1:]
+        before = len(self.decode(anchor))
+        return [self.decode([*anchor, token])[before:] for token in range(len(self._tokenizer))]
+
+    @cached_property
+    def _ids(self) -> Mapping[str, int]:
+        """Texts that one id alone has."""
+        counts = Counter(self.spelled)
+        return {
+            text: token for token, text in enumerate(self.spelled) if counts[text] == 1 and text and _BROKEN not in text
+        }
+
+    def token(self, text: str) -> int | None:
+        """The id that a server means; ``None`` where several, or none, have this text."""
+        if text.startswith(_TOKEN_ID) and text[len(_TOKEN_ID) :].isdigit():
+            return int(text[len(_TOKEN_ID) :])
+        return self._ids.get(text)
+
+    def is_spelled(self, token: int, text: str) -> bool:
+        """A server's text may be this token's; what shows no whole character may be any."""
+        known = self.token(text)
+        if known is not None:
+            return known == token
+        own = self.spelled[token] if 0 <= token < len(self.spelled) else ""
+        return text in ("", own) or _BROKEN in own or _BROKEN in text

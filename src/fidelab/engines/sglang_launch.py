@@ -1,0 +1,185 @@
+"""How SGLang is launched: the options an arm may have, the arguments and the environment they become."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import Arm
+from fidelab.engines.base import Verdict
+from fidelab.engines.sglang_session import one_line
+from fidelab.errors import EngineError, UsageError
+
+__all__ = ["DTYPES", "SPARE", "arguments", "check_options", "context", "kv_choices", "on_cpu", "prepare"]
+
+_CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
+SPARE = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts what is asked for to that
+_CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+DTYPES = ("float32", "bfloat16", "float16")
+_CPU_CACHE = 40_960  # tokens; memory is taken when they are written
+
+
+def _count(text: str) -> bool:
+    return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31
+
+
+def _share(text: str) -> bool:
+    try:
+        return 0 < float(text) < 1
+    except ValueError:
+        return False
+
+
+def _chunk(text: str) -> bool:
+    return text == "-1" or _count(text)
+
+
+_Good = tuple[Callable[[str], bool], str]
+_NUMBER: _Good = (_count, "a whole number above 0")
+_NAME: _Good = (bool, "a name")
+_SWITCH: _Good = (lambda text: text in ("on", "off"), "on or off")
+_OPTIONS: Mapping[str, _Good] = {
+    "tp": _NUMBER,
+    "attention-backend": _NAME,
+    "sampling-backend": _NAME,
+    "mem-fraction-static": (_share, "between 0 and 1"),
+    "max-total-tokens": _NUMBER,
+    "context-length": _NUMBER,
+    "page-size": _NUMBER,
+    "quantization": _NAME,
+    "chunked-prefill-size": (_chunk, "a number of tokens, or -1 for prefill in one piece"),
+    "cuda-graph": _SWITCH,
+    "estimator": (lambda text: text in ("hidden", "logprobs"), "hidden or logprobs"),
+}
+_PASSED = {  # options → arguments of sglang.Engine and their types
+    "tp": ("tp_size", int),
+    "attention-backend": ("attention_backend", str),
+    "sampling-backend": ("sampling_backend", str),
+    "mem-fraction-static": ("mem_fraction_static", float),
+    "max-total-tokens": ("max_total_tokens", int),
+    "page-size": ("page_size", int),
+    "quantization": ("quantization", str),
+    "chunked-prefill-size": ("chunked_prefill_size", int),
+}
+
+
+def check_options(options: Sequence[tuple[str, str]]) -> None:
+    """Reject options that do not exist, and values that cannot be.
+
+    Raises:
+        UsageError: with the options there are.
+    """
+    for key, value in options:
+        if key not in _OPTIONS:
+            raise UsageError(f"engine sglang has no option {key!r}; it has: {', '.join(_OPTIONS)}")
+        good, what = _OPTIONS[key]
+        if not good(value):
+            raise UsageError(f"engine sglang: {key}={value!r} is not {what}")
+
+
+def kv_choices() -> list[str]:
+    """The choices of SGLang's own ``--kv-cache-dtype``.
+
+    Raises:
+        EngineError: SGLang cannot be imported here, or has no such list.
+    """
+    if not _has_gpu():
+        os.environ.setdefault(_CPU_ENGINE, "1")
+    try:
+        from sglang.srt.server_args import ServerArgs
+
+        parser = argparse.ArgumentParser(add_help=False)
+        ServerArgs.add_cli_args(parser)
+    except Exception as error:
+        raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
+    names = next((a.choices for a in parser._actions if "--kv-cache-dtype" in a.option_strings), None)
+    if not names:
+        raise EngineError(f"SGLang {version('sglang')} does not say which types its cache can have")
+    return [str(name) for name in names]
+
+
+def on_cpu(name: str) -> Verdict:
+    if name in ("auto", "bf16", "bfloat16"):
+        return Verdict(True)
+    if name != "fp8_e4m3":
+        return Verdict(False, f"SGLang on CPUs keeps no {name} cache, only the model's type and fp8_e4m3 (with AMX)")
+    if "amx_tile" in _cpu_flags():
+        return Verdict(True)
+    return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
+
+
+def arguments(arm: Arm) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``; what an option names replaces ours."""
+    options = dict(arm.options)
+    device, _, number = arm.device.partition(":")
+    ours: dict[str, Any] = {
+        "model_path": arm.path,
+        "dtype": arm.dtype,
+        "kv_cache_dtype": arm.kv.k.name,
+        "device": device,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "enable_return_hidden_states": True,
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": options.get("cuda-graph", "off") == "off",
+        "chunked_prefill_size": -1,
+        "log_level": "warning",
+        "random_seed": 0,
+    }
+    if number:
+        ours["base_gpu_id"] = int(number)
+    if device == "cpu":
+        amx = arm.kv.k.name == "fp8_e4m3"
+        ours |= {
+            "attention_backend": "intel_amx" if amx else "torch_native",
+            "sampling_backend": "pytorch",
+            "mem_fraction_static": 0.8,
+            "max_total_tokens": _CPU_CACHE,
+        }
+    return ours | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+
+
+def context(arm: Arm) -> int:
+    """Tokens that a prompt and its continuation may have: what an option says, else what the model was made for.
+
+    Raises:
+        EngineError: SGLang cannot read the model's configuration.
+    """
+    if asked := dict(arm.options).get("context-length"):
+        return int(asked)
+    try:
+        from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
+
+        return int(get_context_length(get_hf_text_config(get_config(arm.path, trust_remote_code=False))))
+    except Exception as error:
+        raise EngineError(f"SGLang cannot read the configuration of {arm.model}: {one_line(error)}") from error
+
+
+def prepare(arm: Arm, ranks: int) -> None:
+    """Environment of the schedulers: threads, cores, no hub."""
+    os.environ["OMP_NUM_THREADS"] = str(arm.threads)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault(_LONGER, "1")
+    if arm.device == "cpu":
+        os.environ[_CPU_ENGINE] = "1"
+        cores = sorted(os.sched_getaffinity(0))
+        groups = [[cores[(rank * arm.threads + i) % len(cores)] for i in range(arm.threads)] for rank in range(ranks)]
+        os.environ.setdefault(_CPU_CORES, "|".join(",".join(map(str, sorted(set(group)))) for group in groups))
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def _has_gpu() -> bool:
+    return any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

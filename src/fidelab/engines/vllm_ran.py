@@ -1,0 +1,124 @@
+"""What ran in vLLM, from its own objects: the cache's tensors, what was read back from them, scales, settings."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fidelab.captures.container import TensorFile
+from fidelab.core import Arm
+from fidelab.engines.base import Ran
+from fidelab.engines.vllm_backend import Backend
+from fidelab.engines.vllm_model import VLLMModel
+
+__all__ = ["ran", "stored_as"]
+
+_MATCHES = 0.999  # share of the numbers in the cache that must be what was written
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+Layer = Mapping[str, Any]
+
+
+def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> Ran:
+    """The record of this arm."""
+    ranks = model.cache()
+    layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
+    here, first = ranks[0], ranks[0]["layers"][0]
+    found = stored_as(arm, backend, here, layers)
+    config = model.config
+    each = _BYTES.get(arm.dtype if arm.kv.k.name == "auto" else arm.kv.k.name)  # others have scales beside the values
+    return Ran(
+        versions={**versions, "python": platform.python_version()},
+        device=_device(backend),
+        attention=first["backend"],
+        k_format=found,
+        v_format=found,
+        k_dtype=first["dtype"],
+        v_dtype=first["dtype"],
+        cache_bytes_per_token=sum(layer["bytes_per_token"] for layer in layers),
+        expected_bytes_per_token=sum(layer["values_per_token"] for layer in layers) * each if each else None,
+        kv_layers=len(here["layers"]),
+        layers_without_kv=config.model_config.get_total_num_hidden_layers() - len(here["layers"]),
+        more={
+            "platform": backend.platform,
+            "implementation": first["implementation"],
+            "isa": first["isa"],
+            "cache_dtypes": sorted({layer["kv_cache_dtype"] for layer in layers}),
+            "block_size": first["block_size"],
+            "cache_blocks": here["blocks"],
+            "cache_tokens": here["blocks"] * first["block_size"],
+            "cache_bytes": sum(layer["bytes"] for layer in layers),
+            "read_back": here["read_back"],
+            **_scales(arm, layers),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "max_model_len": config.model_config.max_model_len,
+            "enforce_eager": bool(config.model_config.enforce_eager),
+            "graphs": str(config.compilation_config.cudagraph_mode).rpartition(".")[2],
+            "quantization": config.model_config.quantization,
+            "tp": config.parallel_config.tensor_parallel_size,
+            "model_runner": model.about["runner"],
+            "architecture": model.about["architecture"],
+            "unfilled_parameters": model.about["unfilled"],
+            "threads": model.about["threads"],
+            "compute_dtype": arm.dtype,
+            "forced": not backend.ok,
+        },
+    )
+
+
+def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
+    """The asked name where the cache proves it, else what was found.
+
+    Proof: the backend lists the format, all layers have it, and what was read back is what was written.  Formats that
+    cannot be read back (blocks with scales of their own, latents) rest on the first two.
+    """
+    asked, dtype = arm.kv.k.name, layers[0]["dtype"]
+    if not backend.ok:
+        return f"{dtype}, which {backend.name} does not list"
+    matches = seen["read_back"].get("matches")
+    if matches is not None and matches < _MATCHES:
+        return f"{dtype}, and not what was written"
+    names = {layer["kv_cache_dtype"] for layer in layers}
+    if asked != "auto" and names != {asked}:
+        return f"{' and '.join(sorted(names))}"
+    return asked
+
+
+def _scales(arm: Arm, layers: Sequence[Layer]) -> dict[str, Any]:
+    """Where the scales come from, and how many values share one."""
+    if not any(layer["kv_cache_dtype"].startswith("fp8") for layer in layers):
+        return {"scale_source": None, "scale_granularity": None}
+    values = [layer[side] for layer in layers for side in ("k_scale", "v_scale")]
+    if any(layer["dynamic"] for layer in layers):
+        source = "dynamic"
+    elif _has_scales(Path(arm.path)):
+        source = "checkpoint"
+    else:
+        source = "default 1.0" if set(values) == {1.0} else "unknown"
+    return {
+        "scale_source": source,
+        "scale_granularity": "per tensor" if all(layer["scales"] == 1 for layer in layers) else "per head",
+        "scale_range": [min(values), max(values)],
+    }
+
+
+def _has_scales(folder: Path) -> bool:
+    return any(
+        name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+        for path in folder.glob("*.safetensors")
+        for name in TensorFile(path).names()
+    )
+
+
+def _device(backend: Backend) -> str:
+    if backend.platform == "cpu":
+        return f"cpu ({platform.machine()})"
+    import torch
+
+    return str(torch.cuda.get_device_name(0))

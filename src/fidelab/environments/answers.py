@@ -1,0 +1,304 @@
+"""What an engine says about itself, wherever it lives: in this process, or in a small one of its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import select
+import shlex
+import signal
+import subprocess
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import IO, Any
+
+import fidelab
+from fidelab import errors
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Engine, Verdict
+from fidelab.engines.installed import build, device, provenance, shims
+from fidelab.environments.environment import Environment
+from fidelab.errors import EngineError, FidelabError
+from fidelab.workers.messages import PROTOCOL
+
+__all__ = ["About", "Asked", "ask"]
+
+_LIMIT = 120.0  # seconds for one answer: it may import the engine
+_GRACE = 5.0  # seconds to end by itself
+
+
+@dataclass(frozen=True)
+class About:
+    """An engine's installation.
+
+    ``build``: what it is built for (cpu, cuda, hip; none where that shows nowhere), ``device``: the same where such a
+    device is here, else cpu; ``provenance``: for each distribution ``stock``, ``modified: …`` or ``built from …``;
+    ``shims``: folder and hash of what stands on PYTHONPATH besides fidelab.
+    """
+
+    estimator: Estimator
+    form: str
+    build: str | None
+    device: str
+    provenance: Mapping[str, str]
+    shims: tuple[Mapping[str, str], ...]
+
+
+class Asked(ABC):
+    """The class side of the engine contract; each method raises what the engine's own raises.
+
+    Those of an engine in another environment also raise EngineError, where that is broken or does not answer.
+    """
+
+    def __init__(self, environment: Environment) -> None:
+        self.environment = environment
+
+    @property
+    def estimator(self) -> Estimator:
+        """How the engine obtains distributions unless an option says otherwise."""
+        return self.about.estimator
+
+    @property
+    def form(self) -> str:
+        """What ``Arm.path`` names."""
+        return self.about.form
+
+    @property
+    @abstractmethod
+    def python(self) -> str:
+        """The version of its interpreter."""
+
+    @property
+    @abstractmethod
+    def about(self) -> About:
+        """How the engine is installed."""
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """As :meth:`Engine.versions`."""
+
+    @abstractmethod
+    def kv_names(self) -> list[str]:
+        """As :meth:`Engine.kv_names`."""
+
+    @abstractmethod
+    def check_kv(self, kv: KVSpec) -> None:
+        """As :meth:`Engine.check_kv`."""
+
+    @abstractmethod
+    def supports(self, arm: Arm) -> Verdict:
+        """As :meth:`Engine.supports`."""
+
+    @abstractmethod
+    def control_for(self, reference: KVSpec, native: str) -> str | None:
+        """As :meth:`Engine.control_for`."""
+
+
+@contextmanager
+def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[Asked]:
+    """The engine of an environment, to be asked while the context lasts; ``limit``: seconds for one answer.
+
+    Raises:
+        EngineError: its interpreter does not start, has no fidelab or another protocol version of it.
+    """
+    if environment.own:
+        yield _Here(environment)
+        return
+    there = _There(environment, limit)
+    try:
+        there.greet()
+        yield there
+    finally:
+        there.end()
+
+
+class _Here(Asked):
+    """In this process."""
+
+    def __init__(self, environment: Environment) -> None:
+        super().__init__(environment)
+        self._engine: type[Engine] = ENGINES.load(environment.engine)
+
+    @property
+    def python(self) -> str:
+        return platform.python_version()
+
+    @cached_property
+    def about(self) -> About:
+        cls = self._engine
+        built = build(cls.packages)
+        return About(cls.estimator, cls.form, built, device(built), provenance(cls.packages), tuple(shims()))
+
+    def versions(self) -> dict[str, str]:
+        return self._engine.versions()
+
+    def kv_names(self) -> list[str]:
+        return [str(name) for name in self._engine.kv_names()]
+
+    def check_kv(self, kv: KVSpec) -> None:
+        self._engine.check_kv(kv)
+
+    def supports(self, arm: Arm) -> Verdict:
+        return self._engine.supports(arm)
+
+    def control_for(self, reference: KVSpec, native: str) -> str | None:
+        return self._engine.control_for(reference, native)
+
+
+class _There(Asked):
+    """In a process of its environment, started at once and asked one question after another."""
+
+    def __init__(self, environment: Environment, limit: float) -> None:
+        super().__init__(environment)
+        self._limit = limit
+        self._buffer = b""
+        self._python = ""
+        self._kept: dict[str, Any] = {}  # answers that do not change
+        self._command = environment.command("fidelab.workers.ask")
+        variables = {**os.environ, **environment.variables()}
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end)
+        try:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._log,
+                env=variables,
+                start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+            )
+        except OSError as error:
+            self._log.close()
+            raise EngineError(f"{self._place} cannot be started: {error.strerror} ({self._command[0]})") from None
+
+    @property
+    def python(self) -> str:
+        return self._python
+
+    @cached_property
+    def about(self) -> About:
+        fields = self._ask("about")
+        return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
+
+    def versions(self) -> dict[str, str]:
+        return dict(self._once("versions"))
+
+    def kv_names(self) -> list[str]:
+        return list(self._once("kv_names"))
+
+    def check_kv(self, kv: KVSpec) -> None:
+        self._ask("check_kv", kv=kv.record())
+
+    def supports(self, arm: Arm) -> Verdict:
+        return Verdict(*self._ask("supports", arm=arm.record()))
+
+    def control_for(self, reference: KVSpec, native: str) -> str | None:
+        name = self._ask("control_for", kv=reference.record(), native=native)
+        return None if name is None else str(name)
+
+    def greet(self) -> None:
+        """Hear the process's greeting and check that it is of our kind."""
+        said = self._hear("start")
+        if said.get("protocol") != PROTOCOL:
+            raise EngineError(
+                f"{self._place} has fidelab {said.get('fidelab', '(unknown)')}, which speaks protocol "
+                f"{said.get('protocol')}, this one {PROTOCOL}: install fidelab {fidelab.__version__} there"
+            )
+        self._python = str(said["python"])
+
+    def end(self) -> None:
+        """End the process, and whatever the engine started."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()  # the end of its input is the end of its work
+        try:
+            self._process.wait(_GRACE if self._python else 0)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process.stdout.close()
+            self._log.close()
+
+    @property
+    def _place(self) -> str:
+        """What error messages call it."""
+        words = [*self.environment.prefix, self.environment.python]
+        return f"the environment of engine {self.environment.engine} ({shlex.join(words)})"
+
+    def _once(self, question: str) -> Any:
+        if question not in self._kept:
+            self._kept[question] = self._ask(question)
+        return self._kept[question]
+
+    def _ask(self, question: str, **fields: Any) -> Any:
+        assert self._process.stdin is not None
+        request = {"ask": question, "engine": self.environment.engine, **fields}
+        with contextlib.suppress(BrokenPipeError):  # its end is noticed when the answer is missing
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+        said = self._hear(f"answer about its {question}")
+        if "error" in said:
+            raise _rebuilt(str(said["error"]), str(said["text"]))
+        return said["value"]
+
+    def _hear(self, what: str) -> dict[str, Any]:
+        """The next line, as an object."""
+        assert self._process.stdout is not None
+        end = time.monotonic() + self._limit
+        while b"\n" not in self._buffer:
+            ready, _, _ = select.select([self._process.stdout], [], [], max(0.0, end - time.monotonic()))
+            if not ready:
+                self._process.kill()  # it will not end by itself either
+                raise EngineError(f"{self._place} did not {what} within {self._limit:g} s")
+            chunk = os.read(self._process.stdout.fileno(), 1 << 16)
+            if not chunk:
+                raise EngineError(self._obituary(what))
+            self._buffer += chunk
+        line, _, self._buffer = self._buffer.partition(b"\n")
+        try:
+            said = json.loads(line)
+            if isinstance(said, dict):
+                return said
+        except ValueError:
+            pass
+        text = line[:80].decode("utf-8", "replace")
+        raise EngineError(
+            f"{self._place} prints what is no answer ({text!r}): its prefix or start-up files must be silent"
+        )
+
+    def _obituary(self, what: str) -> str:
+        """Why the process ended before it had answered."""
+        code = self._process.wait()
+        self._log.seek(0)
+        lines = [line.strip() for line in self._log.read().decode("utf-8", "replace").splitlines() if line.strip()]
+        last = lines[-1][:300] if lines else f"it ended with status {code}"
+        if "No module named 'fidelab'" in last or last.endswith("No module named fidelab"):
+            return f"{self._place} has no fidelab: install fidelab {fidelab.__version__} there"
+        if "No module named 'fidelab" in last or last.endswith("No module named fidelab.workers.ask"):
+            return f"{self._place} has another fidelab: install fidelab {fidelab.__version__} there"
+        if "No module named 'numpy'" in last:
+            return f"{self._place} has no numpy: install numpy there"
+        if "StrEnum" in last or "SyntaxError" in last:
+            return f"{self._place} is too old: Python 3.11 or newer is needed there"
+        return f"{self._place} did not {what}: {last}"
+
+
+def _rebuilt(kind: str, text: str) -> FidelabError:
+    """The error as it was raised there; of a kind that is unknown here, an EngineError."""
+    cls = getattr(errors, kind, EngineError)
+    if not (isinstance(cls, type) and issubclass(cls, FidelabError)):
+        cls = EngineError
+    if issubclass(cls, errors.UnknownNameError):  # whose message is made from more than a text
+        cls = errors.UsageError
+    return cls(text)

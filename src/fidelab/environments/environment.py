@@ -1,0 +1,162 @@
+"""Which interpreter an engine has: this one, one that the user names, or an environment that was installed for it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fidelab.engines import ENGINES
+from fidelab.environments.link import link_folder
+from fidelab.environments.marker import MARKER, read_marker
+from fidelab.environments.recipes import install_command, variants
+from fidelab.errors import EngineError, InputError, UsageError
+from fidelab.models.cache import cache_dir
+
+if TYPE_CHECKING:
+    from fidelab.engines.base import Engine
+
+__all__ = ["Environment", "engines_dir", "interpreter", "locate", "provided_here"]
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Where one engine runs.
+
+    ``prefix`` is a command that starts the interpreter elsewhere (docker, ssh, srun); ``pythonpath`` are the user's
+    shim folders, which the engine's environment sees before its own packages.
+    """
+
+    engine: str
+    python: str
+    prefix: tuple[str, ...] = ()
+    pythonpath: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> bool:
+        """This very interpreter, with nothing added."""
+        return not self.prefix and not self.pythonpath and self._here
+
+    @property
+    def _here(self) -> bool:
+        python, ours = Path(self.python), Path(sys.executable)
+        # Not by what they link to: environments share a base interpreter.
+        return python.parent.resolve() == ours.parent.resolve() and python.resolve() == ours.resolve()
+
+    def command(self, module: str) -> list[str]:
+        """The command line that runs a module there."""
+        return [*self.prefix, self.python, "-m", module]
+
+    def variables(self) -> dict[str, str]:
+        """Variables to be set on top of this process' own.  Behind a prefix none: fidelab is installed there.
+
+        Raises:
+            OutputError: the link folder cannot be made.
+        """
+        if self.prefix:
+            return {}
+        safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are no modules
+        if self.own:
+            return safe
+        link = [] if self._here else [str(link_folder())]
+        inherited = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
+        return {**safe, "PYTHONPATH": os.pathsep.join([*link, *self.pythonpath, *inherited])}
+
+
+def locate(
+    engine: str,
+    *,
+    python: str | None = None,
+    prefix: str | Sequence[str] | None = None,
+    pythonpath: Sequence[str] = (),
+) -> Environment:
+    """The environment of an engine: the interpreter that is named, else this one, else an installed one.
+
+    Args:
+        engine: a name of the registry.
+        python: an interpreter, by its path or its name on PATH; behind a prefix as it is called there.
+        prefix: a command to start it with, as one shell-like string or in parts.
+        pythonpath: the user's shim folders.
+
+    Raises:
+        UnknownNameError: there is no such engine.
+        UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
+        InputError: a shim folder does not exist.
+        EngineError: the engine is installed nowhere.
+    """
+    cls: type[Engine] = ENGINES.load(engine)
+    parts = _split(prefix)
+    shims = tuple(_shim(folder) for folder in pythonpath)
+    if parts:
+        if shims:
+            raise UsageError(
+                "shim folders cannot be handed through a prefix: end it with 'env PYTHONPATH=FOLDER' instead"
+            )
+        return Environment(engine, python or "python3", parts)
+    if python is not None:
+        return Environment(engine, interpreter(python), pythonpath=shims)
+    if provided_here(cls):
+        return Environment(engine, sys.executable, pythonpath=shims)
+    for folder in (engines_dir() / name for name in variants(engine)):
+        found = folder / "bin" / "python"
+        if os.access(found, os.X_OK) and _finished(folder):
+            return Environment(engine, str(found), pythonpath=shims)
+    raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
+
+
+def provided_here(cls: type[Engine]) -> bool:
+    """Whether this interpreter has the engine: it needs no package of its own, or one that brings it is here."""
+    return not cls.packages or any(_installed(package) for package in cls.packages)
+
+
+def interpreter(python: str) -> str:
+    """The absolute path of an interpreter.
+
+    Raises:
+        UsageError: there is none.
+    """
+    found = shutil.which(Path(python).expanduser()) if "~" in python else shutil.which(python)
+    if found is None:
+        where = "is no program" if os.sep in python else "is not on PATH"
+        raise UsageError(f"--python {python}: {where}; name the interpreter of the engine's environment (…/bin/python)")
+    return str(Path(found).absolute())
+
+
+def engines_dir() -> Path:
+    """Where ``fidelab engines install`` puts environments unless told otherwise."""
+    return cache_dir() / "engines"
+
+
+def _installed(package: str) -> bool:
+    try:
+        metadata.distribution(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _finished(folder: Path) -> bool:
+    """A folder of ours that was completed, or one that the user made there."""
+    return not (folder / MARKER).exists() or read_marker(folder) is not None
+
+
+def _split(prefix: str | Sequence[str] | None) -> tuple[str, ...]:
+    if not isinstance(prefix, str):
+        return tuple(prefix or ())
+    try:
+        return tuple(shlex.split(prefix))
+    except ValueError as error:
+        raise UsageError(f"prefix {prefix!r}: {str(error).lower()}; quote it as for a shell") from None
+
+
+def _shim(folder: str) -> str:
+    path = Path(folder).expanduser().absolute()
+    if not path.is_dir():
+        raise InputError(f"shim folder {folder}: {'not a folder' if path.exists() else 'does not exist'}")
+    return str(path)

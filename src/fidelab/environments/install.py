@@ -1,0 +1,184 @@
+"""Make and remove an engine's environment.
+
+An environment cannot be moved, so it is built in place: the marker file says that it is unfinished until it has passed
+its check, and what failed or was interrupted is removed again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import IO
+
+from fidelab.core import canonical_json, digest
+from fidelab.environments.answers import ask
+from fidelab.environments.environment import Environment
+from fidelab.environments.marker import MARKER, read_marker, write_marker
+from fidelab.environments.recipes import Recipe
+from fidelab.errors import EngineError, OutputError, UsageError
+from fidelab.models.cache import cache_dir
+
+__all__ = ["install", "remove"]
+
+Say = Callable[[str], None]
+
+_PIP = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off", "PYTHONNOUSERSITE": "1"}
+
+
+def install(recipe: Recipe, folder: Path, say: Say, *, python: str = sys.executable) -> Environment:
+    """The environment of a recipe in ``folder``; one that is complete and of the same recipe stays as it is.
+
+    Args:
+        recipe: what goes into it.
+        folder: where; absent, empty, or one that was made here before.
+        say: gets a line for each step.
+        python: the interpreter to make it with.
+
+    Raises:
+        UsageError: the folder holds something else.
+        OutputError: it cannot be written.
+        EngineError: a step failed; pip's output is kept in a file that the message names.
+    """
+    folder = folder.expanduser().absolute()
+    found = Environment(recipe.engine, str(folder / "bin" / "python"))
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder).open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+            if _is_current(recipe, folder):
+                say(f"{recipe.name} is already in {folder}")
+                return found
+            _clear(folder)
+            _build(recipe, folder, found, say, python)
+    except OSError as error:
+        where = error.filename or folder
+        raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
+    return found
+
+
+def remove(folder: Path) -> None:
+    """Remove an environment that :func:`install` made, finished or not.
+
+    Raises:
+        UsageError: it is none of these.
+        OutputError: it cannot be removed.
+    """
+    if not (folder / MARKER).is_file():
+        why = "was not made by fidelab engines install" if folder.exists() else "does not exist"
+        raise UsageError(f"{folder} {why}; nothing was removed")
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise OutputError(f"cannot remove {folder} ({error.strerror or error})") from error
+    _log(folder).unlink(missing_ok=True)
+
+
+def _is_current(recipe: Recipe, folder: Path) -> bool:
+    marker = read_marker(folder)
+    return marker is not None and marker.get("recipe_sha256") == _digest(recipe)
+
+
+def _clear(folder: Path) -> None:
+    if (folder / MARKER).exists():
+        shutil.rmtree(folder)
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is not empty and was not made by fidelab engines install: pass another --path")
+
+
+def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: str) -> None:
+    about = {"recipe": recipe.name, "recipe_sha256": _digest(recipe)}
+    try:
+        folder.mkdir(exist_ok=True)
+        write_marker(folder, about)
+        with _log(folder).open("wb") as log:
+            say(f"{recipe.name} in {folder} ({recipe.about})")
+            _make(python, folder, log)
+            for number, step in enumerate(recipe.steps, 1):
+                say(f"step {number} of {len(recipe.steps)}: {_summary(step.requirements())}")
+                _pip(recipe, found, ["install", *step.flags(), *step.requirements()], log)
+            if recipe.absent:
+                _pip(recipe, found, ["uninstall", "--yes", *recipe.absent], log)
+        versions = _check(recipe, found)
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        write_marker(folder, {**about, "versions": versions, "created": created})
+    except BaseException:  # whole or not at all, Ctrl-C included
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    _log(folder).unlink(missing_ok=True)
+    say(", ".join(f"{package} {version}" for package, version in versions.items()))
+
+
+def _make(python: str, folder: Path, log: IO[bytes]) -> None:
+    """An environment with pip; where Python lacks ensurepip (bare Debian), with the pip that is here."""
+    if _run([python, "-m", "venv", str(folder)], log) == 0:
+        return
+    bare = [python, "-m", "venv", "--without-pip", "--clear", str(folder)]
+    target = str(folder / "bin" / "python")
+    marker = (folder / MARKER).read_bytes()
+    if _run(bare, log) == 0 and _run([python, "-m", "pip", "--python", target, "install", "pip"], log) == 0:
+        (folder / MARKER).write_bytes(marker)
+        return
+    raise EngineError(
+        f"{python} cannot make virtual environments (on Debian: apt install python3-venv); log: {_log(folder)}"
+    )
+
+
+def _pip(recipe: Recipe, found: Environment, arguments: Sequence[str], log: IO[bytes]) -> None:
+    log.flush()
+    before = log.tell()
+    if _run([found.python, "-m", "pip", *arguments], log, recipe.variables) == 0:
+        return
+    path = _log(Path(found.python).parents[1])
+    with path.open("rb") as file:
+        file.seek(before)
+        lines = file.read().decode("utf-8", "replace").splitlines()
+    errors = [line.removeprefix("ERROR: ").strip() for line in lines if line.startswith("ERROR: ")]
+    why = (errors[0] if errors else next((line.strip() for line in reversed(lines) if line.strip()), ""))[:300]
+    hint = f"; {recipe.hint}" if recipe.hint else ""
+    raise EngineError(f"{recipe.name} cannot be installed: {why}{hint}; log: {path}")
+
+
+def _run(command: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | None = None) -> int:
+    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    log.write(f"$ {' '.join(command)}\n".encode())
+    log.flush()
+    env = {**(variables or {}), **own, **_PIP}
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, check=False).returncode
+
+
+def _check(recipe: Recipe, found: Environment) -> dict[str, str]:
+    """The engine answers there, and is built for what it was installed for."""
+    with ask(found) as asked:
+        versions, built = asked.versions(), asked.about.build
+    if recipe.build and built != recipe.build:
+        hint = f": {recipe.hint}" if recipe.hint else ""
+        raise EngineError(f"{recipe.name}: what pip found is built for {built}, not for {recipe.build}{hint}")
+    return versions
+
+
+def _summary(requirements: Sequence[str]) -> str:
+    first = ", ".join(requirements[:3])
+    return first if len(requirements) <= 3 else f"{first} and {len(requirements) - 3} more"
+
+
+def _digest(recipe: Recipe) -> str:
+    """Of what decides about the environment's content: another wording does not make it anew."""
+    steps = [[*step.flags(), *step.requirements()] for step in recipe.steps]
+    return digest(canonical_json([steps, recipe.absent, recipe.build, recipe.variables]))
+
+
+def _lock(folder: Path) -> Path:
+    """Who holds it builds the environment; not beside it, where it would be left lying."""
+    locks = cache_dir() / "locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    return locks / digest(str(folder))[:16]
+
+
+def _log(folder: Path) -> Path:
+    return folder.with_name(f"{folder.name}.log")

@@ -1,0 +1,113 @@
+"""All engines: where each is, what it is, and what it can do there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from fidelab.core import Arm, KVSpec
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Engine
+from fidelab.environments.answers import About, Asked, ask
+from fidelab.environments.environment import Environment, engines_dir, provided_here
+from fidelab.environments.marker import MARKER, read_marker
+from fidelab.environments.recipes import install_command, variants
+from fidelab.errors import FidelabError
+
+__all__ = ["Place", "listing", "places"]
+
+_TEST_ENGINE = "fake"
+
+
+@dataclass(frozen=True)
+class Place:
+    """One engine in one environment; ``environment`` is ``None`` where it is installed nowhere.
+
+    ``refused``: the KV formats that cannot run there, and why; ``problem``: why the engine does not work there, and
+    ``remedy`` what to do about it; then the rest is empty.
+    """
+
+    engine: str
+    name: str
+    environment: Environment | None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    kv_names: Sequence[str] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+    about: About | None = None
+    problem: str | None = None
+    remedy: str | None = None
+
+    @property
+    def where(self) -> str:
+        """In words."""
+        return self.name if self.environment is None or self.environment.own else f"environment {self.name}"
+
+    @property
+    def build(self) -> str:
+        """``stock``, or what was changed in which package."""
+        said = self.about.provenance if self.about else {}
+        other = [f"{package} {label}" for package, label in said.items() if label != "stock"]
+        return ", ".join(other) or "stock"
+
+
+def listing(limit: float = 120.0) -> list[Place]:
+    """Every engine but the test engine, in every environment that it has; all are asked at once, ``limit`` s each."""
+    names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
+    with ThreadPoolExecutor() as pool:
+        return [place for found in pool.map(lambda name: places(name, limit), names) for place in found]
+
+
+def places(engine: str, limit: float = 120.0) -> list[Place]:
+    """One engine, in the order in which runs would take them; one entry without environment where there is none."""
+    found = []
+    try:
+        cls: type[Engine] = ENGINES.load(engine)
+        here = provided_here(cls)
+    except (Exception, SystemExit) as error:  # an adapter of somebody else
+        return [
+            Place(engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package")
+        ]
+    if here and cls.served:
+        return [Place(engine, "a server", Environment(engine, sys.executable), cls.versions())]
+    if here:
+        found.append(_ask(engine, "this interpreter", Environment(engine, sys.executable), limit))
+    for name in variants(engine):
+        folder = engines_dir() / name
+        python = folder / "bin" / "python"
+        if (folder / MARKER).exists() and read_marker(folder) is None:
+            command = install_command(engine)
+            found.append(Place(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
+        elif os.access(python, os.X_OK):
+            found.append(_ask(engine, name, Environment(engine, str(python)), limit))
+    return found or [Place(engine, engine, None, problem="not installed", remedy=install_command(engine))]
+
+
+def _ask(engine: str, name: str, environment: Environment, limit: float) -> Place:
+    try:
+        with ask(environment, limit) as asked:
+            versions, names = asked.versions(), asked.kv_names()
+            return Place(engine, name, environment, versions, names, _refused(asked, names), asked.about)
+    except FidelabError as error:
+        problem = str(error)
+    except (Exception, SystemExit) as error:  # what importing somebody else's package may raise
+        problem = " ".join(f"{type(error).__name__}: {error}".split())
+    return Place(engine, name, environment, problem=problem, remedy=install_command(engine))
+
+
+def _refused(asked: Asked, names: Sequence[str]) -> dict[str, str]:
+    """What the engine says about each format without a model; nothing where it cannot say anything without one."""
+    device = "cpu" if asked.about.device == "cpu" else "cuda"
+    path = "/model.gguf" if asked.form == "gguf" else "/model"
+    engine = asked.environment.engine
+    verdicts = {}
+    for name in names:
+        arm = Arm("", engine, "the model", path, "", KVSpec.parse(name), "bfloat16", device, threads=1)
+        try:
+            verdicts[name] = asked.supports(arm)
+        except Exception:  # it looked for the model, or its process is gone
+            return {}
+    refused = {name: verdict.reason for name, verdict in verdicts.items() if not verdict.ok}
+    return refused if len(refused) < len(names) else {}

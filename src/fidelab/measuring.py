@@ -1,0 +1,199 @@
+"""Captures → axis scores of each arm: pairing, proof of engagement, what went wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fidelab.axes import AXES
+from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
+from fidelab.captures.pair import Pair, comparability_key
+from fidelab.captures.reader import Capture
+from fidelab.config.schema import Experiment
+from fidelab.core import Arm, Status
+from fidelab.errors import FidelabError, MismatchError
+
+__all__ = ["ArmResult", "Measured", "Scorer", "engaged"]
+
+_BYTES_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class ArmResult:
+    """What became of one arm: its captures by axis, or why there are none.
+
+    ``role``: ``reference``, ``control``, ``candidate:<name>`` or ``floor``.
+    """
+
+    role: str
+    arm: Arm
+    status: Status
+    reason: str | None = None
+    ran: Mapping[str, Any] | None = None
+    captures: Mapping[str, Path] = field(default_factory=dict)
+    failures: Mapping[str, str] = field(default_factory=dict)
+    timing: Mapping[str, float | None] = field(default_factory=dict)
+
+    def record(self, base: Path) -> dict[str, Any]:
+        """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
+        return {
+            "role": self.role,
+            "arm": self.arm.record(),
+            "status": str(self.status),
+            "reason": self.reason,
+            "ran": self.ran,
+            "captures": {axis: _relative(path, base) for axis, path in self.captures.items()},
+            "failures": dict(self.failures),
+            "timing": dict(self.timing),
+        }
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], base: Path) -> ArmResult:
+        """The inverse of :meth:`record`."""
+        return cls(
+            role=record["role"],
+            arm=Arm.from_record(record["arm"]),
+            status=Status(record["status"]),
+            reason=record["reason"],
+            ran=record["ran"],
+            captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
+            failures=record["failures"],
+            timing=record["timing"],
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One arm's axis scores, or why an axis has none.  ``broken``: axes on which this arm alone gave no usable item."""
+
+    result: ArmResult
+    status: Status
+    reason: str | None
+    scores: Mapping[str, AxisScore]
+    failures: Mapping[str, tuple[Status, str]]
+    broken: tuple[str, ...] = ()
+
+
+class Scorer:
+    """Pairs every arm's captures with the reference's.
+
+    ``reference``: the role of the arm that all are compared with.  ``strict``: two captures that must not be compared
+    are an error; else they are a failure of that arm on that axis.
+    """
+
+    def __init__(
+        self,
+        experiment: Experiment,
+        results: Sequence[ArmResult],
+        unavailable: Mapping[str, str],
+        *,
+        strict: bool,
+        reference: str = "reference",
+    ) -> None:
+        self.experiment = experiment
+        self.strict = strict
+        self._role = reference
+        self.unavailable = unavailable
+        self.by_role = {result.role: result for result in results}
+        self.axes: dict[str, Axis] = {}
+        for name, values in experiment.axes.items():
+            cls: type[Axis] = AXES.load(name)
+            self.axes[name] = cls(cls.Settings.model_validate(values))
+        captures = self.by_role[reference].captures
+        self._reference: dict[str, dict[str, Capture]] = {
+            name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
+        }
+
+    def comparability(self) -> dict[str, Any]:
+        return {
+            part_name(axis, part): comparability_key(capture)
+            for axis, captures in self._reference.items()
+            for part, capture in captures.items()
+        }
+
+    def measure(self, result: ArmResult) -> Measured:
+        scores: dict[str, AxisScore] = {}
+        failures: dict[str, tuple[Status, str]] = {}
+        status, reason = engaged(result)
+        for name, axis in self.axes.items():
+            if status in (Status.NOT_SUPPORTED, Status.NOT_ENGAGED):
+                failures[name] = (status, reason or "")
+                continue
+            if name in self.unavailable:
+                failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
+                continue
+            if result.role == "floor" and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
+                continue  # this axis is not repeated
+            try:
+                scores[name] = self._score(axis, name, result)
+            except FidelabError as error:
+                if self.strict and isinstance(error, MismatchError):
+                    raise
+                failures[name] = (Status.FAILED, str(error))
+        faults = [text for kind, text in failures.values() if kind is not Status.NOT_MEASURABLE]
+        if status is Status.OK and faults:
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(faults))
+        elif status is Status.OK and scores and all(score.identical for score in scores.values()):
+            status = Status.IDENTICAL
+        return Measured(result, status, reason, scores, failures, self._broken(result, scores))
+
+    def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
+        """Output that nobody can use, such as no token at all, where the reference has some."""
+        found = [reason for score in scores.values() for reason in score.fails]
+        for name, score in scores.items():
+            if name == "kld" or score.usable.any() or score.not_measurable:
+                continue
+            reference = [item for capture in self._reference[name].values() for item in capture.items]
+            captures = [Capture(path) for path in parts_of(name, result.captures).values()]
+            reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
+            if reasons and any(item["failed"] is None for item in reference):
+                found.append(f"{name}: no item was usable, first {reasons[0]}")
+        return tuple(found)
+
+    def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
+        reference = self._reference[name]
+        shared = reference.keys() - {*axis.reference_only}
+        if not shared:
+            first = self.by_role[self._role]
+            why = _of_axis(name, first.failures) or first.reason or "no capture"
+            raise FidelabError(f"the reference has no answer: {why}")
+        floor = result.role == "floor"
+        there = parts_of(name, result.captures)
+        failed = _of_axis(name, result.failures)
+        if failed or not there or not (floor or there.keys() >= shared):
+            raise FidelabError(failed or result.reason or "no capture")
+        pairs = {
+            part: Pair.match(capture, Capture(there[part]), subset=floor)
+            for part, capture in reference.items()
+            if part in there
+        }
+        return axis.score_parts(pairs, self.experiment.seed)
+
+
+def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
+    """Why the captures of an axis, or of one of its parts, are lacking."""
+    return next((reason for part, reason in failures.items() if part.split(".", 1)[0] == name), None)
+
+
+def engaged(result: ArmResult) -> tuple[Status, str | None]:
+    """Is there proof that the asked format ran?  (DESIGN §4, proof of engagement)"""
+    if result.status is not Status.OK or result.ran is None:
+        return result.status, result.reason
+    ran, kv = result.ran, result.arm.kv
+    for side, asked in (("k", kv.k), ("v", kv.v)):
+        found = ran.get(f"{side}_format")
+        if found is None:
+            return Status.NOT_ENGAGED, f"the engine gave no evidence that {side.upper()} was stored as {asked}"
+        if found != str(asked):
+            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {found}"
+    held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
+    if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
+        return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"
+    return result.status, result.reason
+
+
+def _relative(path: Path, base: Path) -> str:
+    return os.path.relpath(path, base)

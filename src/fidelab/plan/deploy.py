@@ -1,0 +1,97 @@
+"""Where arms run: each engine in its environment, asked there about itself before anything loads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from fidelab.config.schema import EngineConfig
+from fidelab.core import Estimator
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Engine
+from fidelab.environments.answers import Asked, ask
+from fidelab.environments.environment import Environment, locate
+from fidelab.models import Model
+
+__all__ = ["Deployed", "Engines", "engine_class"]
+
+_STOCK = "stock"
+
+
+def engine_class(config: EngineConfig) -> type[Engine]:
+    """The adapter; what it says about itself without its engine (class variables) holds in every environment."""
+    cls: type[Engine] = ENGINES.load(config.name)
+    return cls
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """An arm's model, the environment of its engine, and the versions that stand there.
+
+    ``versions`` says, too, where an engine is not the stock one and what goes before its packages: captures of
+    another build are others.  ``about``: the same in full, for the record.
+    """
+
+    model: Model
+    environment: Environment
+    versions: Mapping[str, str]
+    estimator: Estimator
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Engines:
+    """The engines of an experiment; each environment is asked by one process, for as long as this is open."""
+
+    def __init__(self) -> None:
+        self._stack = ExitStack()
+        self._found: dict[EngineConfig, tuple[Environment, Asked]] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def ask(self, config: EngineConfig) -> Asked:
+        """Who answers for this engine.
+
+        Raises:
+            EngineError: it is not installed, or its environment does not work; says what to do.
+        """
+        return self._find(config)[1]
+
+    def versions(self, config: EngineConfig) -> dict[str, str]:
+        """Of the engine and what it computes with; raises as :meth:`ask`."""
+        asked = self.ask(config)
+        found = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
+        return asked.versions() | found | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
+
+    def about(self, config: EngineConfig) -> dict[str, Any]:
+        """The installation, for the record of what ran; raises as :meth:`ask`."""
+        asked = self.ask(config)
+        shims = [dict(shim) for shim in _named(asked)]
+        return {
+            **({"provenance": dict(asked.about.provenance)} if asked.about.provenance else {}),
+            **({"pythonpath": shims} if shims else {}),
+        }
+
+    def environment(self, config: EngineConfig) -> Environment:
+        """Where this engine runs; raises as :meth:`ask`."""
+        return self._find(config)[0]
+
+    def _find(self, config: EngineConfig) -> tuple[Environment, Asked]:
+        if config not in self._found:
+            environment = locate(config.name, python=config.python, prefix=config.prefix, pythonpath=config.pythonpath)
+            self._found[config] = (environment, self._stack.enter_context(ask(environment)))
+        return self._found[config]
+
+
+def _named(asked: Asked) -> list[dict[str, str]]:
+    """Shim folders by their last part: where they lie on this machine is nobody's business."""
+    return [{**shim, "folder": Path(shim["folder"]).name} for shim in asked.about.shims]

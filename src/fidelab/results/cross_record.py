@@ -1,0 +1,188 @@
+"""The record of a cross-engine experiment: ``cross-engine.json``, schema ``fidelab.cross-engine/0``.
+
+Units: KL divergences in nats, scores 0-100, intervals 95%, rates in tok/s, memory in bytes, times in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AwareDatetime, Field
+
+from fidelab.metrics.latency import Rate
+from fidelab.results.axis_record import Count, FreeDict, Interval, Outcome, Score
+from fidelab.results.panels import Record
+from fidelab.results.record import Composite, Ran, Verdict, write_atomically
+
+__all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed", "Throughput"]
+
+SCHEMA: Final = "fidelab.cross-engine/0"
+CROSS = "cross-engine.json"
+
+Positive = Annotated[float, Field(ge=0)]
+
+
+class Throughput(Record):
+    """Tokens per second."""
+
+    median: Positive
+    """Half of the repeats were slower."""
+    low: Positive
+    """The slowest repeat."""
+    high: Positive
+    """The fastest repeat."""
+    steady: bool | None = None
+    """The last three repeats lie within 5% of their median; null for fewer than three."""
+    repeats: tuple[Positive, ...]
+    """Every repeat, in order."""
+
+    @classmethod
+    def of(cls, rate: Rate) -> Throughput:
+        """The record of a measured rate."""
+        low, high = rate.spread
+        return cls(median=rate.median, low=low, high=high, steady=rate.steady, repeats=rate.repeats)
+
+
+class Speed(Outcome):
+    """The reference arm, measured simply: one fresh process, one prompt at a time, no other load put on the machine."""
+
+    load_seconds: Positive | None = None
+    """From the job's arrival in the worker to the loaded model, the engine's import included."""
+    prompt: Count | None = None
+    """Tokens of a prompt, which is the depth of decoding."""
+    n: Count | None = None
+    """Tokens decoded behind the first one."""
+    prefill: Throughput | None = None
+    """Prompt tokens / time to the first token."""
+    decode_isolated: Throughput | None = None
+    """n / (last − first token)."""
+    decode_by_subtraction: Throughput | None = None
+    """n / (whole answer − median of the prefill alone); null where noise is larger than the difference."""
+
+
+class Candidate(Outcome):
+    """An engine's 8-bit cache against its own 16-bit reference."""
+
+    kv: str
+    """What was asked, in the engine's own name."""
+    kld: Positive | None = None
+    """Mean KL (nats)."""
+    kld_ci: Interval | None = None
+    """Its 95% interval."""
+    scores: dict[str, Score | None] = Field(default_factory=dict)
+    """Axis → score; null where it was not measurable."""
+    score_ci: dict[str, Interval | None] = Field(default_factory=dict)
+    """Axis → 95% interval of its score."""
+    composite: Composite | None = None
+    """Harmonic mean of the four axes."""
+    verdict: Verdict | None = None
+    """By the upper end of the mean KL."""
+
+
+class LongCell(Outcome):
+    """One long window through a tiny model of random weights, into the reference's cache."""
+
+    tokens: Count
+    """Tokens of the window."""
+    counted: Count | None = None
+    """Tokens that the engine says it processed."""
+    rows: Count | None = None
+    """Rows of distributions that were stored."""
+    bytes_per_token: Positive | None = None
+    """Bytes of cache per token as the engine's storage has them."""
+    by_hand: Positive | None = None
+    """layers · KV heads · 2 · head dimension · bytes of the cache's element type."""
+    kv_bytes: Positive | None = None
+    """Measured bytes per token × tokens."""
+    peak_host_bytes: Positive | None = None
+    """The most memory of the host that the worker's processes took."""
+    seconds: Positive | None = None
+    """The whole capture."""
+
+
+class EngineRow(Outcome):
+    """One engine: the outcome is that of its reference."""
+
+    name: str
+    """How tables call it."""
+    engine: str
+    """Engine."""
+    reference: str | None = None
+    """KV format of the reference."""
+    dtype: str | None = None
+    """Compute type."""
+    estimator: str | None = None
+    """How its distributions were obtained."""
+    version: str | None = None
+    """The package that brings the engine, and its version there."""
+    run: str | None = None
+    """Folder of its run, below the experiment's."""
+    ran: Ran | None = None
+    """What ran as the reference."""
+    perplexity: dict[str, Positive | None] = Field(default_factory=dict)
+    """Context → perplexity of the reference over the same windows."""
+    floor: Positive | None = None
+    """Mean KL (nats) of the reference from itself in another process."""
+    floor_ci: Interval | None = None
+    """Its 95% interval."""
+    speed: Speed | None = None
+    """Load, prefill, decode; null where that was not asked."""
+    candidate: Candidate | None = None
+    """The 8-bit cache; null where the engine could not be asked at all."""
+    long: LongCell | None = None
+    """The long prefill; null where that was not asked."""
+
+
+class Agreement(Outcome):
+    """Mean KL of one engine's reference from another's, over the same rows."""
+
+    reference: str
+    """Name of the line that P is of."""
+    other: str
+    """Name of the line that Q is of."""
+    kld: Positive | None = None
+    """Mean KL(P ‖ Q), nats."""
+    ci: Interval | None = None
+    """Its 95% interval."""
+    top1: Annotated[float, Field(ge=0, le=1)] | None = None
+    """Share of positions with the same most likely token."""
+    n_positions: Count | None = None
+    """Positions compared."""
+    n_failed: Count | None = None
+    """Of these, positions that gave no number."""
+
+
+class CrossReport(Record):
+    """Everything a cross-engine experiment found."""
+
+    schema_name: Literal["fidelab.cross-engine/0"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of this schema."""
+    run_id: str
+    """Name of the experiment's folder."""
+    created: AwareDatetime
+    """When it was started."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that started it."""
+    settings: FreeDict = Field(default_factory=dict)
+    """The experiment, defaults included."""
+    engines: tuple[EngineRow, ...] = ()
+    """One row per engine that was tried so far, in their order."""
+    agreement: tuple[Agreement, ...] = ()
+    """Every ordered pair of references that answered the KLD axis."""
+
+    def to_json(self) -> str:
+        """Strict JSON, indented, ending in a newline."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        """Write ``cross-engine.json`` into a folder.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        return write_atomically(folder / CROSS, self.to_json())

@@ -1,0 +1,68 @@
+"""``fidelab engines``: the table, JSON, and refusals in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fidelab.engines import ENGINES
+from fidelab.environments.marker import write_marker
+from tests.runs.harness import cli
+
+
+def refused(*words: object, cwd: Path) -> str:
+    done = cli("engines", *words, cwd=cwd)
+    assert (done.code, done.out) == (2, "")
+    [line] = done.err.splitlines()
+    assert line.startswith("fidelab: ")
+    return line
+
+
+def test_the_list_has_every_engine_where_it_is_and_how_to_get_what_is_not_there(cache: Path, tmp_path: Path) -> None:
+    listed = json.loads(cli("engines", "list", "--json", cwd=tmp_path).out)["engines"]
+    assert {place["engine"] for place in listed} == set(ENGINES.names()) - {"fake"}
+    [hf] = [place for place in listed if place["engine"] == "hf"]
+    assert (hf["name"], hf["device"] in ("cpu", "cuda", "rocm"), hf["problem"]) == ("this interpreter", True, None)
+    assert hf["kv_formats"] == ENGINES.load("hf").kv_names()
+    missing = [place for place in listed if place["python"] is None]
+    for place in missing:
+        assert place["problem"] == "not installed"
+        assert place["remedy"].startswith(f"fidelab engines install {place['engine']}")
+    text = cli("engines", "list", cwd=tmp_path).out
+    for place in listed:
+        assert place["engine"] in text
+        assert place["remedy"] is None or place["remedy"] in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("install", "hf"), "no recipe for 'hf'; there are: vllm, sglang, llamacpp"),
+        (("install", "sglang", "--rocm"), "no recipe for sglang on rocm; there are: cuda, cpu"),
+        (("install", "vllm", "--cpu", "--rocm"), "--rocm and --cpu exclude each other"),
+        (("install", "vllm", "--cpu", "--python", "no-such-python"), "--python no-such-python: is not on PATH"),
+        (("install", "vllm", "--cpu", "--path", "mine"), "not empty"),
+        (("remove", "vllm", "--path", "mine"), "was not made by fidelab engines install; nothing was removed"),
+        (("remove", "vllm", "--cpu"), "does not exist; nothing was removed"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(words: tuple[str, ...], said: str, cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").touch()
+    assert said in refused(*words, cwd=tmp_path)
+    assert (tmp_path / "mine" / "thesis.txt").exists()
+
+
+def test_remove_takes_the_only_environment_of_an_engine_and_asks_which_of_several(cache: Path, tmp_path: Path) -> None:
+    for name in ("vllm-cpu", "vllm"):
+        folder = cache / "engines" / name
+        folder.mkdir(parents=True)
+        write_marker(folder, {"recipe": name})
+    assert "there are several: --cuda, --cpu; name one" in refused("remove", "vllm", cwd=tmp_path)
+    assert cli("engines", "remove", "vllm", "--cuda", cwd=tmp_path).code == 0
+    done = cli("engines", "remove", "vllm", cwd=tmp_path)
+    assert (done.code, done.out) == (0, f"removed {cache / 'engines' / 'vllm-cpu'}\n")
+    assert list((cache / "engines").iterdir()) == []

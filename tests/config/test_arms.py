@@ -1,0 +1,74 @@
+"""Arms and engines as users write them, short or long."""
+
+from __future__ import annotations
+
+import pytest
+import yaml
+
+from fidelab.config.arms import arm_fields
+from fidelab.config.load import dump, validate
+from fidelab.errors import ConfigError
+
+BASE = {"model": "m", "candidates": ["q8_0"]}
+
+
+def test_a_bare_text_is_a_kv_format() -> None:
+    assert arm_fields("int4[group=32,skip-layers=0,29]") == {"kv": "int4[group=32,skip-layers=0,29]"}
+    assert arm_fields("f16/q8_0") == {"kv": "f16/q8_0"}
+
+
+def test_pairs_are_fields_of_the_arm_and_options_of_its_engine() -> None:
+    assert arm_fields("kv=int4[group=32,skip-layers=0,29],name=coarse,tp=2,attention_backend=triton") == {
+        "kv": "int4[group=32,skip-layers=0,29]",
+        "name": "coarse",
+        "engine_args": {"tp": "2", "attention-backend": "triton"},
+    }
+    assert arm_fields("model=./awq,dtype=float16") == {"model": "./awq", "dtype": "float16"}
+    assert arm_fields("base-url=http://127.0.0.1:8001/v1,model=a/b") == {
+        "engine_args": {"base-url": "http://127.0.0.1:8001/v1"},
+        "model": "a/b",
+    }
+
+
+def test_auto_is_a_format_of_the_reference_and_a_choice_of_the_control() -> None:
+    found = validate({**BASE, "reference": "auto", "control": "auto"}, "file")
+    assert found.reference.kv == "auto"
+    assert found.control == "auto"
+
+
+def test_an_arm_can_name_an_engine_and_its_interpreter() -> None:
+    assert arm_fields("engine=vllm,python=/envs/new/bin/python")["engine"] == {
+        "name": "vllm",
+        "python": "/envs/new/bin/python",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [("kv=f16,tp", "'tp' has no value"), ("kv=", "'kv=' has no value"), ("python=/x", "write engine=NAME beside it")],
+)
+def test_half_an_arm_is_refused_in_one_line(text: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        validate({**BASE, "candidates": [text]}, "file")
+
+
+def test_an_engine_is_a_name_or_a_name_with_its_environment() -> None:
+    short = validate({**BASE, "engine": "vllm"}, "file")
+    assert (short.engine.name, short.engine.python) == ("vllm", None)
+    long = validate({**BASE, "engine": {"name": "vllm", "prefix": "ssh host", "pythonpath": ["shims"]}}, "file")
+    assert (long.engine.prefix, long.engine.pythonpath) == ("ssh host", ("shims",))
+
+
+def test_a_resolved_file_says_an_engine_as_short_as_it_was_said() -> None:
+    data = {**BASE, "engine": "vllm", "candidates": [{"kv": "q8_0", "engine": {"name": "hf", "python": "/p"}}]}
+    found = yaml.safe_load(dump(validate(data, "file")))
+    assert found["engine"] == "vllm"
+    assert found["candidates"][0]["engine"] == {"name": "hf", "python": "/p"}
+    assert validate(found, "again") == validate(data, "file")
+
+
+def test_an_unknown_key_of_an_engine_suggests_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"unknown key 'engine\.pyton'; did you mean 'python'"):
+        validate({**BASE, "engine": {"name": "vllm", "pyton": "/p"}}, "file")
+    with pytest.raises(ConfigError, match=r"unknown key 'candidates\.0\.enginee'"):
+        validate({**BASE, "candidates": [{"enginee": "hf"}]}, "file")

@@ -1,0 +1,410 @@
+"""Engine openai against a real server on loopback whose distributions are known."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Timed
+from fidelab.engines import openai_http
+from fidelab.engines.base import Answer
+from fidelab.engines.openai import OpenAIEngine
+from fidelab.errors import EngineError, UsageError
+from fidelab.metrics.divergence import compare_topk
+from tests.engines.openai_server import BOS, EOS, VOCAB, Served, encode, next_token, save_tokenizer, serving, true_kl
+from tests.engines.tiny import Answers, ids
+
+PROMPTS = tuple(tuple(encode(text)) for text in ("a first prompt", "another one", "x"))
+WINDOW = tuple(encode("some text to be scored"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(autouse=True)
+def _no_key_and_no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    monkeypatch.setattr(openai_http, "_FIRST_WAIT", 0.01)
+
+
+@pytest.fixture
+def served() -> Iterator[Served]:
+    with serving(Served()) as running:
+        yield running
+
+
+def arm(folder: Path, url: str, kv: str = "as-served", **options: str) -> Arm:
+    given = {"base-url": url, **{key.replace("_", "-"): value for key, value in options.items()}}
+    return Arm(kv, "openai", "tiny", str(folder), "0" * 8, KVSpec.parse(kv), "float32", "cpu", 1, (*given.items(),))
+
+
+def opened(folder: Path, served: Served, kv: str = "as-served", **options: str) -> OpenAIEngine:
+    engine = OpenAIEngine()
+    engine.open(arm(folder, served.url, kv, **options))
+    return engine
+
+
+def generate(engine: OpenAIEngine, n: int = 6, rows: bool = True) -> tuple[Answers, Answer]:
+    sink = Answers()
+    return sink, engine.answer(Generate("trajectory", PROMPTS, n, (EOS,), rows=rows), sink)
+
+
+def prefill(engine: OpenAIEngine, window: Sequence[int] = WINDOW, first: int = 2) -> tuple[Answers, Answer]:
+    last = len(window) - 2
+    probe = Prefill("kld", (tuple(window),), first, last, ((0,) * (last - first + 1),))
+    sink = Answers()
+    return sink, engine.answer(probe, sink)
+
+
+def greedy(prompt: Sequence[int], n: int) -> list[int]:
+    found: list[int] = []
+    for _ in range(n):
+        found.append(next_token([*prompt, *found]))
+    return found
+
+
+def row(sink: Answers, item: int, at: int) -> dict[int, float]:
+    """What is reported at one row."""
+    tokens, logprobs = (np.asarray(sink.items[item][name])[at].tolist() for name in ("topk_ids", "topk_logprobs"))
+    return {token: value for token, value in zip(tokens, logprobs, strict=True) if token >= 0}
+
+
+# ------------------------------------------------------------------------------------------------ greedy text
+
+
+@pytest.mark.parametrize("server", [Served(), Served(owner="sglang"), Served(owner="me", scores=None)])
+def test_ids_are_those_that_the_server_generated(folder: Path, server: Served) -> None:
+    with serving(server):
+        sink, _ = generate(opened(folder, server))
+    assert [ids(sink.items[i]) for i in range(3)] == [greedy(prompt, 6) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("server", [Served(ends=3), Served(ends=3, names_end=False), Served(owner="sglang", ends=3)])
+def test_the_stop_token_is_part_of_the_sequence(folder: Path, server: Served) -> None:
+    with serving(server):
+        sink, _ = generate(opened(folder, server))
+    assert ids(sink.items[0]) == [*greedy(PROMPTS[0], 3), EOS]
+
+
+def test_text_that_is_tokenized_again_is_labelled(folder: Path) -> None:
+    with serving(Served(takes_ids=False, returns_ids=False, ends=3)) as server:
+        engine = opened(folder, server)
+        sink, _ = generate(engine)
+    ran = engine.ran().record()
+    assert (ran["prompts"], ran["ids"]) == ("text", "retokenized")
+    assert ids(sink.items[0]) == [*greedy(PROMPTS[0], 3), EOS]
+
+
+def test_a_strict_server_is_asked_in_standard_words_alone(folder: Path) -> None:
+    with serving(Served(strict=True, scores="echo")) as server:
+        engine = opened(folder, server)
+        sink, _ = generate(engine)
+    assert ids(sink.items[0]) == greedy(PROMPTS[0], 6)
+    assert engine.ran().record()["ids"] == "retokenized"
+
+
+def test_a_lenient_server_is_told_to_penalize_nothing(folder: Path, served: Served) -> None:
+    generate(opened(folder, served))
+    asked = served.requests[-1]
+    assert (asked["temperature"], asked["repetition_penalty"], asked["repeat_penalty"]) == (0.0, 1.0, 1.0)
+
+
+def test_rows_hold_the_top_of_each_generated_position(folder: Path, served: Served) -> None:
+    sink, answer = generate(opened(folder, served))
+    assert answer.estimator is Estimator.TOPK
+    context = [*PROMPTS[1], *greedy(PROMPTS[1], 2)]
+    assert row(sink, 1, 2) == pytest.approx(dict(list(served.logprobs(context).items())[:20]))
+
+
+def test_a_server_without_logprobs_gives_ids_alone(folder: Path) -> None:
+    with serving(Served(generated_logprobs=False)) as server:
+        sink, _ = generate(opened(folder, server))
+    assert list(sink.items[0]) == ["ids"]
+
+
+def test_a_bos_that_the_server_adds_is_not_sent_twice(folder: Path) -> None:
+    with serving(Served(takes_ids=False, adds_bos=True)) as server:
+        engine = opened(folder, server)
+        sink = Answers()
+        answer = engine.answer(Generate("t", ((BOS, *PROMPTS[0]),), 4, (EOS,), rows=False), sink)
+    assert ids(sink.items[0]) == greedy((BOS, *PROMPTS[0]), 4)
+    assert answer.facts["prompts_read_otherwise"] == 0
+
+
+# ------------------------------------------------------------------------------------- distributions of prompts
+
+
+@pytest.mark.parametrize(
+    "server",
+    [
+        Served(),
+        Served(scores="echo"),
+        Served(scores="shifted", owner="me", takes_ids=False, returns_ids=False),
+        Served(owner="sglang"),
+    ],
+    ids=["prompt_logprobs", "echo", "shifted echo", "sglang"],
+)
+def test_rows_are_the_distributions_behind_their_positions(folder: Path, server: Served) -> None:
+    with serving(server):
+        sink, _ = prefill(opened(folder, server))
+    for at in range(len(WINDOW) - 3):
+        reported = row(sink, 0, at)
+        true = server.logprobs(WINDOW[: at + 3])
+        assert reported == pytest.approx({token: true[token] for token in reported})
+        assert len(reported) >= (20 if server.scores == "prompt_logprobs" else 5)  # half characters have no text
+
+
+@pytest.mark.parametrize("server", [Served(), Served(owner="sglang"), Served(scores="echo")])
+def test_the_actual_token_is_reported_however_unlikely(folder: Path, server: Served) -> None:
+    with serving(server):
+        sink, _ = prefill(opened(folder, server))
+    assert all(WINDOW[at + 3] in row(sink, 0, at) for at in range(len(WINDOW) - 3))
+
+
+@pytest.mark.parametrize(("asked", "found"), [({}, 5), ({"logprobs": "3"}, 3)])
+def test_as_many_tokens_are_asked_for_as_the_server_gives(folder: Path, asked: dict[str, str], found: int) -> None:
+    with serving(Served(most=7)) as server:
+        assert opened(folder, server, **asked).ran().record()["top_logprobs"] == found
+
+
+@pytest.mark.parametrize("top", [5, 20, VOCAB])
+def test_the_bound_is_below_the_true_kl_and_tight_over_all_tokens(folder: Path, top: int) -> None:
+    with serving(Served(most=VOCAB)) as one, serving(Served(most=VOCAB, rate=0.3)) as other:
+        sinks = [prefill(opened(folder, server, logprobs=str(top)))[0] for server in (one, other)]
+    ref, test = ((np.asarray(s.items[0]["topk_ids"]), np.asarray(s.items[0]["topk_logprobs"])) for s in sinks)
+    rows = compare_topk(ref, test, np.asarray(WINDOW[3:]))
+    truth = true_kl(0.5, 0.3)
+    assert (rows.kl <= truth + 1e-6).all()
+    assert (rows.kl > 0).all()
+    if top == VOCAB:
+        assert rows.kl == pytest.approx(truth, rel=1e-4)
+    assert rows.top1.all()
+
+
+def test_forced_text_is_one_prefill_and_says_so(folder: Path, served: Served) -> None:
+    sink = Answers()
+    forced = greedy(PROMPTS[0], 4)
+    answer = opened(folder, served).answer(Forced("forced.kl", PROMPTS[:1], (tuple(forced),)), sink)
+    assert answer.facts["one_prefill"]
+    assert np.asarray(sink.items[0]["topk_ids"]).shape[0] == 4
+    for at, token in enumerate(forced):
+        assert max(found := row(sink, 0, at), key=lambda name: found[name]) == token
+
+
+def test_a_server_without_prompt_logprobs_cannot_measure_them(folder: Path) -> None:
+    with serving(Served(scores=None)) as server:
+        engine = opened(folder, server)
+        sink, answer = prefill(engine)
+        assert generate(engine)[0].items
+    assert answer.facts["not_measurable"] == f"{server.url} gives no log-probabilities of prompts"
+    assert (list(sink.failed), sink.items) == ([0], {})
+
+
+def test_an_echo_of_other_tokens_fails_the_window(folder: Path) -> None:
+    split = tuple("é".encode())[:1]  # half a character: as text it is another token
+    with serving(Served(scores="echo", takes_ids=False)) as server, pytest.raises(EngineError, match="other tokens"):
+        prefill(opened(folder, server), (*WINDOW[:5], *split, *WINDOW[5:]))
+
+
+# --------------------------------------------------------------------------------------------------- timing
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_each_streamed_token_has_its_time(folder: Path, owner: str) -> None:
+    with serving(Served(owner=owner, ends=2)) as server:
+        sink = Answers()
+        opened(folder, server).answer(Timed("decode", PROMPTS, n=5), sink)
+    seconds = sink.items[2]["seconds"]
+    assert isinstance(seconds, np.ndarray)
+    assert seconds.shape == (6,)
+    assert seconds.dtype == np.float64
+    assert (np.diff(seconds) >= 0).all()
+    assert seconds[0] > 0
+
+
+@pytest.mark.parametrize(
+    ("server", "said"),
+    [
+        (Served(per_event=2, returns_ids=True), "several tokens into one event"),
+        (Served(per_event=2, returns_ids=False), "streamed 3 tokens and counts 6"),
+        (Served(ends=2, heeds_ignore_eos=False), "ended after 3 of 6 tokens"),
+        (Served(owner="sglang", per_event=3), "several tokens into one event"),
+    ],
+)
+def test_tokens_whose_times_are_not_known_are_no_measurement(folder: Path, server: Served, said: str) -> None:
+    with serving(server):
+        engine = opened(folder, server)
+        with pytest.raises(EngineError, match=said):
+            engine.answer(Timed("decode", PROMPTS, n=5, warmup=0), Answers())
+
+
+# ----------------------------------------------------------------------------------------------- engagement
+
+
+@pytest.mark.parametrize(
+    ("server", "asked", "found"),
+    [
+        (Served(), "as-served", "as-served"),
+        (Served(cache_dtype="fp8_e4m3"), "fp8_e4m3", "fp8_e4m3"),
+        (Served(cache_dtype="auto"), "fp8_e4m3", "auto"),
+        (Served(), "fp8_e4m3", None),
+        (Served(owner="sglang", cache_dtype="fp8_e5m2"), "fp8_e5m2", "fp8_e5m2"),
+        (Served(owner="me"), "q8_0", None),
+    ],
+)
+def test_a_format_is_what_the_server_reports(folder: Path, server: Served, asked: str, found: str | None) -> None:
+    with serving(server):
+        ran = opened(folder, server, asked).ran()
+    assert (ran.k_format, ran.v_format) == (found, found)
+
+
+def test_what_the_server_says_of_itself_is_recorded(folder: Path) -> None:
+    with serving(Served(cache_dtype="auto")) as server:
+        ran = opened(folder, server).ran().record()
+    assert ran["versions"]["vllm"] == "9.9"
+    assert (ran["served_kv"], ran["block_size"], ran["prefix_caching"]) == ("auto", 16, False)
+
+
+def test_the_servers_tokenizer_is_asked_where_it_can_be(folder: Path, served: Served) -> None:
+    engine = opened(folder, served)
+    assert engine.tokenize("some text") == encode("some text")
+    assert engine.ran().record()["tokenizer"] == "server"
+
+
+# ---------------------------------------------------------------------------------------------------- trouble
+
+
+@pytest.mark.parametrize("trouble", [[429, 503], ["drop"], [503, "drop", 429]])
+def test_a_busy_server_is_asked_again(folder: Path, served: Served, trouble: list[int | str]) -> None:
+    engine = opened(folder, served)
+    served.trouble[:] = trouble
+    sink, _ = generate(engine)
+    assert len(sink.items) == 3
+    assert not sink.failed
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        (400, "answers 400: trouble 400"),
+        (500, "answers 500: trouble 500"),
+        (404, r"has no /completions for this \(404: trouble 404\): correct base-url or model"),
+        ("garbage", "answers with no JSON object .*It works.*is base-url an OpenAI API"),
+    ],
+)
+def test_a_refused_item_fails_and_the_others_go_on(folder: Path, served: Served, trouble: int | str, said: str) -> None:
+    engine = opened(folder, served, concurrency="1")
+    served.trouble[:] = ["", trouble]
+    sink, _ = generate(engine)
+    assert list(sink.failed) == [1]
+    with pytest.raises(AssertionError, match=said):
+        raise AssertionError(sink.failed[1])
+    assert sorted(sink.items) == [0, 2]
+
+
+def test_a_server_that_is_late_fails_the_item(folder: Path, served: Served) -> None:
+    engine = opened(folder, served, concurrency="1", timeout="0.5")
+    served.trouble[:] = ["late"]
+    sink, _ = generate(engine)
+    assert "did not answer within 0.5 s" in sink.failed[0]
+    assert sorted(sink.items) == [1, 2]
+
+
+def test_a_server_that_is_always_busy_fails_with_its_own_words(folder: Path, served: Served) -> None:
+    engine = opened(folder, served, concurrency="1")
+    served.trouble[:] = [429] * 100
+    with pytest.raises(EngineError, match=r"none of 3 items was answered.*too busy in 5 attempts \(429: trouble 429\)"):
+        generate(engine)
+
+
+def test_a_server_that_dies_in_the_middle_ends_the_probe(folder: Path, served: Served) -> None:
+    engine = opened(folder, served)
+    served.trouble[:] = ["drop"] * 100
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1:\d+ cannot be reached or broke off"):
+        generate(engine)
+
+
+def test_nobody_at_the_address_is_said_at_once(folder: Path) -> None:
+    with serving(Served()) as server:
+        url = server.url
+    with pytest.raises(EngineError, match="refuses connections: start the server, or correct base-url"):
+        OpenAIEngine().open(arm(folder, url))
+
+
+@pytest.mark.parametrize(
+    ("models", "asked", "said"),
+    [
+        (("a", "b"), {}, "serves a, b: name one by --engine-arg model=NAME"),
+        ((), {}, "serves no model"),
+        (("a",), {"model": "c"}, "does not serve model 'c'; it serves: a"),
+    ],
+)
+def test_the_model_has_to_be_served(folder: Path, models: Sequence[str], asked: dict[str, str], said: str) -> None:
+    with serving(Served(models=models)) as server, pytest.raises(EngineError, match=said):
+        opened(folder, server, **asked)
+
+
+def test_a_key_comes_from_the_environment_and_goes_to_the_server_alone(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "sk-secret")
+    with serving(Served(key="sk-secret")) as server:
+        engine = opened(folder, server, api_key_env="MY_KEY")
+        generate(engine)
+    assert {*server.keys} == {"Bearer sk-secret"}
+    assert "sk-secret" not in repr(engine.ran().record())
+
+
+def test_a_wrong_key_is_not_repeated(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-wrong")
+    with serving(Served(key="sk-right")) as server, pytest.raises(EngineError, match="api-key-env=NAME") as caught:
+        opened(folder, server)
+    assert "sk-wrong" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "needs the address of a server"),
+        ({"base-url": "localhost:8000"}, "base-url is not a URL"),
+        ({"base-url": "http://me:secret@host/v1"}, "no user name, password"),
+        ({"base-url": "http://host:x"}, "base-url is not a URL"),
+        ({"base-url": "http://host", "api-key": "secret"}, "takes no key"),
+        ({"base-url": "http://host", "api-key-env": "sk-secret"}, "name of an environment variable"),
+        ({"base-url": "http://host", "api-key-env": "UNSET_VARIABLE"}, "UNSET_VARIABLE .* is not set"),
+        ({"base-url": "http://host", "concurrency": "0"}, "concurrency='0' is not a number of requests"),
+        ({"base-url": "http://host", "timeout": "inf"}, "not a number of seconds"),
+        ({"base-url": "http://host", "baseurl": "x"}, "no option 'baseurl'; it has: base-url, model"),
+    ],
+)
+def test_an_impossible_option_is_named_and_a_secret_is_not_repeated(options: dict[str, str], said: str) -> None:
+    given = dataclasses.replace(arm(Path("x"), "http://host"), options=tuple(options.items()))
+    with pytest.raises(UsageError, match=said) as caught:
+        OpenAIEngine.supports(given)
+    assert "secret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kv", ["auto/fp8", "fp8[scale=1]", "auto[skip-layers=0]"])
+def test_a_cache_that_no_server_can_be_asked_for_is_refused(kv: str) -> None:
+    with pytest.raises(UsageError, match="what it was started with"):
+        OpenAIEngine.check_kv(KVSpec.parse(kv))
+
+
+def test_several_requests_are_on_their_way_at_once_and_come_back_in_order(folder: Path, served: Served) -> None:
+    sink, _ = generate(opened(folder, served, concurrency="3"))
+    assert list(sink.items) == [0, 1, 2]
+
+
+def test_the_module_needs_no_network_to_be_asked() -> None:
+    known: Any = OpenAIEngine
+    assert "as-served" in known.kv_names()
+    assert known.versions() == {"openai": "1"}
+    assert os.environ.get("OPENAI_API_KEY") is None

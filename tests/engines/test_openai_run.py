@@ -1,0 +1,77 @@
+"""Whole runs against two servers on loopback: what the report says, and what it must not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from tests.engines.openai_server import VOCAB, Served, save_tokenizer, serving, true_kl
+from tests.runs.harness import Done, cli, write_inputs
+
+Compare = Callable[..., Done]
+
+
+@pytest.fixture
+def compare(tmp_path: Path) -> Compare:
+    """``fidelab compare`` of two servers."""
+    model = save_tokenizer(tmp_path / "model")
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 128}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (model / "config.json").write_text(json.dumps({**config, **sizes, "torch_dtype": "bfloat16"}))
+    save_file({"model.embed_tokens.weight": np.zeros((VOCAB, 4), dtype=np.float32)}, model / "model.safetensors")
+    write_inputs(tmp_path)
+
+    def run(one: Served, other: Served, axes: str, *flags: str) -> Done:
+        inputs = ("--text", "text.txt", "--prompts", "prompts.txt", "--no-floor", "--engine", "openai")
+        sizes = ("--n-predict", 6, "--template", "raw", "--threads", 1)
+        sizes = (*sizes, *(("--windows", 4, "--n-ctx", 16) if "kld" in axes else ()))
+        contexts = ("--set", "axes.perplexity.contexts=[16]", "--set", "axes.perplexity.windows=4")
+        with serving(one), serving(other):
+            candidate = f"base-url={other.url},name=other"
+            return cli(
+                *("compare", model, *inputs, *sizes, "--axes", axes, *(contexts if "perplexity" in axes else ())),
+                *("--base-url", one.url, "--candidate", candidate, *flags),
+                cwd=tmp_path,
+            )
+
+    return run
+
+
+def test_a_bound_is_shown_as_one_and_judges_nothing(compare: Compare) -> None:
+    done = compare(Served(), Served(rate=0.4), "trajectory,kld,perplexity")
+    assert done.code == 0, done.err
+    arm = done.arm("other")
+    kld = arm["axes"]["kld"]
+    assert kld["estimator"] == "topk"
+    assert 0 < kld["mean"] <= true_kl(0.5, 0.4) + 1e-6
+    assert (kld["score"], kld["excess_over_control"], arm["verdict"]["band"]) == (None, None, None)
+    assert "only a lower bound" in arm["verdict"]["sentence"]
+    assert "≥" in done.out
+    assert arm["axes"]["trajectory"]["score"] == 100
+    # The likeliest token costs ln Z, and each token further on the rate more: the mean place follows from one side.
+    figures = {figure["name"]: figure["value"] for figure in arm["axes"]["perplexity"]["figures"]}
+    log_z = [np.log(np.exp(-rate * np.arange(VOCAB)).sum()) for rate in (0.5, 0.4)]
+    place = (np.log(figures["reference PPL 16"]) - log_z[0]) / 0.5
+    assert figures["ln ratio 16"] == pytest.approx(log_z[1] - log_z[0] - 0.1 * place, rel=1e-4)
+
+
+def test_what_a_server_does_not_report_takes_no_other_axis_down(compare: Compare) -> None:
+    done = compare(Served(scores=None), Served(), "trajectory,kld,perplexity,forced")
+    assert done.code == 0, done.err
+    arm = done.arm("other")
+    assert arm["axes"]["trajectory"]["score"] == 100
+    for axis in ("kld", "perplexity", "forced"):
+        assert arm["axes"][axis]["status"] == "not_measurable"
+        assert "gives no log-probabilities of prompts" in arm["axes"][axis]["reason"]
+    assert arm["verdict"]["sentence"] == "no verdict: full-vocabulary KLD was not measured"
+
+
+def test_generated_ids_are_not_compared_with_text_tokenized_again(compare: Compare) -> None:
+    done = compare(Served(), Served(returns_ids=False), "trajectory")
+    assert done.code != 0
+    assert "retokenized cannot be paired with returned ones" in done.err

@@ -1,0 +1,225 @@
+"""Timed probes: what the clock sees, and which tokens engines decode for it.  No test measures time."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import fidelab
+from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.core import Arm, Generate, KVSpec, Status, Timed, Tokens, probe_record
+from fidelab.engines import timing
+from fidelab.engines.base import Engine
+from fidelab.engines.llamacpp import LlamaCppEngine
+from fidelab.engines.llamacpp_library import LlamaContext
+from fidelab.engines.timing import time_prompts
+from fidelab.errors import EngineError
+from fidelab.workers.messages import Job, Message, ProbeTask
+from fidelab.workers.parent import run_worker
+from tests.captures import sample
+from tests.engines import tiny
+from tests.engines.conftest import Checkpoint
+from tests.engines.tiny import Answers
+from tests.models.tiny_gguf import write_gguf
+
+needs_library = pytest.mark.skipif(
+    importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
+)
+PROMPTS = ((5, 6, 7), (40, 41, 42, 43, 44))
+N = 4
+
+# ------------------------------------------------------------------------------------------------ the clock
+
+
+class Clock:
+    """Stands still but for the work of :meth:`decode`: 8 s to get ready, a second per prompt token, 0.5 s per token."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.begun: list[Tokens] = []
+        self.done = 0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def decode(self, prompt: Tokens) -> Iterator[int]:
+        self.begun.append(prompt)
+        self.now += 8
+
+        def tokens() -> Iterator[int]:
+            self.now += len(prompt) - 0.5
+            while True:
+                self.now += 0.5
+                self.done += 1
+                yield 0
+
+        return tokens()
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(timing, "time", made)
+    return made
+
+
+def seconds(answers: Answers, item: int) -> list[float]:
+    array = answers.items[item]["seconds"]
+    assert isinstance(array, np.ndarray)
+    assert array.dtype == np.float64
+    return [float(x) for x in array]
+
+
+def test_seconds_count_from_the_prompt_to_each_token_without_making_ready(clock: Clock) -> None:
+    sink = Answers()
+    facts = time_prompts(Timed("decode", PROMPTS, 2), sink, clock.decode)
+    assert [seconds(sink, 0), seconds(sink, 1)] == [[3.0, 3.5, 4.0], [5.0, 5.5, 6.0]]
+    assert (facts, sink.tokens) == ({"tokens": 12, "generated": 4}, 12)
+
+
+@pytest.mark.parametrize("warmup", [0, 1, 2, 3])
+def test_the_first_prompts_are_answered_once_before_unmeasured(warmup: int, clock: Clock) -> None:
+    sink = Answers()
+    time_prompts(Timed("decode", PROMPTS, 2, warmup), sink, clock.decode)
+    assert clock.begun == [*PROMPTS[:warmup], *PROMPTS]
+    assert sorted(sink.items) == [0, 1]
+
+
+@pytest.mark.parametrize("n", [0, 1, 5])
+def test_no_token_is_decoded_that_is_not_timed(n: int, clock: Clock) -> None:
+    sink = Answers()
+    time_prompts(Timed("decode", PROMPTS, n, 0), sink, clock.decode)
+    assert clock.done == 2 * (1 + n)
+    assert [len(seconds(sink, i)) for i in (0, 1)] == [1 + n] * 2
+
+
+def test_an_answer_that_ends_early_is_an_error_and_not_a_shorter_one(clock: Clock) -> None:
+    with pytest.raises(EngineError, match="ended after 2 of 4 tokens"):
+        time_prompts(Timed("decode", PROMPTS, 3), Answers(), lambda prompt: islice(clock.decode(prompt), 2))
+
+
+# ---------------------------------------------------------------------------------------------- the engines
+
+
+def plain(values: Any) -> list[int]:
+    return [int(value) for value in values]
+
+
+def free(engine: Engine, n: int) -> list[list[int]]:
+    """What the engine generates behind each prompt where nothing stops it."""
+    answers = Answers()
+    engine.answer(Generate("trajectory", PROMPTS, n, (), 1, rows=False), answers)
+    return [tiny.ids(answers.items[i]) for i in (0, 1)]
+
+
+def fed(prompts: tuple[Tokens, ...], generated: list[list[int]]) -> list[list[int]]:
+    """What an engine is fed to answer these prompts one by one: each prompt whole, then its tokens but for the last."""
+    pairs = zip(prompts, generated, strict=True)
+    return [part for prompt, ids in pairs for part in ([list(prompt)] + [[token] for token in ids[:-1]])]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "bamba"])
+@pytest.mark.parametrize("estimator", ["hidden", "logprobs"])
+def test_hf_times_the_tokens_that_it_generates(kind: str, estimator: str, checkpoint: Checkpoint) -> None:
+    engine, sink = tiny.opened(checkpoint(kind), "f16", estimator=estimator), Answers()
+    generated = free(engine, 1 + N)
+    seen: list[list[int]] = []
+    engine._model.module.register_forward_pre_hook(
+        lambda _m, _a, kwargs: seen.append(plain(kwargs["input_ids"][0])), with_kwargs=True
+    )
+    answer = engine.answer(Timed("decode", PROMPTS, N), sink)
+    assert seen == fed((PROMPTS[0], *PROMPTS), [generated[0], *generated])
+    assert (str(answer.estimator), answer.head, answer.facts["generated"]) == (estimator, None, 2 * N)
+    for item in (0, 1):
+        assert list(sink.items[item]) == ["seconds"]
+        assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
+    assert engine.ran().k_format == "f16"
+
+
+def test_hf_reads_each_timed_prompt_into_an_empty_cache(checkpoint: Checkpoint) -> None:
+    engine, held = tiny.opened(checkpoint("llama")), []
+    engine._model.module.register_forward_pre_hook(
+        lambda _m, _a, kwargs: held.append(kwargs["past_key_values"].bytes()), with_kwargs=True
+    )
+    engine.answer(Timed("prefill", PROMPTS, 0, 2), Answers())
+    assert held == [0] * 4
+
+
+@pytest.fixture
+def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
+    """The tokens of every call of llama.cpp."""
+    seen: list[list[int]] = []
+    decode = LlamaContext._decode
+
+    def spy(self: LlamaContext, tokens: Any, *rest: Any) -> Any:
+        seen.append(plain(tokens))
+        return decode(self, tokens, *rest)
+
+    monkeypatch.setattr(LlamaContext, "_decode", spy)
+    return seen
+
+
+@needs_library
+def test_llama_cpp_times_the_tokens_that_it_generates(tmp_path: Path, spied: list[list[int]]) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf")
+    engine, sink = LlamaCppEngine(), Answers()
+    engine.open(Arm("f16", "llamacpp", "tiny", str(file), "0" * 8, KVSpec.parse("f16"), "bfloat16", "cpu", 1))
+    generated = free(engine, 1 + N)
+    spied.clear()
+    answer = engine.answer(Timed("decode", PROMPTS, N), sink)
+    assert spied == fed((PROMPTS[0], *PROMPTS), [generated[0], *generated])
+    assert (answer.head, answer.facts["tokens"], sink.tokens) == (None, 8 + 2 * N, 8 + 2 * N)
+    for item in (0, 1):
+        assert list(sink.items[item]) == ["seconds"]
+        assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
+
+
+# --------------------------------------------------------------------------------------------- the captures
+
+
+def worked(arm: Arm, probe: Timed, store: Path) -> Capture:
+    """The capture that a real worker makes."""
+    key = capture_key(arm, probe, {}, 0)
+    words = sample.vocabulary()
+    job = Job(
+        arm.record(),
+        str(store),
+        [ProbeTask(probe_record(probe), str(capture_folder(store, arm, probe, key)), key)],
+        {"size": words.size, "sha256": words.sha256},
+    )
+    said: list[Message] = []
+    env = {"PYTHONPATH": str(Path(fidelab.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    outcome = run_worker(job, log=store / "worker.log", env=env, deadline=120, listen=said.append)
+    assert (outcome.status, outcome.reason) == (Status.OK, None)
+    return Capture(Path(outcome.captured[0]))
+
+
+def test_times_come_back_from_a_workers_capture_to_the_last_bit(tmp_path: Path) -> None:
+    probe = Timed("decode", ((1,) * 3, (2,) * 5), 2)
+    arm = replace(sample.ARM, kv=KVSpec.parse("exact"), options=(("estimator", "hidden"),))
+    ref, test = worked(arm, probe, tmp_path / "a"), worked(arm, probe, tmp_path / "b")
+    expected = [3 / 1024, 3 / 1024 + 1 / 64, 3 / 1024 + 2 / 64]
+    stored = ref.array(0, "seconds")
+    assert isinstance(stored, np.ndarray)
+    assert stored.dtype == np.float64
+    assert stored.tolist() == expected
+    assert (ref.probe, ref.head) == (probe, None)
+    assert Pair.match(ref, test).items == ((0, 0), (1, 1))
+
+
+def test_an_engine_whose_rows_need_a_head_leaves_a_timed_capture_without_one(
+    tmp_path: Path, checkpoint: Checkpoint
+) -> None:
+    capture = worked(tiny.arm(checkpoint("llama"), "f16"), Timed("decode", PROMPTS, N), tmp_path)
+    assert (capture.manifest["kind"], capture.names(0), capture.head) == ("timed", ["seconds"], None)
+    assert capture.array_shape(1, "seconds") == (1 + N,)
+    assert not (tmp_path / "heads").exists()

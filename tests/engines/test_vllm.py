@@ -1,0 +1,347 @@
+"""Engine vllm without vLLM: what it refuses, and what the capture does with what a model runner hands it."""
+
+from __future__ import annotations
+
+import json
+import os
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fidelab.core import Arm, KVSpec
+from fidelab.engines.vllm import VLLMEngine
+from fidelab.engines.vllm_backend import Backend, least_cache_bytes
+from fidelab.engines.vllm_model import size_in_bytes
+from fidelab.engines.vllm_ran import stored_as
+from fidelab.errors import EngineError, UsageError
+from fidelab.plugins import vllm_capture
+from fidelab.plugins.vllm_capture import FOLDER, FidelabWorker, register
+
+WIDTH, VOCAB = 4, 11
+GOOD = Backend("cpu", "CPU_ATTN", ("auto", "fp8_e4m3"), True)
+
+
+def asked(kv: str = "auto", path: Path = Path("m"), **options: str) -> Arm:
+    named = tuple(sorted((key.replace("_", "-"), value) for key, value in options.items()))
+    return Arm(kv, "vllm", path.name, str(path), "0" * 8, KVSpec.parse(kv), "bfloat16", "cpu", 1, named)
+
+
+# --------------------------------------------------------------------------------------------- the contract
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"enforce_egar": "yes"}, "no option 'enforce-egar'; it has: enforce-eager, kv-cache-memory"),
+        ({"enforce_eager": "on"}, "enforce-eager='on' is not yes or no"),
+        ({"kv_cache_memory": "4X"}, "kv-cache-memory='4X' is not a number of bytes"),
+        ({"kv_cache_memory": "0"}, "kv-cache-memory='0' is not a number of bytes"),
+        ({"kv_cache_memory": ""}, "kv-cache-memory='' is not a number of bytes"),
+        ({"max_model_len": "-1"}, "max-model-len='-1' is not a number of tokens"),
+        ({"tp": "two"}, "tp='two' is not a number of ranks"),
+        ({"gpu_memory_utilization": "1.5"}, "gpu-memory-utilization='1.5' is not a share"),
+        ({"estimator": "topk"}, "estimator='topk' is not hidden or logprobs"),
+    ],
+)
+def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        VLLMEngine.supports(asked("auto", Path("m"), **option))
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize("kv", ["auto/fp8_e4m3", "fp8_e4m3[scale=1]", "fp8_e4m3[skip-layers=0]"])
+def test_formats_have_no_pairs_and_no_options(kv: str) -> None:
+    with pytest.raises(UsageError):
+        VLLMEngine.check_kv(KVSpec.parse(kv))
+
+
+def test_force_passes_what_the_backend_would_refuse() -> None:
+    assert VLLMEngine.supports(asked("int8_per_token_head", force="yes")).ok
+
+
+def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("fidelab.engines.vllm_backend.version", absent)
+    with pytest.raises(EngineError, match="fidelab engines install vllm"):
+        VLLMEngine.versions()
+
+
+@pytest.mark.parametrize(("text", "size"), [("512", 512), ("3K", 3 << 10), ("512M", 512 << 20), ("4G", 4 << 30)])
+def test_sizes_have_units(text: str, size: int) -> None:
+    assert size_in_bytes(text) == size
+
+
+def test_the_cache_holds_one_longest_prompt_or_says_that_it_does_not(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 30, "num_key_value_heads": 3, "num_attention_heads": 9, "head_dim": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 1 << 16}))
+    size, fits = least_cache_bytes(asked(path=tmp_path))
+    assert (size, fits) == (int(1.25 * (1 << 16) * 30 * 2 * 3 * 64 * 2), True)
+    (tmp_path / "config.json").write_text(json.dumps({**shape, "max_position_embeddings": 1 << 40}))
+    size, fits = least_cache_bytes(asked(path=tmp_path))
+    assert not fits
+    assert size < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert least_cache_bytes(asked(path=tmp_path, max_model_len="64")) == (1 << 30, True)
+
+
+@pytest.mark.parametrize(
+    ("kv", "matches", "layers", "backend", "found"),
+    [
+        ("fp8_e4m3", 1.0, ("fp8_e4m3",), GOOD, "fp8_e4m3"),
+        ("auto", 1.0, ("fp8",), GOOD, "auto"),  # a checkpoint may bring a format of its own
+        ("fp8_e4m3", 0.5, ("fp8_e4m3",), GOOD, "uint8, and not what was written"),
+        ("fp8_e4m3", 1.0, ("auto", "fp8_e4m3"), GOOD, "auto and fp8_e4m3"),
+        ("turboquant_4bit_nc", None, ("turboquant_4bit_nc",), GOOD, "turboquant_4bit_nc"),
+        ("nvfp4", None, ("nvfp4",), Backend("cpu", "B", (), False), "uint8, which B does not list"),
+        ("float16", 1.0, ("float16",), Backend("cpu", "B", (), False), "uint8, which B does not list"),
+    ],
+)
+def test_a_format_is_claimed_where_the_cache_proves_it(
+    kv: str, matches: float | None, layers: tuple[str, ...], backend: Backend, found: str
+) -> None:
+    described = [{"dtype": "uint8", "kv_cache_dtype": name} for name in layers]
+    assert stored_as(asked(kv), backend, {"read_back": {"matches": matches}}, described) == found
+
+
+# ---------------------------------------------------------------------------------------------- the capture
+
+
+class Model(nn.Module):
+    """A head, as vLLM's models have one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.lm_head.weight.data = torch.arange(WIDTH * VOCAB, dtype=torch.float32).view(VOCAB, WIDTH).sin()
+
+    def compute_logits(self, states: Tensor) -> Tensor:
+        return states @ self.lm_head.weight.T
+
+
+class Runner:
+    """What the capture uses of a model runner."""
+
+    def __init__(self) -> None:
+        self.model = Model()
+        self.requests: dict[str, Any] = {}
+        self.input_batch = SimpleNamespace(req_ids=[])
+        self.execute_model_state: Any = None
+        self.sampled: list[int] = []
+
+    def get_model(self) -> Model:
+        return self.model
+
+    def sample_tokens(self) -> list[int]:
+        out = self._sample(None)
+        self.execute_model_state = None
+        return [int(token) for token in out.sampled_token_ids[:, 0]]
+
+    def _sample(self, _logits: Any) -> Any:
+        return SimpleNamespace(sampled_token_ids=torch.zeros((len(self.input_batch.req_ids), 1), dtype=torch.int32))
+
+    def request(self, name: str, prompt: int, **said: Any) -> None:
+        params = SimpleNamespace(extra_args={vllm_capture.KEY: {"key": name, **said}} if said else None)
+        self.requests[name] = SimpleNamespace(
+            sampling_params=params, num_computed_tokens=0, num_tokens=prompt, output_token_ids=[]
+        )
+
+    def step(self, states: dict[str, Tensor], logits: Tensor | None = None) -> list[int]:
+        """One step over some requests, each with the states of its next positions."""
+        self.input_batch.req_ids = list(states)
+        starts = np.cumsum([0, *(len(x) for x in states.values())])
+        self.query_start_loc = SimpleNamespace(np=starts)
+        self.execute_model_state = SimpleNamespace(
+            scheduler_output=SimpleNamespace(num_scheduled_tokens={name: len(x) for name, x in states.items()}),
+            hidden_states=torch.cat([*states.values(), torch.full((3, WIDTH), torch.nan)]),  # padded by graphs
+            logits=torch.zeros(len(states), VOCAB) if logits is None else logits,
+        )
+        sampled = self.sample_tokens()
+        for name, token in zip(states, sampled, strict=True):
+            request = self.requests[name]
+            request.num_computed_tokens += len(states[name])
+            if request.num_computed_tokens >= request.num_tokens:
+                request.output_token_ids.append(token)
+                request.num_tokens += 1
+        return sampled
+
+
+class Worker(FidelabWorker):
+    """A worker of one rank."""
+
+    def __init__(self, rank: int = 0, logprobs: bool = False) -> None:
+        self.model_runner, self.rank = Runner(), rank
+        self.fidelab_install(logprobs)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    return tmp_path
+
+
+def states(n: int, seed: int = 0) -> Tensor:
+    return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def rows(folder: Path, name: str, width: int = WIDTH) -> Tensor:
+    return torch.frombuffer(bytearray((folder / name).read_bytes()), dtype=torch.float32).view(-1, width)
+
+
+def test_rows_of_a_prompt_in_chunks_are_joined(folder: Path) -> None:
+    runner, x = Worker().model_runner, states(10)
+    runner.request("r1", 10, first=3, last=7)
+    for start in range(0, 10, 4):
+        runner.step({"r1": x[start : start + 4]})
+    assert torch.equal(rows(folder, "r1.rows"), x[3:8])
+
+
+def test_requests_of_a_batch_keep_their_own_rows(folder: Path) -> None:
+    runner, x, y = Worker().model_runner, states(6), states(5, 1)
+    runner.request("r1", 6, first=0, last=5)
+    runner.request("r2", 5, first=4)
+    runner.request("other", 5)
+    runner.step({"r1": x, "other": y, "r2": y})
+    runner.step({"r2": x[:1], "r1": y[:1]})  # vLLM reorders its batch
+    assert torch.equal(rows(folder, "r1.rows"), x)
+    assert torch.equal(rows(folder, "r2.rows"), torch.cat((y[4:], x[:1])))
+    assert not (folder / "other.rows").exists()
+
+
+def test_a_preempted_request_leaves_each_row_once(folder: Path) -> None:
+    runner, x = Worker().model_runner, states(8)
+    runner.request("r1", 6, first=2)
+    runner.step({"r1": x[:6]})
+    runner.step({"r1": x[6:7]})
+    runner.requests["r1"].num_computed_tokens = 0  # its blocks were taken away: all is computed again
+    runner.step({"r1": x})
+    assert torch.equal(rows(folder, "r1.rows"), x[2:])
+
+
+def test_rows_behind_positions_that_were_never_computed_are_not_taken_for_them(folder: Path) -> None:
+    runner = Worker().model_runner
+    runner.request("r1", 8, first=2)
+    runner.requests["r1"].num_computed_tokens = 4  # as a cached prefix would have it
+    runner.step({"r1": states(4)})
+    assert not (folder / "r1.rows").exists()
+
+
+def test_live_logits_of_the_first_rows_are_kept(folder: Path) -> None:
+    runner, x = Worker().model_runner, states(9)
+    runner.request("r1", 9, first=2, last=8, live=4)
+    runner.step({"r1": x[:4]})
+    runner.step({"r1": x[4:]})
+    assert torch.equal(rows(folder, "r1.live", VOCAB), runner.model.compute_logits(x[2:6]))
+
+
+def test_log_probabilities_are_kept_where_they_were_asked_for(folder: Path) -> None:
+    runner, x = Worker(logprobs=True).model_runner, states(300)
+    runner.request("r1", 300, first=0)
+    runner.step({"r1": x})
+    kept = torch.frombuffer(bytearray((folder / "r1.rows").read_bytes()), dtype=torch.float16).view(-1, VOCAB)
+    torch.testing.assert_close(kept.float(), runner.model.compute_logits(x).log_softmax(-1), rtol=1e-3, atol=1e-3)
+
+
+def test_forced_tokens_take_the_place_of_sampled_ones(folder: Path) -> None:
+    runner = Worker().model_runner
+    runner.request("r1", 3, first=2, force=[7, 8])
+    runner.request("r2", 3, first=2)
+    runner.step({"r2": states(2), "r1": states(2)})  # a chunk: what is sampled behind it is thrown away
+    assert [runner.step({"r2": states(1), "r1": states(1)}) for _ in range(2)] == [[0, 7], [0, 8]]
+
+
+def test_nan_logits_are_noted_with_their_first_token(folder: Path) -> None:
+    runner = Worker().model_runner
+    runner.request("r1", 2, first=1)
+    bad = torch.full((1, VOCAB), torch.nan)
+    runner.step({"r1": states(1)}, bad)  # a chunk: these logits mean nothing
+    for logits in (None, bad, bad):
+        runner.step({"r1": states(1)}, logits)
+    assert (folder / "r1.nan").read_text() == "1"
+
+
+def test_other_ranks_write_nothing(folder: Path) -> None:
+    runner = Worker(rank=1).model_runner
+    runner.request("r1", 4, first=0, live=2)
+    runner.step({"r1": states(4)})
+    assert list(folder.iterdir()) == []
+
+
+def test_ranks_write_their_rows_of_the_head_without_padding(folder: Path) -> None:
+    weight = Worker().model_runner.model.lm_head.weight.detach()
+    for rank, (start, end) in enumerate([(0, 6), (6, VOCAB)]):
+        worker = Worker(rank=rank)
+        head: Any = worker.model_runner.model.lm_head
+        head.weight = nn.Parameter(torch.cat((weight[start:end], torch.full((8 - (end - start), WIDTH), torch.nan))))
+        head.shard_indices = SimpleNamespace(org_vocab_start_index=start, org_vocab_end_index=end)
+        assert worker.fidelab_head()["rows"] == end - start
+    joined = torch.cat([rows(folder, f"head-{rank}.weight") for rank in range(2)])
+    assert torch.equal(joined, weight)
+
+
+def test_a_packed_head_is_not_taken_for_a_plain_one(folder: Path) -> None:
+    worker = Worker()
+    worker.model_runner.model.lm_head.weight = nn.Parameter(torch.zeros(2, 2, dtype=torch.int32), requires_grad=False)
+    found = worker.fidelab_head()
+    assert found["rows"] == 0
+    assert "without a plain weight" in found["why"]
+
+
+def test_the_plug_in_does_nothing_outside_our_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(FOLDER, raising=False)
+    register()  # would import vLLM, which is not here
+
+
+# -------------------------------------------------------------------------------------------------- read back
+
+
+def layer(kv_cache_dtype: str, scale: float = 1.0) -> Any:
+    return SimpleNamespace(kv_cache_dtype=kv_cache_dtype, _k_scale_float=scale, _v_scale_float=scale)
+
+
+def blocks(stored: Tensor) -> Tensor:
+    """Stored numbers in another order, among slots that nobody wrote."""
+    flat = stored.reshape(-1)
+    held = torch.zeros(2 * len(flat), dtype=torch.float32).to(stored.dtype)
+    held[torch.randperm(len(held), generator=torch.Generator().manual_seed(1))[: len(flat)]] = flat
+    return held.view(2, -1)
+
+
+KEYS, VALUES = torch.randn(64, generator=torch.Generator().manual_seed(2)), states(16, 3).reshape(-1)
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize(("name", "dtype"), [("fp8_e4m3", torch.float8_e4m3fn), ("fp8_e5m2", torch.float8_e5m2)])
+def test_rounded_numbers_are_recognised_in_any_order(name: str, dtype: torch.dtype, scale: float) -> None:
+    stored = (torch.cat((KEYS, VALUES)) / scale).to(dtype)
+    found = vllm_capture._compared(blocks(stored).view(torch.uint8), KEYS, VALUES, layer(name, scale))
+    assert (found["matches"], found["rounding"]) == (1.0, "nearest")
+
+
+def test_numbers_cut_toward_zero_are_recognised_as_that() -> None:
+    exact = torch.cat((KEYS, VALUES))
+    near = exact.to(torch.float8_e4m3fn)
+    cut = torch.where(near.float().abs() > exact.abs(), near.view(torch.uint8) - 1, near.view(torch.uint8))
+    found = vllm_capture._compared(blocks(cut), KEYS, VALUES, layer("fp8_e4m3"))
+    assert (found["matches"], found["rounding"]) == (1.0, "toward zero")
+
+
+def test_bits_of_another_format_are_not_what_was_written() -> None:
+    bits = torch.cat((KEYS, VALUES)).to(torch.bfloat16).view(torch.float16)
+    assert vllm_capture._compared(blocks(bits), KEYS, VALUES, layer("float16"))["matches"] < 0.5
+
+
+def test_more_numbers_than_were_written_are_not_what_was_written() -> None:
+    stored = torch.cat((KEYS, VALUES, VALUES)).to(torch.bfloat16)
+    assert vllm_capture._compared(blocks(stored), KEYS, VALUES, layer("auto"))["matches"] == 0.0
+
+
+def test_what_cannot_be_decoded_is_not_judged() -> None:
+    held = torch.zeros(4, 4, dtype=torch.int8)
+    assert vllm_capture._compared(held, KEYS, VALUES, layer("int8_per_token_head"))["matches"] is None

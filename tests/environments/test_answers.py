@@ -1,0 +1,207 @@
+"""Asking an engine: the same answers and the same errors from another interpreter as from this one."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fidelab.core import KVSpec
+from fidelab.environments.answers import Asked, ask
+from fidelab.environments.environment import Environment, locate
+from fidelab.errors import EngineError, FidelabError, InputError, UsageError
+from fidelab.workers.messages import PROTOCOL
+from tests.captures import sample
+from tests.environments.conftest import Second
+
+EXACT = KVSpec.parse("exact")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIDELAB_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def there(second: Second) -> Iterator[Asked]:
+    with ask(locate("fake", python=second.python)) as asked:
+        yield asked
+
+
+@pytest.fixture
+def strange(odd: Second) -> Iterator[Asked]:
+    with ask(locate("odd", python=odd.python), limit=20) as asked:
+        yield asked
+
+
+def stand_in(tmp_path: Path, text: str) -> Environment:
+    """An environment whose interpreter is a shell script."""
+    script = tmp_path / "python"
+    script.write_text(f"#!/bin/sh\n{text}\n")
+    script.chmod(0o755)
+    return Environment("fake", str(script))
+
+
+# ------------------------------------------------------------------------------------------------- the same answers
+
+
+def test_another_interpreter_gives_the_answers_of_this_one(there: Asked) -> None:
+    arm = replace(sample.ARM, engine="fake", kv=KVSpec.parse("exact"), options=())
+    refused = replace(arm, kv=KVSpec.parse("refused"))
+    with ask(locate("fake")) as here:
+        assert there.python == here.python
+        assert there.versions() == here.versions()
+        assert there.kv_names() == here.kv_names()
+        assert (there.estimator, there.form) == (here.estimator, here.form)
+        assert there.supports(arm) == here.supports(arm)
+        assert there.supports(refused) == here.supports(refused)
+        assert (there.supports(arm).ok, there.supports(refused).ok) == (True, False)
+        assert there.control_for(EXACT, "bf16") == here.control_for(EXACT, "bf16")
+        assert (there.about.provenance, there.about.shims) == (here.about.provenance, here.about.shims)
+
+
+@pytest.mark.parametrize("kv", ["tilt[q=7]", "tilt[z=1]"])
+def test_another_interpreter_raises_the_errors_of_this_one(kv: str, there: Asked) -> None:
+    arm = replace(sample.ARM, engine="fake", options=(("colour", "red"),))
+    with ask(locate("fake")) as here:
+        questions: list[Callable[[Asked], object]] = [
+            lambda asked: asked.check_kv(KVSpec.parse(kv)),
+            lambda asked: asked.supports(arm),
+        ]
+        for question in questions:
+            with pytest.raises(UsageError) as ours:
+                question(here)
+            with pytest.raises(UsageError) as theirs:
+                question(there)
+            assert str(theirs.value) == str(ours.value)
+
+
+def test_an_error_leaves_the_process_able_to_answer(there: Asked) -> None:
+    with pytest.raises(UsageError):
+        there.check_kv(KVSpec.parse("tilt[z=1]"))
+    there.check_kv(EXACT)
+
+
+# ------------------------------------------------------------------------------------------------ engines that fail
+
+
+def test_a_missing_engine_says_what_the_engine_says(strange: Asked) -> None:
+    with pytest.raises(EngineError, match=r"^engine odd needs odd-engine: pip install odd-engine$"):
+        strange.versions()
+
+
+def test_a_broken_import_is_named(strange: Asked) -> None:
+    with pytest.raises(EngineError, match=r"^ModuleNotFoundError: No module named 'odd_native'$"):
+        strange.kv_names()
+
+
+def test_what_an_engine_prints_is_no_answer(strange: Asked) -> None:
+    assert strange.control_for(EXACT, "talk") == "exact"
+    assert strange.control_for(EXACT, "") == "exact"
+
+
+def test_an_engine_that_exits_is_an_error_and_not_the_end(strange: Asked) -> None:
+    with pytest.raises(EngineError, match=r"^SystemExit: no licence$"):
+        strange.control_for(EXACT, "sys.exit")
+    assert strange.control_for(EXACT, "") == "exact"
+
+
+def test_a_process_that_dies_says_its_last_words(strange: Asked) -> None:
+    with pytest.raises(EngineError, match=r"did not answer about its control_for: libodd.so: undefined symbol$"):
+        strange.control_for(EXACT, "exit")
+
+
+def test_a_process_that_hangs_is_given_up_and_ended(odd: Second) -> None:
+    with pytest.raises(EngineError, match=r"within 1 s$"), ask(locate("odd", python=odd.python), limit=1) as asked:
+        asked.control_for(EXACT, "hang")
+
+
+def test_nothing_that_the_engine_started_is_left_behind(odd: Second) -> None:
+    with ask(locate("odd", python=odd.python)) as asked:
+        pid = int(asked.control_for(EXACT, "fork") or 0)
+        os.kill(pid, 0)
+    for _ in range(100):
+        if not alive(pid):
+            break
+        time.sleep(0.05)
+    assert not alive(pid)
+
+
+def alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"  # nobody may be there to reap an orphan
+
+
+# ------------------------------------------------------------------------------------------ environments that fail
+
+
+def failure(environment: Environment, limit: float = 20) -> str:
+    with pytest.raises(FidelabError) as error, ask(environment, limit):
+        pass
+    assert isinstance(error.value, EngineError)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_prefix_whose_program_is_not_there_is_named() -> None:
+    said = failure(locate("fake", prefix="no-such-runner --flag"))
+    assert said == "the environment of engine fake (no-such-runner --flag python3) cannot be started: " + (
+        "No such file or directory (no-such-runner)"
+    )
+
+
+def test_an_interpreter_without_fidelab_says_so(second: Second) -> None:
+    said = failure(locate("fake", prefix="env -u PYTHONPATH", python=second.python))
+    assert "has no fidelab: install fidelab" in said
+
+
+def test_an_interpreter_without_numpy_says_so(tmp_path: Path) -> None:
+    said = failure(stand_in(tmp_path, "echo \"ModuleNotFoundError: No module named 'numpy'\" >&2; exit 1"))
+    assert said.endswith("has no numpy: install numpy there")
+
+
+def test_an_old_interpreter_says_so(tmp_path: Path) -> None:
+    said = failure(stand_in(tmp_path, "echo \"ImportError: cannot import name 'StrEnum' from 'enum'\" >&2; exit 1"))
+    assert said.endswith("is too old: Python 3.11 or newer is needed there")
+
+
+def test_another_protocol_version_names_both(tmp_path: Path) -> None:
+    said = failure(stand_in(tmp_path, """echo '{"protocol": 1, "fidelab": "0.0.9", "python": "3.12"}'; cat"""))
+    assert f"has fidelab 0.0.9, which speaks protocol 1, this one {PROTOCOL}: install fidelab" in said
+
+
+@pytest.mark.parametrize("line", ["Welcome to host", "[1]", '"x"'])
+def test_a_prefix_that_prints_is_told_to_be_silent(line: str, tmp_path: Path) -> None:
+    said = failure(stand_in(tmp_path, f"echo '{line}'; cat"))
+    assert "prints what is no answer" in said
+    assert line.strip('"') in said
+
+
+def test_an_interpreter_that_ends_without_a_word_gives_its_status(tmp_path: Path) -> None:
+    assert failure(stand_in(tmp_path, "exit 7")).endswith("did not start: it ended with status 7")
+
+
+def test_an_interpreter_that_never_greets_is_given_up(tmp_path: Path) -> None:
+    began = time.monotonic()
+    assert failure(stand_in(tmp_path, "exec sleep 600"), limit=0.5).endswith("did not start within 0.5 s")
+    assert time.monotonic() - began < 30
+
+
+def test_an_error_class_that_is_unknown_here_is_an_engine_error(tmp_path: Path) -> None:
+    script = f'echo \'{{"protocol": {PROTOCOL}, "python": "3.12"}}\'; read line; '
+    script += 'echo \'{"error": "%s", "text": "why"}\'; cat'
+    for kind, cls in (("NewError", EngineError), ("InputError", InputError), ("annotations", EngineError)):
+        with ask(stand_in(tmp_path, script % kind), 20) as asked, pytest.raises(cls, match=r"^why$"):
+            asked.versions()
+
+
+def test_the_second_interpreter_is_another_one(second: Second) -> None:
+    assert second.run("import sys; print(sys.prefix)") != sys.prefix

@@ -1,0 +1,174 @@
+"""Environments: which interpreter an engine gets, and what it sees there."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+
+import fidelab
+from fidelab.engines import ENGINES
+from fidelab.environments.environment import Environment, locate
+from fidelab.environments.link import link_folder
+from fidelab.environments.marker import MARKER, write_marker
+from fidelab.errors import EngineError, InputError, UnknownNameError, UsageError
+from tests.environments.conftest import Second
+
+NEEDY = "tests.environments.odd:Odd"  # needs a distribution that is not here
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FIDELAB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("PYTHONPATH", raising=False)
+    monkeypatch.setitem(ENGINES._table, "vllm", NEEDY)
+    return tmp_path / "cache"
+
+
+def made(cache: Path, name: str) -> Path:
+    """A folder with an interpreter."""
+    folder = cache / "engines" / name
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(sys.executable)
+    return folder
+
+
+# ---------------------------------------------------------------------------------------------- which interpreter
+
+
+def test_an_engine_that_needs_no_package_runs_in_this_interpreter() -> None:
+    found = locate("fake")
+    assert found.own
+    assert found.command("a.b") == [sys.executable, "-m", "a.b"]
+
+
+def test_the_interpreter_that_is_named_is_taken_even_where_this_one_would_do(second: Second) -> None:
+    found = locate("fake", python=second.python)
+    assert (found.python, found.own) == (second.python, False)
+
+
+def test_an_environment_with_the_same_base_interpreter_is_not_this_one(second: Second) -> None:
+    assert Path(second.python).resolve() == Path(sys.executable).resolve()
+    assert not Environment("fake", second.python).own
+    assert Environment("fake", str(Path(sys.executable).with_name("python"))).own
+
+
+def test_an_interpreter_is_found_by_its_name_on_path(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(second.python).parent))
+    assert locate("fake", python="python").python == second.python
+
+
+@pytest.mark.parametrize("python", ["/no/such/python", "no-such-python", "~/no/such/python", __file__, "/"])
+def test_an_interpreter_that_cannot_be_run_is_refused(python: str) -> None:
+    with pytest.raises(UsageError, match=r"--python .*(is no program|is not on PATH)"):
+        locate("fake", python=python)
+
+
+def test_an_engine_that_is_installed_nowhere_names_the_command_that_installs_it() -> None:
+    with pytest.raises(EngineError, match=r"^engine vllm is not installed: fidelab engines install vllm"):
+        locate("vllm")
+
+
+def test_an_unknown_engine_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="'fake'"):
+        locate("fakee")
+
+
+def test_an_installed_environment_is_found_and_the_one_for_gpus_comes_first(cache: Path) -> None:
+    cpu = made(cache, "vllm-cpu")
+    assert locate("vllm").python == str(cpu / "bin" / "python")
+    gpu = made(cache, "vllm")
+    write_marker(gpu, {"recipe": "vllm", "versions": {"vllm": "1"}})
+    assert locate("vllm").python == str(gpu / "bin" / "python")
+
+
+def test_an_environment_that_was_not_completed_is_passed_over(cache: Path) -> None:
+    folder = made(cache, "vllm-cpu")
+    write_marker(folder, {"recipe": "vllm-cpu"})
+    with pytest.raises(EngineError, match="not installed"):
+        locate("vllm")
+    (folder / MARKER).unlink()  # one that the user made
+    assert locate("vllm").python == str(folder / "bin" / "python")
+
+
+# -------------------------------------------------------------------------------------------------- prefix, shims
+
+
+def test_a_prefix_is_split_as_a_shell_does_and_runs_python3_of_its_place() -> None:
+    found = locate("vllm", prefix="docker run -i -v '/my models:/m' image")
+    assert found.command("m") == ["docker", "run", "-i", "-v", "/my models:/m", "image", "python3", "-m", "m"]
+    assert found.variables() == {}
+    assert locate("vllm", prefix=["ssh", "host"], python="/opt/p").command("m") == ["ssh", "host", "/opt/p", "-m", "m"]
+
+
+def test_a_prefix_that_no_shell_could_read_is_refused() -> None:
+    with pytest.raises(UsageError, match="no closing quotation"):
+        locate("fake", prefix="ssh 'host")
+
+
+def test_shim_folders_are_not_lost_behind_a_prefix_but_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="env PYTHONPATH"):
+        locate("fake", prefix="ssh host", pythonpath=[str(tmp_path)])
+
+
+@pytest.mark.parametrize("name", ["absent", "file"])
+def test_a_shim_folder_must_be_one(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InputError, match=f"shim folder .*{name}"):
+        locate("fake", pythonpath=[str(tmp_path / name)])
+
+
+def test_shims_come_before_what_the_user_has_on_pythonpath_and_behind_fidelab(
+    second: Second, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/a:/b")
+    shims = [str(tmp_path), str(second.site)]
+    there = locate("fake", python=second.python, pythonpath=shims).variables()
+    assert there["PYTHONPATH"].split(":") == [str(link_folder()), *shims, "/a", "/b"]
+    here = locate("fake", pythonpath=shims)
+    assert not here.own
+    assert here.variables()["PYTHONPATH"].split(":") == [*shims, "/a", "/b"]
+
+
+def test_this_interpreter_keeps_its_pythonpath() -> None:
+    assert locate("fake").variables() == {"PYTHONSAFEPATH": "1"}
+
+
+# ----------------------------------------------------------------------------------------------------------- link
+
+
+def test_an_environment_sees_fidelab_and_nothing_else_of_ours(second: Second) -> None:
+    script = """
+import importlib.util, json, fidelab, fidelab.workers.child
+print(json.dumps([fidelab.__version__, [n for n in ("torch", "pydantic", "pytest") if importlib.util.find_spec(n)]]))
+"""
+    said = second.run(script, **locate("fake", python=second.python).variables())
+    assert json.loads(said) == [fidelab.__version__, []]
+
+
+def test_an_environment_finds_our_plugins_by_their_entry_points(second: Second) -> None:
+    groups = ("vllm.general_plugins", "sglang.srt.plugins")
+    script = f"""
+from importlib.metadata import entry_points, version
+print(version("fidelab"), [(p.group, p.name, p.value) for g in {groups} for p in entry_points(group=g)])
+"""
+    ours = [
+        (point.group, point.name, point.value)
+        for group in groups
+        for point in metadata.distribution("fidelab").entry_points.select(group=group)
+    ]
+    assert len(ours) == 2
+    said = second.run(script, PYTHONPATH=str(link_folder()))
+    assert said == f"{fidelab.__version__} {ours}"
+
+
+def test_the_link_folder_is_made_once_and_another_version_has_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    first = link_folder()
+    inode = first.stat().st_ino
+    assert link_folder() == first
+    assert first.stat().st_ino == inode
+    monkeypatch.setattr(fidelab, "__version__", "99")
+    assert link_folder() != first

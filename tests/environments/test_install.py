@@ -1,0 +1,284 @@
+"""Installing: an environment is there whole or not at all, and nothing of the user's is touched."""
+
+from __future__ import annotations
+
+import re
+import sys
+import zipfile
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fidelab.engines import ENGINES
+from fidelab.environments import environment, recipes
+from fidelab.environments import install as module
+from fidelab.environments.answers import ask
+from fidelab.environments.environment import locate
+from fidelab.environments.install import install, remove
+from fidelab.environments.listing import places
+from fidelab.environments.marker import MARKER, read_marker, write_marker
+from fidelab.environments.recipes import RECIPES, Recipe, Step
+from fidelab.errors import EngineError, OutputError, UsageError
+from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
+
+TARGET = "tests.environments.odd:Odd"
+
+
+@pytest.fixture(autouse=True)
+def alone(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No package index; engine ``odd`` is known here and, through PYTHONPATH, in every environment."""
+    shims = tmp_path / "shims"
+    shims.mkdir()
+    add_numpy(shims)
+    add_distribution(shims, "odd-plugin")
+    (shims / "odd_plugin-1.dist-info" / "entry_points.txt").write_text(f"[fidelab.engines]\nodd = {TARGET}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{shims}:{ROOT}")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setitem(ENGINES._table, "odd", TARGET)
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    """The distribution that brings engine ``odd``."""
+    add_distribution(tmp_path / "wheel", "odd-engine", {"odd_native.py": ""})
+    path = tmp_path / "odd_engine-1-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        for part in sorted((tmp_path / "wheel").rglob("*")):
+            if part.is_file():
+                file.write(part, part.relative_to(tmp_path / "wheel"))
+        info = "odd_engine-1.dist-info"
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+    return path
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Environments with a link to this interpreter's pip are made in no time; they come with engine ``odd``."""
+    pip = Path(pytest.importorskip("pip").__file__).parent
+
+    def make(python: str, folder: Path, log: object) -> None:
+        site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+        module._run([python, "-m", "venv", "--without-pip", str(folder)], log)  # type: ignore[arg-type]
+        (site / "pip").symlink_to(pip)
+        add_distribution(site, "odd-engine", {"odd_native.py": ""})
+
+    monkeypatch.setattr(module, "_make", make)
+
+
+def recipe(*steps: Step, **changes: str) -> Recipe:
+    return Recipe("odd-cpu", "odd", "cpu", steps, "small", **changes)  # type: ignore[arg-type]
+
+
+def quiet(line: str) -> None:
+    pass
+
+
+def beside(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.parent.iterdir())
+
+
+# --------------------------------------------------------------------------------------------------------- for real
+
+
+def test_an_environment_is_made_found_asked_and_removed(wheel: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = environment.engines_dir() / "odd"
+    said: list[str] = []
+    found = install(recipe(Step((str(wheel),), alone=True)), folder, said.append)
+    assert locate("odd") == found
+    assert [line for line in said if line.startswith("step")] == [f"step 1 of 1: {wheel}"]
+    marker = read_marker(folder)
+    assert marker is not None
+    assert (marker["recipe"], marker["versions"]) == ("odd-cpu", {"odd-engine": "1"})
+    with ask(found) as asked:
+        assert asked.versions() == {"odd-engine": "1"}
+        assert asked.about.provenance["odd-engine"].startswith("built from ")
+    assert beside(folder) == ["odd"]
+    remove(folder)
+    assert beside(folder) == []
+    with pytest.raises(EngineError, match="not installed"):
+        locate("odd")
+
+
+def test_a_step_that_fails_leaves_its_log_and_nothing_else(tmp_path: Path, quick: None) -> None:
+    folder = tmp_path / "engines" / "odd"
+    with pytest.raises(EngineError) as error:
+        install(recipe(Step(("no-such-package==1",)), hint="mind the gap"), folder, quiet)
+    assert re.fullmatch(
+        r"odd-cpu cannot be installed: Could not find a version that satisfies the requirement no-such-package==1 "
+        rf"\(from versions: none\); mind the gap; log: {folder}\.log",
+        str(error.value),
+    )
+    assert beside(folder) == ["odd.log"]
+    assert "no-such-package" in (tmp_path / "engines" / "odd.log").read_text()
+
+
+def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
+    tmp_path: Path, wheel: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ensurepip
+
+    monkeypatch.setenv("PIP_FIND_LINKS", str(Path(ensurepip.__file__).parent / "_bundled"))
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\n[ "$2 $#" = "venv 3" ] && exit 1\nexec {sys.executable} "$@"\n')
+    bare.chmod(0o755)
+    found = install(recipe(Step((str(wheel),))), tmp_path / "odd", quiet, python=str(bare))
+    assert locate("odd", python=found.python) == found
+    assert read_marker(tmp_path / "odd") is not None
+
+
+# ------------------------------------------------------------------------------------------------ whole or not at all
+
+
+def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(tmp_path: Path, quick: None) -> None:
+    folder = tmp_path / "engines" / "odd"
+    said: list[str] = []
+    install(recipe(), folder, quiet)
+    created = (folder / MARKER).stat().st_mtime_ns
+    install(recipe(hint="another word"), folder, said.append)
+    assert said == [f"odd-cpu is already in {folder}"]
+    assert (folder / MARKER).stat().st_mtime_ns == created
+    install(replace(recipe(), absent=("x",)), folder, quiet)
+    assert (folder / MARKER).stat().st_mtime_ns != created
+
+
+def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    (folder / "rest").touch()
+    write_marker(folder, {"recipe": "odd-cpu"})
+    install(recipe(), folder, quiet)
+    assert read_marker(folder) is not None
+    assert not (folder / "rest").exists()
+
+
+def test_ctrl_c_leaves_nothing(tmp_path: Path, quick: None) -> None:
+    folder = tmp_path / "odd"
+
+    def stop(line: str) -> None:
+        if line.startswith("step"):
+            assert read_marker(folder) is None
+            assert (folder / MARKER).exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        install(recipe(Step(("x",))), folder, stop)
+    assert not folder.exists()
+
+
+def test_an_environment_whose_engine_does_not_answer_is_not_kept(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTHONPATH")  # and with it numpy
+    with pytest.raises(EngineError, match="has no numpy"):
+        install(recipe(), tmp_path / "odd", quiet)
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_build_for_another_device_is_not_kept(tmp_path: Path, quick: None) -> None:
+    with pytest.raises(EngineError, match=r"^odd-cpu: what pip found is built for None, not for hip: set an index$"):
+        install(recipe(build="hip", hint="set an index"), tmp_path / "odd", quiet)
+    assert not (tmp_path / "odd").exists()
+
+
+# --------------------------------------------------------------------------------------------- what is not ours
+
+
+@pytest.mark.parametrize("what", ["folder", "file"])
+def test_what_is_not_ours_is_neither_filled_nor_removed(what: str, tmp_path: Path) -> None:
+    target = tmp_path / "mine"
+    if what == "folder":
+        target.mkdir()
+        (target / "thesis.txt").touch()
+    else:
+        target.touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match="not empty and was not made by"):
+        install(recipe(), target, quiet)
+    with pytest.raises(UsageError, match=r"was not made by .*; nothing was removed$"):
+        remove(target)
+    with pytest.raises(UsageError, match=r"does not exist; nothing was removed$"):
+        remove(tmp_path / "absent")
+    assert [path for path in before if not path.exists()] == []
+
+
+def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(OutputError, match=r"cannot write .*pass another --path"):
+        install(recipe(), tmp_path / "file" / "odd", quiet)
+
+
+# ---------------------------------------------------------------------------------------------- listing, recipes
+
+
+def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: None) -> None:
+    [absent] = places("odd")
+    assert (absent.environment, absent.problem) == (None, "not installed")
+    install(recipe(), environment.engines_dir() / "odd", quiet)
+    [place] = places("odd")
+    assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "every"])
+    assert place.refused == {"every": "every is odd on cpu"}
+    assert (place.where, place.build) == ("environment odd", "stock")
+
+
+def test_a_broken_environment_is_listed_with_its_problem_and_an_unfinished_one_too(second: Second) -> None:
+    folder = environment.engines_dir() / "odd"
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin" / "python").symlink_to(second.python)
+    [place] = places("odd")
+    assert place.environment is not None
+    assert place.problem == "engine odd needs odd-engine: pip install odd-engine"
+    write_marker(folder, {"recipe": "odd-cpu"})
+    [place] = places("odd")
+    assert place.problem == f"{folder} is unfinished"
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_brings_a_package_of_its_engine_and_nothing_that_breaks_it(name: str) -> None:
+    found = RECIPES[name]
+    packages = {package.lower() for package in ENGINES.load(found.engine).packages}
+    wanted = [line for step in found.steps for line in step.requirements()]
+    names = {re.split(r"[\[<>=!~; ]", line)[0].lower() for line in wanted}
+    assert packages & names
+    assert not names & set(found.absent)
+    assert all(re.fullmatch(r"[\w.-]+(\[\w+\])?((==|>=|<=|<|>)[\w.]+,?)*", line) for line in wanted), wanted
+
+
+def test_what_is_built_for_gpus_comes_neither_from_nor_into_pips_cache(
+    tmp_path: Path, quick: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(module, "_pip", lambda recipe, found, words, log: asked.append(list(words)))
+    install(recipe(Step(("a",)), Step(("b",), alone=True, fresh=True)), tmp_path / "odd", quiet)
+    assert asked == [["install", "a"], ["install", "--no-deps", "--no-cache-dir", "b"]]
+    for found in RECIPES.values():
+        if found.variables:
+            assert all(step.fresh for step in found.steps)
+            assert found.build
+
+
+def test_each_version_is_kept_in_one_place() -> None:
+    text = Path(recipes.__file__).read_text()
+    for version in re.findall(r'^_\w+ = "([\d.]+)"$', text, re.MULTILINE):
+        assert text.count(version) == 1
+
+
+def test_an_unknown_recipe_names_those_that_there_are() -> None:
+    for arguments, said in ((("hf", "cpu"), "vllm, sglang, llamacpp"), (("sglang", "rocm"), "cuda, cpu")):
+        with pytest.raises(UsageError, match=f"no recipe .*there are: {said}$"):
+            recipes.recipe(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("device", "command"),
+    [("cuda", "vllm"), ("hip", "vllm --rocm"), ("cpu", "vllm --cpu")],
+)
+def test_the_command_that_installs_an_engine_is_for_this_machine(
+    device: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: Callable[[str], str] = lambda built: built if built == device else "cpu"  # noqa: E731
+    monkeypatch.setattr(recipes, "device", seen)
+    assert recipes.install_command("vllm") == f"fidelab engines install {command}"

@@ -1,0 +1,30 @@
+"""Tests on real engines in environments of their own: ``make test-engines``.
+
+Where an environment is absent they skip; with ``FIDELAB_REQUIRE_ENGINES=1`` that is a failure.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if HERE in item.path.parents:
+            item.add_marker(pytest.mark.engines)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    required = os.environ.get("FIDELAB_REQUIRE_ENGINES") == "1"
+    if required and report.skipped and HERE in item.path.parents:
+        report.outcome = "failed"
+        report.longrepr = f"skipped, although engines are required: {report.longrepr}"
+    return report

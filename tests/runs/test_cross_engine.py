@@ -1,0 +1,338 @@
+"""The cross-engine experiment on fake engines, whose distributions and clock are known in closed form."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from fidelab.config.cross import CrossEngine, validate_cross
+from fidelab.cross_engine import run_cross
+from fidelab.errors import ConfigError
+from fidelab.profiles import names
+from fidelab.report.cross import render_cross
+from fidelab.results.cross_record import CrossReport
+from fidelab.run import Interrupted
+from tests.runs.harness import Done, cli, write_inputs
+
+TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
+EXPERIMENT: dict[str, Any] = {
+    "kind": "cross-engine",
+    "model": "fake",
+    "engines": [
+        {"engine": "fake", "name": "one", "reference": "exact", "candidate": CANDIDATE},
+        {
+            "engine": "fake",
+            "name": "absent",
+            "reference": "exact",
+            "candidate": CANDIDATE,
+            "engine_args": {"colour": "red"},
+        },
+        {
+            "engine": "fake",
+            "name": "crashing",
+            "reference": "exact",
+            "candidate": CANDIDATE,
+            "engine_args": {"crash": "1"},
+        },
+        {"engine": {"name": "fake"}, "name": "two", "reference": TILTED, "candidate": "refused"},
+    ],
+    "axes": {
+        "kld": {"windows": 40, "n_ctx": 16},
+        "trajectory": {"n_predict": 8, "limit": 4},
+        "perplexity": {"contexts": [64], "windows": 4},
+    },
+    "text": "text.txt",
+    "prompts": "prompts.txt",
+    "threads": 1,
+    "timing": {"prompt": 64, "n": 16, "repeats": 3},
+    "long": {"tokens": 2048},
+}
+
+
+def kl(p: float, q: float) -> float:
+    """KL of two-level distributions."""
+    return p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+
+
+def cross(room: Path, *flags: str, **changes: Any) -> Done:
+    write_inputs(room)
+    (room / "cross.yaml").write_text(json.dumps({**EXPERIMENT, **changes}))
+    return cli("run", "cross.yaml", *flags, cwd=room)
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """Two engines that answer, one that refuses its options, one that crashes."""
+    return cross(tmp_path_factory.mktemp("cross"), "--json")
+
+
+@pytest.fixture(scope="module")
+def found(done: Done) -> dict[str, Any]:
+    return dict(json.loads((done.folder / "cross-engine.json").read_text()))
+
+
+def row(found: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(dict(row) for row in found["engines"] if row["name"] == name)
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def test_the_references_are_compared_in_both_directions(found: dict[str, Any]) -> None:
+    pairs = {(pair["reference"], pair["other"]): pair for pair in found["agreement"]}
+    assert pairs.keys() == {("one", "two"), ("two", "one")}
+    assert pairs["one", "two"]["kld"] == pytest.approx(kl(0.5, 0.55), rel=1e-4)
+    assert pairs["two", "one"]["kld"] == pytest.approx(kl(0.55, 0.5), rel=1e-4)
+    low, high = pairs["one", "two"]["ci"]
+    assert low <= pairs["one", "two"]["kld"] <= high
+    assert pairs["one", "two"]["n_positions"] == 40 * 7
+
+
+def test_each_candidate_is_compared_with_its_own_reference(found: dict[str, Any]) -> None:
+    candidate = row(found, "one")["candidate"]
+    assert candidate["kld"] == pytest.approx(kl(0.5, 0.6), rel=1e-4)
+    assert (candidate["kv"], candidate["scores"]["trajectory"]) == (CANDIDATE, 100.0)
+    assert candidate["verdict"]["band"] == "PASS"
+
+
+def test_perplexity_is_each_references_own(found: dict[str, Any]) -> None:
+    """All tokens of the text are bytes below 128, the likelier half of the tilted arm."""
+    assert row(found, "one")["perplexity"]["64"] == pytest.approx(128 / 0.5, rel=1e-4)
+    assert row(found, "two")["perplexity"]["64"] == pytest.approx(128 / 0.55, rel=1e-4)
+
+
+def test_rates_are_the_clocks(found: dict[str, Any]) -> None:
+    speed = row(found, "two")["speed"]
+    assert [speed[name]["median"] for name in ("prefill", "decode_isolated", "decode_by_subtraction")] == [1024, 64, 64]
+    assert speed["prefill"]["repeats"] == [1024.0] * 3
+    assert speed["prefill"]["steady"] is True
+    assert speed["load_seconds"] >= 0
+
+
+def test_timed_answers_lie_in_the_folder_of_the_experiment_alone(done: Done) -> None:
+    assert sorted(path.name[:14] for path in (done.folder / "timing" / "one").rglob("timing.*")) == [
+        "timing.decode-",
+        "timing.prefill",
+    ]
+    assert not list((done.cwd / "runs" / "captures").rglob("timing.*"))
+
+
+def test_the_floor_is_the_references_own(found: dict[str, Any]) -> None:
+    assert (row(found, "one")["floor"], row(found, "two")["floor"]) == (0.0, 0.0)
+
+
+def test_the_long_window_is_stored_row_by_row(found: dict[str, Any]) -> None:
+    cell = row(found, "two")["long"]
+    assert (cell["status"], cell["tokens"], cell["rows"]) == ("ok", 2048, 2048)
+    assert cell["kv_bytes"] == 2048 * cell["bytes_per_token"]
+
+
+# ----------------------------------------------------------------------------------------------- failures
+
+
+def test_an_engine_that_cannot_run_leaves_its_reason_and_the_others_go_on(done: Done, found: dict[str, Any]) -> None:
+    assert [(row["name"], row["status"]) for row in found["engines"]] == [
+        ("one", "ok"),
+        ("absent", "failed"),
+        ("crashing", "failed"),
+        ("two", "ok"),
+    ]
+    assert "has no option 'colour'" in row(found, "absent")["reason"]
+    assert "SIGABRT" in row(found, "crashing")["reason"]
+    assert done.code == 1
+    assert "fidelab: absent failed: engine fake has no option 'colour'" in done.err
+
+
+def test_an_engine_that_is_not_installed_says_how_to_install_it(tmp_path: Path, cache: Path) -> None:
+    lines = [{"engine": "vllm", "candidate": "fp8_e4m3"}, EXPERIMENT["engines"][0]]
+    done = cross(tmp_path / "room", engines=lines, timing=None, long=None, axes={"kld": {"windows": 4, "n_ctx": 16}})
+    found = json.loads((done.folder / "cross-engine.json").read_text())
+    assert "engine vllm is not installed: fidelab engines install vllm" in row(found, "vllm")["reason"]
+    assert row(found, "one")["status"] == "ok"
+
+
+def test_a_format_that_an_engine_lacks_is_not_supported_and_no_fault(done: Done, found: dict[str, Any]) -> None:
+    candidate = row(found, "two")["candidate"]
+    assert candidate["status"] == "not_supported"
+    assert "refuses this format" in candidate["reason"]
+    assert "two failed" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"engins": []}, "unknown key 'engins'; did you mean 'engines'?"),
+        ({"engines": [{"engine": "fake", "candidate": "exact", "dtyp": "auto"}]}, "'engines.0.dtyp'; did you mean 'd"),
+        ({"engines": [{"engine": {"name": "hf", "pyton": "x"}, "candidate": "x"}]}, "did you mean 'python'?"),
+        ({"timing": {"promt": 5}}, "unknown key 'timing.promt'; did you mean 'prompt'?"),
+        ({"engines": [{"engine": "fake", "candidate": "exact"}] * 2}, "two are called 'fake'"),
+        ({"kind": "cross"}, "kind: 'cross' is none; write cross-engine"),
+        ({"engines": [{"engine": "sglnag", "candidate": "auto"}]}, "unknown engine 'sglnag'"),
+        ({"axes": {"kld": {"window": 2}}}, "unknown key 'axes.kld.window'; did you mean 'windows'?"),
+        ({"text": "nowhere.txt"}, "no text 'nowhere.txt'"),
+    ],
+)
+def test_bad_settings_are_one_line_before_anything_runs(tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    done = cross(tmp_path / "room", **change)
+    assert done.code == 2
+    assert said in done.err
+    assert len(done.err.splitlines()) == 1
+    assert not (done.cwd / "runs").exists()
+
+
+def test_a_text_too_short_for_the_timed_prompts_fails_the_timing_alone(tmp_path: Path) -> None:
+    lines, axes = [EXPERIMENT["engines"][0]], {"kld": {"windows": 4, "n_ctx": 16}}
+    done = cross(tmp_path / "room", engines=lines, axes=axes, timing={"prompt": 9999, "repeats": 3}, long=None)
+    measured = row(json.loads((done.folder / "cross-engine.json").read_text()), "one")
+    assert "3 windows of n_ctx 9999 need 29997" in measured["speed"]["reason"]
+    assert (measured["speed"]["status"], measured["candidate"]["status"]) == ("failed", "ok")
+    assert "one failed: timing: text" in done.err
+
+
+# ------------------------------------------------------------------------------------- files and the table
+
+
+def test_the_resolved_file_repeats_the_experiment(done: Done, found: dict[str, Any], tmp_path: Path) -> None:
+    again = cli("run", done.folder / "config.resolved.yaml", "--json", "--set", f"output_dir={tmp_path}", cwd=tmp_path)
+    repeated = json.loads(again.out)
+    for name in ("one", "two"):
+        theirs, ours = row(repeated, name), row(found, name)
+        assert theirs["perplexity"] == ours["perplexity"]
+        assert theirs["candidate"] == ours["candidate"]
+    assert repeated["agreement"] == found["agreement"]
+
+
+def test_json_is_the_record_and_nothing_else(done: Done, found: dict[str, Any]) -> None:
+    assert json.loads(done.out) == found
+
+
+def test_the_tables_say_every_figure(done: Done, found: dict[str, Any]) -> None:
+    out = io.StringIO()
+    render_cross(CrossReport.model_validate_json(json.dumps(found)), Console(file=out, width=100), folder=done.folder)
+    text = out.getvalue()
+    for said in ("256.000", "1,024", "64.0", "0.0204", "0.00503", "not supported", "PASS", "itself", "2,048"):
+        assert said in text
+    assert "two refused: not supported: the fake engine refuses this format" in text
+    assert max(map(len, text.splitlines()[:-1])) <= 100
+
+
+def test_what_noise_hid_and_what_was_not_steady_is_said(found: dict[str, Any]) -> None:
+    report = CrossReport.model_validate_json(json.dumps(found))
+    first = report.engines[0]
+    assert first.speed is not None
+    assert first.speed.prefill is not None
+    shaky = first.speed.prefill.model_copy(update={"steady": False})
+    speed = first.speed.model_copy(update={"prefill": shaky, "decode_by_subtraction": None})
+    out = io.StringIO()
+    changed = report.model_copy(update={"engines": (first.model_copy(update={"speed": speed}),)})
+    render_cross(changed, Console(file=out, width=100))
+    assert "1,024*" in out.getvalue()
+    assert "* the last" in out.getvalue()
+    assert "no subtraction where" in out.getvalue()
+
+
+def test_names_of_lines_are_no_markup(found: dict[str, Any]) -> None:
+    report = CrossReport.model_validate_json(json.dumps(found))
+    rows = tuple(line.model_copy(update={"name": "[red]x"}) for line in report.engines)
+    out = io.StringIO()
+    render_cross(report.model_copy(update={"engines": rows}), Console(file=out, width=100))
+    assert "[red]x" in out.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------ profiles
+
+
+@pytest.mark.parametrize("name", names())
+def test_bundled_profiles_are_valid(name: str) -> None:
+    import fidelab.profiles as room
+
+    data = yaml.safe_load((Path(room.__file__).parent / f"{name}.yaml").read_text())
+    assert isinstance(validate_cross(data, name), CrossEngine)
+
+
+@pytest.mark.parametrize("said", ["cross-engine", "cross-engine.yaml", "profiles/cross-engine.yaml"])
+def test_a_profile_is_found_by_its_name(tmp_path: Path, said: str) -> None:
+    done = cli("run", said, "--set", "engines=[]", cwd=tmp_path)
+    assert "cross-engine.yaml: engines: List should have at least 1 item" in done.err
+
+
+def test_a_file_of_the_users_wins_over_a_profile(tmp_path: Path) -> None:
+    (tmp_path / "cross-engine").write_text("kind: cross-engine\n")
+    assert "cross-engine: 'model' is missing" in cli("run", "cross-engine", cwd=tmp_path).err
+
+
+@pytest.mark.parametrize("said", ["cross-engin", "profiles/other.yaml", "elsewhere/cross-engine.yaml"])
+def test_an_unknown_name_lists_the_profiles(tmp_path: Path, said: str) -> None:
+    done = cli("run", said, cwd=tmp_path)
+    assert done.err == f"fidelab: {said} does not exist; name an experiment file or a bundled profile: cross-engine\n"
+    assert done.code == 2
+
+
+def test_defaults_are_the_four_axes_and_perplexity(tmp_path: Path) -> None:
+    line = {"engine": "fake", "candidate": "exact", "reference": "nonsense"}
+    data = {**EXPERIMENT, "engines": [line], "axes": None, "timing": None, "long": None}
+    (tmp_path / "cross.yaml").write_text(json.dumps(data))
+    write_inputs(tmp_path)
+    done = cli("run", "cross.yaml", cwd=tmp_path)
+    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert list(resolved["axes"]) == ["trajectory", "kld", "rniah", "plad", "perplexity"]
+    assert resolved["axes"]["kld"]["windows"] == 8
+
+
+def test_two_lines_of_one_name_are_refused() -> None:
+    line = {"engine": "hf", "candidate": "q8_0"}
+    with pytest.raises(ConfigError, match="two are called 'hf'"):
+        validate_cross({"kind": "cross-engine", "model": "m", "engines": [line, line]}, "file")
+
+
+def test_one_engine_of_the_list_can_be_changed_from_the_command_line(tmp_path: Path) -> None:
+    done = cross(tmp_path / "room", "--set", "engines.3.candidate=tilt[q=2]", "--set", "engines.3.colour=red")
+    assert "unknown key 'engines.3.colour'" in done.err
+    done = cross(tmp_path / "room", "--set", "engines.9.candidate=exact")
+    assert done.err == "fidelab: --set 'engines.9.candidate=exact': engines.9 is not a group of settings\n"
+
+
+def test_a_stopped_experiment_offers_no_run_of_one_engine_to_go_on_with(tmp_path: Path) -> None:
+    def stop(_what: str) -> None:
+        raise Interrupted(tmp_path)
+
+    line = {"engine": "fake", "candidate": "exact", "reference": "exact"}
+    experiment = validate_cross(
+        {"kind": "cross-engine", "model": "fake", "engines": [line], "output_dir": str(tmp_path)}, "file"
+    )
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        run_cross(experiment, command="fidelab run", watch=stop)
+    assert not isinstance(stopped.value, Interrupted)
+
+
+@pytest.mark.model
+def test_the_long_window_has_the_bytes_that_follow_by_hand(tmp_path: Path, cache: Path) -> None:
+    """hf on the model of random weights: 2 layers · 2 KV heads · 32 dimensions · 2 sides · 2 bytes."""
+    write_inputs(tmp_path)
+    line = {"engine": "hf", "reference": "bf16", "candidate": "fp8_e4m3", "dtype": "bfloat16"}
+    from fidelab.models.tiny import make_tiny
+
+    model = make_tiny(tmp_path / "tiny")
+    data = {
+        **EXPERIMENT,
+        "model": str(model),
+        "engines": [line],
+        "axes": {"kld": {"windows": 2, "n_ctx": 64}},
+        "timing": None,
+        "long": {"tokens": 1024},
+        "text": "default",
+    }
+    (tmp_path / "cross.yaml").write_text(json.dumps(data))
+    done = cli("run", "cross.yaml", "--json", cwd=tmp_path)
+    [measured] = json.loads(done.out)["engines"]
+    cell = measured["long"]
+    assert (cell["status"], cell["counted"], cell["rows"]) == ("ok", 1024, 1024)
+    assert cell["bytes_per_token"] == cell["by_hand"] == 2 * 2 * 32 * 2 * 2
+    assert cell["peak_host_bytes"] > 0

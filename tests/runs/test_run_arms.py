@@ -1,0 +1,187 @@
+"""Arms of one run that differ in engine, environment, model or options."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fidelab.config.schema import ArmConfig, EngineConfig
+from fidelab.engines import ENGINES
+from fidelab.engines.base import Verdict
+from fidelab.engines.fake import FakeEngine
+from fidelab.plan.resolve import _served_name
+from tests.environments.conftest import Second, second
+from tests.runs.harness import Done, cli, compare, write_inputs
+
+__all__ = ["second"]
+
+AXES = {"kld": {"windows": 20, "n_ctx": 16}}
+
+
+class Fussy(FakeEngine):
+    """Knows that it gets one format wrong, and runs it only when forced."""
+
+    name = "fake"
+
+    @classmethod
+    def supports(cls, arm: Any) -> Verdict:
+        options = dict(arm.options)
+        forced = options.pop("force", "no") == "yes"
+        verdict = super().supports(type(arm)(**{**vars(arm), "options": tuple(options.items())}))
+        if verdict.ok and arm.kv.k.name == "garbage" and not forced:
+            return Verdict(False, "garbage comes out")
+        return verdict
+
+
+class Absent(FakeEngine):
+    """An engine whose package nobody has installed."""
+
+    name = "absent"
+    packages = ("no-such-package-anywhere",)
+
+
+class Served(FakeEngine):
+    """An engine that somebody else started."""
+
+    name = "fake"
+    served = True
+
+
+def experiment(cwd: Path, **more: Any) -> Path:
+    write_inputs(cwd)
+    data = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "control": "none",
+        "axes": AXES,
+        "text": "text.txt",
+        "floor": 0.0,
+        **more,
+    }
+    path = cwd / "experiment.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def run(cwd: Path, **more: Any) -> Done:
+    return cli("run", experiment(cwd, **more), cwd=cwd)
+
+
+def test_a_candidate_may_differ_in_its_engine_options_alone(tmp_path: Path) -> None:
+    done = run(tmp_path, candidates=["kv=exact,family=geometric", "kv=tilt[q=0.6]"])
+    assert done.code == 0
+    assert done.arm("exact family=geometric")["axes"]["kld"]["mean"] > 0.1
+    assert done.arm("tilt[q=0.6]")["axes"]["kld"]["mean"] == pytest.approx(0.0204, rel=0.01)
+
+
+def test_the_resolved_file_names_the_format_that_was_inherited(tmp_path: Path) -> None:
+    done = run(tmp_path, candidates=["family=geometric"])
+    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert resolved["candidates"][0] | {"engine_args": None} == {
+        "kv": "exact",
+        "name": "family=geometric",
+        "engine": None,
+        "model": None,
+        "dtype": None,
+        "engine_args": None,
+    }
+    assert cli("run", done.folder / "config.resolved.yaml", cwd=tmp_path).code == 0
+
+
+def test_an_arm_runs_in_the_interpreter_that_it_names(tmp_path: Path, second: Second) -> None:
+    done = run(tmp_path, candidates=[f"kv=tilt[q=0.6],engine=fake,python={second.python},name=there"])
+    assert (done.code, done.err) == (0, done.err)
+    assert done.arm("there")["axes"]["kld"]["mean"] == pytest.approx(0.0204, rel=0.01)
+    [log] = (done.folder / "logs").glob("*there*")
+    assert "Error" not in log.read_text()
+
+
+def test_a_shim_folder_is_recorded_with_its_hash_and_makes_another_capture(tmp_path: Path, second: Second) -> None:
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "unused_module.py").write_text("x = 1\n")
+    engine = {"name": "fake", "python": second.python, "pythonpath": [str(shim)]}
+    first = run(tmp_path, engine=engine, candidates=["tilt[q=0.6]"])
+    [recorded] = first.report["reference"]["ran"]["pythonpath"]
+    assert recorded["folder"] == "shim"
+    (shim / "unused_module.py").write_text("x = 2\n")
+    again = run(tmp_path, engine=engine, candidates=["tilt[q=0.6]"])
+    assert again.report["reference"]["ran"]["pythonpath"][0]["sha256"] != recorded["sha256"]
+    assert str(tmp_path) not in json.dumps(again.report["reference"])
+
+
+def test_a_prefix_starts_the_child(tmp_path: Path, second: Second) -> None:
+    link = f"env PYTHONPATH={Path(__file__).parents[2] / 'src'}"
+    engine = {"name": "fake", "python": second.python, "prefix": link}
+    done = run(tmp_path, engine=engine, candidates=["tilt[q=0.6]"])
+    assert done.arm("tilt[q=0.6]")["status"] == "ok"
+
+
+def test_a_candidate_whose_engine_is_not_installed_leaves_the_others_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES._table, "absent", "tests.runs.test_run_arms:Absent")
+    done = run(tmp_path, candidates=["tilt[q=0.6]", "kv=exact,engine=absent,model=fake"])
+    absent = done.arm("fake absent exact")
+    assert absent["status"] == "not_supported"
+    assert "engine absent is not installed" in absent["reason"]
+    assert done.arm("tilt[q=0.6]")["status"] == "ok"
+
+
+def test_an_engine_for_all_arms_that_is_not_installed_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES._table, "absent", "tests.runs.test_run_arms:Absent")
+    done = run(tmp_path, engine="absent", candidates=["tilt[q=0.6]"])
+    assert done.code == 2
+    assert done.err.count("\n") == 1
+    assert "engine absent is not installed" in done.err
+    assert not list(tmp_path.glob("runs/2*"))
+
+
+@pytest.mark.parametrize(("flags", "status"), [((), "not_supported"), (("--force",), "ok")])
+def test_force_runs_what_the_engine_is_known_to_run_wrongly_and_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flags: tuple[str, ...], status: str
+) -> None:
+    monkeypatch.setitem(ENGINES._table, "fake", "tests.runs.test_run_arms:Fussy")
+    done = compare(tmp_path, "garbage", "decay[b=0.6]", flags=(*flags, "--engine-arg", "family=geometric"))
+    assert done.arm("garbage")["status"] == status
+    assert done.arm("decay[b=0.6]")["status"] == "ok"
+    if flags:
+        assert done.arm("garbage")["verdict"]["band"] == "FAIL"
+
+
+def test_the_same_server_twice_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ENGINES._table, "fake", "tests.runs.test_run_arms:Served")
+    done = run(tmp_path, candidates=["tilt[q=0.6]"])
+    assert done.code == 2
+    assert "which the floor does" in done.err
+    assert run(tmp_path, candidates=["kv=exact,family=geometric"]).code == 0
+
+
+def test_answers_of_a_server_are_not_found_again_by_another_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES._table, "fake", "tests.runs.test_run_arms:Served")
+    arms = {"candidates": ["kv=tilt[q=0.6],family=two-level"]}
+    run(tmp_path, **arms)
+    time.sleep(1.1)  # runs are told apart by the second
+    done = run(tmp_path, **arms)
+    captures = sorted((tmp_path / "runs" / "captures").glob("*/kld-*"))
+    assert len(captures) == 4
+    assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 0
+    assert sorted((tmp_path / "runs" / "captures").glob("*/kld-*")) == captures  # the same run does find its own
+
+
+def test_the_model_of_an_arm_on_a_server_is_what_the_server_calls_it() -> None:
+    arm = ArmConfig(model="org/served-name", engine_args={"base-url": "http://h/v1"})
+    served = _served_name(arm, EngineConfig(name="openai"))
+    assert served.model is None
+    assert served.engine_args == {"base-url": "http://h/v1", "model": "org/served-name"}
+    assert _served_name(arm, EngineConfig(name="hf")) is arm
