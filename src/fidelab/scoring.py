@@ -189,6 +189,8 @@ class _Summary:
     def _verdict(self, this: Measured) -> Verdict:
         kld = this.scores.get("kld")
         facts = self._facts(this)
+        if facts.forced and this.status is Status.NOT_ENGAGED:
+            return Verdict(band="FAIL", sentence=sentence(facts), because=(facts.reason,))
         if kld is None or this.status not in (Status.OK, Status.IDENTICAL):
             return Verdict(band=None, sentence=sentence(facts), because=(facts.reason or "no full-vocabulary KLD",))
         ruling = self._ruling(this)
@@ -229,6 +231,7 @@ class _Summary:
             native_keys_kld=other_kld.figures.get("mean") if other_kld is not None else None,
             native_keys_format=_native_keys(kv),
             lowered_by="; ".join((*this.broken, *_harms(this.scores))),
+            forced=dict(this.result.arm.options).get("force") == "yes",
         )
 
     def _band(self, this: Measured | None) -> str | None:

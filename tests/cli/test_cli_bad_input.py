@@ -213,7 +213,7 @@ GOOD = "model: fake\nengine: fake\nreference: exact\ncandidates: [tilt]\n"
         (GOOD.replace("[tilt]", "tilt"), "candidates: Input should be a valid list"),
         (GOOD.replace("[tilt]", "[]"), "candidates: List should have at least 1 item"),
         (GOOD.replace("[tilt]", "[{kv: tilt, nmae: x}]"), "unknown key 'candidates.0.nmae'; did you mean 'name'?"),
-        (GOOD.replace("[tilt]", "[{name: x}]"), "'candidates.0.kv' is missing"),
+        (GOOD.replace("engine: fake", "engine: {python: /p}"), "'engine.name' is missing"),
         (GOOD.replace("model: fake\n", ""), "'model' is missing"),
         (GOOD + "floor: .nan\n", "floor: Input should be"),
         (GOOD + "seed: -1\n", "seed: Input should be greater than or equal to 0"),

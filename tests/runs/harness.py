@@ -78,7 +78,11 @@ def same_report(report: dict[str, Any]) -> dict[str, Any]:
     """A report without what differs from run to run: its name, its time, its command, how long things took."""
 
     def strip(arm: dict[str, Any] | None) -> dict[str, Any] | None:
-        return arm and {**arm, "benches": {key: value for key, value in arm["benches"].items() if key != "timing"}}
+        if arm is None:
+            return None
+        ran = arm["ran"] and {key: value for key, value in arm["ran"].items() if key != "peak_host_bytes"}
+        benches = {key: value for key, value in arm["benches"].items() if key != "timing"}
+        return {**arm, "ran": ran, "benches": benches}
 
     kept = {key: value for key, value in report.items() if key not in ("run_id", "created", "command")}
     arms = {name: strip(report[name]) for name in ("reference", "control")}

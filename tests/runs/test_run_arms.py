@@ -33,8 +33,8 @@ class Fussy(FakeEngine):
         options = dict(arm.options)
         forced = options.pop("force", "no") == "yes"
         verdict = super().supports(type(arm)(**{**vars(arm), "options": tuple(options.items())}))
-        if verdict.ok and arm.kv.k.name == "garbage" and not forced:
-            return Verdict(False, "garbage comes out")
+        if verdict.ok and arm.kv.k.name in ("garbage", "silent") and not forced:
+            return Verdict(False, "something else comes out")
         return verdict
 
 
@@ -155,6 +155,18 @@ def test_force_runs_what_the_engine_is_known_to_run_wrongly_and_it_fails(
     assert done.arm("decay[b=0.6]")["status"] == "ok"
     if flags:
         assert done.arm("garbage")["verdict"]["band"] == "FAIL"
+
+
+def test_what_was_forced_and_did_not_engage_fails_without_a_number_that_looks_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ENGINES._table, "fake", "tests.runs.test_run_arms:Fussy")
+    done = compare(tmp_path, "silent", flags=("--force",))
+    arm = done.arm("silent")
+    assert (arm["status"], arm["verdict"]["band"]) == ("not_engaged", "FAIL")
+    assert arm["verdict"]["sentence"].startswith("do not use: it was forced to run, and something else ran")
+    assert arm["axes"]["kld"]["mean"] is None
+    assert compare(tmp_path / "unforced", "silent").arm("silent")["status"] == "not_supported"
 
 
 def test_the_same_server_twice_is_refused_before_anything_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,8 @@ from fidelab.cli import compare as flags
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from fidelab.engines.base import Engine
+
 __all__ = ["register"]
 
 _MODEL = "smollm2-135m"
@@ -91,6 +93,16 @@ def _geometry(model: str | None) -> tuple[str, tuple[int, int, int]]:
     return found.name, (found.layers, found.kv_heads, found.head_dim)
 
 
+def _names(engine: type[Engine]) -> set[str]:
+    """The formats of an engine that can be asked here; a server has those of whoever started it."""
+    from fidelab.errors import EngineError
+
+    try:
+        return set() if engine.served else set(engine.kv_names())
+    except EngineError:  # it lives in an environment of its own: fidelab doctor asks there
+        return set()
+
+
 def _rows(layers: int, heads: int, dim: int) -> list[dict[str, Any]]:
     import torch
 
@@ -98,7 +110,7 @@ def _rows(layers: int, heads: int, dim: int) -> list[dict[str, Any]]:
     from fidelab.engines import ENGINES
     from fidelab.formats import FORMATS, create
 
-    engines = {engine: set(ENGINES.load(engine).kv_names()) for engine in ENGINES.names()}
+    engines = {engine: _names(ENGINES.load(engine)) for engine in ENGINES.names()}
     content = torch.randn(1, 1, _TOKENS, dim, generator=torch.Generator().manual_seed(0))
     rows: list[dict[str, Any]] = []
     for name in FORMATS.names():

@@ -32,7 +32,7 @@ class ArmFacts:
     of its 95% interval.  ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run
     whose keys are native and whose values have this arm's format, if there is one.  ``native_keys_format``:
     what to suggest where there is none, in the engine's own words (``f16/q8_0`` on llama.cpp).
-    ``lowered_by``: why the band is below what the KLD alone gives.
+    ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
     """
 
     k: str
@@ -52,6 +52,7 @@ class ArmFacts:
     native_keys_kld: float | None = None
     native_keys_format: str = "k16v8"
     lowered_by: str = ""
+    forced: bool = False
 
 
 def is_native(name: str) -> bool:
@@ -66,6 +67,8 @@ def sentence(arm: ArmFacts) -> str:
         return f"not running: {reason}"
     if arm.status is Status.NOT_SUPPORTED:
         return f"not supported: {reason}"
+    if arm.status is Status.NOT_ENGAGED and arm.forced:
+        return f"do not use: it was forced to run, and something else ran: {reason}"
     if arm.status is Status.NOT_ENGAGED:
         return f"not engaged: this format did not run, so nothing is known about it: {reason}"
     if arm.status is Status.IDENTICAL:
