@@ -15,6 +15,7 @@ from fidelab.axes import AXES
 from fidelab.axes.base import AxisScore
 from fidelab.config.schema import Experiment
 from fidelab.core import Estimator, KVSpec, Status
+from fidelab.engines import ENGINES
 from fidelab.measuring import ArmResult, Measured, Scorer, engaged
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import composite, verdict
@@ -229,7 +230,7 @@ class _Summary:
             native_keys_arm=other.result.arm.name if other else None,
             native_keys_band=self._band(other),
             native_keys_kld=other_kld.figures.get("mean") if other_kld is not None else None,
-            native_keys_format=_native_keys(kv),
+            native_keys_format=_native_keys(kv) if _has_pairs(this.result.arm.engine) else "",
             lowered_by="; ".join((*this.broken, *_harms(this.scores))),
             forced=dict(this.result.arm.options).get("force") == "yes",
         )
@@ -277,6 +278,11 @@ def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
             change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
             found.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
     return tuple(found)
+
+
+def _has_pairs(engine: str) -> bool:
+    """Whether keys and values may differ there; of an engine that is unknown here nothing is advised."""
+    return engine in ENGINES.names() and bool(ENGINES.load(engine).pairs)
 
 
 def _native_keys(kv: KVSpec) -> str:

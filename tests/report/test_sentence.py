@@ -70,6 +70,14 @@ NATIVE_K = replace(FP8, k="bf16")
             "do not use: costs 0.712 nats (at most 0.800), a significant change; try f16/q8_0",
         ),
         (
+            replace(INT4, native_keys_format=""),  # an engine with one format for keys and values
+            "do not use: costs 0.712 nats (at most 0.800), a significant change; try a wider format",
+        ),
+        (
+            replace(FP8, status=Status.NOT_ENGAGED, reason="K is bfloat16", forced=True),
+            "do not use: it was forced to run, and something else ran: K is bfloat16",
+        ),
+        (
             replace(INT4, native_keys_arm="bf16/int4", native_keys_band="PASS", native_keys_kld=0.02),
             "keys break: costs 0.712 nats (at most 0.800), a significant change; try bf16/int4 (0.0200 nats)",
         ),

@@ -31,7 +31,8 @@ class ArmFacts:
     ``band``: the verdict's, ``None`` where there is none.  ``kld``: mean (nats), ``kld_upper`` the upper end
     of its 95% interval.  ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run
     whose keys are native and whose values have this arm's format, if there is one.  ``native_keys_format``:
-    what to suggest where there is none, in the engine's own words (``f16/q8_0`` on llama.cpp).
+    what to suggest where there is none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine
+    has one format for both.
     ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
     """
 
@@ -134,7 +135,7 @@ def _remedies(arm: ArmFacts) -> list[str]:
     if arm.native_keys_band is not None:
         other = f"{one_line(arm.native_keys_arm or '')}: {format_kld(arm.native_keys_kld)} nats"
         return [f"native keys alone do not mend it ({other}): try wider values too"]
-    return [f"try {arm.native_keys_format}"]
+    return [f"try {arm.native_keys_format}" if arm.native_keys_format else "try a wider format"]
 
 
 def _mostly_control(arm: ArmFacts) -> bool:
