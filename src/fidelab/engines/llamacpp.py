@@ -23,7 +23,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.llamacpp_library import GGML_TYPES, Floats, LlamaContext, LlamaModel, Seen, build, can_offload
+from fidelab.engines.options import SWITCH, TOKENS, Value, check_options, is_count
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
@@ -49,23 +50,11 @@ _MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
 _ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
 
 
-def _switch(text: str) -> bool:
-    return text in ("on", "off")
-
-
-def _count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 20
-
-
-def _layers(text: str) -> bool:
-    return text == "0" or _count(text)
-
-
-_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    "flash-attn": (_switch, "on or off"),
-    "n-gpu-layers": (_layers, "a number of layers, 0 for none"),
-    "n-batch": (_count, "a number of tokens"),
-    "n-ubatch": (_count, "a number of tokens"),
+_OPTIONS: Mapping[str, Value] = {
+    "flash-attn": SWITCH,
+    "n-gpu-layers": (lambda text: text == "0" or is_count(text), "a number of layers, 0 for none"),
+    "n-batch": TOKENS,
+    "n-ubatch": TOKENS,
 }
 
 
@@ -104,12 +93,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        for key, value in arm.options:
-            if key not in _OPTIONS:
-                raise UsageError(f"engine llamacpp has no option {key!r}; it has: {', '.join(_OPTIONS)}")
-            good, what = _OPTIONS[key]
-            if not good(value):
-                raise UsageError(f"engine llamacpp: {key}={value!r} is not {what}")
+        check_options(cls.name, arm.options, _OPTIONS)
         if Path(arm.path).suffix != ".gguf":
             return Verdict(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":

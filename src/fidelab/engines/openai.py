@@ -38,6 +38,7 @@ from fidelab.engines.openai_http import Client, Refused, split_url
 from fidelab.engines.openai_server import identify
 from fidelab.engines.openai_sglang import SGLangGenerate
 from fidelab.engines.openai_words import Words
+from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
 from fidelab.errors import EngineError, UsageError
 
 __all__ = ["OpenAIEngine"]
@@ -57,10 +58,6 @@ _TIMEOUT = 600.0
 _TOPS = (20, 5)  # what vLLM and OpenAI give at most
 
 
-def _count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 20
-
-
 def _seconds(text: str) -> bool:
     try:
         return 0 < float(text) < float("inf")
@@ -68,18 +65,14 @@ def _seconds(text: str) -> bool:
         return False
 
 
-def _name(text: str) -> bool:
-    return text.isidentifier()
-
-
-_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
+_OPTIONS: Mapping[str, Value] = {
     "base-url": (bool, "an address"),
-    "model": (bool, "a name"),
-    "api-key-env": (_name, "the name of an environment variable"),
-    "concurrency": (_count, "a number of requests"),
+    "model": NAME,
+    "api-key-env": (str.isidentifier, "the name of an environment variable"),
+    "concurrency": (is_count, "a number of requests"),
     "timeout": (_seconds, "a number of seconds"),
-    "logprobs": (_count, "a number of tokens"),
-    "prompts": (lambda text: text in ("ids", "text"), "ids or text"),
+    "logprobs": TOKENS,
+    "prompts": one_of("ids", "text"),
 }
 
 
@@ -111,17 +104,14 @@ class OpenAIEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        for key, value in arm.options:
-            if key not in _OPTIONS:
-                if "key" in key.lower():  # what it holds may be a secret
-                    raise UsageError(
-                        "engine openai takes no key: put it into an environment variable, named by api-key-env=NAME"
-                    )
-                raise UsageError(f"engine openai has no option {key!r}; it has: {', '.join(_OPTIONS)}")
-            good, what = _OPTIONS[key]
-            if not good(value):
-                shown = "the value" if key == "api-key-env" else f"{key}={value!r}"
-                raise UsageError(f"engine openai: {shown} is not {what}{' (api-key-env)' if shown != key else ''}")
+        for key, value in arm.options:  # what they hold may be a secret: not shown
+            if "key" in key.lower() and key not in _OPTIONS:
+                raise UsageError(
+                    "engine openai takes no key: put it into an environment variable, named by api-key-env=NAME"
+                )
+            if key == "api-key-env" and not value.isidentifier():
+                raise UsageError("engine openai: the value is not the name of an environment variable (api-key-env)")
+        check_options(cls.name, arm.options, _OPTIONS)
         options = dict(arm.options)
         if "base-url" not in options:
             raise UsageError(

@@ -29,11 +29,12 @@ import numpy as np
 from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.options import check_options
 from fidelab.engines.sglang_launch import (
     DTYPES,
+    OPTIONS,
     SPARE,
     arguments,
-    check_options,
     context,
     kv_choices,
     on_cpu,
@@ -92,7 +93,7 @@ class SGLangEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        check_options(arm.options)
+        check_options(cls.name, arm.options, OPTIONS)
         if arm.dtype not in DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
         if not arm.kv.same:

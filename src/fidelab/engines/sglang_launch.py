@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from fidelab.core import Arm
 from fidelab.engines.base import Verdict
+from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.engines.sglang_session import one_line
-from fidelab.errors import EngineError, UsageError
+from fidelab.errors import EngineError
 
-__all__ = ["DTYPES", "SPARE", "arguments", "check_options", "context", "kv_choices", "on_cpu", "prepare"]
+__all__ = ["DTYPES", "OPTIONS", "SPARE", "arguments", "context", "kv_choices", "on_cpu", "prepare"]
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
@@ -24,37 +25,21 @@ DTYPES = ("float32", "bfloat16", "float16")
 _CPU_CACHE = 40_960  # tokens; memory is taken when they are written
 
 
-def _count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31
-
-
-def _share(text: str) -> bool:
-    try:
-        return 0 < float(text) < 1
-    except ValueError:
-        return False
-
-
-def _chunk(text: str) -> bool:
-    return text == "-1" or _count(text)
-
-
-_Good = tuple[Callable[[str], bool], str]
-_NUMBER: _Good = (_count, "a whole number above 0")
-_NAME: _Good = (bool, "a name")
-_SWITCH: _Good = (lambda text: text in ("on", "off"), "on or off")
-_OPTIONS: Mapping[str, _Good] = {
-    "tp": _NUMBER,
-    "attention-backend": _NAME,
-    "sampling-backend": _NAME,
-    "mem-fraction-static": (_share, "between 0 and 1"),
-    "max-total-tokens": _NUMBER,
-    "context-length": _NUMBER,
-    "page-size": _NUMBER,
-    "quantization": _NAME,
-    "chunked-prefill-size": (_chunk, "a number of tokens, or -1 for prefill in one piece"),
-    "cuda-graph": _SWITCH,
-    "estimator": (lambda text: text in ("hidden", "logprobs"), "hidden or logprobs"),
+OPTIONS: Mapping[str, Value] = {
+    "tp": NUMBER,
+    "attention-backend": NAME,
+    "sampling-backend": NAME,
+    "mem-fraction-static": SHARE,
+    "max-total-tokens": NUMBER,
+    "context-length": NUMBER,
+    "page-size": NUMBER,
+    "quantization": NAME,
+    "chunked-prefill-size": (
+        lambda text: text == "-1" or is_count(text),
+        "a number of tokens, or -1 for prefill in one piece",
+    ),
+    "cuda-graph": SWITCH,
+    "estimator": one_of("hidden", "logprobs"),
 }
 _PASSED = {  # options → arguments of sglang.Engine and their types
     "tp": ("tp_size", int),
@@ -66,20 +51,6 @@ _PASSED = {  # options → arguments of sglang.Engine and their types
     "quantization": ("quantization", str),
     "chunked-prefill-size": ("chunked_prefill_size", int),
 }
-
-
-def check_options(options: Sequence[tuple[str, str]]) -> None:
-    """Reject options that do not exist, and values that cannot be.
-
-    Raises:
-        UsageError: with the options there are.
-    """
-    for key, value in options:
-        if key not in _OPTIONS:
-            raise UsageError(f"engine sglang has no option {key!r}; it has: {', '.join(_OPTIONS)}")
-        good, what = _OPTIONS[key]
-        if not good(value):
-            raise UsageError(f"engine sglang: {key}={value!r} is not {what}")
 
 
 def kv_choices() -> list[str]:

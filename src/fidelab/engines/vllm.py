@@ -20,13 +20,14 @@ backend says it cannot read).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm_backend import PACKAGES, backend_for, cache_formats, installed, prepare
 from fidelab.engines.vllm_model import SEQUENCES, Request, VLLMModel, size_in_bytes
@@ -38,14 +39,6 @@ __all__ = ["VLLMEngine"]
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def _yes_no(text: str) -> bool:
-    return text in ("yes", "no")
-
-
-def _count(text: str) -> bool:
-    return text.isascii() and text.isdigit() and 0 < int(text) < 1 << 31
-
-
 def _size(text: str) -> bool:
     try:
         return size_in_bytes(text) > 0
@@ -53,27 +46,20 @@ def _size(text: str) -> bool:
         return False
 
 
-def _share(text: str) -> bool:
-    try:
-        return 0 < float(text) <= 1
-    except ValueError:
-        return False
-
-
-_OPTIONS: Mapping[str, tuple[Callable[[str], bool], str]] = {
-    "enforce-eager": (_yes_no, "yes or no"),
+_OPTIONS: Mapping[str, Value] = {
+    "enforce-eager": YES_NO,
     "kv-cache-memory": (_size, "a number of bytes, as 512M or 4G"),
-    "max-model-len": (_count, "a number of tokens"),
-    "max-num-seqs": (_count, "a number of sequences"),
-    "chunked-prefill": (_yes_no, "yes or no"),
-    "max-num-batched-tokens": (_count, "a number of tokens"),
-    "tp": (_count, "a number of ranks"),
-    "block-size": (_count, "a number of tokens"),
+    "max-model-len": TOKENS,
+    "max-num-seqs": (is_count, "a number of sequences"),
+    "chunked-prefill": YES_NO,
+    "max-num-batched-tokens": TOKENS,
+    "tp": (is_count, "a number of ranks"),
+    "block-size": TOKENS,
     "attention-backend": (str.isidentifier, "the name of one of vLLM's attention backends"),
     "quantization": (bool, "the name of one of vLLM's quantization methods"),
-    "gpu-memory-utilization": (_share, "a share between 0 and 1"),
-    "estimator": (lambda text: text in ("hidden", "logprobs"), "hidden or logprobs"),
-    "force": (_yes_no, "yes or no"),
+    "gpu-memory-utilization": SHARE,
+    "estimator": one_of("hidden", "logprobs"),
+    "force": YES_NO,
 }
 
 
@@ -102,12 +88,7 @@ class VLLMEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        for key, value in arm.options:
-            if key not in _OPTIONS:
-                raise UsageError(f"engine vllm has no option {key!r}; it has: {', '.join(_OPTIONS)}")
-            good, what = _OPTIONS[key]
-            if not good(value):
-                raise UsageError(f"engine vllm: {key}={value!r} is not {what}")
+        check_options(cls.name, arm.options, _OPTIONS)
         if arm.dtype not in _DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         if dict(arm.options).get("force") == "yes":
