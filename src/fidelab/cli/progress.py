@@ -87,7 +87,7 @@ class _Bars:
 
     def _describe(self, text: str) -> None:
         if self._task is not None:
-            self._bar.update(self._task, description=text)
+            self._bar.update(self._task, description=text, refresh=True)  # shown however short it lasts
 
 
 class _Lines:

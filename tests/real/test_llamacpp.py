@@ -1,0 +1,49 @@
+"""llama.cpp in its own environment, through the command line, against its own perplexity tool."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fidelab.environments.environment import locate
+from fidelab.errors import EngineError
+from tests.runs.harness import Done, cli
+
+WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki.test.raw"
+
+# llama-perplexity on the same file and model, n_ctx 512, 16 chunks, f16 base: KLD and top-1 of a q8_0 cache.
+TOOL_KLD, TOOL_TOP1 = 0.004023, 0.9556
+
+pytestmark = pytest.mark.model
+
+
+def compare(cwd: Path, *flags: object) -> Done:
+    try:
+        locate("llamacpp")
+    except EngineError as error:
+        pytest.skip(str(error))
+    sizes = ("--reference", "f16", "--axes", "kld", "--n-ctx", 512, "--no-floor", "--threads", 2)
+    return cli("compare", "smollm2-135m", "--engine", "llamacpp", *sizes, *flags, cwd=cwd)
+
+
+@pytest.mark.skipif(not WIKI.is_file(), reason="needs WikiText-2's raw test text beside the project")
+def test_q8_0_costs_what_the_engines_own_tool_says(tmp_path: Path) -> None:
+    done = compare(tmp_path, "--kv", "q8_0", "--text", WIKI, "--windows", 16, "--control", "none")
+    assert done.code == 0, done.err
+    kld = done.arm("q8_0")["axes"]["kld"]
+    assert kld["n_positions"] == 16 * 255
+    assert kld["mean"] == pytest.approx(TOOL_KLD, rel=0.1)
+    assert kld["top1"] == pytest.approx(TOOL_TOP1, abs=0.01)
+
+
+def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
+    done = compare(tmp_path, "--kv", "q8_0", "--kv", "q4_0", "--windows", 2, "--control", "full")
+    assert done.code == 0, done.err
+    q8, q4 = done.report["attribution"]
+    # The quantized kernel path alone costs more than eight bits under exact attention do, and less than four.
+    assert q8["kernel"]["mean"] > 3 * q8["format"]["mean"] > 0
+    assert q4["format"]["mean"] > q4["kernel"]["mean"]
+    assert q8["here_minus_format"]["ci"][0] > 0
+    assert done.report["truth"]["axes"]["kld"]["mean"] == 0  # f16 and f32 take one path and give one answer
+    assert "kernel path, not the format" in done.arm("q8_0")["verdict"]["sentence"]
