@@ -87,19 +87,22 @@ def _made_by_vllm(model: Any) -> set[str]:
 class FidelabWorker:
     """Methods of a vLLM worker, by ``collective_rpc``; what they return is plain data, one answer for each rank."""
 
+    model_runner: Any  # the worker's own, like its rank
+    rank: int
+
     def fidelab_install(self, logprobs: bool) -> None:
         """Watch this worker's model runner from now on; ``logprobs``: keep log-probabilities instead of states."""
-        runner = self.model_runner  # type: ignore[attr-defined]
-        self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)  # type: ignore[attr-defined]
+        runner = self.model_runner
+        self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)
 
     def fidelab_model(self) -> dict[str, Any]:
         """What was loaded; ``unfilled``: parameters that nothing filled, ``None`` where nobody looked."""
         import torch
 
-        model = self.model_runner.get_model()  # type: ignore[attr-defined]
+        model = self.model_runner.get_model()
         processor = _logits_processor(model)
         return {
-            "runner": type(self.model_runner).__qualname__,  # type: ignore[attr-defined]
+            "runner": type(self.model_runner).__qualname__,
             "architecture": type(model).__name__,
             "unfilled": 0 if getattr(model, _CHECKED, False) else None,
             "threads": torch.get_num_threads(),
@@ -110,11 +113,11 @@ class FidelabWorker:
 
     def fidelab_head(self) -> dict[str, Any]:
         """Write this rank's rows of the head, without padding: ``head-RANK.weight`` and perhaps ``.bias``."""
-        head = _head(self.model_runner.get_model())  # type: ignore[attr-defined]
+        head = _head(self.model_runner.get_model())
         weight = getattr(head, "weight", None)
         if weight is None or not weight.is_floating_point() or weight.ndim != 2:
             return {"rows": 0, "why": f"the head is a {type(head).__name__} without a plain weight"}
-        rank = self.rank  # type: ignore[attr-defined]
+        rank = self.rank
         shard = getattr(head, "shard_indices", None)
         rows = weight.shape[0]
         if shard is not None:
@@ -127,7 +130,7 @@ class FidelabWorker:
 
     def fidelab_cache(self) -> dict[str, Any]:
         """The cache of this rank, from its tensors; ``read_back`` is what the last :meth:`fidelab_watch` saw."""
-        runner = self.model_runner  # type: ignore[attr-defined]
+        runner = self.model_runner
         return {
             "layers": _cache_layers(runner),
             "blocks": runner.kv_cache_config.num_blocks,
