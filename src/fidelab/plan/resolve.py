@@ -182,14 +182,14 @@ class _Resolver:
             return self._arm(experiment.control)
         answers = self._engines.ask(experiment.reference.engine or experiment.engine)
         name = answers.control_for(reference.kv, self._model.native)
-        return None if name is None else self._arm(_with(experiment.reference, kv=name, name=name))
+        return None if name is None else self._arm(_with_cache(experiment.reference, kv=name, name=name))
 
     def _witnesses(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
         found: dict[str, Arm] = {}
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
         if _BITS32 in answers.kv_names() and str(reference.kv.k) != _BITS32:
-            found[TRUTH] = self._arm(_with(self._experiment.reference, kv=_BITS32, name=f"{_BITS32} (truth)"))
+            found[TRUTH] = self._arm(_with_cache(self._experiment.reference, kv=_BITS32, name=f"{_BITS32} (truth)"))
         if reference.engine in (_EXACT_ENGINE.name, "fake"):  # computes attention exactly itself
             return found
         known = set(self._engines.ask(_EXACT_ENGINE).kv_names())
@@ -248,7 +248,7 @@ def refuse_same_server(settings: Settings) -> None:
             )
 
 
-def _with(config: ArmConfig, *, kv: str, name: str) -> ArmConfig:
+def _with_cache(config: ArmConfig, *, kv: str, name: str) -> ArmConfig:
     """The same arm with another cache."""
     return config.model_copy(update={"kv": kv, "name": name})
 

@@ -43,6 +43,10 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         "vllm), or mend the GPU's driver",
     ),
     (
+        r"SGLang.*(No module named '(torchvision|sgl_kernel)'|libcuda\.so)",
+        "SGLang imports GPU libraries even for CPUs: name a folder of stand-ins with --pythonpath (see README)",
+    ),
+    (
         r"libcuda\.so\S* *: cannot open shared object|libcuda\.so\S* (is |was )?not found",
         "this build needs NVIDIA's driver, which is not here: install the build for CPUs (fidelab engines install)",
     ),
