@@ -53,6 +53,7 @@ def test_a_bound_is_shown_as_one_and_judges_nothing(compare: Compare) -> None:
     assert "only a lower bound" in arm["verdict"]["sentence"]
     assert "≥" in done.out
     assert arm["axes"]["trajectory"]["score"] == 100
+    assert (arm["composite"]["value"], arm["composite"]["band"]) == (100, None)  # of what is no bound
     # The likeliest token costs ln Z, and each token further on the rate more: the mean place follows from one side.
     figures = {figure["name"]: figure["value"] for figure in arm["axes"]["perplexity"]["figures"]}
     log_z = [np.log(np.exp(-rate * np.arange(VOCAB)).sum()) for rate in (0.5, 0.4)]
