@@ -14,6 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -364,25 +365,34 @@ class Timed:
     """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
 
     ``n``: tokens decoded greedily behind each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
-    many of the first prompts are answered once before, unmeasured.  The answer to a prompt is ``seconds`` [1 + n]
-    float64 since it was handed over: when the prompt was read and the first token known, then each further token.
+    many of the first groups are answered once before, unmeasured.  ``batch``: consecutive prompts, of equal length
+    then, that are answered together as a group; the items are the groups.  The answer to a group is ``seconds``
+    [1 + n] float64 since it was handed over: when all its prompts were read and the first token of each was known,
+    then when each further token of all of them was.
     """
 
     axis: str
     prompts: tuple[Tokens, ...]
     n: int = 0
     warmup: int = 1
+    batch: int = 1
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = field(default="timed", init=False)
 
+    def groups(self) -> tuple[tuple[Tokens, ...], ...]:
+        """The prompts by ``batch``; the last group may be smaller."""
+        return tuple(self.prompts[i : i + self.batch] for i in range(0, len(self.prompts), self.batch))
+
     def items(self) -> tuple[Tokens, ...]:
-        """What is timed one by one: the prompts."""
-        return self.prompts
+        """What is timed one by one: the groups, each as its tokens in a row."""
+        return tuple(tuple(chain.from_iterable(group)) for group in self.groups())
 
     def select(self, indices: Sequence[int]) -> Timed:
-        """The probe cut down to some of its prompts."""
-        return replace(self, prompts=_chosen(self.prompts, indices), notes=_chosen(self.notes, indices))
+        """The probe cut down to some of its groups."""
+        groups = self.groups()
+        prompts = tuple(chain.from_iterable(groups[i] for i in indices))
+        return replace(self, prompts=prompts, notes=_chosen(self.notes, indices))
 
 
 Probe = Prefill | Generate | Forced | Timed

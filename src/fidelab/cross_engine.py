@@ -41,7 +41,8 @@ from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
-from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed, Throughput
+from fidelab.results.bench_record import Spread
+from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed
 from fidelab.results.record import Ran, Report
 from fidelab.results.store import RunFolder
 from fidelab.run import Prepared, capture, execute, prepare
@@ -279,9 +280,9 @@ def _speed_of(result: ArmResult, timing: TimingConfig) -> Speed:
         load_seconds=result.timing.get("load_seconds"),
         prompt=timing.prompt,
         n=timing.n,
-        prefill=Throughput.of(prefill_rate(prefill, timing.prompt)),
-        decode_isolated=Throughput.of(decode_rate_isolated(decode)),
-        decode_by_subtraction=None if subtracted is None else Throughput.of(subtracted),
+        prefill=Spread.of(prefill_rate(prefill, timing.prompt)),
+        decode_isolated=Spread.of(decode_rate_isolated(decode)),
+        decode_by_subtraction=None if subtracted is None else Spread.of(subtracted),
     )
 
 

@@ -22,6 +22,7 @@ from fidelab.metrics.composite import composite, verdict
 from fidelab.plan.resolve import TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.axis_record import Axes, Bins
+from fidelab.results.bench_record import Benches, Timing
 from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats, Ran, Report, Verdict
 
 __all__ = ["RunFacts", "Scored", "score_run"]
@@ -309,5 +310,5 @@ def _bare_record(result: ArmResult) -> ArmRecord:
         model=result.arm.model,
         kv=KVFormats.from_spec(result.arm.kv),
         ran=None if result.ran is None else Ran.model_validate(dict(result.ran)),
-        benches={"timing": dict(result.timing)} if result.timing else {},
+        benches=Benches(timing=Timing.model_validate(dict(result.timing)) if result.timing else None),
     )

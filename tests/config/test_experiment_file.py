@@ -67,7 +67,7 @@ def test_an_override_without_a_place_is_refused(text: str) -> None:
         ({"refrence": "f32"}, "unknown key 'refrence'; did you mean 'reference'"),
         ({"seed": "many"}, "seed: Input should be a valid integer"),
         ({"floor": 2}, "floor: Input should be less than or equal to 1"),
-        ({"candidates": []}, "candidates: List should have at least 1 item"),
+        ({"candidates": []}, "candidates: name at least one"),
         ({"candidates": [{"kv": "int4", "nmae": "x"}]}, "unknown key 'candidates.0.nmae'; did you mean 'name'"),
         ({"bands": "loose"}, "bands: Input should be 'fidelab' or 'refract'"),
         ({"axes": {}}, "axes: name at least one"),

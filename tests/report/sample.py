@@ -203,7 +203,7 @@ def candidate(kv: str, mean: float, band: str, size: float, sentence: str, **cha
     fields: dict[str, Any] = {
         "ran": Ran(k_dtype=spec.k.name, v_dtype=spec.v.name, attention="sdpa", cache_bytes_per_token=size),
         "axes": Axes(kld=kld_axis(mean, mean / 5, control=0.00003), trajectory=trajectory_axis(70.3, 12.1)),
-        "benches": {"memory": {"reserved": 123456, "used": None}},
+        "benches": {"memory": {"status": "ok", "reserved_bytes": 123456}},
         "composite": composite,
         "verdict": Verdict.model_validate(
             {"band": band, "sentence": sentence, "because": [f"upper bound {1.2 * mean:.3g}"]}

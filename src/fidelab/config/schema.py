@@ -78,8 +78,9 @@ class Experiment(BaseModel):
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
     )
-    candidates: list[ArmConfig] = Field(min_length=1, description="the arms in question")
+    candidates: list[ArmConfig] = Field(description="the arms in question; none only where nothing is compared")
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
+    benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
     prompts: str = Field(default="default", description="prompt set: 'default', a .jsonl or a .txt file")
     floor: float = Field(
@@ -116,7 +117,7 @@ class Experiment(BaseModel):
     def _short_arms(cls, value: Any) -> Any:
         return [arm_fields(v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
 
-    @field_validator("axes", mode="before")
+    @field_validator("axes", "benches", mode="before")
     @classmethod
     def _short_axes(cls, value: Any) -> Any:
         if isinstance(value, list) and all(isinstance(v, str) for v in value):
@@ -131,7 +132,9 @@ class Experiment(BaseModel):
         return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
-    def _some_axis(self) -> Experiment:
-        if not self.axes:
-            raise ValueError("axes: name at least one")
+    def _some_question(self) -> Experiment:
+        if not self.axes and not self.benches:
+            raise ValueError("axes: name at least one, or a bench")
+        if self.axes and not self.candidates:
+            raise ValueError("candidates: name at least one")
         return self

@@ -23,7 +23,8 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.text import literal, wrap_name
 from fidelab.results.axis_record import Outcome
-from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Throughput
+from fidelab.results.bench_record import Spread
+from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell
 
 __all__ = ["render_cross"]
 
@@ -140,7 +141,7 @@ def _baseline(row: EngineRow, contexts: Sequence[str]) -> list[str]:
     ]
 
 
-def _rate(rate: Throughput | None) -> str:
+def _rate(rate: Spread | None) -> str:
     """The median, and slowest to fastest repeat below."""
     if rate is None:
         return ABSENT

@@ -11,38 +11,15 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AwareDatetime, Field
 
-from fidelab.metrics.latency import Rate
 from fidelab.results.axis_record import Count, FreeDict, Interval, Outcome, Score
+from fidelab.results.bench_record import Positive, Spread
 from fidelab.results.panels import Record
 from fidelab.results.record import Composite, Ran, Verdict, write_atomically
 
-__all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed", "Throughput"]
+__all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed"]
 
 SCHEMA: Final = "fidelab.cross-engine/0"
 CROSS = "cross-engine.json"
-
-Positive = Annotated[float, Field(ge=0)]
-
-
-class Throughput(Record):
-    """Tokens per second."""
-
-    median: Positive
-    """Half of the repeats were slower."""
-    low: Positive
-    """The slowest repeat."""
-    high: Positive
-    """The fastest repeat."""
-    steady: bool | None = None
-    """The last three repeats lie within 5% of their median; null for fewer than three."""
-    repeats: tuple[Positive, ...]
-    """Every repeat, in order."""
-
-    @classmethod
-    def of(cls, rate: Rate) -> Throughput:
-        """The record of a measured rate."""
-        low, high = rate.spread
-        return cls(median=rate.median, low=low, high=high, steady=rate.steady, repeats=rate.repeats)
 
 
 class Speed(Outcome):
@@ -54,11 +31,11 @@ class Speed(Outcome):
     """Tokens of a prompt, which is the depth of decoding."""
     n: Count | None = None
     """Tokens decoded behind the first one."""
-    prefill: Throughput | None = None
+    prefill: Spread | None = None
     """Prompt tokens / time to the first token."""
-    decode_isolated: Throughput | None = None
+    decode_isolated: Spread | None = None
     """n / (last − first token)."""
-    decode_by_subtraction: Throughput | None = None
+    decode_by_subtraction: Spread | None = None
     """n / (whole answer − median of the prefill alone); null where noise is larger than the difference."""
 
 

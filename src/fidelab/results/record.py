@@ -25,6 +25,7 @@ from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
 from fidelab.results.axis_record import Axes, Free, FreeDict, Interval, Outcome, Score
+from fidelab.results.bench_record import Benches
 from fidelab.results.panels import Record
 
 if TYPE_CHECKING:
@@ -136,8 +137,8 @@ class ArmRecord(Outcome):
     """What ran; null where nothing was opened."""
     axes: Axes = Field(default_factory=Axes)
     """Fidelity against the reference; empty for the reference itself."""
-    benches: FreeDict = Field(default_factory=dict)
-    """Bench name → its figures (ms, tok/s, bytes)."""
+    benches: Benches = Field(default_factory=Benches)
+    """Speed and memory."""
     composite: Composite | None = None
     """The source's combined score."""
     verdict: Verdict | None = None
