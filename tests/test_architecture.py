@@ -27,6 +27,8 @@ ARROWS: dict[str, set[str] | None] = {
     "measuring": None,
     "attribution": None,
     "cross_engine": None,
+    "serving": None,
+    "composing": None,
     "sizing": None,
     "phases": None,
     "doctor": None,

@@ -182,6 +182,16 @@ def test_the_stated_times_are_those_of_1024_tokens_a_second_in_and_64_out() -> N
     ]
 
 
+def test_a_timed_group_is_read_whole_and_takes_a_step_as_one_prompt_does() -> None:
+    sink = Memory()
+    opened("exact").answer(Timed("speed", ((1,) * 256,) * 3, 2, batch=2), sink)
+    assert sink.tokens == 3 * 256 + 3 * 2
+    assert [sink.items[i]["seconds"].tolist() for i in (0, 1)] == [
+        [0.5, 0.515625, 0.53125],
+        [0.25, 0.265625, 0.28125],
+    ]
+
+
 def test_silent_reports_that_another_format_ran() -> None:
     assert (opened("silent").ran().k_format, opened("tilt").ran().k_format) == ("exact", "tilt")
 

@@ -20,7 +20,7 @@ from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, wit
 from fidelab.plan.resolve import Settings
 from fidelab.results.store import RunFolder
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
-from fidelab.workers.parent import Outcome, run_worker
+from fidelab.workers.parent import Outcome, Worker, run_worker
 
 __all__ = ["Asking", "Listener", "Silent"]
 
@@ -46,6 +46,9 @@ class Listener(Protocol):
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         """A job is over, however it ended."""
 
+    def bench(self, text: str, done: int, total: int) -> None:
+        """A bench is at this; so many of its steps are done."""
+
     def scoring(self) -> None:
         """All captures are there; scores are computed."""
 
@@ -62,6 +65,7 @@ class Silent:
     def extended(self, job: PlannedJob, tokens: int) -> None: ...
     def progress(self, job: PlannedJob, tokens: int) -> None: ...
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
+    def bench(self, text: str, done: int, total: int) -> None: ...
     def scoring(self) -> None: ...
     def close(self) -> None: ...
 
@@ -133,6 +137,18 @@ class Asking:
         )
         self._listener.job_ended(job, result)
         return result
+
+    def worker(self, job: PlannedJob, log: Path) -> Worker:
+        """A process with the job's arm, to be asked whatever comes; the tokenizers were compared before, or are not."""
+        environment = self._settings.deployed[job.arm.name].environment
+        return Worker(
+            replace(self._message(job, []), sample_text="", sample_ids=[]),
+            command=environment.command("fidelab.workers.child"),
+            log=log,
+            env={**_thread_env(job.arm.threads), **environment.variables()},
+            deadline=self._settings.experiment.deadline,
+            listen=lambda _message: None,
+        )
 
     def _follow_up(self, job: PlannedJob) -> PlannedJob:
         """The reference's job with the questions that its own answers lead to."""

@@ -25,7 +25,7 @@ _BYTES_TOLERANCE = 1e-3
 class ArmResult:
     """What became of one arm: its captures by axis, or why there are none.
 
-    ``role``: ``reference``, ``control``, ``candidate:<name>`` or ``floor``.
+    ``role``: ``reference``, ``control``, ``candidate:<name>`` or ``floor``.  ``benches``: their records by name.
     """
 
     role: str
@@ -36,6 +36,7 @@ class ArmResult:
     captures: Mapping[str, Path] = field(default_factory=dict)
     failures: Mapping[str, str] = field(default_factory=dict)
     timing: Mapping[str, float | None] = field(default_factory=dict)
+    benches: Mapping[str, Any] = field(default_factory=dict)
 
     def record(self, base: Path) -> dict[str, Any]:
         """Plain data; capture paths relative to ``base``, so that runs and captures can move together."""
@@ -48,6 +49,7 @@ class ArmResult:
             "captures": {axis: _relative(path, base) for axis, path in self.captures.items()},
             "failures": dict(self.failures),
             "timing": dict(self.timing),
+            "benches": dict(self.benches),
         }
 
     @classmethod
@@ -62,6 +64,7 @@ class ArmResult:
             captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
             failures=record["failures"],
             timing=record["timing"],
+            benches=record.get("benches", {}),
         )
 
 

@@ -34,7 +34,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.measuring import ArmResult
 from fidelab.models import Model
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import FLOOR, Plan, build_plan, expected_bytes
+from fidelab.plan.build import FLOOR, Plan, PlannedJob, build_plan, expected_bytes
 from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
@@ -183,10 +183,16 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
             f"{folder.path} was stopped before {sorted(left)[0]} was captured; "
             f"go on with: fidelab compare --resume {folder.path}"
         )
+    experiment = load(folder.config)
+    if experiment.benches and not any(result.benches for result in results):
+        raise InputError(
+            f"{folder.path} was stopped before its benches were measured; "
+            f"go on with: fidelab compare --resume {folder.path}"
+        )
     for result in results:
         for capture_folder in result.captures.values():
             Capture(capture_folder)
-    return _finish(load(folder.config), folder, facts, results), folder
+    return _finish(experiment, folder, facts, results), folder
 
 
 def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
@@ -234,7 +240,10 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         with _terminate_as_interrupt():
             asking = prepared.asking(listener, folder.event)
             for job in plan.jobs:
-                results.append(asking.run(job, folder.log(job.role)))
+                results.append(asking.run(job, folder.log(job.role)) if plan.settings.axes else _unasked(job))
+                _store_outcomes(folder, facts, plan, results)
+            if plan.settings.benches:
+                results = _bench(prepared, asking, folder, listener, results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
             return _finish(plan.settings.experiment, folder, facts, _every(plan, results))
@@ -243,6 +252,21 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         raise Interrupted(folder.path) from None
     finally:
         listener.close()
+
+
+def _unasked(job: PlannedJob) -> ArmResult:
+    """An arm that only benches ask."""
+    return ArmResult(job.role, job.arm, Status.OK)
+
+
+def _bench(
+    prepared: Prepared, asking: Asking, folder: RunFolder, listener: Listener, results: list[ArmResult]
+) -> list[ArmResult]:
+    from fidelab.benching import Benching
+
+    timed = folder.path / "timed"
+    tokenizer = prepared.inputs.tokenizer
+    return Benching(prepared.settings, tokenizer, asking, timed, folder.log, listener, folder.event).run(results)
 
 
 def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
@@ -344,11 +368,14 @@ def _environment() -> dict[str, Any]:
 
     import psutil
 
+    from fidelab.doctor.machine import cpu_name
+
     return {
         "fidelab": fidelab.__version__,
         "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()}",
         "machine": platform.machine(),
+        "processor": cpu_name(),
         "usable_cores": usable_cores(),
         "memory_bytes": psutil.virtual_memory().total,
         "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},

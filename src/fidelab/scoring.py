@@ -13,6 +13,7 @@ import fidelab
 from fidelab.attribution import attribute, is_witness, measure_truth
 from fidelab.axes import AXES
 from fidelab.axes.base import AxisScore
+from fidelab.benches import BENCHES
 from fidelab.config.schema import Experiment
 from fidelab.core import Estimator, KVSpec, Status
 from fidelab.engines import ENGINES
@@ -22,7 +23,7 @@ from fidelab.metrics.composite import composite, verdict
 from fidelab.plan.resolve import TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.axis_record import Axes, Bins
-from fidelab.results.bench_record import Benches, Timing
+from fidelab.results.bench_record import Benches
 from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats, Ran, Report, Verdict
 
 __all__ = ["RunFacts", "Scored", "score_run"]
@@ -73,7 +74,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         command=facts.command,
         environment=dict(facts.environment),
         settings=experiment.model_dump(mode="json"),
-        comparability_key=scorer.comparability(),
+        comparability_key={**scorer.comparability(), **_bench_keys(experiment, facts, reference)},
         reference=_bare_record(replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
@@ -254,6 +255,19 @@ class _Summary:
         return None
 
 
+def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -> dict[str, Any]:
+    """What must agree before two speeds are compared: the work, the weights, and the machine."""
+    arm, ran = reference.arm, reference.ran or {}
+    machine = {key: facts.environment.get(key) for key in ("processor", "usable_cores")}
+    machine |= {"device": ran.get("device"), "threads": arm.threads}
+    work = {"weights": arm.weights, "dtype": arm.dtype}
+    protocols = {name: BENCHES.load(name).protocol for name in experiment.benches}
+    return {
+        f"benches.{name}": {**{key: experiment.benches[name].get(key) for key in protocol}, **work, **machine}
+        for name, protocol in protocols.items()
+    }
+
+
 def _is_bound(score: AxisScore) -> bool:
     """A lower bound of the KL enters no composite (METRICS §3)."""
     return score.figures.get("estimator") is Estimator.TOPK
@@ -310,5 +324,5 @@ def _bare_record(result: ArmResult) -> ArmRecord:
         model=result.arm.model,
         kv=KVFormats.from_spec(result.arm.kv),
         ran=None if result.ran is None else Ran.model_validate(dict(result.ran)),
-        benches=Benches(timing=Timing.model_validate(dict(result.timing)) if result.timing else None),
+        benches=Benches.model_validate({**result.benches, "timing": dict(result.timing) or None}),
     )

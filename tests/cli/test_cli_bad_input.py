@@ -211,7 +211,7 @@ GOOD = "model: fake\nengine: fake\nreference: exact\ncandidates: [tilt]\n"
         (GOOD + "axes: {kld: {widnows: 3}}\n", "unknown key 'axes.kld.widnows'; did you mean 'windows'?"),
         (GOOD + "axes: {kld: {windows: many}}\n", "axes.kld.windows: Input should be a valid integer"),
         (GOOD.replace("[tilt]", "tilt"), "candidates: Input should be a valid list"),
-        (GOOD.replace("[tilt]", "[]"), "candidates: List should have at least 1 item"),
+        (GOOD.replace("[tilt]", "[]"), "candidates: name at least one"),
         (GOOD.replace("[tilt]", "[{kv: tilt, nmae: x}]"), "unknown key 'candidates.0.nmae'; did you mean 'name'?"),
         (GOOD.replace("engine: fake", "engine: {python: /p}"), "'engine.name' is missing"),
         (GOOD.replace("model: fake\n", ""), "'model' is missing"),

@@ -29,7 +29,20 @@ COMMANDS = [
     ("plan-size",),
     ("import",),
     ("import", "refract"),
+    ("import", "throughput"),
     ("import", "kld-dumps"),
+    ("diff",),
+    ("baseline",),
+    ("baseline", "save"),
+    ("baseline", "list"),
+    ("baseline", "remove"),
+    ("bench",),
+    ("bench", "offline"),
+    ("bench", "serve"),
+    ("bench", "sweep"),
+    ("bench", "calibrate"),
+    ("bench", "speculation"),
+    ("charts",),
     ("models",),
     ("models", "list"),
     ("models", "pull"),
@@ -42,7 +55,7 @@ COMMANDS = [
     ("captures", "list"),
     ("captures", "gc"),
 ]
-_GROUPS = ("models", "engines", "captures", "import")
+_GROUPS = ("models", "engines", "captures", "import", "baseline", "bench")
 WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in _GROUPS]
 
 
@@ -105,7 +118,7 @@ def test_every_flag_of_compare_is_explained(wide: None, tmp_path: Path) -> None:
     flags = """--reference --kv --candidate --engine --python --prefix --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
-        --deadline --output-dir --fail-under --json --plot --dry-run --resume"""
+        --benches        --deadline --output-dir --fail-under --json --plot --dry-run --resume"""
     assert [flag for flag in flags.split() if flag not in text] == []
 
 

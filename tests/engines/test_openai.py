@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Timed
+from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Timed, Tokens
 from fidelab.engines import openai_http
 from fidelab.engines.base import Answer
 from fidelab.engines.openai import OpenAIEngine
@@ -21,6 +22,7 @@ from tests.engines.openai_server import BOS, EOS, VOCAB, Served, encode, next_to
 from tests.engines.tiny import Answers, ids
 
 PROMPTS = tuple(tuple(encode(text)) for text in ("a first prompt", "another one", "x"))
+EQUAL = tuple(tuple(encode(text)) for text in ("abc", "bcd", "cde"))
 WINDOW = tuple(encode("some text to be scored"))
 
 
@@ -228,6 +230,51 @@ def test_each_streamed_token_has_its_time(folder: Path, owner: str) -> None:
     assert seconds.dtype == np.float64
     assert (np.diff(seconds) >= 0).all()
     assert seconds[0] > 0
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_groups_are_streamed_and_have_one_row_of_times_each(folder: Path, owner: str) -> None:
+    with serving(Served(owner=owner)) as server:
+        engine, sink = opened(folder, server), Answers()
+        server.requests.clear()
+        facts = engine.answer(Timed("decode", EQUAL, n=5, warmup=0, batch=2), sink).facts
+        asked = [tuple(request.get("prompt") or request["input_ids"]) for request in server.requests]
+    assert (sorted(asked[:2]), asked[2:]) == (sorted(EQUAL[:2]), [EQUAL[2]])
+    assert [np.asarray(sink.items[item]["seconds"]).shape for item in (0, 1)] == [(6,), (6,)]
+    assert (facts["tokens"], facts["generated"], sink.tokens) == (9 + 15, 15, 9 + 15)
+
+
+def test_a_groups_token_is_there_when_the_last_of_its_prompts_has_it(
+    folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, sink, both = opened(folder, served), Answers(), threading.Barrier(2)
+    times = {EQUAL[0]: (100.0, 300.0, 400.0), EQUAL[1]: (200.0, 250.0, 600.0)}
+
+    def stream(prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
+        both.wait(20)  # which one request after the other would break
+        yield from ((seconds, 1) for seconds in times[prompt][:n])
+
+    monkeypatch.setattr(engine._dialect, "stream", stream)
+    engine.answer(Timed("decode", EQUAL[:2], n=2, warmup=0, batch=2), sink)
+    late = np.asarray(sink.items[0]["seconds"]) - [200.0, 300.0, 600.0]
+    assert (late >= 0).all()
+    assert (late < 50).all()
+
+
+def test_timed_prompts_run_one_at_a_time_whatever_the_concurrency(
+    folder: Path, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, running, most = opened(folder, served, concurrency="3"), threading.Semaphore(3), []
+
+    def stream(_prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
+        with running:
+            threading.Event().wait(0.05)
+            most.append(3 - running._value)
+        yield from ((1.0, 1) for _ in range(n))
+
+    monkeypatch.setattr(engine._dialect, "stream", stream)
+    engine.answer(Timed("decode", EQUAL, n=2, warmup=0), Answers())
+    assert most == [1, 1, 1]
 
 
 @pytest.mark.parametrize(

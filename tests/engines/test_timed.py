@@ -22,7 +22,7 @@ from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp import LlamaCppEngine
 from fidelab.engines.llamacpp_library import LlamaContext
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError
+from fidelab.errors import EngineError, NotSupportedError
 from fidelab.workers.messages import Job, Message, ProbeTask
 from fidelab.workers.parent import run_worker
 from tests.captures import sample
@@ -35,28 +35,29 @@ needs_library = pytest.mark.skipif(
     importlib.util.find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed"
 )
 PROMPTS = ((5, 6, 7), (40, 41, 42, 43, 44))
+EQUAL = tuple((i, i + 1, i + 2) for i in range(5, 10))
 N = 4
 
 # ------------------------------------------------------------------------------------------------ the clock
 
 
 class Clock:
-    """Stands still but for the work of :meth:`decode`: 8 s to get ready, a second per prompt token, 0.5 s per token."""
+    """Stands still but for the work of :meth:`decode`: 8 s to get ready, a second per prompt token, 0.5 s per step."""
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.begun: list[Tokens] = []
+        self.begun: list[tuple[Tokens, ...]] = []
         self.done = 0
 
     def perf_counter(self) -> float:
         return self.now
 
-    def decode(self, prompt: Tokens) -> Iterator[int]:
-        self.begun.append(prompt)
+    def decode(self, group: tuple[Tokens, ...]) -> Iterator[int]:
+        self.begun.append(group)
         self.now += 8
 
         def tokens() -> Iterator[int]:
-            self.now += len(prompt) - 0.5
+            self.now += sum(map(len, group)) - 0.5
             while True:
                 self.now += 0.5
                 self.done += 1
@@ -90,8 +91,22 @@ def test_seconds_count_from_the_prompt_to_each_token_without_making_ready(clock:
 def test_the_first_prompts_are_answered_once_before_unmeasured(warmup: int, clock: Clock) -> None:
     sink = Answers()
     time_prompts(Timed("decode", PROMPTS, 2, warmup), sink, clock.decode)
-    assert clock.begun == [*PROMPTS[:warmup], *PROMPTS]
+    assert clock.begun == [(prompt,) for prompt in (*PROMPTS[:warmup], *PROMPTS)]
     assert sorted(sink.items) == [0, 1]
+
+
+def test_prompts_are_answered_by_groups_and_each_has_one_row_of_times(clock: Clock) -> None:
+    sink = Answers()
+    facts = time_prompts(Timed("decode", EQUAL, 2, warmup=1, batch=2), sink, clock.decode)
+    assert clock.begun == [EQUAL[:2], EQUAL[:2], EQUAL[2:4], EQUAL[4:]]
+    assert [seconds(sink, i) for i in range(3)] == [[6.0, 6.5, 7.0], [6.0, 6.5, 7.0], [3.0, 3.5, 4.0]]
+    assert (facts, sink.tokens) == ({"tokens": 25, "generated": 10}, 25)
+
+
+def test_prompts_of_different_length_are_no_group(clock: Clock) -> None:
+    with pytest.raises(EngineError, match=r"group 0 has \[3, 5\]: make them equal"):
+        time_prompts(Timed("decode", PROMPTS, 2, batch=2), Answers(), clock.decode)
+    assert clock.begun == []
 
 
 @pytest.mark.parametrize("n", [0, 1, 5])
@@ -114,17 +129,22 @@ def plain(values: Any) -> list[int]:
     return [int(value) for value in values]
 
 
-def free(engine: Engine, n: int) -> list[list[int]]:
+def free(engine: Engine, n: int, prompts: tuple[Tokens, ...] = PROMPTS) -> list[list[int]]:
     """What the engine generates behind each prompt where nothing stops it."""
     answers = Answers()
-    engine.answer(Generate("trajectory", PROMPTS, n, (), 1, rows=False), answers)
-    return [tiny.ids(answers.items[i]) for i in (0, 1)]
+    engine.answer(Generate("trajectory", prompts, n, (), 1, rows=False), answers)
+    return [tiny.ids(answers.items[i]) for i in range(len(prompts))]
 
 
 def fed(prompts: tuple[Tokens, ...], generated: list[list[int]]) -> list[list[int]]:
     """What an engine is fed to answer these prompts one by one: each prompt whole, then its tokens but for the last."""
     pairs = zip(prompts, generated, strict=True)
     return [part for prompt, ids in pairs for part in ([list(prompt)] + [[token] for token in ids[:-1]])]
+
+
+def stepped(generated: list[list[int]]) -> list[list[int]]:
+    """The tokens of each step after the first, of all sequences."""
+    return [list(step) for step in list(zip(*generated, strict=True))[:-1]]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "bamba"])
@@ -143,6 +163,25 @@ def test_hf_times_the_tokens_that_it_generates(kind: str, estimator: str, checkp
         assert list(sink.items[item]) == ["seconds"]
         assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
     assert engine.ran().k_format == "f16"
+
+
+def test_hf_answers_a_group_in_forwards_of_all_its_sequences(checkpoint: Checkpoint) -> None:
+    engine, sink = tiny.opened(checkpoint("llama")), Answers()
+    generated = free(engine, 1 + N, EQUAL)
+    seen: list[list[list[int]]] = []
+    engine._model.module.register_forward_pre_hook(
+        lambda _m, _a, kwargs: seen.append(kwargs["input_ids"].tolist()), with_kwargs=True
+    )
+    answer = engine.answer(Timed("decode", EQUAL, N, warmup=0, batch=3), sink)
+    expected = []
+    for group in (slice(0, 3), slice(3, 5)):
+        expected.append([list(prompt) for prompt in EQUAL[group]])
+        expected += [[[token] for token in step] for step in stepped(generated[group])]
+    assert seen == expected
+    assert (answer.facts["tokens"], answer.facts["generated"], sink.tokens) == (15 + 5 * N, 5 * N, 15 + 5 * N)
+    for item in (0, 1):
+        assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
+        assert len(seconds(sink, item)) == 1 + N
 
 
 def test_hf_reads_each_timed_prompt_into_an_empty_cache(checkpoint: Checkpoint) -> None:
@@ -168,11 +207,16 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return seen
 
 
+def llama(folder: Path, **options: str) -> LlamaCppEngine:
+    file, named = write_gguf(folder / "tiny.gguf"), tuple(options.items())
+    engine = LlamaCppEngine()
+    engine.open(Arm("f16", "llamacpp", "tiny", str(file), "0" * 8, KVSpec.parse("f16"), "bfloat16", "cpu", 1, named))
+    return engine
+
+
 @needs_library
 def test_llama_cpp_times_the_tokens_that_it_generates(tmp_path: Path, spied: list[list[int]]) -> None:
-    file = write_gguf(tmp_path / "tiny.gguf")
-    engine, sink = LlamaCppEngine(), Answers()
-    engine.open(Arm("f16", "llamacpp", "tiny", str(file), "0" * 8, KVSpec.parse("f16"), "bfloat16", "cpu", 1))
+    engine, sink = llama(tmp_path), Answers()
     generated = free(engine, 1 + N)
     spied.clear()
     answer = engine.answer(Timed("decode", PROMPTS, N), sink)
@@ -181,6 +225,39 @@ def test_llama_cpp_times_the_tokens_that_it_generates(tmp_path: Path, spied: lis
     for item in (0, 1):
         assert list(sink.items[item]) == ["seconds"]
         assert np.all(np.diff([0.0, *seconds(sink, item)]) > 0)
+
+
+@needs_library
+def test_llama_cpp_answers_a_group_in_calls_for_all_its_sequences(tmp_path: Path, spied: list[list[int]]) -> None:
+    engine, sink = llama(tmp_path), Answers()
+    generated = free(engine, 1 + N, EQUAL)
+    spied.clear()
+    engine.answer(Timed("decode", EQUAL, N, warmup=0, batch=3), sink)
+    expected = []
+    for group in (slice(0, 3), slice(3, 5)):
+        expected.append([token for prompt in EQUAL[group] for token in prompt])
+        expected += stepped(generated[group])
+    assert spied == expected
+    assert sink.tokens == 15 + 5 * N
+    assert [len(seconds(sink, item)) for item in (0, 1)] == [1 + N] * 2
+
+
+@needs_library
+def test_llama_cpp_reads_a_group_in_pieces_where_a_call_does_not_hold_it(
+    tmp_path: Path, spied: list[list[int]]
+) -> None:
+    engine = llama(tmp_path, **{"n-batch": "4"})
+    generated = free(engine, 1 + N, EQUAL[:3])
+    spied.clear()
+    engine.answer(Timed("decode", EQUAL[:3], N, warmup=0, batch=3), Answers())
+    assert spied == [[5, 6, 7, 6], [7, 8, 7, 8], [9], *stepped(generated)]
+
+
+@needs_library
+def test_more_prompts_than_llama_cpp_takes_together_are_refused(tmp_path: Path) -> None:
+    engine = llama(tmp_path, **{"n-batch": "4"})
+    with pytest.raises(NotSupportedError, match="at most 4 prompts together here, not 5"):
+        engine.answer(Timed("decode", EQUAL, N, batch=5), Answers())
 
 
 # --------------------------------------------------------------------------------------------- the captures

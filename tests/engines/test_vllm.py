@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.vllm import VLLMEngine
 from fidelab.engines.vllm_backend import Backend, least_cache_bytes
-from fidelab.engines.vllm_model import size_in_bytes
+from fidelab.engines.vllm_model import VLLMModel, size_in_bytes
 from fidelab.engines.vllm_ran import stored_as
 from fidelab.errors import EngineError, UsageError
 from fidelab.plugins import vllm_capture
@@ -345,3 +345,34 @@ def test_more_numbers_than_were_written_are_not_what_was_written() -> None:
 def test_what_cannot_be_decoded_is_not_judged() -> None:
     held = torch.zeros(4, 4, dtype=torch.int8)
     assert vllm_capture._compared(held, KEYS, VALUES, layer("int8_per_token_head"))["matches"] is None
+
+
+# ------------------------------------------------------------------------------------------- timed groups
+
+
+class _Small(VLLMModel):
+    """Sequences of 100 tokens, three at once, in a cache of four blocks of 16."""
+
+    def __init__(self) -> None:
+        model, scheduler = SimpleNamespace(max_model_len=100), SimpleNamespace(max_num_seqs=3)
+        self.config = SimpleNamespace(model_config=model, scheduler_config=scheduler)
+
+    def cache(self) -> list[dict[str, Any]]:
+        return [{"blocks": 4, "layers": [{"block_size": 16}]}]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ([101], "101 tokens are more than this arm's 100: raise max-model-len"),
+        ([8] * 4, "4 sequences are more than this arm's 3 at once: raise max-num-seqs"),
+        ([17, 17, 16], "3 sequences need 80 places of the cache, which has 64: raise kv-cache-memory"),
+    ],
+)
+def test_prompts_that_cannot_be_answered_together_are_no_timed_group(sizes: list[int], said: str) -> None:
+    with pytest.raises(EngineError, match=f"^{said}$"):
+        _Small()._must_fit_together(sizes)
+
+
+def test_prompts_that_fill_the_cache_are_a_timed_group() -> None:
+    _Small()._must_fit_together([17, 16, 16])

@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,14 +44,17 @@ class Answers:
 def main() -> None:
     job, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     arrays: dict[str, Any] = {}
-    said: dict[str, Any] = {"facts": {}, "failed": {}, "errors": {}}
+    said: dict[str, Any] = {"facts": {}, "failed": {}, "errors": {}, "steps": {}}
     engine = SGLangEngine()
     try:
         engine.open(Arm.from_record(job["arm"]))
         said["ids"] = engine.tokenize("w5 w6 w7")
+        said["phases"] = list(engine.phases)
         heads = set()
+        stepped = engine._session.stream
         for name, record in job["probes"].items():
             answers = Answers(name)
+            engine._session.stream = _noted(stepped, said["steps"].setdefault(name, []))  # type: ignore[method-assign]
             try:
                 answer = engine.answer(probe_from_record(record), answers)
             except FidelabError as error:
@@ -75,6 +78,18 @@ def main() -> None:
         said["error"] = str(error)
     np.savez(folder / "arrays.npz", **arrays)
     (folder / "said.json").write_text(json.dumps(finite(said)))
+
+
+def _noted(stepped: Callable[..., Iterator[list[int]]], groups: list[Any]) -> Callable[..., Iterator[list[int]]]:
+    """The same steps; the tokens of each go into a new list of ``groups``."""
+
+    def noted(*asked: Any) -> Iterator[list[int]]:
+        groups.append([])
+        for ids in stepped(*asked):
+            groups[-1].append(ids)
+            yield ids
+
+    return noted
 
 
 def _own(engine: SGLangEngine, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -55,6 +55,7 @@ def tokens(n: int, seed: int) -> tuple[int, ...]:
 
 WINDOWS = tuple(tokens(100, seed) for seed in range(3))
 PROMPTS = tuple(tokens(n, 10 + n) for n in (5, 17, 40, 9))
+EQUAL = tuple(tokens(9, 30 + n) for n in range(4))
 CONTINUATIONS = tuple(tokens(12, 50 + n) for n in range(4))
 GENERATE = Generate("trajectory", PROMPTS, 12, (), batch=4)
 PREFILL = Prefill("kld", WINDOWS, 10, 98, tuple((0,) * 89 for _ in WINDOWS))
@@ -66,6 +67,9 @@ PROBES: dict[str, Probe] = {
     "forced": Forced("forced", PROMPTS, CONTINUATIONS),
     "forced_text": Forced("forced", (WINDOWS[0][:11], WINDOWS[1][:3]), (WINDOWS[0][11:], ())),
     "timed": Timed("timing", PROMPTS[:2], n=6),
+    "together": Timed("timing", EQUAL, n=6, warmup=0, batch=3),
+    "free": replace(GENERATE, prompts=EQUAL, max_tokens=7, batch=1, rows=False),
+    "crowd": Timed("timing", (tokens(500, 30),) * 5, n=6, batch=5),
     "nan": replace(GENERATE, prompts=((*PROMPTS[0], BAD), PROMPTS[1])),
     "full": Prefill("kld", (tokens(512, 1),), 500, 510, ((0,) * 11,)),
     "long": Prefill("kld", (tokens(600, 1),), 10, 598, ((0,) * 589,)),
@@ -253,6 +257,20 @@ def test_timed_prompts_have_a_time_for_each_token(said: Said) -> None:
         assert seconds[0] > 0
 
 
+def test_a_timed_group_decodes_the_tokens_of_its_prompts_together(said: Said) -> None:
+    free = [said[f"free.{item}.ids"].int().tolist() for item in range(4)]
+    steps = [[list(step) for step in zip(*group, strict=True)] for group in (free[:3], free[3:])]
+    assert said.plain["steps"]["together"] == steps
+    assert [said[f"together.{item}.seconds"].shape for item in (0, 1)] == [(7,), (7,)]
+    assert (said["together.0.seconds"].diff() >= 0).all()
+    facts = said.plain["facts"]["together"]
+    assert (facts["tokens"], facts["generated"]) == (4 * 9 + 4 * 6, 4 * 6)
+
+
+def test_opening_is_told_apart(said: Said) -> None:
+    assert said.plain["phases"][:2] == ["import", "weights"]
+
+
 def test_a_window_may_fill_the_context(said: Said) -> None:
     assert len(said["full.0.hidden"]) == 11
 
@@ -284,7 +302,8 @@ def test_what_cannot_be_answered_is_said_in_one_line(said: Said) -> None:
     errors = said.plain["errors"]
     assert errors["long"].startswith("599 + 1 tokens exceed the context of 512")
     assert errors["foreign"] == "token ids 1 … 515 are not all in the vocabulary of 515"
-    assert errors.keys() == {"long", "foreign", "ended"}
+    assert errors["crowd"].startswith("5 prompts of 2539 tokens in all do not fit the cache of 2039 together")
+    assert errors.keys() == {"long", "foreign", "crowd", "ended"}
 
 
 def test_a_scheduler_that_dies_is_an_error_and_not_a_hang(said: Said) -> None:

@@ -52,6 +52,7 @@ def tokens(n: int, seed: int) -> tuple[int, ...]:
 
 WINDOWS = tuple(tokens(100, seed) for seed in range(3))
 PROMPTS = tuple(tokens(n, 10 + n) for n in (5, 17, 40, 9))
+EQUAL = tuple(tokens(9, 30 + n) for n in range(4))
 CONTINUATIONS = tuple(tokens(12, 50 + n) for n in range(4))
 PREFILL = Prefill("kld", WINDOWS, 10, 98, tuple((0,) * 89 for _ in WINDOWS))
 GENERATE = Generate("trajectory", PROMPTS, 12, (), batch=4)
@@ -63,6 +64,9 @@ PROBES: dict[str, Probe] = {
     "forced": Forced("forced", PROMPTS, CONTINUATIONS),
     "forced_text": Forced("forced", (WINDOWS[0][:11],), (WINDOWS[0][11:],)),
     "timed": Timed("timing", PROMPTS[:2], n=6),
+    "together": Timed("timing", EQUAL, n=6, warmup=0, batch=3),
+    "free": replace(GENERATE, prompts=EQUAL, max_tokens=7, batch=1, rows=False),
+    "crowd": Timed("timing", (tokens(9, 30),) * 17, n=6, batch=17),
     "nan": replace(GENERATE, prompts=((*PROMPTS[0], BAD), PROMPTS[1])),
     "long": Prefill("kld", (tokens(600, 1),), 10, 598, ((0,) * 589,)),
 }
@@ -217,7 +221,7 @@ def test_a_batch_answers_as_single_prompts_do(said: Said) -> None:
 
 
 def test_progress_counts_every_token_once(said: Said) -> None:
-    for name in ("prefill", "generate", "one", "stop", "forced", "timed"):
+    for name in ("prefill", "generate", "one", "stop", "forced", "timed", "together"):
         assert said.plain["progress"][name] == said.plain["facts"][name]["tokens"]
 
 
@@ -251,8 +255,25 @@ def test_timed_prompts_have_a_time_for_each_token(said: Said) -> None:
         assert seconds[0] > 0
 
 
+def test_a_timed_group_decodes_the_tokens_of_its_prompts_together(said: Said) -> None:
+    free = [said[f"free.{item}.ids"].int().tolist() for item in range(4)]
+    steps = [[list(step) for step in zip(*group, strict=True)] for group in (free[:3], free[3:])]
+    assert said.plain["steps"]["together"] == steps
+    assert [said[f"together.{item}.seconds"].shape for item in (0, 1)] == [(7,), (7,)]
+    assert (said["together.0.seconds"].diff() >= 0).all()
+    facts = said.plain["facts"]["together"]
+    assert (facts["tokens"], facts["generated"]) == (4 * 9 + 4 * 6, 4 * 6)
+
+
+def test_opening_is_told_apart(said: Said) -> None:
+    assert said.plain["phases"][:2] == ["import", "weights"]
+
+
 def test_what_does_not_fit_is_said_in_one_line(said: Said) -> None:
-    assert said.plain["errors"] == {"long": "600 tokens are more than this arm's 512: raise max-model-len"}
+    assert said.plain["errors"] == {
+        "long": "600 tokens are more than this arm's 512: raise max-model-len",
+        "crowd": "17 sequences are more than this arm's 16 at once: raise max-num-seqs",
+    }
 
 
 def test_the_tokenizer_is_the_models_own(said: Said) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,13 +43,16 @@ class Answers:
 def main() -> None:
     job, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
     arrays: dict[str, Any] = {}
-    said: dict[str, Any] = {"facts": {}, "failed": {}, "progress": {}, "errors": {}}
+    said: dict[str, Any] = {"facts": {}, "failed": {}, "progress": {}, "errors": {}, "steps": {}}
     engine = VLLMEngine()
     try:
         engine.open(Arm.from_record(job["arm"]))
         said["ids"] = engine.tokenize("w5 w6 w7")
+        said["phases"] = list(engine.phases)
+        stepped = engine._model.tokens
         for name, record in job["probes"].items():
             answers = Answers(name)
+            engine._model.tokens = _noted(stepped, said["steps"].setdefault(name, []))  # type: ignore[method-assign]
             try:
                 answer = engine.answer(probe_from_record(record), answers)
             except FidelabError as error:
@@ -68,6 +71,18 @@ def main() -> None:
         said["error"] = str(error)
     np.savez(folder / "arrays.npz", **arrays)
     (folder / "said.json").write_text(json.dumps(finite(said)))
+
+
+def _noted(stepped: Callable[..., Iterator[list[int]]], groups: list[Any]) -> Callable[..., Iterator[list[int]]]:
+    """The same steps; the tokens of each go into a new list of ``groups``."""
+
+    def noted(*asked: Any) -> Iterator[list[int]]:
+        groups.append([])
+        for ids in stepped(*asked):
+            groups[-1].append(ids)
+            yield ids
+
+    return noted
 
 
 def _own(engine: VLLMEngine, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,23 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelab.report.charts import (
-    LETTER,
-    Axis,
-    Band,
-    Line,
-    Rule,
-    Scale,
-    Size,
-    draw_bands,
-    draw_lines,
-    draw_rules,
-    line_style,
-    scale_for,
-    spread,
-)
+from fidelab.report.charts import Band, Line, Rule, Size, draw_bands, draw_lines, draw_rules, line_style
 from fidelab.report.frontier import draw_frontier, pareto
 from fidelab.report.heatmap import colour, contrast, draw_grid, ink
+from fidelab.report.labels import LETTER, spread
+from fidelab.report.scales import Axis, Scale, scale_for
 from fidelab.report.view import Point
 from fidelab.results.panels import Grid, Heatmap
 

@@ -10,10 +10,10 @@ import pyarrow.parquet
 import pytest
 
 from fidelab.errors import InputError
-from fidelab.report.charts import Scale
 from fidelab.report.html import render_html, write_html
 from fidelab.report.plots import tail
 from fidelab.report.positions import EDGES, N_WORST, Worst, read_positions
+from fidelab.report.scales import Scale
 from fidelab.results.record import Report
 from tests.report.sample import positions_for, sample_report, write_positions
 from tests.report.test_charts import points_of

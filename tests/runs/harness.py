@@ -80,7 +80,9 @@ def same_report(report: dict[str, Any]) -> dict[str, Any]:
     def strip(arm: dict[str, Any] | None) -> dict[str, Any] | None:
         if arm is None:
             return None
-        ran = arm["ran"] and {key: value for key, value in arm["ran"].items() if key != "peak_host_bytes"}
+        ran = arm["ran"] and {
+            key: value for key, value in arm["ran"].items() if key not in ("loaded_host_bytes", "peak_host_bytes")
+        }
         benches = {key: value for key, value in arm["benches"].items() if key != "timing"}
         return {**arm, "ran": ran, "benches": benches}
 

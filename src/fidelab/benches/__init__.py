@@ -9,6 +9,7 @@ BENCHES = Registry(
         "prefill": "fidelab.benches.prefill:Prefill",
         "decode": "fidelab.benches.decode:Decode",
         "memory": "fidelab.benches.memory:Memory",
+        "serving": "fidelab.benches.serving:Serving",
     },
     group="fidelab.benches",
 )

@@ -13,7 +13,22 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import captures, compare, doctor, engines, formats, imports, models, phases, repeat, runs, sizing
+from fidelab.cli import (
+    baseline,
+    bench,
+    captures,
+    charts,
+    compare,
+    doctor,
+    engines,
+    formats,
+    imports,
+    models,
+    phases,
+    repeat,
+    runs,
+    sizing,
+)
 
 __all__ = ["app", "main"]
 
@@ -52,11 +67,14 @@ app = typer.Typer(
 compare.register(app)
 phases.register(app)
 runs.register(app)
+charts.register(app)
 repeat.register(app)
 sizing.register(app)
 formats.register(app)
 doctor.register(app)
 imports.register(app)
+baseline.register(app)
+app.add_typer(bench.app, name="bench")
 app.add_typer(models.app, name="models")
 app.add_typer(engines.app, name="engines")
 app.add_typer(captures.app, name="captures")

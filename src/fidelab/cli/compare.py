@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli.axes import Axes, Limit, Quick, Set, axis_settings
+from fidelab.cli.benches import Benches, bench_settings
 from fidelab.cli.output import gate, parse_pairs, show_report
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
 
-__all__ = ["experiment_from", "register"]
+__all__ = ["engine_args", "engine_settings", "experiment_from", "launch", "register"]
 
 _WITH_RESUME = ("resume_dir", "fail_under", "as_json", "plot")
 
@@ -120,6 +121,7 @@ def compare(
         ),
     ] = "auto",
     axes: Axes = "core",
+    benches: Benches = "",
     quick: Quick = False,
     text: TextFile = "default",
     windows: Windows = None,
@@ -195,6 +197,7 @@ def compare(
         "candidates": [*(kv or []), *(candidate or [])],
         "force": force,
         "axes": axis_settings(axes, given, limit or [], quick),
+        "benches": bench_settings(benches),
         "text": text,
         "prompts": prompts,
         "seed": seed,
@@ -207,7 +210,7 @@ def compare(
         **({} if floor else {"floor": 0.0}),
         **({} if deadline is None else {"deadline": deadline}),
     }
-    _launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot)
+    launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot)
 
 
 def run(
@@ -238,7 +241,7 @@ def run(
     path = find_experiment(experiment)
     data = read_yaml(path, overrides or [])
     if "kind" not in data:
-        _launch(validate(data, str(path)), as_json, dry_run, plot)
+        launch(validate(data, str(path)), as_json, dry_run, plot)
     elif data["kind"] != KIND:
         raise ConfigError(f"{path}: kind: {data['kind']!r} is none; write {KIND}, or leave it away")
     elif dry_run or plot:
@@ -271,7 +274,8 @@ def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] =
     return validate(data, where)
 
 
-def _launch(experiment: Experiment, as_json: bool, dry_run: bool, plot: bool) -> None:
+def launch(experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False) -> None:
+    """Run an experiment from flags: report on standard output, gate, exit code."""
     from fidelab.cli.progress import watcher
     from fidelab.run import execute
 

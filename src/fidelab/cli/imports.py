@@ -93,6 +93,37 @@ def kld_dumps(
     gate(imported.report, fail_under)
 
 
+@_group.command("throughput")
+def throughput(
+    files: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE…", help="Recorded results (JSON), or runs of fidelab; the first is the reference."
+        ),
+    ],
+    name: Annotated[
+        list[str] | None, typer.Option("--name", help="Name of an arm, once per file; the file's by default.")
+    ] = None,
+    output_dir: OutputDir = Path("runs"),
+    as_json: flags.Json = False,
+) -> None:
+    """Chart recorded throughput of servers, with figures that contradict each other flagged.
+
+    Read are files with context_sweep and throughput_sweep, files with metadata and results (and prefill), and reports
+    of fidelab.
+
+    [bold]Examples[/bold]
+
+      fidelab import throughput nvfp4.json awq.json
+
+      fidelab import throughput runs/2026-01-02-abc recorded.json --name ours --name theirs
+    """
+    from fidelab.imports import IMPORTS
+
+    imported = IMPORTS.load("throughput")(files, output_dir, names=name or None, command=_command())
+    _finish(imported, as_json=as_json)
+
+
 def _command() -> str:
     return shlex.join(["fidelab", *sys.argv[1:]])
 

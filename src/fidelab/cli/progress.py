@@ -79,6 +79,10 @@ class _Bars:
         if result.reason:
             self._bar.console.print(_ending(job, result), highlight=False, markup=False)
 
+    def bench(self, text: str, done: int, total: int) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, description=text, completed=done, total=total, refresh=True)
+
     def scoring(self) -> None:
         self._describe("scoring")
 
@@ -125,6 +129,12 @@ class _Lines:
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         self._say(_ending(job, result))
+
+    def bench(self, text: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if now - self._said >= _LINE_EVERY or not self._said:
+            self._said = now
+            self._say(f"benches, {done} of {total}: {text}")
 
     def scoring(self) -> None:
         self._say("scoring")

@@ -17,7 +17,7 @@ from fidelab.report.numbers import one_line
 if TYPE_CHECKING:
     from fidelab.models import Listed
 
-__all__ = ["cgroup_memory", "devices", "folders", "models"]
+__all__ = ["cgroup_memory", "cpu_name", "devices", "folders", "models"]
 
 _GIB = 2**30
 _MIN_MEMORY = _GIB  # the embedded model's weights, twice, and a worker's packages
@@ -43,12 +43,13 @@ def _cpu() -> Check:
     from fidelab.core import usable_cores
 
     cores = usable_cores()
-    detail = [_cpu_name(), f"{cores} usable core{'s' if cores > 1 else ''}"]
+    detail = [cpu_name(), f"{cores} usable core{'s' if cores > 1 else ''}"]
     detail += [f"{name}={one_line(os.environ[name])}" for name in _THREADS if name in os.environ]
     return Check("cpu", "devices", "ok", ", ".join(detail))
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor's model as the system calls it."""
     try:
         lines = Path("/proc/cpuinfo").read_text("utf-8", "replace").splitlines()
     except OSError:  # not Linux

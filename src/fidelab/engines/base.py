@@ -6,6 +6,7 @@ an instance lives in a worker process: ``open`` once, ``answer`` for each probe,
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -82,15 +83,35 @@ class Sink(Protocol):
 
 
 class Engine(ABC):
-    """One engine adapter."""
+    """One engine adapter.
+
+    ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up`` (METRICS §8).
+    What an engine cannot tell apart stands under the later one.
+    """
 
     name: ClassVar[str]
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     pairs: ClassVar[bool] = True  # keys and values may have different formats
+    quiet: ClassVar[bool] = True  # takes no processor time while nobody asks
     served: ClassVar[bool] = False  # somebody else started what answers: the arm's options name it
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
+
+    def __init__(self) -> None:
+        self.phases: dict[str, float] = {}
+        self._marked = time.monotonic()
+
+    def mark(self, phase: str, **of_others: float) -> None:
+        """Count the seconds since the last mark, or since this object was made, as this phase of opening.
+
+        ``of_others``: seconds of them that belong to earlier phases, as far as the engine itself told them.
+        """
+        now = time.monotonic()
+        spent = {**of_others, phase: now - self._marked - sum(of_others.values())}
+        for name, seconds in spent.items():
+            self.phases[name] = self.phases.get(name, 0.0) + max(0.0, seconds)
+        self._marked = now
 
     @classmethod
     @abstractmethod
@@ -122,7 +143,9 @@ class Engine(ABC):
 
     @abstractmethod
     def open(self, arm: Arm) -> None:
-        """Load the model.  Third-party packages are imported here.
+        """Load the model, and mark what that takes: ``import``, ``weights``; the rest is ``warm-up``.
+
+        Third-party packages are imported here.
 
         Raises:
             EngineError: it cannot be loaded; NotSupportedError: it cannot do what the arm asks.
@@ -139,6 +162,10 @@ class Engine(ABC):
     @abstractmethod
     def ran(self) -> Ran:
         """What ran, asked after the last probe, when the cache has been seen at work."""
+
+    def peak_device_bytes(self) -> int | None:
+        """The most device memory allocated since the process began; ``None`` without a device, or untold."""
+        return None
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
         """Release what can be released; the process exits right after."""

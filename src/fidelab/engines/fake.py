@@ -18,7 +18,7 @@ the next best one, which is what a fork takes), ``answers`` (a JSON file of ``[t
 answered by the first pair whose text it contains, and the answer ends with id 0), ``noise`` (the one thing that is not
 deterministic: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill
 and Forced, from the operating system's randomness, so new in each process; generated text and its rows keep still).
-Times are not measured but stated: 1,024 tok/s of prefill, 64 tok/s of decode.
+Times are not measured but stated: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
 
 Families over V tokens (parameters of the reference in brackets):
 
@@ -43,6 +43,7 @@ from numpy.typing import NDArray
 
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.timing import groups
 from fidelab.errors import UsageError
 
 __all__ = ["FakeEngine"]
@@ -141,6 +142,8 @@ class FakeEngine(Engine):
         return Verdict(True)
 
     def open(self, arm: Arm) -> None:
+        self.mark("import")
+        self.mark("weights")
         self._arm = arm
         options = dict(arm.options)
         self._family = options.get("family", "two-level")
@@ -183,10 +186,11 @@ class FakeEngine(Engine):
                     sink.fail(item, "empty output")
                 sink.progress(len(prompt) + len(ids))
         elif isinstance(probe, Timed):
-            for item, prompt in enumerate(probe.prompts):
+            for item, group in enumerate(groups(probe)):
                 self._misbehave(item)
-                sink.add(item, {"seconds": _PREFILL * len(prompt) + _DECODE * np.arange(1 + probe.n, dtype=np.float64)})
-                sink.progress(len(prompt) + probe.n)
+                read = sum(map(len, group))
+                sink.add(item, {"seconds": _PREFILL * read + _DECODE * np.arange(1 + probe.n, dtype=np.float64)})
+                sink.progress(read + probe.n * len(group))
         with_rows = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed)
         if self._estimator is Estimator.HIDDEN and with_rows:
             return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)})

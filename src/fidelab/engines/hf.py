@@ -88,7 +88,7 @@ class HFEngine(Engine):
         from fidelab.engines.hf_model import HFModel
 
         self._arm = arm
-        self._model = HFModel(arm)
+        self._model = HFModel(arm, self.mark)
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.tokenizer.encode(text, add_special_tokens=False))
@@ -142,6 +142,11 @@ class HFEngine(Engine):
             },
         )
 
+    def peak_device_bytes(self) -> int | None:
+        import torch
+
+        return torch.cuda.max_memory_allocated(self._arm.device) if self._arm.device.startswith("cuda") else None
+
     # ------------------------------------------------------------------------------------------ probes
 
     def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
@@ -187,16 +192,16 @@ class HFEngine(Engine):
             sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), **self._model.stacked(rows)})
         return {"tokens": sum(map(len, probe.items()))}
 
-    def _decode(self, prompt: Tokens) -> Iterator[int]:
-        """Greedy tokens without end, a forward each; to hand one over waits for the device."""
+    def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
+        """Greedy tokens of all prompts, without end, a forward each; to hand them over waits for the device."""
         cache = self._model.new_cache()
 
-        def tokens() -> Iterator[int]:
-            ids = self._model.tensor([prompt])
+        def tokens() -> Iterator[list[list[int]]]:
+            ids = self._model.tensor(group)
             while True:
                 logits, _ = self._model.forward(ids, cache)
                 ids = logits[:, -1].argmax(dim=-1, keepdim=True)
-                yield int(ids)
+                yield ids.tolist()
 
         return tokens()
 

@@ -6,7 +6,7 @@ Imported when a model is opened, not before: this is where torch and Transformer
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding ma
 
 
 class HFModel:
-    """An arm's model, tried out.
+    """An arm's model, tried out.  ``mark``: told when a phase of opening is over.
 
     ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
     estimator hidden; ``padding``: sequences of a batch may be padded on the left.
@@ -36,8 +36,9 @@ class HFModel:
         NotSupportedError: it keeps no keys and values that could be encoded.
     """
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: Arm, mark: Callable[[str], None]) -> None:
         self._arm = arm
+        self._mark = mark
         self._options = dict(arm.options)
         torch.set_num_threads(arm.threads)
         torch.set_grad_enabled(False)
@@ -64,6 +65,13 @@ class HFModel:
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+            mapped = (
+                transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+                if causal
+                else transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            )
+            mapped.get(type(config), None)  # imports the model's code, which is not the weights' affair
+            self._mark("import")
             model, report = auto.from_pretrained(
                 path,
                 trust_remote_code=False,
@@ -73,6 +81,7 @@ class HFModel:
                 **({"attn_implementation": asked} if asked else {}),
             )
             self.module = model.to(self._arm.device).eval()
+            self._mark("weights")
             self._lm_head = model.get_output_embeddings()
             if self._lm_head is not None:
                 self._lm_head.register_forward_pre_hook(self._at_head)

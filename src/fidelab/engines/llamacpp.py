@@ -119,11 +119,13 @@ class LlamaCppEngine(Engine):
             text = " ".join(str(error).split())[:200]
             remedy = f"look at {_LIBRARY}" if os.environ.get(_LIBRARY) else "pip install 'fidelab[llamacpp]'"
             raise EngineError(f"{_PACKAGE} does not load ({text}): {remedy}") from error
+        self.mark("import")
         if self._gpu and not offload:
             raise NotSupportedError(
                 f"this build of {_PACKAGE} runs on the CPU alone: pass --device cpu or install another"
             )
         self._model = LlamaModel(arm.path, **self._placement())
+        self.mark("weights")
         if not self._model.decodes:
             raise NotSupportedError(f"{arm.model} is not a decoder-only model")
         self._try_out()
@@ -276,12 +278,15 @@ class LlamaCppEngine(Engine):
         return {"tokens": sum(map(len, probe.items()))}
 
     def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
-        with self._context(max(map(len, probe.prompts), default=1) + probe.n) as context:
+        together = min(probe.batch, len(probe.prompts))
+        if together > (most := min(self._chunk, _MOST_SEQUENCES)):
+            raise NotSupportedError(f"llama.cpp answers at most {most} prompts together here, not {together}")
+        with self._context(max(map(len, probe.prompts), default=1) + probe.n, max(1, together)) as context:
             self._seen = context.seen
 
-            def decode(prompt: Tokens) -> Iterator[int]:
+            def decode(group: Sequence[Tokens]) -> Iterator[list[int]]:
                 context.clear()
-                return _endless(context, prompt)
+                return _endless(context, group)
 
             return time_prompts(probe, sink, decode)
 
@@ -338,12 +343,13 @@ def _last(context: LlamaContext, tokens: Sequence[int], sequence: int = 0) -> Fl
     return np.concatenate(list(context.feed(tokens, range(len(tokens) - 1, len(tokens)), sequence)))
 
 
-def _endless(context: LlamaContext, prompt: Tokens) -> Iterator[int]:
-    """Greedy tokens behind a prompt, a call each."""
-    token = int(_last(context, prompt).argmax())
+def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[int]]:
+    """Greedy tokens behind the prompts, a sequence and a call for all each."""
+    logits = context.read(group)
     while True:
-        yield token
-        token = int(context.step({0: token}).argmax())
+        tokens = logits.argmax(axis=-1).tolist()
+        yield tokens
+        logits = context.step(dict(enumerate(tokens)))
 
 
 def _logprobs(logits: Floats) -> NDArray[np.float16]:

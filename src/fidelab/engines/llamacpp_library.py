@@ -231,6 +231,17 @@ class LlamaContext:
             wanted = [start + i in rows for i in range(len(part))]
             yield from self._decode(part, [sequence] * len(part), wanted)
 
+    def read(self, prompts: Sequence[Sequence[int]]) -> Floats:
+        """Append a prompt to each of the first sequences, in as few calls as hold them; logits [n, V] behind each."""
+        places = [(sequence, i) for sequence, prompt in enumerate(prompts) for i in range(len(prompt))]
+        blocks: list[Floats] = []
+        for start in range(0, len(places), self._chunk):
+            part = places[start : start + self._chunk]
+            tokens = [prompts[sequence][i] for sequence, i in part]
+            ends = [i == len(prompts[sequence]) - 1 for sequence, i in part]
+            blocks += self._decode(tokens, [sequence for sequence, _ in part], ends)
+        return np.concatenate(blocks)
+
     def step(self, tokens: Mapping[int, int]) -> Floats:
         """Append one token to each sequence of ``tokens`` (sequence → id); their logits [n, V] in that order."""
         blocks = list(self._decode(list(tokens.values()), list(tokens), [True] * len(tokens)))

@@ -28,9 +28,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fidelab.captures.container import Array
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed
+from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.openai_completions import Completions
 from fidelab.engines.openai_dialects import Completed, Dialect, Top
@@ -39,6 +40,7 @@ from fidelab.engines.openai_server import identify
 from fidelab.engines.openai_sglang import SGLangGenerate
 from fidelab.engines.openai_words import Words
 from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
+from fidelab.engines.timing import groups
 from fidelab.errors import EngineError, UsageError
 
 __all__ = ["OpenAIEngine"]
@@ -207,7 +209,7 @@ class OpenAIEngine(Engine):
         def rows(index: int) -> list[Top]:
             return self._dialect.score(probe.windows[index])[probe.first : probe.last + 1]
 
-        for index, tops in self._asked(len(probe.windows), rows, sink):
+        for index, tops in self._asked(len(probe.windows), rows, sink, self._width()):
             sink.add(index, _rows(tops))
             sink.progress(len(probe.windows[index]))
         return {"tokens": sum(map(len, probe.windows))}
@@ -221,7 +223,7 @@ class OpenAIEngine(Engine):
             prompt, continuation = pairs[index]
             return self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1] if continuation else []
 
-        for index, tops in self._asked(len(pairs), rows, sink):
+        for index, tops in self._asked(len(pairs), rows, sink, self._width()):
             ids = np.asarray(pairs[index][1], dtype=np.int32)
             sink.add(index, {"ids": ids, **(_rows(tops) if tops else {})})
             sink.progress(len(probe.items()[index]))
@@ -235,7 +237,7 @@ class OpenAIEngine(Engine):
         def sequence(index: int) -> Completed:
             return self._dialect.complete(probe.prompts[index], probe.max_tokens, probe.stop, probe.rows)
 
-        for index, done in self._asked(len(probe.prompts), sequence, sink, probe.batch):
+        for index, done in self._asked(len(probe.prompts), sequence, sink, self._width(probe.batch)):
             prompt = probe.prompts[index]
             other = done.read not in (None, len(prompt))
             if other and self._dialect.sends == "ids":
@@ -256,21 +258,35 @@ class OpenAIEngine(Engine):
         }
 
     def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
-        def times(index: int) -> list[float]:
-            events = list(self._dialect.stream(probe.prompts[index], 1 + probe.n))
-            if any(tokens != 1 for _, tokens in events):
-                raise Refused("the server puts several tokens into one event: their times are not known")
-            if len(events) != 1 + probe.n:
-                raise Refused(f"the server ended after {len(events)} of {1 + probe.n} tokens: it heeds no ignore_eos")
-            return [seconds for seconds, _ in events]
+        asked = groups(probe)
 
-        for prompt in probe.prompts[: probe.warmup]:  # rotated: a server may remember how a prompt begins
-            list(self._dialect.stream((*prompt[1:], *prompt[:1]), 1 + probe.n))
-        for index, seconds in self._asked(len(probe.prompts), times, sink, 1):
-            sink.add(index, {"seconds": np.array(seconds, dtype=np.float64)})
-            sink.progress(len(probe.prompts[index]) + probe.n)
+        def seconds(index: int) -> NDArray[np.float64]:
+            each = [_times(events, 1 + probe.n) for events in self._streamed(asked[index], 1 + probe.n)]
+            return np.asarray(np.max(each, axis=0), dtype=np.float64)
+
+        for group in asked[: probe.warmup]:  # rotated: a server may remember how a prompt begins
+            self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + probe.n)
+        for index, found in self._asked(len(asked), seconds, sink, 1):
+            sink.add(index, {"seconds": found})
+            sink.progress(sum(map(len, asked[index])) + probe.n * len(asked[index]))
         generated = probe.n * len(probe.prompts)
         return {"tokens": sum(map(len, probe.prompts)) + generated, "generated": generated}
+
+    def _streamed(self, group: Sequence[Tokens], n: int) -> list[list[tuple[float, int]]]:
+        """For each of some prompts that are sent at once: (seconds since the first was sent, tokens) per event."""
+        self._dialect.forget()
+        began = time.perf_counter()
+
+        def events(prompt: Tokens) -> list[tuple[float, int]]:
+            late = time.perf_counter() - began
+            return [(late + seconds, tokens) for seconds, tokens in self._dialect.stream(prompt, n)]
+
+        with ThreadPoolExecutor(len(group)) as pool:
+            return list(pool.map(events, group))
+
+    def _width(self, batch: int = _CONCURRENCY) -> int:
+        """Requests at a time."""
+        return int(self._options.get("concurrency", min(batch, _CONCURRENCY)))
 
     def _without_prompt_logprobs(self, probe: Prefill | Forced, sink: Sink) -> dict[str, Any]:
         """No item has an answer, and the axis is not measurable; those that only generate are."""
@@ -279,15 +295,13 @@ class OpenAIEngine(Engine):
             sink.fail(index, reason)
         return {"not_measurable": reason}
 
-    def _asked(
-        self, n: int, ask: Callable[[int], Result], sink: Sink, batch: int = _CONCURRENCY
-    ) -> Iterator[tuple[int, Result]]:
-        """Answers in order, several requests at a time; what was refused is marked failed.
+    def _asked(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
+        """Answers in order, ``width`` requests at a time; what was refused is marked failed.
 
         Raises:
             EngineError: the server is gone, or it refused every item.
         """
-        width = min(n, int(self._options.get("concurrency", min(batch, _CONCURRENCY)))) or 1
+        width = min(n, width) or 1
         waiting: deque[tuple[int, Future[Result]]] = deque()
         refused: list[str] = []
         with ThreadPoolExecutor(width) as pool:
@@ -306,6 +320,19 @@ class OpenAIEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
         if refused and len(refused) == n:
             raise EngineError(f"none of {n} items was answered, first: {refused[0]}")
+
+
+def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:
+    """Seconds of each of the n tokens.
+
+    Raises:
+        Refused: they are not known.
+    """
+    if any(tokens != 1 for _, tokens in events):
+        raise Refused("the server puts several tokens into one event: their times are not known")
+    if len(events) != n:
+        raise Refused(f"the server ended after {len(events)} of {n} tokens: it heeds no ignore_eos")
+    return [seconds for seconds, _ in events]
 
 
 def _rows(tops: Sequence[Top]) -> dict[str, Array]:

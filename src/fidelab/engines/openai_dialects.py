@@ -54,6 +54,9 @@ class Dialect(ABC):
     def score(self, ids: Tokens) -> list[Top]:
         """Per position [n] what is reported of the distribution that follows it."""
 
+    def forget(self) -> None:  # noqa: B027  (most servers are told with each request)
+        """Have the server forget the prompts that it has read, where streams do not ask for that themselves."""
+
     @abstractmethod
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
         """(seconds since the request, tokens) per event of ``n`` tokens, stop tokens ignored."""

@@ -40,8 +40,10 @@ class SGLangGenerate(Dialect):
             raise Refused(f"the server scored {len(rows)} tokens of a prompt that has {len(ids)}")
         return [*rows[1:], *_from_sglang(meta, "output")[:1]]
 
-    def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
+    def forget(self) -> None:
         self._client.text("/flush_cache")
+
+    def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
         body = self._body(prompt, n, {"ignore_eos": True}) | {"stream": True}
         known = 0
         for seconds, event in self._client.stream("/generate", body, api=False):

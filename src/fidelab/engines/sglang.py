@@ -109,7 +109,7 @@ class SGLangEngine(Engine):
         prepare(arm, ranks)
         self._context = context(arm)
         passed = {**arguments(arm), "context_length": self._context + SPARE}
-        self._session = SGLangSession(passed, logprobs=self._estimator is Estimator.LOGPROBS)
+        self._session = SGLangSession(passed, self.mark, logprobs=self._estimator is Estimator.LOGPROBS)
         try:
             self._try_out(ranks)
         except BaseException:
@@ -146,10 +146,9 @@ class SGLangEngine(Engine):
             case Forced():
                 facts = self._forced(probe, sink)
             case Timed():
-                for prompt in probe.prompts:
-                    self._known(prompt)
-                    self._fits(len(prompt), 1 + probe.n)
-                facts = time_prompts(probe, sink, lambda prompt: self._session.stream(prompt, 1 + probe.n))
+                for group in probe.groups():
+                    self._together(group, 1 + probe.n)
+                facts = time_prompts(probe, sink, lambda group: self._session.stream(group, 1 + probe.n))
         if self._head is not None and self._head.sentinels:
             cosines, divergences = zip(*self._head.sentinels, strict=True)
             facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
@@ -286,6 +285,18 @@ class SGLangEngine(Engine):
             raise EngineError(
                 f"{prompt} + {new} tokens exceed the context of {self._context}: use shorter texts, or pass "
                 "--engine-arg context-length=N where the model can do more"
+            )
+
+    def _together(self, group: Sequence[Tokens], new: int) -> None:
+        """Prompts that wait for one another are no batch."""
+        for prompt in group:
+            self._known(prompt)
+            self._fits(len(prompt), new)
+        needed = sum(len(prompt) + new + int(self._about["page_size"]) for prompt in group[1:]) + len(group[0]) + new
+        if needed > self._room:
+            raise EngineError(
+                f"{len(group)} prompts of {needed} tokens in all do not fit the cache of {self._room} together: "
+                "pass --engine-arg max-total-tokens=N"
             )
 
     @property

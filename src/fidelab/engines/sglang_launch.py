@@ -96,6 +96,7 @@ def arguments(arm: Arm) -> dict[str, Any]:
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
         "enable_return_hidden_states": True,
+        "sleep_on_idle": True,  # else schedulers that are not asked burn a core
         "disable_radix_cache": True,
         "disable_overlap_schedule": True,
         "disable_cuda_graph": options.get("cuda-graph", "off") == "off",

@@ -11,7 +11,8 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -52,13 +53,14 @@ class Response:
 
 
 class SGLangSession:
-    """Starts SGLang; ``about`` is what the plug-in says of model, cache and head after a first request.
+    """Starts SGLang; ``mark``: told when a phase of that is over.
 
     Raises:
         EngineError: it does not start, or the plug-in is not at work in it.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], *, logprobs: bool) -> None:
+    def __init__(self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool) -> None:
+        self._mark = mark
         self._folder = Path(tempfile.mkdtemp(prefix="fidelab-sglang-"))
         self._logprobs = logprobs
         self._sent = 0
@@ -84,12 +86,16 @@ class SGLangSession:
             from sglang.srt.entrypoints.engine import Engine
         except Exception as error:
             raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
+        self._mark("import")
+        began = time.monotonic()
         try:
-            return Engine(**arguments, custom_sigquit_handler=_child_failed)
+            engine = Engine(**arguments, custom_sigquit_handler=_child_failed)
         except EngineError:
             raise
         except Exception as error:
             raise EngineError(_cause(self._folder) or f"SGLang does not start: {one_line(error)}") from error
+        self._mark("warm-up", **_told_apart(engine, time.monotonic() - began))
+        return engine
 
     def describe(self) -> tuple[dict[str, Any], Response]:
         """What the plug-in finds while two tokens pass, and the answer to them."""
@@ -129,15 +135,21 @@ class SGLangSession:
         """
         return self._collect(*self._send(requests))
 
-    def stream(self, prompt: Tokens, n: int) -> Iterator[int]:
-        """``n`` greedy tokens behind a prompt as they come, stop tokens ignored; nothing happens before the first."""
+    def stream(self, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
+        """``n`` greedy tokens behind each prompt, as those of all come, stop tokens ignored.
+
+        Nothing happens before the first.
+        """
         parameters = {**_GREEDY, "max_new_tokens": n, "ignore_eos": True}
+        prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
+        ids: list[list[int]] = [[] for _ in group]
         given = 0
         try:
-            for chunk in self._alive().generate(input_ids=list(prompt), sampling_params=parameters, stream=True):
-                ids = chunk["output_ids"]
-                yield from ids[given:]
-                given = len(ids)
+            for chunk in self._alive().generate(input_ids=prompts, sampling_params=parameters, stream=True):
+                ids[chunk.get("index", 0)] = chunk["output_ids"]
+                known = min(map(len, ids))
+                yield from ([tokens[i] for tokens in ids] for i in range(given, known))
+                given = known
         except Exception as error:
             raise self._failed(error) from error
 
@@ -229,6 +241,17 @@ class SGLangSession:
 
 
 _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+
+
+def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
+    """How long SGLang's processes took to import and to load, of its whole start; by its own count where it has one.
+
+    The schedulers count from the end of their imports.
+    """
+    counted = getattr(engine.tokenizer_manager, "startup_time", None)
+    if not counted:
+        return {}
+    return {"import": seconds - counted["scheduler_e2e"], "weights": counted["load_weight"]}
 
 
 def _instructions(request: Request) -> dict[str, Any]:

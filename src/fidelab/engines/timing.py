@@ -1,4 +1,4 @@
-"""Timed probes: the clock is the same for every engine that decodes a prompt token by token."""
+"""Timed probes: the clock is the same for every engine that decodes prompts token by token."""
 
 from __future__ import annotations
 
@@ -14,31 +14,51 @@ from fidelab.core import Timed, Tokens
 from fidelab.engines.base import Sink
 from fidelab.errors import EngineError
 
-__all__ = ["time_prompts"]
+__all__ = ["groups", "time_prompts"]
+
+Group = tuple[Tokens, ...]
 
 
-def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Tokens], Iterator[object]]) -> dict[str, Any]:
-    """Answer a Timed probe: warm-up first, then the prompts one by one; returns the facts.
-
-    ``decode(prompt)`` makes a fresh cache ready, which is not timed, and returns an iterator over 1 + n tokens or more.
-    Work on the first begins when it is asked for; each is handed over when it is known to the host, not before.
+def groups(probe: Timed) -> tuple[Group, ...]:
+    """The prompts that are answered together.
 
     Raises:
-        EngineError: an answer ended early.
+        EngineError: those of a group differ in length.
     """
-    for prompt in probe.prompts[: probe.warmup]:
-        _seconds(decode(prompt), probe.n)
-    for item, prompt in enumerate(probe.prompts):
-        sink.add(item, {"seconds": _seconds(decode(prompt), probe.n)})
-        sink.progress(len(prompt) + probe.n)
+    found = probe.groups()
+    for index, group in enumerate(found):
+        if len(lengths := sorted(set(map(len, group)))) > 1:
+            raise EngineError(
+                f"timed prompts that are answered together have one length, group {index} has {lengths}: "
+                "make them equal, or pass batch=1"
+            )
+    return found
+
+
+def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Group], Iterator[object]]) -> dict[str, Any]:
+    """Answer a Timed probe: warm-up first, then the groups one by one; returns the facts.
+
+    ``decode(group)`` makes a fresh cache ready, which is not timed, and returns an iterator of 1 + n steps or more.
+    Work on the first begins when it is asked for; each is handed over when that token of all prompts of the group is
+    known to the host, not before.
+
+    Raises:
+        EngineError: prompts of a group differ in length, or an answer ended early.
+    """
+    asked = groups(probe)
+    for group in asked[: probe.warmup]:
+        _seconds(decode(group), probe.n)
+    for item, group in enumerate(asked):
+        sink.add(item, {"seconds": _seconds(decode(group), probe.n)})
+        sink.progress(sum(map(len, group)) + probe.n * len(group))
     generated = probe.n * len(probe.prompts)
     return {"tokens": sum(map(len, probe.prompts)) + generated, "generated": generated}
 
 
-def _seconds(tokens: Iterator[object], n: int) -> NDArray[np.float64]:
+def _seconds(steps: Iterator[object], n: int) -> NDArray[np.float64]:
     """Seconds [1 + n] from now to each of the tokens."""
     began = time.perf_counter()
-    seconds = [time.perf_counter() - began for _ in islice(tokens, 1 + n)]
+    seconds = [time.perf_counter() - began for _ in islice(steps, 1 + n)]
     if len(seconds) <= n:
         raise EngineError(f"a timed answer ended after {len(seconds)} of {1 + n} tokens: something stopped it")
     return np.array(seconds)

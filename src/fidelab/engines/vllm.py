@@ -11,6 +11,8 @@ backend says it cannot read).
 - **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
+- **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
+  prompts that were read first decode while the rest is read.
 - **What is stored is compared with what was written**: the keys and values of one layer for a few tokens, as sorted
   numbers, against the blocks of the cache.  Where they differ, or the backend does not list the format, none is
   claimed: on CPUs vLLM takes formats whose blocks its kernel misreads.  (Formats with scales of their own inside the
@@ -103,7 +105,7 @@ class VLLMEngine(Engine):
         self._hidden = dict(arm.options).get("estimator") != "logprobs"
         prepare(arm)
         self._backend = backend_for(arm)
-        self._model = VLLMModel(arm)
+        self._model = VLLMModel(arm, self.mark)
         wanted, runs = dict(arm.options).get("attention-backend"), self.ran().attention
         if wanted and runs != wanted:
             raise EngineError(f"attention-backend={wanted} was asked for, vLLM runs {runs}")
@@ -124,7 +126,7 @@ class VLLMEngine(Engine):
             case Forced():
                 facts = self._forced(probe, sink)
             case Timed():
-                facts = time_prompts(probe, sink, lambda prompt: self._model.tokens(prompt, 1 + probe.n))
+                facts = time_prompts(probe, sink, lambda group: self._model.tokens(group, 1 + probe.n))
         if head is not None and head.sentinels:
             cosines, divergences = zip(*head.sentinels, strict=True)
             facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
@@ -135,6 +137,13 @@ class VLLMEngine(Engine):
 
     def ran(self) -> Ran:
         return ran(self._model, self._arm, self._backend, self.versions())
+
+    def peak_device_bytes(self) -> int | None:
+        """Of one rank, which lives in this process; several live in others."""
+        import torch
+
+        here = torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"
+        return torch.cuda.max_memory_allocated() if here else None
 
     def close(self) -> None:
         self._model.close()

@@ -6,6 +6,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,15 +61,16 @@ class Request:
 
 
 class VLLMModel:
-    """One ``vllm.LLM`` with fidelab's capture in its workers.
+    """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark``: told when a phase of opening is over.
 
     Raises:
         EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
         NotSupportedError: vLLM's kernels cannot do what the arm asks, or the model keeps no keys and values.
     """
 
-    def __init__(self, arm: Arm) -> None:
+    def __init__(self, arm: Arm, mark: Callable[[str], None]) -> None:
         self._arm = arm
+        self._mark = mark
         self._options = dict(arm.options)
         self._hidden = self._options.get("estimator") != "logprobs"
         self._count = 0
@@ -81,12 +83,13 @@ class VLLMModel:
 
     def _load(self) -> None:
         try:
-            import vllm
+            from vllm import LLM, SamplingParams
             from vllm.inputs.engine import tokens_input
             from vllm.sampling_params import RequestOutputKind
 
-            self._params, self._input, self._kinds = vllm.SamplingParams, tokens_input, RequestOutputKind
-            self.llm = vllm.LLM(self._arm.path, **self._arguments())
+            self._params, self._input, self._kinds = SamplingParams, tokens_input, RequestOutputKind
+            with _marked(self._mark):
+                self.llm = LLM(self._arm.path, **self._arguments())
             self._engine = self.llm.llm_engine
         except NotImplementedError as error:
             raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {_one_line(error)}") from error
@@ -204,16 +207,25 @@ class VLLMModel:
             if running:
                 self._engine.abort_request(list(running))
 
-    def tokens(self, prompt: Sequence[int], n: int) -> Iterator[int]:
-        """The n tokens behind a prompt, each as soon as the engine hands it over; nothing is captured."""
-        self._must_fit(len(prompt) + n)
-        key = self._add(Request(prompt, n), (), self._kinds.DELTA)
+    def tokens(self, group: Sequence[Sequence[int]], n: int) -> Iterator[list[int]]:
+        """The n tokens behind each prompt, as soon as the engine has handed that of all over; nothing is captured.
+
+        Raises:
+            EngineError: the prompts do not fit the arm, or not all at once.
+        """
+        self._must_fit_together([len(prompt) + n for prompt in group])
+        keys = [self._add(Request(prompt, n), (), self._kinds.DELTA) for prompt in group]
+        ids: dict[str, list[int]] = {key: [] for key in keys}
+        given = 0
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
-                    yield from output.outputs[0].token_ids
+                    ids[output.request_id] += output.outputs[0].token_ids
+                known = min(map(len, ids.values()))
+                yield from ([ids[key][i] for key in keys] for i in range(given, known))
+                given = known
         finally:
-            self._engine.abort_request([key])
+            self._engine.abort_request(keys)
 
     def _add(self, request: Request, stop: Sequence[int], kind: Any = None) -> str:
         self._count += 1
@@ -234,6 +246,20 @@ class VLLMModel:
         most = self.config.model_config.max_model_len
         if tokens > most:
             raise EngineError(f"{tokens:,} tokens are more than this arm's {most:,}: raise max-model-len")
+
+    def _must_fit_together(self, sizes: Sequence[int]) -> None:
+        """Requests that wait for one another are no batch."""
+        for tokens in sizes:
+            self._must_fit(tokens)
+        if len(sizes) > (most := self.config.scheduler_config.max_num_seqs):
+            raise EngineError(f"{len(sizes)} sequences are more than this arm's {most} at once: raise max-num-seqs")
+        cache = self.cache()[0]
+        block = cache["layers"][0]["block_size"]
+        if (needed := sum(-(-tokens // block) for tokens in sizes)) > cache["blocks"]:
+            raise EngineError(
+                f"{len(sizes)} sequences need {needed * block:,} places of the cache, which has "
+                f"{cache['blocks'] * block:,}: raise kv-cache-memory"
+            )
 
     # -------------------------------------------------------------------------------------------- rows
 
@@ -295,6 +321,32 @@ class VLLMModel:
             self._engine.engine_core.shutdown()
         finally:
             self._folder.cleanup()
+
+
+@contextmanager
+def _marked(mark: Callable[[str], None]) -> Iterator[None]:
+    """Marks ``import`` now, and ``weights`` where vLLM has loaded them and turns to profiling, cache and compilation.
+
+    All that happens in one call, and vLLM only logs how long the parts took.  Without that step nothing is told apart.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    mark("import")
+    name = "_initialize_kv_caches"
+    original = getattr(EngineCore, name, None)
+    if original is None:
+        yield
+        return
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        mark("weights")
+        return original(*args, **kwargs)
+
+    setattr(EngineCore, name, loaded)
+    try:
+        yield
+    finally:
+        setattr(EngineCore, name, original)
 
 
 def size_in_bytes(text: str) -> int:

@@ -10,5 +10,6 @@ IMPORTS = Registry(
     {
         "refract": "fidelab.imports.refract:import_refract",
         "kld-dumps": "fidelab.imports.kld_dumps:import_dumps",
+        "throughput": "fidelab.imports.throughput:import_throughput",
     },
 )

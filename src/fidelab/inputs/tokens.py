@@ -25,6 +25,7 @@ class _Backend(Protocol):
     def render(self, messages: Sequence[Message]) -> str: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def pieces(self) -> list[str]: ...
+    def special_ids(self) -> frozenset[int]: ...
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,10 @@ class Tokenizer:
         """The tokenizer's own string for each id; ``""`` for an id that has none."""
         return self.backend.pieces()
 
+    def special_ids(self) -> frozenset[int]:
+        """Ids that stand for no text: begin, end and padding, roles, and ids without a string."""
+        return self.backend.special_ids()
+
     def vocabulary(self) -> Vocabulary:
         """Size and hash of :meth:`pieces`: equal hashes mean that equal ids are equal strings."""
         pieces = self.pieces()
@@ -120,6 +125,9 @@ class _Bytes:
 
     def pieces(self) -> list[str]:
         return [f"<0x{i:02X}>" for i in range(256)]
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset({0})
 
 
 class _HuggingFace:
@@ -174,6 +182,11 @@ class _HuggingFace:
 
     def pieces(self) -> list[str]:
         return [piece or "" for piece in self._hf.convert_ids_to_tokens(range(len(self._hf)))]
+
+    def special_ids(self) -> frozenset[int]:
+        added = (i for i, token in self._hf.added_tokens_decoder.items() if token.special)
+        unnamed = (i for i, piece in enumerate(self.pieces()) if not piece)
+        return frozenset((*self._hf.all_special_ids, *added, *unnamed))
 
     def bos_id(self) -> int | None:
         bos = self._hf.bos_token_id

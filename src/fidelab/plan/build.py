@@ -93,7 +93,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     so that "identical" is seen in two real captures.
     """
     jobs = [PlannedJob(role, arm, ()) for role, arm in settings.roles() if arm.name not in settings.unsupported]
-    if settings.experiment.floor > 0:
+    if settings.experiment.floor > 0 and settings.axes:
         jobs.append(PlannedJob(FLOOR, settings.reference, ()))
     probes: dict[str, Mapping[str, Probe]] = {}
     unavailable: dict[str, str] = {}
@@ -102,7 +102,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
             probes[name] = axis.probes(inputs)
         except UnavailableError as error:
             unavailable[name] = str(error)
-    if not probes:
+    if not probes and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
     return Plan(settings, tuple(with_probes(settings, job, probes) for job in numbered), unavailable)

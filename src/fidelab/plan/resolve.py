@@ -11,6 +11,8 @@ from pydantic import ValidationError
 
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis
+from fidelab.benches import BENCHES
+from fidelab.benches.base import Bench
 from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, FormatSpec, KVSpec, usable_cores
@@ -45,6 +47,7 @@ class Settings:
     control: Arm | None
     candidates: tuple[Arm, ...]
     axes: Mapping[str, Axis]
+    benches: Mapping[str, Bench]
     unsupported: Mapping[str, str]
     deployed: Mapping[str, Deployed]
     output_dir: Path
@@ -70,22 +73,31 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
     for config in (experiment.engine, *(arm.engine for arm in experiment.candidates if arm.engine)):
         engine_class(config)
     axes = {name: _axis(name, values) for name, values in experiment.axes.items()}
+    benches = {name: _bench(name, values) for name, values in experiment.benches.items()}
     with Engines() as engines:
         _check_kv_names(experiment, engines)
-        return _Resolver(experiment, axes, engines, created).settings()
+        return _Resolver(experiment, axes, benches, engines, created).settings()
 
 
 class _Resolver:
     """Arms, and where each of them runs."""
 
-    def __init__(self, experiment: Experiment, axes: Mapping[str, Axis], engines: Engines, created: str) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        axes: Mapping[str, Axis],
+        benches: Mapping[str, Bench],
+        engines: Engines,
+        created: str,
+    ) -> None:
         self._engines = engines
         self._created = created
         self._asked_dtype = experiment.dtype
         self._models: dict[str, Model] = {}
         self._model = self._find_model(experiment.model)
         self._axes = axes
-        self._experiment = _fill(experiment, self._model, axes)
+        self._benches = benches
+        self._experiment = _fill(experiment, self._model, axes, benches)
         self._deployed: dict[str, Deployed] = {}
         self._unsupported: dict[str, str] = {}
 
@@ -108,6 +120,7 @@ class _Resolver:
             control=control,
             candidates=candidates,
             axes=self._axes,
+            benches=self._benches,
             unsupported=self._unsupported,
             deployed=self._deployed,
             output_dir=output,
@@ -276,7 +289,9 @@ def _name(config: ArmConfig) -> str:
     return " ".join(filter(None, said))
 
 
-def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis]) -> Experiment:
+def _fill(
+    experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]
+) -> Experiment:
     """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
     reference = _with_kv(experiment.reference, engine_class(experiment.reference.engine or experiment.engine).native_kv)
     return experiment.model_copy(
@@ -287,6 +302,7 @@ def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis]) -> Exp
             "threads": experiment.threads or usable_cores(),
             "device": _device(experiment.device, model),
             "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
+            "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
         }
     )
 
@@ -382,6 +398,14 @@ def _axis(name: str, values: Mapping[str, object]) -> Axis:
         return cls(cls.Settings.model_validate(dict(values)))
     except ValidationError as error:
         raise ConfigError(explain_validation(error, "settings", cls.Settings, f"axes.{name}")) from None
+
+
+def _bench(name: str, values: Mapping[str, object]) -> Bench:
+    cls: type[Bench] = BENCHES.load(name)
+    try:
+        return cls(cls.Settings.model_validate(dict(values)))
+    except ValidationError as error:
+        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"benches.{name}")) from None
 
 
 def _folder(path: Path, what: str) -> Path:

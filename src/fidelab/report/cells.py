@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,7 @@ from fidelab.report.numbers import (
 from fidelab.results.axis_record import Figure, KldAxis
 from fidelab.results.record import ArmRecord
 
-__all__ = ["STATUS", "Estimate", "excess_of", "figure_of", "kld_of", "kv_of", "options", "plain", "scored"]
+__all__ = ["STATUS", "Estimate", "excess_of", "figure_of", "kld_of", "kv_of", "options", "plain", "scored", "shared"]
 
 STATUS = {
     Status.OK: "ok",
@@ -97,3 +97,11 @@ def figure_of(figure: Figure | None) -> str:
     if figure is None:
         return ABSENT
     return str(Estimate(format_figure(figure.value, figure.unit), format_figure_margin(figure.ci, figure.unit)))
+
+
+def shared(lines: Iterable[tuple[str, str]]) -> list[str]:
+    """(arm, line) → lines that begin with the arms they hold for; the same words are said once."""
+    owners: dict[str, list[str]] = {}
+    for name, line in lines:
+        owners.setdefault(line, []).append(name)
+    return [f"{', '.join(names)}: {line}" for line, names in owners.items()]

@@ -2,138 +2,32 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
-from fidelab.report.numbers import format_bytes
+from fidelab.report.labels import LETTER, Labels, shorten, spread
+from fidelab.report.scales import Axis, Scale, Tick, scale_for
 
 __all__ = [
-    "Axis",
     "Band",
+    "Bar",
     "Box",
     "Chart",
     "Line",
     "Mark",
     "Rule",
     "RuleMark",
-    "Scale",
     "Size",
     "Stroke",
-    "Tick",
     "draw_bands",
     "draw_lines",
     "draw_rules",
     "line_style",
-    "scale_for",
-    "shorten",
-    "spread",
 ]
 
-MOST_DECADES = 12
-MARGIN = 0.15
-"""Decades beyond the extreme values."""
 COLOURS, DASHES = 8, 3
 FEW_POINTS = 12
-LETTER = 6.7
-"""Mean width of a letter at the labels' 12 units."""
-
-
-# ----------------------------------------------------------------------------------------------- scales
-
-
-@dataclass(frozen=True)
-class Tick:
-    """A grid line: its place on its axis and its label."""
-
-    at: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Axis:
-    """What an axis shows; ``low`` and ``high`` are its ends where the data shall not decide."""
-
-    label: str
-    log: bool = False
-    percent: bool = False
-    low: float | None = None
-    high: float | None = None
-
-
-@dataclass(frozen=True)
-class Scale:
-    """Values ``low``…``high`` onto places ``start``…``end``; what lies outside is drawn at the nearer end.
-
-    A value of 0 or less has no place on a logarithmic scale: it is drawn at its low end.
-    """
-
-    low: float
-    high: float
-    start: float
-    end: float
-    log: bool = False
-    percent: bool = False
-
-    def __call__(self, value: float) -> float:
-        """The place of a value."""
-        if self.log:
-            span = math.log10(self.high / self.low)
-            share = math.log10(value / self.low) / span if value > 0 else 0.0
-        else:
-            share = (value - self.low) / (self.high - self.low)
-        return round(self.start + (self.end - self.start) * min(1.0, max(0.0, share)), 1)
-
-    def ticks(self, most: int) -> tuple[Tick, ...]:
-        """At most ``most`` + 1 round values with their places: decades, or steps of 1, 2 or 5."""
-        return tuple(Tick(self(value), self._label(value)) for value in self._round_values(most))
-
-    def _round_values(self, most: int) -> list[float]:
-        if self.log:
-            first = math.ceil(math.log10(self.low) - 1e-9)
-            last = math.floor(math.log10(self.high) + 1e-9)
-            if last - first < 2:
-                within = (self.low * (1 - 1e-9), self.high * (1 + 1e-9))
-                fine = [factor * 10.0**power for power in range(first - 1, last + 1) for factor in (1, 2, 5)]
-                return [value for value in fine if within[0] <= value <= within[1]]
-            return [10.0**power for power in range(last, first - 1, -max(1, math.ceil((last - first) / most)))][::-1]
-        step = round_step((self.high - self.low) / most)
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [round(step * n, 12) for n in range(first, last + 1)]
-
-    def _label(self, value: float) -> str:
-        if self.percent:
-            return f"{100 * value:g}%"
-        if self.log and value < 9e-5:
-            mantissa, _, power = f"{value:.0e}".partition("e")
-            return f"{mantissa}e{int(power)}"
-        return format_bytes(value) if abs(value) >= 1000 else f"{value:g}"
-
-
-def scale_for(values: Iterable[float], axis: Axis, start: float, end: float) -> Scale:
-    """A scale that holds all values, with a margin and at least a decade where it is logarithmic."""
-    found = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
-    found += [value for value in (axis.low, axis.high) if value is not None]
-    low = axis.low if axis.low is not None else min(found, default=1e-4 if axis.log else 0.0)
-    high = axis.high if axis.high is not None else max(found, default=1e-3 if axis.log else 1.0)
-    if axis.log:
-        # kept clear of the smallest and largest numbers that exist
-        top = min(300.0, math.log10(high) + (MARGIN if axis.high is None else 0))
-        bottom = max(-301.0, math.log10(low) - (MARGIN if axis.low is None else 0))
-        bottom = max(top - MOST_DECADES, min(top - 1, bottom))
-        low, high = 10.0**bottom, 10.0**top
-    else:
-        low, high = max(low, -1e300), min(high, 1e300)
-        high = high if high > low else low + (abs(low) or 1.0)
-    return Scale(low, high, start, end, axis.log, axis.percent)
-
-
-def round_step(rough: float) -> float:
-    """1, 2 or 5 times a power of ten, at least ``rough``."""
-    if rough <= 0:
-        return 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * 0.999)
 
 
 # ------------------------------------------------------------------------------------------------- data
@@ -141,7 +35,11 @@ def round_step(rough: float) -> float:
 
 @dataclass(frozen=True)
 class Line:
-    """One arm's values; ``None`` is a gap.  ``arm`` ties it to its legend entry; ``area``: shaded down to the axis."""
+    """One arm's values; ``None`` is a gap.  ``arm`` ties it to its legend entry; ``area``: shaded down to the axis.
+
+    ``low`` and ``high``, one per value, are its spread; ``tags``, one per value, its name; ``hollow``: (x, y, why) of
+    what was measured and does not count, which no line runs through.
+    """
 
     name: str
     arm: str
@@ -149,6 +47,10 @@ class Line:
     x: Sequence[float]
     y: Sequence[float | None]
     area: bool = False
+    low: Sequence[float | None] = ()
+    high: Sequence[float | None] = ()
+    tags: Sequence[str] = ()
+    hollow: Sequence[tuple[float, float, str]] = ()
 
 
 @dataclass(frozen=True)
@@ -206,7 +108,11 @@ class RuleMark:
 
 @dataclass(frozen=True)
 class Stroke:
-    """A drawn line: path data, the area under it, dots where points are few, and its label's place, if it has one."""
+    """A drawn line: path data, the area under it, dots where points are few, and its label's place, if it has one.
+
+    ``spread``: the shape between the low and the high ends; ``hollow``: places and titles; ``tags``: places, anchors
+    and names of points.
+    """
 
     name: str
     arm: str
@@ -216,6 +122,22 @@ class Stroke:
     dots: tuple[tuple[float, float], ...]
     label: str
     label_y: float
+    spread: str = ""
+    hollow: tuple[tuple[float, float, str], ...] = ()
+    tags: tuple[tuple[float, float, str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a bar chart: its name above it, parts as (left, width, style, title), its figure behind them."""
+
+    y: float
+    height: float
+    name: str
+    arm: str
+    parts: tuple[tuple[float, float, str, str], ...]
+    figure: str
+    figure_x: float
 
 
 @dataclass(frozen=True)
@@ -255,6 +177,7 @@ class Chart:
     strokes: tuple[Stroke, ...] = ()
     marks: tuple[Mark, ...] = ()
     uprights: tuple[Tick, ...] = ()
+    bars: tuple[Bar, ...] = ()
     step: str = field(default="")
 
 
@@ -272,20 +195,34 @@ def draw_lines(
     longest = max((len(shorten(line.name)) for line in lines), default=0) if size.labels else 0
     left, top, bottom = 58.0, 30.0, size.height - 48.0
     right = size.width - 14 - (8 + LETTER * longest if longest else 0)
-    x_scale = scale_for((value for line in lines for value in line.x), x, left, right)
-    values = [*(v for line in lines for v in line.y if v is not None), *(band.upper for band in bands)]
+    x_scale = scale_for((at for line in lines for at in (*line.x, *(at for at, _, _ in line.hollow))), x, left, right)
+    found = (value for line in lines for value in (*line.y, *line.low, *line.high, *(y for _, y, _ in line.hollow)))
+    values = [*(value for value in found if value is not None), *(band.upper for band in bands)]
     y_scale = scale_for(values if y.log else _padded(values), y, bottom, top)
     ends = [_end(line, y_scale) for line in lines]
     levels = spread(ends, 14.0, top, bottom) if size.labels else ends
+    points = [point for line in lines for run in _runs(line, x_scale, y_scale) for point in run]
+    labels = Labels(left, right, top, bottom, points)
     strokes = []
     for line, level in zip(lines, levels, strict=True):
         runs = _runs(line, x_scale, y_scale)
-        d = " ".join(_path(run, stairs) for run in runs)
         area = " ".join(f"{_path(run, stairs)}V{bottom:g}H{run[0][0]:g}Z" for run in runs) if line.area else ""
-        label = shorten(line.name) if size.labels and runs else ""
         few = len(line.x) <= FEW_POINTS and not stairs
-        dots = tuple(point for run in runs for point in run if few or len(run) == 1)
-        strokes.append(Stroke(line.name, line.arm, line.style, d, area, dots, label, round(level + 4, 1)))
+        strokes.append(
+            Stroke(
+                name=line.name,
+                arm=line.arm,
+                style=line.style,
+                d=" ".join(_path(run, stairs) for run in runs),
+                area=area,
+                dots=tuple(point for run in runs for point in run if few or len(run) == 1),
+                label=shorten(line.name) if size.labels and (runs or line.hollow) else "",
+                label_y=round(level + 4, 1),
+                spread=_spread(line, x_scale, y_scale),
+                hollow=tuple((x_scale(at), y_scale(value), title) for at, value, title in line.hollow),
+                tags=tuple(_tags(line, x_scale, y_scale, labels)),
+            )
+        )
     return Chart(
         size=size,
         left=left,
@@ -294,7 +231,7 @@ def draw_lines(
         bottom=bottom,
         x_label=x.label,
         y_label=y.label,
-        x_ticks=x_scale.ticks(6 if size.width > 400 else 4),
+        x_ticks=x_scale.ticks_at(x.at) or x_scale.ticks(6 if size.width > 400 else 4),
         y_ticks=y_scale.ticks(6),
         boxes=draw_bands(bands, y_scale),
         rules=draw_rules(rules, y_scale),
@@ -323,24 +260,6 @@ def draw_rules(rules: Sequence[Rule], scale: Scale) -> tuple[RuleMark, ...]:
     )
 
 
-def spread(levels: Sequence[float], gap: float, low: float, high: float) -> list[float]:
-    """Levels near the given ones, in the same order, at least ``gap`` apart and within ``low``…``high`` if they fit."""
-    order = sorted(range(len(levels)), key=lambda index: levels[index])
-    placed, limit = dict.fromkeys(order, 0.0), high
-    for index in reversed(order):
-        placed[index] = min(levels[index], limit)
-        limit = placed[index] - gap
-    if (len(order) - 1) * gap <= high - low:
-        for n, index in enumerate(order):
-            placed[index] = max(placed[index], low + n * gap)
-    return [placed[index] for index in range(len(levels))]
-
-
-def shorten(name: str, letters: int = 18) -> str:
-    """A name that fits beside a chart."""
-    return name if len(name) <= letters else name[: letters - 1] + "…"
-
-
 def _padded(values: Sequence[float]) -> list[float]:
     """With a margin on both sides, which does not reach below 0 where no value does."""
     if not values:
@@ -351,7 +270,31 @@ def _padded(values: Sequence[float]) -> list[float]:
 
 
 def _end(line: Line, scale: Scale) -> float:
-    return next((scale(value) for value in reversed(line.y) if value is not None), scale.start)
+    values = [*(value for _, value, _ in line.hollow[-1:]), *(value for value in line.y if value is not None)]
+    return scale(values[-1]) if values else scale.start
+
+
+def _spread(line: Line, x: Scale, y: Scale) -> str:
+    """From low to high ends: a shape around each run, a bar around a lone value."""
+    shapes = []
+    ends = zip(line.x, line.low, line.high, strict=True) if line.low else ()
+    for given, group in groupby(ends, lambda end: end[1] is not None and end[2] is not None):
+        places = [(x(at), y(low), y(high)) for at, low, high in group if low is not None and high is not None]
+        if given and len(places) == 1:
+            [(at, low, high)] = places
+            shapes.append(f"M{at - 1.5:g} {low:g}H{at + 1.5:g}V{high:g}H{at - 1.5:g}Z")
+        elif given:
+            there = [f"{at:g} {high:g}" for at, _, high in places]
+            back = [f"{at:g} {low:g}" for at, low, _ in reversed(places)]
+            shapes.append(f"M{' L'.join(there + back)}Z")
+    return " ".join(shapes)
+
+
+def _tags(line: Line, x: Scale, y: Scale, labels: Labels) -> Iterator[tuple[float, float, str, str]]:
+    """Names of points as far as there is room beside them."""
+    for at, value, tag in zip(line.x, line.y, line.tags or [""] * len(line.x), strict=True):
+        if tag and value is not None and (place := labels.beside(x(at), y(value), tag)):
+            yield (*place, tag)
 
 
 def _runs(line: Line, x: Scale, y: Scale) -> list[list[tuple[float, float]]]:

@@ -3,25 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from fidelab.report.charts import (
-    LETTER,
-    Axis,
-    Band,
-    Chart,
-    Mark,
-    Rule,
-    Scale,
-    Size,
-    Tick,
-    draw_bands,
-    draw_rules,
-    round_step,
-    scale_for,
-    shorten,
-)
+from fidelab.report.charts import Band, Chart, Mark, Rule, Size, draw_bands, draw_rules
+from fidelab.report.labels import Labels, shorten
 from fidelab.report.numbers import format_bytes, format_kld, format_margin
+from fidelab.report.scales import Axis, Scale, Tick, round_step, scale_for
 from fidelab.report.view import Point
 
 __all__ = ["draw_frontier", "pareto"]
@@ -66,7 +52,7 @@ def draw_frontier(
     x = scale_for([], Axis("", low=0.0, high=max(largest * 1.04, step)), left, right)
     best = pareto(points)
     marks: list[Mark] = []
-    labels = _Labels(left, right, top, bottom, [(x(point.bytes), y(point.mean)) for point in points])
+    labels = Labels(left, right, top, bottom, [(x(point.bytes), y(point.mean)) for point in points])
     for point in sorted(points, key=lambda point: (-point.mean, point.bytes)):
         at, level = x(point.bytes), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
@@ -114,36 +100,3 @@ def _stairs(best: Sequence[Point], x: Scale, y: Scale) -> str:
         return ""
     first, rest = best[0], best[1:]
     return f"M{x(first.bytes):g} {y(first.mean):g}" + "".join(f"H{x(p.bytes):g}V{y(p.mean):g}" for p in rest)
-
-
-@dataclass
-class _Labels:
-    """Places for labels where none covers another or a point; in a crowd the nearest free line below or above."""
-
-    left: float
-    right: float
-    top: float
-    bottom: float
-    points: Sequence[tuple[float, float]]
-
-    def __post_init__(self) -> None:
-        self.taken: list[tuple[float, float, float, float]] = [(a - 5, b - 5, a + 5, b + 5) for a, b in self.points]
-
-    def place(self, x: float, y: float, name: str) -> tuple[float, float, str]:
-        """Abscissa, baseline and anchor of a label for the point at (x, y)."""
-        width = LETTER * len(name)
-        sides = ((x + 9, "start"), (x - 9, "end"))
-        fallback = (x + 9, y + 4, "start") if x + 9 + width <= self.right else (x - 9, y + 4, "end")
-        for shift in (-11, 0, 14, -14, 28, -28, 42, -42, 56, -56, 70, -70, 84, -84):
-            for at, anchor in sides:
-                begin = at if anchor == "start" else at - width
-                box = (begin, y + shift - 7, begin + width, y + shift + 7)
-                if self._free(box):
-                    self.taken.append(box)
-                    return at, round(y + shift + 4, 1), anchor
-        return fallback
-
-    def _free(self, box: tuple[float, float, float, float]) -> bool:
-        left, top, right, bottom = box
-        inside = left >= self.left and right <= self.right and top >= self.top - 7 and bottom <= self.bottom + 7
-        return inside and all(right <= a or left >= c or bottom <= b or top >= d for a, b, c, d in self.taken)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fidelab.report.charts import LETTER, shorten
+from fidelab.report.labels import LETTER, shorten
 from fidelab.report.numbers import ABSENT, MINUS
 from fidelab.results.panels import Grid, Heatmap
 

@@ -7,10 +7,11 @@ another cell.  Addresses stand in code spans too: renderers make links of them, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from fidelab.report.benches import Performance
 from fidelab.report.numbers import ABSENT, format_count, one_line
 from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.record import Report
@@ -30,13 +31,17 @@ _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
 def render_markdown(report: Report) -> str:
     """The section; ends in a newline."""
     view = build_view(report)
-    parts = [
-        _opening(report, view),
-        _bullets(f"failed: {_text(line)}" for line in view.failures),
-        _table(view.rows),
+    verdicts = (
+        _table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
         _bullets(f"{_code(row.name)}: {_text(row.sentence)}" for row in view.candidates),
         _LEGEND,
         _bullets(_text(line) for line in (view.control, view.floor, view.ranking) if line),
+    )
+    parts = [
+        _opening(report, view),
+        _bullets(f"failed: {_text(line)}" for line in view.failures),
+        *(verdicts if view.fidelity else ()),
+        *(_speed(view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
         f"Made with fidelab {_text(view.version)} on {report.created.date().isoformat()}.",
@@ -45,11 +50,15 @@ def render_markdown(report: Report) -> str:
 
 
 def _opening(report: Report, view: View) -> str:
-    """What was compared, on which text and by which protocol, in one sentence."""
+    """What was compared or measured, on which text and by which protocol, in one sentence."""
     engines = ", ".join(_code(name) for name in dict.fromkeys(row.engine for row in view.rows))
-    n = len(view.candidates)
-    compared = f"{n} configuration{'' if n == 1 else 's'} of {_code(_public(view.rows[0].model))} on {engines}"
-    return f"{compared}, compared with the reference {_code(view.rows[0].name)}{_protocol(report.settings)}."
+    n = len(view.candidates) if view.fidelity else len(view.rows)
+    those = f"{n} configuration{'' if n == 1 else 's'} of {_code(_public(view.rows[0].model))} on {engines}"
+    if view.performance is not None and not view.fidelity:
+        what = view.performance.measured
+        compared = f", compared with the reference {_code(view.rows[0].name)}" if n > 1 else ""
+        return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
+    return f"{those}, compared with the reference {_code(view.rows[0].name)}{_protocol(report.settings)}."
 
 
 def _protocol(settings: Mapping[str, Any]) -> str:
@@ -81,15 +90,31 @@ def _public(name: str) -> str:
     return path.name if path.is_absolute() else name
 
 
-def _table(rows: Iterable[ArmRow]) -> str:
-    lines = [_COLUMNS, (":--", ":--", *["--:"] * (len(_COLUMNS) - 2)), *(_cells(row) for row in rows)]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+def _table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
+    """The first ``named`` columns hold words."""
+    ruler = [*[":--"] * named, *["--:"] * (len(columns) - named)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows))
+
+
+def _speed(speed: Performance) -> list[str]:
+    """Speed and memory of all arms, and what makes single figures doubtful."""
+    arms = zip(speed.names, speed.rows, strict=True)
+    cells = ((_name(name), *(_text(str(figure)) for figure in figures)) for name, figures in arms)
+    table = _table(("arm", *speed.columns), 1, cells) if speed.columns else ""
+    doubts = _bullets(
+        _text(f"{bench.word}: {line}") for bench in speed.benches for line in (*bench.lines, *bench.notes.named())
+    )
+    return [table, speed.note if table else "", doubts]
+
+
+def _name(name: str) -> str:
+    return _code(name).replace("|", "\\|")
 
 
 def _cells(row: ArmRow) -> tuple[str, ...]:
     verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
     figures = (str(row.kld), str(row.excess), row.p99, row.top1, str(row.trajectory), row.cache_bytes)
-    return (_code(row.name).replace("|", "\\|"), *(_text(cell) for cell in (verdict, *figures)))
+    return (_name(row.name), *(_text(cell) for cell in (verdict, *figures)))
 
 
 def _bullets(lines: Iterable[str]) -> str:

@@ -6,22 +6,28 @@ import math
 
 __all__ = [
     "ABSENT",
+    "MIB",
     "MINUS",
+    "format_amount",
     "format_bytes",
     "format_count",
     "format_figure",
     "format_figure_margin",
     "format_kld",
     "format_margin",
+    "format_mib",
     "format_range",
+    "format_ratio",
     "format_score",
     "format_share",
+    "format_tokens",
     "one_line",
     "printable",
 ]
 
 ABSENT = "–"
 MINUS = "−"
+MIB = 2**20
 
 
 def format_kld(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
@@ -80,6 +86,28 @@ def format_bytes(value: float | None) -> str:
 def format_count(value: float | None) -> str:
     """A count in full, with separators; four significant digits where it is no whole number."""
     return ABSENT if value is None else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
+
+
+def format_amount(value: float | None) -> str:
+    """A measured amount with 3 significant digits, whole from 1,000 on: ``24.4``, ``1,234``."""
+    if value is None:
+        return ABSENT
+    return f"{value:,.0f}" if value >= 999.5 else _significant(value, 3)
+
+
+def format_mib(value: float | None) -> str:
+    """Bytes as MiB, without the unit."""
+    return ABSENT if value is None else format_amount(value / MIB)
+
+
+def format_ratio(value: float | None) -> str:
+    """``1.03×``."""
+    return ABSENT if value is None else f"{format_amount(value) if value >= 10 else f'{value:.2f}'}×"
+
+
+def format_tokens(value: int) -> str:
+    """A length as people ask for it: ``128``, ``4k`` of 4,096, ``1,000``."""
+    return f"{value // 1024}k" if value and value % 1024 == 0 else f"{value:,}"
 
 
 def format_figure(value: float | None, unit: str) -> str:

@@ -5,16 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fidelab.report.charts import Axis, Band, Chart, Line, Rule, Size, draw_lines
+from fidelab.core import slug
+from fidelab.report.charts import Band, Chart, Line, Rule, Size, draw_lines
 from fidelab.report.frontier import draw_frontier
 from fidelab.report.numbers import format_kld
 from fidelab.report.positions import EDGES, ArmPositions
+from fidelab.report.scales import Axis
 from fidelab.report.sections import Curves, role_arms
 from fidelab.report.view import View
 from fidelab.results.axis_record import Axes, Bins
 from fidelab.results.record import Report
 
-__all__ = ["Plot", "confidence", "curves", "frontier", "noise", "position", "survival", "tail"]
+__all__ = [
+    "MOST_LABELS",
+    "NARROW",
+    "WIDE",
+    "Plot",
+    "confidence",
+    "curves",
+    "frontier",
+    "noise",
+    "position",
+    "survival",
+    "tail",
+]
 
 WIDE, NARROW = Size(560, 330), Size(360, 300, labels=False)
 FRONTIER = (Size(1120, 430), Size(360, 400))
@@ -26,8 +40,12 @@ KLD = "mean KL, nats"
 
 @dataclass(frozen=True)
 class Plot:
-    """One figure: its wide and its narrow drawing, and a legend of (name, id, style)."""
+    """One figure: its wide and its narrow drawing, and a legend of (name, id, style); ``key`` names its file.
 
+    An entry without an id stands for no single arm.
+    """
+
+    key: str
     title: str
     caption: str
     charts: tuple[Chart, Chart]
@@ -53,12 +71,13 @@ def frontier(report: Report, view: View) -> Plot | None:
     )
     if any(point.mean == 0 for point in view.points):
         caption += " Hollow: exactly 0."
-    return Plot("Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
+    return Plot("frontier", "Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
 
 
 def position(report: Report) -> Plot | None:
     """Mean KL by position in the window."""
     return _binned(
+        "position",
         report,
         {name: axes.kld.by_position for name, axes in _measured(report).items() if axes.kld},
         "KL by position in the window",
@@ -70,6 +89,7 @@ def position(report: Report) -> Plot | None:
 def confidence(report: Report) -> Plot | None:
     """Mean KL by the reference's confidence."""
     return _binned(
+        "confidence",
         report,
         {name: axes.kld.by_confidence for name, axes in _measured(report).items() if axes.kld},
         "KL by the reference's confidence",
@@ -95,6 +115,7 @@ def tail(report: Report, positions: Mapping[str, ArmPositions], names: Mapping[s
             lines.append(Line(name, arm, style, xs.tolist(), ends, area=arm == "control"))
     low = min(1 / part.usable for part in found.values())
     return _plot(
+        "tail",
         "How often a position costs more",
         "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
         "has worse single positions.",
@@ -114,6 +135,7 @@ def survival(report: Report) -> Plot | None:
         if arm in found and (values := found[arm])
     ]
     return _plot(
+        "survival",
         "How long greedy text stays the same",
         "Share of prompts whose text is still identical after n tokens. One changed token changes all that follow, so "
         "this ranks and does not judge; compare with the control, which should cost nothing.",
@@ -126,7 +148,7 @@ def survival(report: Report) -> Plot | None:
 
 def curves(group: Curves) -> Plot | None:
     """A chart of an axis' own."""
-    return _plot(group.title, "", group.lines, group.x, group.y)
+    return _plot(slug(group.title), group.title, "", group.lines, group.x, group.y)
 
 
 def noise(report: Report) -> str:
@@ -166,17 +188,20 @@ def _bands(report: Report, size: Size) -> list[Band]:
     return [band for band in bands if band.upper > 0]
 
 
-def _binned(report: Report, found: Mapping[str, Bins | None], title: str, x: Axis, caption: str) -> Plot | None:
+def _binned(
+    key: str, report: Report, found: Mapping[str, Bins | None], title: str, x: Axis, caption: str
+) -> Plot | None:
     lines = []
     for name, arm, style, role in role_arms(report):
         bins = found.get(arm)
         if bins is not None and any(bins.mean) and role != "floor":
             middles = [(a + b) / 2 for a, b in zip(bins.edges[:-1], bins.edges[1:], strict=True)]
             lines.append(Line(name, arm, style, middles, bins.mean))
-    return _plot(title, caption, lines, x, Axis(f"{KLD} (log)", log=True), report=report, rules=RULES)
+    return _plot(key, title, caption, lines, x, Axis(f"{KLD} (log)", log=True), report=report, rules=RULES)
 
 
 def _plot(
+    key: str,
     title: str,
     caption: str,
     lines: Sequence[Line],
@@ -197,4 +222,4 @@ def _plot(
         for size in (wide, NARROW)
     )
     legend = tuple((line.name, line.arm, line.style) for line in lines)
-    return Plot(title, caption, (drawn[0], drawn[1]), legend)
+    return Plot(key, title, caption, (drawn[0], drawn[1]), legend)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, figure_of, scored
-from fidelab.report.charts import Axis, Line, line_style
+from fidelab.report.charts import Line, line_style
 from fidelab.report.numbers import (
     ABSENT,
     format_count,
@@ -17,6 +17,7 @@ from fidelab.report.numbers import (
     one_line,
     printable,
 )
+from fidelab.report.scales import Axis
 from fidelab.report.tables import Table
 from fidelab.report.view import arm_id
 from fidelab.results.axis_record import OtherAxis

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from fidelab.core import Estimator, Status
 from fidelab.report.cells import STATUS, Estimate, figure_of, kld_of, options, plain, scored
 from fidelab.report.numbers import (
     ABSENT,
+    format_amount,
     format_bytes,
     format_count,
     format_kld,
@@ -53,6 +54,7 @@ def tables_of(arms: Sequence[tuple[str, ArmRecord]]) -> list[Table]:
         _table("kld", "KL divergence per position (nats)", _KLD_COLUMNS, kld),
         _table("trajectory", "Trajectory (greedy)", _TRAJECTORY_COLUMNS, greedy),
         _table("ran", "What was asked and what ran", _RAN_COLUMNS, [(arm.name, _ran_cells(arm)) for _, arm in arms]),
+        _table("timing", "How long the captures took (seconds)", ("loading", "all"), list(_timed(arms))),
     ]
     return [table for table in tables if table.rows]
 
@@ -107,6 +109,12 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
         format_bytes(ran.cache_bytes_per_token if ran else None),
         one_line(", ".join(versions + others)) or ABSENT,
     )
+
+
+def _timed(arms: Sequence[tuple[str, ArmRecord]]) -> Iterator[tuple[str, tuple[str, ...]]]:
+    for _, arm in arms:
+        if (timing := arm.benches.timing) is not None:
+            yield arm.name, (format_amount(timing.load_seconds), format_amount(timing.seconds))
 
 
 def summary_of(report: Report) -> Table | None:

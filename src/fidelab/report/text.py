@@ -6,7 +6,6 @@ terminal the tail (p99, max) and top-1 are left out, and a line says so.
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 from rich import box
@@ -14,8 +13,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fidelab.report.numbers import ABSENT, one_line
+from fidelab.report.numbers import one_line
 from fidelab.report.tables import Table as Others
+from fidelab.report.text_benches import print_benches, print_performance, stacked
+from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Estimate, View, build_view
 from fidelab.results.record import Report
@@ -26,7 +27,6 @@ _WIDE = 98
 _NAME_WIDTH = 17
 _PLOT_WIDTH = 100
 _AXIS_WIDTH = 17
-_ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d"})
 _STYLES = {
     "excellent": "bold green",
     "identical": "bold green",
@@ -50,25 +50,31 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
-    console.print(_table(view, console, wide))
+    speed = view.performance
+    if view.fidelity:
+        console.print(_table(view, console, wide))
+    if speed is not None:
+        print_performance(view, speed, console)
     if view.others is not None:
         console.print(_others(view.others, console))
     for table in view.tables:
         if table.key == "attribution":
             line(table.title)
             console.print(_others(table, console))
-    for row in view.candidates:
+    dropped = print_benches(speed, console) if speed is not None else []
+    for row in view.candidates if view.fidelity else ():
         close = " (composite too close to call)" if row.too_close else ""
         line(f"{row.name}: {row.sentence}{close}")
-    line("")
-    line(view.floor)
-    line(view.control)
+    if view.fidelity:
+        line("")
+        line(view.floor)
+        line(view.control)
     if view.truth:
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    if not wide:
-        line("narrow terminal: p99, max and top-1 are left out")
+    if missing := [*dropped, *(["p99, max and top-1"] if view.fidelity and not wide else [])]:
+        line(f"narrow terminal: {', '.join(missing)} are left out")
     if plot:
         line("")
         for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
@@ -78,26 +84,6 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     if folder is not None:
         # Not wrapped: a path is to be copied.
         console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)
-
-
-def literal(text: str, console: Console, style: str = "") -> Text:
-    """Text, never markup, that the console's encoding can hold."""
-    try:
-        text.encode(console.encoding)
-    except UnicodeEncodeError:
-        text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
-    return Text(text, style=style)
-
-
-def wrap_name(name: str, width: int) -> str:
-    """A long name on several lines, broken after a separator where there is one in the second half."""
-    lines = []
-    while len(name) > width:
-        cuts = [match.end() for match in re.finditer(r"[/,:=_\-\s\]]", name[:width])]
-        cut = cuts[-1] if cuts and cuts[-1] > width // 2 else width
-        lines.append(name[:cut].rstrip())
-        name = name[cut:]
-    return "\n".join([*lines, name])
 
 
 def _table(view: View, console: Console, wide: bool) -> Table:
@@ -113,11 +99,11 @@ def _table(view: View, console: Console, wide: bool) -> Table:
         table.add_column(header, justify="right", no_wrap=True)
     table.add_column("bytes/\ntoken", justify="right", no_wrap=True)
     for row in view.rows:
-        tail = [_stacked(Estimate(row.p99, row.max)), row.top1] if wide else []
+        tail = [stacked(Estimate(row.p99, row.max)), row.top1] if wide else []
         cells = [
-            *(_stacked(estimate) for estimate in (row.kld, row.excess)),
+            *(stacked(estimate) for estimate in (row.kld, row.excess)),
             *tail,
-            *(_stacked(estimate) for estimate in (row.trajectory, row.composite)),
+            *(stacked(estimate) for estimate in (row.trajectory, row.composite)),
             row.cache_bytes,
         ]
         table.add_row(
@@ -142,7 +128,3 @@ def _others(shown: Others, console: Console) -> Table:
 
 def _verdict(row: ArmRow) -> str:
     return f"{row.verdict}\n{row.note}" if row.note else row.verdict
-
-
-def _stacked(estimate: Estimate) -> str:
-    return estimate.value if estimate.margin == ABSENT else f"{estimate.value}\n{estimate.margin}"

@@ -13,7 +13,8 @@ from typing import Any
 
 from fidelab.core import Estimator, Status
 from fidelab.report.attribution import attribution_of, truth_line
-from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored
+from fidelab.report.benches import Performance, bench_failures, performance_of
+from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored, shared
 from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
 from fidelab.report.tables import Table, summary_of, tables_of
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
@@ -109,6 +110,9 @@ class View:
     command: str
     compared: str
     reference: Point | None
+    performance: Performance | None
+    fidelity: bool
+    """Something was compared with the reference, or nothing else was measured."""
 
     @property
     def candidates(self) -> tuple[ArmRow, ...]:
@@ -132,13 +136,19 @@ def build_view(report: Report) -> View:
         arms.append(("control", report.control))
     arms += [("candidate", arm) for arm in report.candidates]
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
+    performance = performance_of(arms)
+    fidelity = performance is None or any(map(_has_axes, (report.floor, *(arm.axes for _, arm in arms))))
+    what = f"{one_line(report.reference.model)} on {', '.join(_engines(arm for _, arm in arms))}"
+    role = "reference " if len(arms) > 1 or fidelity else ""
     return View(
-        title=f"{one_line(report.reference.model)} on {', '.join(_engines(arm for _, arm in arms))}",
-        subtitle=f"reference {one_line(report.reference.name)} ({kv_of(report.reference)})",
+        title=what if fidelity or performance is None else f"{_capital(performance.measured)}: {what}",
+        subtitle=f"{role}{one_line(report.reference.name)} ({kv_of(report.reference)})",
         run_id=one_line(report.run_id),
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
-        failures=tuple(_shared([(one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm)])),
+        failures=tuple(
+            shared([(one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity)])
+        ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor=_floor(report.floor),
         control=_control(report.control),
@@ -153,8 +163,10 @@ def build_view(report: Report) -> View:
         run_details=tuple(_run_details(report)),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
         command=report.command,
-        compared=_compared(report),
+        compared=_compared(report, performance, fidelity),
         reference=None if size is None else Point(one_line(report.reference.name), size, 0.0, None, "reference"),
+        performance=performance,
+        fidelity=fidelity,
     )
 
 
@@ -204,9 +216,21 @@ def _saving(arm: ArmRecord, size: float | None) -> str:
     return f"cache {percent:.0f}% of the reference's" if percent >= 1 else "cache under 1% of the reference's"
 
 
-def _compared(report: Report) -> str:
+def _has_axes(axes: Axes) -> bool:
+    return bool(axes.kld or axes.trajectory or axes.others())
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _compared(report: Report, performance: Performance | None, fidelity: bool) -> str:
     """One line: what was asked of whom."""
     n = len(report.candidates)
+    if performance is not None and not fidelity:
+        name = f"reference {one_line(report.reference.name)}" if n else one_line(report.reference.name)
+        beside = f" and {n} other configuration{'' if n == 1 else 's'}" if n else ""
+        return f"{_capital(performance.measured)} of {name}{beside}"
     arms = [*report.candidates, *([report.control] if report.control else [])]
     rows = next((arm.axes.kld.n_positions for arm in arms if arm.axes.kld and arm.axes.kld.n_positions), None)
     prompts = next((arm.axes.trajectory.n_items for arm in arms if arm.axes.trajectory), None)
@@ -221,6 +245,7 @@ def _and(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+_MEASURED = (Status.OK, Status.IDENTICAL)
 _ORDER = ("excellent", "identical", "pass", "degraded", "fail", "none", "broken")
 
 
@@ -240,10 +265,10 @@ def _sentence(arm: ArmRecord) -> str:
     return said if reason in said else f"{said} ({reason})"
 
 
-def _failures(role: str, arm: ArmRecord) -> list[str]:
-    """Unusable items and axes without a number, in words; broken arms say so in lines of their own."""
-    lines = []
-    if role == "reference" and arm.status not in (Status.OK, Status.IDENTICAL):
+def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
+    """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
+    lines = bench_failures(arm) if arm.status in _MEASURED else []
+    if (role == "reference" or not fidelity) and arm.status not in (Status.OK, Status.IDENTICAL):
         return [f"{STATUS[arm.status]}: {one_line(arm.reason or '')}"]
     kld, trajectory = arm.axes.kld, arm.axes.trajectory
     for label, axis, unit, n in (
@@ -259,17 +284,6 @@ def _failures(role: str, arm: ArmRecord) -> list[str]:
             total = f" of {n:,}" if n is not None else ""
             lines.append(f"{axis.n_failed:,}{total} {unit} failed ({label})")
     return lines
-
-
-def _shared(lines: Sequence[tuple[str, str]]) -> list[str]:
-    """(arm, line) → lines that begin with the arms they hold for; the same words are said once."""
-    owners: dict[str, list[str]] = {}
-    for name, line in lines:
-        owners.setdefault(line, []).append(name)
-    return [f"{', '.join(names)}: {line}" for line, names in owners.items()]
-
-
-_MEASURED = (Status.OK, Status.IDENTICAL)
 
 
 def _repeats(axis: KldAxis | TrajectoryAxis | OtherAxis) -> bool:

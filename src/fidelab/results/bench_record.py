@@ -5,11 +5,13 @@ Units: seconds for whole runs and start-up, milliseconds for latencies, tok/s fo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
+import numpy as np
 from pydantic import Field
 
-from fidelab.metrics.latency import Rate
+from fidelab.metrics.latency import Rate, is_steady
 from fidelab.results.axis_record import Count, FreeDict, Interval, Outcome, Share
 from fidelab.results.panels import Record
 
@@ -84,10 +86,20 @@ class Spread(Record):
     """Every repeat, in order."""
 
     @classmethod
-    def of(cls, rate: Rate) -> Spread:
+    def over(cls, repeats: Sequence[float]) -> Spread:
         """The record of repeated measurements."""
-        low, high = rate.spread
-        return cls(median=rate.median, low=low, high=high, steady=rate.steady, repeats=rate.repeats)
+        return cls(
+            median=float(np.median(repeats)),
+            low=min(repeats),
+            high=max(repeats),
+            steady=is_steady(repeats),
+            repeats=tuple(repeats),
+        )
+
+    @classmethod
+    def of(cls, rate: Rate) -> Spread:
+        """The record of a measured rate."""
+        return cls.over(rate.repeats)
 
 
 # ---------------------------------------------------------------------------------------- offline benches
@@ -237,9 +249,9 @@ class Client(Record):
 class Speculation(Record):
     """Speculative decoding as the server counts it."""
 
-    drafted: Positive
-    """Draft tokens proposed over the measured part."""
-    accepted: Positive
+    drafted: Positive | None
+    """Draft tokens proposed over the measured part; null where the server does not say."""
+    accepted: Positive | None
     """Of these, accepted."""
     drafts: Positive | None = None
     """Times that drafts were verified; null where the server does not say."""
@@ -249,7 +261,7 @@ class Speculation(Record):
     @property
     def engaged(self) -> bool:
         """Something was proposed and something taken."""
-        return self.accepted > 0 or (self.acceptance_length or 0) > 1
+        return (self.accepted or 0) > 0 or (self.acceptance_length or 0) > 1
 
 
 class Server(Record):
@@ -389,13 +401,25 @@ class Composition(Record):
 
     arms: dict[str, str]
     """``plain``, ``quantized``, ``speculative``, ``both`` → where they were measured."""
+    arrival: Arrival | None = None
+    """Of the load; null: measured without a server."""
+    context: Count | None = None
+    """Input tokens asked; without a server: the depth."""
+    output: Count | None = None
+    """Output tokens asked."""
+    concurrency: Annotated[int, Field(ge=1)] | None = None
+    """Requests in flight at most; without a server: sequences together."""
+    request_rate: Positive | None = None
+    """Requests per second asked."""
     rates: dict[str, Positive]
-    """The same → output tok/s."""
-    rho: Positive
-    """Below 0.9 sub-, above 1.1 super-multiplicative."""
+    """Arm → output tok/s (geometric mean of the repeats); without those that have none."""
+    acceptance_lengths: dict[str, Positive] = Field(default_factory=dict)
+    """Arm → tokens per verification, by its server."""
+    rho: Positive | None
+    """Below 0.9 sub-, above 1.1 super-multiplicative; null where an arm was not what it should have been."""
     ci: Interval | None = None
     """95% interval; null without repeats."""
     kind: Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
-    """In words; ``cannot tell`` where the interval holds more than one of these."""
+    """In words; ``cannot tell`` where the interval holds more than one of these, and without an interval."""
     flags: tuple[Flag, ...] = ()
-    """What makes it doubtful."""
+    """What makes it doubtful; why there is no ρ."""

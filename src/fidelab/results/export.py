@@ -4,7 +4,7 @@ Columns of an axis follow from its record: ``<axis>_<field>`` for every field th
 ``…_ci_low`` and ``…_ci_high`` for the ends of a 95% interval, and ``<axis>_excess_…`` for the paired cost beyond the
 control.  Three differ: ``kld_ci_…`` is the interval of the mean KL, ``kld_score_ci_…`` that of the score, and ``top1``
 the KLD axis' top-1 agreement.  Figures of axes without a model of their own are columns too, ``<axis>_<figure>`` with
-``_`` for spaces.
+``_`` for spaces.  Benches follow, as far as an arm has them: :mod:`fidelab.results.bench_columns`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from fidelab.errors import UsageError
 from fidelab.results.axis_record import Axes, Excess, Figure, Interval, OtherAxis
+from fidelab.results.bench_columns import bench_figures
 from fidelab.results.record import ArmRecord, Report
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ _ARM = (
 
 
 def columns(report: Report) -> list[Column]:
-    """The columns of :func:`build_frame`: the same for all reports but for axes that the schema has no model for."""
+    """The columns of :func:`build_frame`: the same for all reports but for benches and for axes without own models."""
     found = list(_ARM)
     for axis, info in Axes.model_fields.items():
         found += _axis_columns(axis, _present(info.annotation))
@@ -69,6 +70,11 @@ def columns(report: Report) -> list[Column]:
     for axis in dict.fromkeys(axis for axis, _ in others):
         found += _axis_columns(axis, OtherAxis)
         found += _figure_columns(axis, [figure for name, record in others if name == axis for figure in record.figures])
+    for arm in _arms(report):
+        found += [
+            Column(name, _COUNT if figure.whole else _TEXT if isinstance(figure.value, str) else _FLOAT, figure.about)
+            for name, figure in bench_figures(arm.benches)
+        ]
     unique: dict[str, Column] = {}
     for column in found:
         unique.setdefault(column.name, column)
@@ -129,6 +135,7 @@ def _arm_row(report: Report, role: str, arm: ArmRecord) -> dict[str, Any]:
         "composite": composite and composite.value,
         **_ends("composite_ci", composite.ci if composite else None),
         **_axes_row(arm.axes),
+        **{name: figure.value for name, figure in bench_figures(arm.benches)},
     }
 
 
@@ -204,5 +211,9 @@ def _end_columns(name: str, about: str) -> list[Column]:
 
 
 def _all_axes(report: Report) -> Iterator[Axes]:
-    yield from (arm.axes for arm in (report.reference, report.control, *report.candidates) if arm is not None)
+    yield from (arm.axes for arm in _arms(report))
     yield report.floor
+
+
+def _arms(report: Report) -> list[ArmRecord]:
+    return [arm for arm in (report.reference, report.control, *report.candidates) if arm is not None]

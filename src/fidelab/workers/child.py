@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import os
 import queue
-import resource
 import signal
 import sys
 import threading
@@ -26,6 +25,7 @@ from fidelab.core import Arm, Status, Vocabulary, finite, probe_from_record
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Answer, Engine
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
+from fidelab.workers.memory import peak_bytes, resident_bytes
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
@@ -47,7 +47,6 @@ from fidelab.workers.messages import (
 Further = queue.SimpleQueue[list[ProbeTask]]
 
 ORPHANED = 3  # exit code of a child whose parent went away
-_RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # bytes in what getrusage counts
 _PROGRESS_EVERY = 0.2  # seconds between progress messages
 
 
@@ -94,7 +93,7 @@ class _Sink:
 
 
 def main() -> int:
-    """Say hello, read one job, do it."""
+    """Say hello, read one job, do it and what is asked after it."""
     outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
     outbox.send(Hello(pid=os.getpid()))
@@ -125,32 +124,27 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     os.environ.update(job.env)
     arm = Arm.from_record(job.arm)
     engine: Engine = ENGINES.load(arm.engine)()
+    adapter = time.monotonic() - started
     engine.open(arm)
+    engine.mark("warm-up")  # what it did not tell apart
+    phases = {"import": adapter + engine.phases.pop("import", 0.0), **engine.phases}
+    loaded = resident_bytes()
     if job.sample_text:
         _check_tokenizer(engine, job)
-    outbox.send(Opened(time.monotonic() - started))
-    index = 0
+    outbox.send(Opened(time.monotonic() - started, phases))
+    answering = _Answering(engine, arm, job, loaded, outbox)
     tasks = job.tasks
-    heads = _Heads(Path(job.store))
-    while tasks:
+    while True:
         for task in tasks:
-            _try(engine, arm, job, task, outbox, index, heads)
-            index += 1
-        if not job.follow_up:
-            break
+            answering.attempt(task)
         outbox.send(Idle())
-        tasks = further.get()
-    outbox.send(Done(finite(_ran(engine, job))))
+        if not (tasks := further.get()):
+            break
+    outbox.send(Done(finite(answering.ran())))
     try:
         engine.close()
     except Exception:  # everything is answered; the log keeps what went wrong after that
         traceback.print_exc()
-
-
-def _ran(engine: Engine, job: Job) -> dict[str, Any]:
-    """What ran, how it is installed, and the most memory of the host that this process and its own took."""
-    peak = sum(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return {**engine.ran().record(), **job.about, "peak_host_bytes": peak * _RSS_UNIT}
 
 
 class _Heads:
@@ -167,31 +161,50 @@ class _Heads:
         return {**self._last[1], "softcap": answer.softcap, "scale": answer.scale}
 
 
-def _try(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, index: int, heads: _Heads) -> None:
-    """Answer one task; what goes wrong with it is its own affair."""
-    began = time.monotonic()
-    try:
-        path = _answer(engine, arm, job, task, outbox, heads)
-    except Exception as error:
-        traceback.print_exc()
-        outbox.flush()
-        outbox.send(ProbeFailed(index, reason_of(error)))
-    else:
-        outbox.flush()
-        outbox.send(Captured(index, str(path), time.monotonic() - began))
+class _Answering:
+    """Answers tasks one after another.  ``loaded``: bytes of the host that the opened model took."""
 
+    def __init__(self, engine: Engine, arm: Arm, job: Job, loaded: int | None, outbox: _Outbox) -> None:
+        self._engine, self._arm, self._job, self._outbox = engine, arm, job, outbox
+        self._loaded = loaded
+        self._heads = _Heads(Path(job.store))
+        self._index = 0
 
-def _answer(engine: Engine, arm: Arm, job: Job, task: ProbeTask, outbox: _Outbox, heads: _Heads) -> Path:
-    probe = probe_from_record(task.probe)
-    writer = CaptureWriter(Path(task.target), probe, task.key, arm.record(), Vocabulary(**job.vocabulary))
-    try:
-        answer = engine.answer(probe, _Sink(writer, outbox))
-        if answer.head is not None:
-            writer.head(heads.record(answer))
-        return writer.finish(answer.estimator, _ran(engine, job), answer.facts)
-    except BaseException:
-        writer.abort()
-        raise
+    def attempt(self, task: ProbeTask) -> None:
+        """Answer one task; what goes wrong with it is its own affair."""
+        began, index = time.monotonic(), self._index
+        self._index += 1
+        try:
+            path = self._answer(task)
+        except Exception as error:
+            traceback.print_exc()
+            self._outbox.flush()
+            self._outbox.send(ProbeFailed(index, reason_of(error)))
+        else:
+            self._outbox.flush()
+            self._outbox.send(Captured(index, str(path), time.monotonic() - began))
+
+    def ran(self) -> dict[str, Any]:
+        """What ran, how it is installed, and the memory that this process and its own took, up to now."""
+        memory = {
+            "loaded_host_bytes": self._loaded,
+            "peak_host_bytes": peak_bytes(),
+            "peak_device_bytes": self._engine.peak_device_bytes(),
+        }
+        return {**self._engine.ran().record(), **self._job.about, **memory}
+
+    def _answer(self, task: ProbeTask) -> Path:
+        probe = probe_from_record(task.probe)
+        vocabulary = Vocabulary(**self._job.vocabulary)
+        writer = CaptureWriter(Path(task.target), probe, task.key, self._arm.record(), vocabulary)
+        try:
+            answer = self._engine.answer(probe, _Sink(writer, self._outbox))
+            if answer.head is not None:
+                writer.head(self._heads.record(answer))
+            return writer.finish(answer.estimator, self.ran(), answer.facts)
+        except BaseException:
+            writer.abort()
+            raise
 
 
 def _check_tokenizer(engine: Engine, job: Job) -> None:

@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 @dataclass(frozen=True)
@@ -45,10 +45,10 @@ class ProbeTask:
 
 @dataclass(frozen=True)
 class Job:
-    """Parent → child: everything one arm has to answer.
+    """Parent → child: an arm to open, and its first tasks.
 
-    ``follow_up``: ask for more before the model is given up.  ``env``: variables to set before the engine is imported
-    (a command prefix may not hand them on).  ``about``: goes into the record of what ran.
+    ``env``: variables to set before the engine is imported (a command prefix may not hand them on).  ``about``: goes
+    into the record of what ran.
     """
 
     arm: Mapping[str, Any]
@@ -57,7 +57,6 @@ class Job:
     vocabulary: Mapping[str, Any]
     sample_text: str = ""
     sample_ids: list[int] = field(default_factory=list)
-    follow_up: bool = False
     env: Mapping[str, str] = field(default_factory=dict)
     about: Mapping[str, Any] = field(default_factory=dict)
     protocol: int = PROTOCOL
@@ -73,9 +72,14 @@ class Hello:
 
 @dataclass(frozen=True)
 class Opened:
-    """Child → parent: the model is loaded; ``seconds`` since the job arrived."""
+    """Child → parent: the model is loaded.
+
+    ``seconds`` since the job arrived; ``phases`` of them in order: ``import``, ``weights``, ``warm-up``.  What is left
+    went into the comparison of tokenizers, which no user of the engine waits for.
+    """
 
     seconds: float
+    phases: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class ProbeFailed:
 
 @dataclass(frozen=True)
 class Idle:
-    """Child → parent: all tasks so far were tried; are there more, now that these are answered?"""
+    """Child → parent: the model is loaded and all tasks so far were tried; said again after each More."""
 
 
 @dataclass(frozen=True)

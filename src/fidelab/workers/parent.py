@@ -11,10 +11,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
@@ -37,8 +37,9 @@ from fidelab.workers.messages import (
     encode,
 )
 
-__all__ = ["Outcome", "run_worker"]
+__all__ = ["Outcome", "Worker", "run_worker"]
 
+_CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE = 5.0  # seconds between asking a process group to end and killing it
 _EXIT_WAIT = 120.0  # seconds that a worker may take to exit once it has said everything
 _DRAIN_WAIT = 2.0  # seconds to read what an exited worker left in the pipe, where another process holds that open
@@ -48,7 +49,12 @@ _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts a
 
 @dataclass
 class Outcome:
-    """What became of one job.  ``captured`` and ``failed`` are keyed by the task's index."""
+    """What became of one job.
+
+    ``captured`` and ``failed`` are keyed by the index of the task, counted over all that were asked.  ``phases``:
+    seconds from the process' start to the loaded model, in order: ``interpreter`` (to its first word), ``import``,
+    ``weights``, ``warm-up``.  ``seconds``: at work, start and end included; a worker that waits to be asked is not.
+    """
 
     status: Status = Status.OK
     reason: str | None = None
@@ -56,8 +62,194 @@ class Outcome:
     captured: dict[int, str] = field(default_factory=dict)
     failed: dict[int, str] = field(default_factory=dict)
     load_seconds: float | None = None
+    phases: dict[str, float] = field(default_factory=dict)
     seconds: float = 0.0
     log_tail: list[str] = field(default_factory=list)
+
+
+class Worker:
+    """One live child that can be asked again and again; a crash is an outcome, not an exception.
+
+    Leaving the ``with`` block ends the whole process group, however far it came.  Several workers may be live; those
+    that are not asked sleep.
+
+    Args:
+        job: the arm, and what the first :meth:`ask` asks besides its own tasks.
+        log: file that receives everything the worker prints.
+        env: variables set on top of this process' environment (thread counts).
+        deadline: seconds for everything, load included, counted while the worker is at work; ``None`` for no limit.
+        listen: called with every message, in the thread that asks.
+        command: what starts the child in the engine's environment.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        *,
+        log: Path,
+        env: Mapping[str, str],
+        deadline: float | None,
+        listen: Callable[[Message], None],
+        command: Sequence[str] = _CHILD,
+    ) -> None:
+        self.outcome = Outcome()
+        self._job, self._log, self._env, self._command = job, log, env, list(command)
+        self._deadline = deadline
+        self._listen = listen
+        self._inbox: queue.Queue[bytes | None] = queue.Queue()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._spawned = 0.0
+        self._log_start = 0
+        self._targets: list[Path] = []
+        self._said_all = False  # Done or Failed was heard
+        self._over = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._process is not None and not self._over:
+            self._fail("the worker was ended before it had finished")
+        self._close()
+
+    def ask(self, tasks: Sequence[ProbeTask] = ()) -> bool:
+        """Hand tasks over and wait until all were tried; the first call starts the worker and opens the model.
+
+        ``True``: idle, with the model loaded.  ``False``: nothing more can be asked, and nothing of it is left;
+        ``outcome`` says why.
+        """
+        if self._over or (self._process is not None and not tasks):
+            return not self._over
+        self._targets += [Path(task.target) for task in tasks]
+        with self._at_work():
+            idle = self._start(tasks) if self._process is None else self._converse(More(list(tasks)))
+            if not idle:
+                self._close()
+        return idle
+
+    def finish(self) -> Outcome:
+        """No more tasks: wait until the worker has said what ran and is gone, and its memory is back."""
+        with self._at_work():
+            if self._process is not None and not self._over:
+                self._converse(More([]))
+            self._close()
+        return self.outcome
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    @contextlib.contextmanager
+    def _at_work(self) -> Iterator[None]:
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self.outcome.seconds += time.monotonic() - began
+
+    def _start(self, tasks: Sequence[ProbeTask]) -> bool:
+        """Spawn the child, give it the job, and hear it until the model is loaded and the first tasks were tried."""
+        job = replace(self._job, tasks=[*self._job.tasks, *tasks])
+        self._targets += [Path(task.target) for task in self._job.tasks]
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        if str(job.arm.get("device", "")).startswith("cuda"):
+            _hold_memory(self)
+        with self._log.open("ab") as stderr:
+            self._log_start = stderr.tell()
+            self._spawned = time.monotonic()
+            try:
+                self._process = subprocess.Popen(
+                    self._command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env={**os.environ, "PYTHONSAFEPATH": "1", **self._env},  # files in the user's folder are no modules
+                    start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+                )
+            except OSError as error:
+                self._fail(f"the worker could not be started: {error.strerror} ({self._command[0]})")
+                return False
+        _start_pump(self._process, self._inbox)
+        return self._converse(job, greeted=False)
+
+    def _converse(self, message: Job | More, greeted: bool = True) -> bool:
+        """Say something, the job after the child's greeting, and hear the child until it is idle (``True``) or gone."""
+        assert self._process is not None
+        if greeted:
+            _say(self._process, message)
+        end = None if self._deadline is None else time.monotonic() + self._deadline - self.outcome.seconds
+        while True:
+            left = None if end is None else end - time.monotonic()
+            try:
+                if left is not None and left <= 0:
+                    raise queue.Empty
+                line = self._inbox.get(timeout=left)
+            except queue.Empty:
+                if not self._said_all:
+                    self._fail(f"not finished within the deadline of {self._deadline:g} s (--deadline)")
+                return False
+            if line is None:
+                if not self._said_all:
+                    self._fail(explain_exit(self._process.wait()))
+                return False
+            try:
+                heard = decode(line)
+            except EngineError as error:
+                self._fail(str(error))
+                return False
+            if isinstance(heard, Hello):
+                if heard.protocol != PROTOCOL:
+                    self._fail(
+                        f"the worker speaks protocol {heard.protocol}, this fidelab {PROTOCOL}: "
+                        "install the same version of fidelab there"
+                    )
+                    return False
+                self.outcome.phases["interpreter"] = time.monotonic() - self._spawned
+                _say(self._process, message)
+            self._note(heard)
+            if self._said_all:  # what remains is to exit
+                end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
+            self._listen(heard)
+            if isinstance(heard, Idle):
+                return True
+
+    def _note(self, message: Message) -> None:
+        outcome = self.outcome
+        match message:
+            case Opened(seconds=seconds, phases=phases):
+                outcome.load_seconds = seconds
+                outcome.phases.update(phases)
+            case Captured(index=index, path=path):
+                outcome.captured[index] = path
+            case ProbeFailed(index=index, reason=reason):
+                outcome.failed[index] = reason
+            case Failed(kind=kind, reason=reason):
+                outcome.status, outcome.reason = Status(kind), reason
+                self._said_all = True
+            case Done(ran=ran):
+                outcome.ran = dict(ran)
+                self._said_all = True
+
+    def _fail(self, reason: str) -> None:
+        self.outcome.status, self.outcome.reason = Status.FAILED, reason
+
+    def _close(self) -> None:
+        """Nothing of the worker stays; the outcome is complete."""
+        if self._over:
+            return
+        self._over = True
+        outcome = self.outcome
+        try:
+            if self._process is not None:
+                _end_group(self._process)
+        finally:
+            for target in self._targets:  # a killed worker's unfinished captures can take gigabytes
+                sweep_partial(target)
+            _await_memory(self)
+        if outcome.failed and outcome.status is Status.OK:
+            self._fail("; ".join(dict.fromkeys(outcome.failed.values())))
+        if self._process is not None:
+            outcome.log_tail = _tail(self._log, self._log_start)
+        if outcome.status is Status.FAILED and (cause := explain([*outcome.log_tail, outcome.reason or ""])):
+            outcome.reason = f"{outcome.reason} — {cause}"
 
 
 def run_worker(
@@ -68,124 +260,16 @@ def run_worker(
     deadline: float | None,
     listen: Callable[[Message], None],
     follow_up: Callable[[], list[ProbeTask]] | None = None,
-    command: Sequence[str] = (sys.executable, "-m", "fidelab.workers.child"),
+    command: Sequence[str] = _CHILD,
 ) -> Outcome:
-    """Run one job in a fresh process and report what became of it; a crash is an outcome, not an exception.
+    """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
 
-    Args:
-        job: what to answer.
-        log: file that receives everything the worker prints.
-        env: variables set on top of this process' environment (thread counts).
-        deadline: seconds for the whole job, load included; ``None`` for no limit.
-        listen: called with every message, in this thread.
-        follow_up: called once, when all tasks were tried: further ones, for the model that is still loaded.
-        command: what starts the child in the engine's environment.
+    ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
     """
-    outcome = Outcome()
-    began = time.monotonic()
-    job = replace(job, follow_up=follow_up is not None)
-    tasks = list(job.tasks)
-
-    def more() -> list[ProbeTask]:
-        added = follow_up() if follow_up is not None and len(tasks) == len(job.tasks) else []
-        tasks.extend(added)
-        return added
-
-    on_gpu = str(job.arm.get("device", "")).startswith("cuda")
-    memory_before = _gpu_memory() if on_gpu else None
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as stderr:
-        earlier = stderr.tell()
-        try:
-            process = subprocess.Popen(
-                list(command),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=stderr,
-                env={**os.environ, "PYTHONSAFEPATH": "1", **env},  # files in the user's folder are no modules
-                start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
-            )
-        except OSError as error:
-            return Outcome(Status.FAILED, f"the worker could not be started: {error.strerror} ({command[0]})")
-    try:
-        _converse(process, job, outcome, deadline, began, listen, more)
-    finally:
-        _end_group(process)
-        for task in tasks:  # a killed worker's unfinished captures can take gigabytes
-            sweep_partial(Path(task.target))
-        if memory_before is not None:
-            _wait_for_memory(memory_before)
-        outcome.seconds = time.monotonic() - began
-    outcome.log_tail = _tail(log, earlier)
-    if outcome.status is Status.FAILED and (cause := explain([*outcome.log_tail, outcome.reason or ""])):
-        outcome.reason = f"{outcome.reason} — {cause}"
-    return outcome
-
-
-def _converse(
-    process: subprocess.Popen[bytes],
-    job: Job,
-    outcome: Outcome,
-    deadline: float | None,
-    began: float,
-    listen: Callable[[Message], None],
-    more: Callable[[], list[ProbeTask]],
-) -> None:
-    inbox: queue.Queue[bytes | None] = queue.Queue()
-    _start_pump(process, inbox)
-    end = None if deadline is None else began + deadline
-    finished = False
-    while True:
-        left = None if end is None else end - time.monotonic()
-        try:
-            if left is not None and left <= 0:
-                raise queue.Empty
-            line = inbox.get(timeout=left)
-        except queue.Empty:
-            if not finished:
-                outcome.status = Status.FAILED
-                outcome.reason = f"not finished within the deadline of {deadline:g} s (--deadline)"
-            break
-        if line is None:
-            break
-        try:
-            message = decode(line)
-        except EngineError as error:
-            outcome.status, outcome.reason = Status.FAILED, str(error)
-            return
-        match message:
-            case Hello(protocol=protocol):
-                if protocol != PROTOCOL:
-                    outcome.status = Status.FAILED
-                    outcome.reason = (
-                        f"the worker speaks protocol {protocol}, this fidelab {PROTOCOL}: "
-                        "install the same version of fidelab there"
-                    )
-                    return
-                _say(process, job)
-            case Idle():
-                _say(process, More(more()))
-            case Opened(seconds=seconds):
-                outcome.load_seconds = seconds
-            case Captured(index=index, path=path):
-                outcome.captured[index] = path
-            case ProbeFailed(index=index, reason=reason):
-                outcome.failed[index] = reason
-            case Failed(kind=kind, reason=reason):
-                outcome.status, outcome.reason = Status(kind), reason
-                finished = True
-            case Done(ran=ran):
-                outcome.ran = dict(ran)
-                finished = True
-        if finished:  # all is said; what remains is to exit
-            end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
-        listen(message)
-    if not finished and outcome.reason is None:
-        outcome.status = Status.FAILED
-        outcome.reason = explain_exit(process.wait())
-    elif outcome.failed and outcome.status is Status.OK:
-        outcome.status = Status.FAILED
-        outcome.reason = "; ".join(dict.fromkeys(outcome.failed.values()))
+    with Worker(job, log=log, env=env, deadline=deadline, listen=listen, command=command) as worker:
+        if worker.ask() and follow_up is not None:
+            worker.ask(follow_up())
+        return worker.finish()
 
 
 def _say(process: subprocess.Popen[bytes], message: Message) -> None:
@@ -250,7 +334,23 @@ def _gpu_memory() -> int | None:
         return None
 
 
-def _wait_for_memory(before: int) -> None:
+_levels: dict[Worker, int] = {}  # workers with a device → MiB that were in use before they, and those still live, came
+
+
+def _hold_memory(worker: Worker) -> None:
+    level = _gpu_memory()
+    if level is not None:
+        _levels[worker] = level
+
+
+def _await_memory(worker: Worker) -> None:
+    """Wait until the device memory of an ended worker is back; while others are live, that cannot be told."""
+    before = _levels.pop(worker, None)
+    if before is None:
+        return
+    if _levels:
+        _levels.update({other: min(level, before) for other, level in _levels.items()})
+        return
     end = time.monotonic() + _MEMORY_WAIT
     while time.monotonic() < end:
         now = _gpu_memory()

@@ -20,7 +20,7 @@
   // Tables sort by a heading: rising, falling, as they were. Cells without a number stay last.
   const textOf = (cell) => (cell.dataset.value ?? cell.firstChild?.textContent ?? "").trim();
   const numberOf = (text) => {
-    const plain = text.replace(/\u2212/g, "-").replace(/[\u2265\u2264<>+,\s]/g, "");
+    const plain = text.replace(/\u2212/g, "-").replace(/[\u2265\u2264\u2248<>+,\s]/g, "");
     return /^-?\d+(\.\d+)?(e-?\d+)?/i.test(plain) ? parseFloat(plain) : null;
   };
   const compare = (a, b) => (typeof a === "number" ? a - b : a.localeCompare(b, undefined, { numeric: true }));

@@ -1,0 +1,84 @@
+"""How fast answers are written: tokens per second at a list of depths, by two methods.
+
+Isolated: n / (last − first token).  By subtraction, the paper's other method: n / (whole answer − median of separate
+prefills of the same length).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from fidelab.benches.base import Answers, Bench, BenchInputs, Counts, Facts, LiveSettings, Question, unsteady
+from fidelab.benches.cells import outcome_of
+from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
+from fidelab.results import bench_record
+from fidelab.results.bench_record import Flag, SpeedCell, Spread
+
+__all__ = ["Decode", "DecodeSettings"]
+
+_ALONE = ".alone"  # the part of a depth that is read only
+
+
+class DecodeSettings(LiveSettings):
+    """Settings of bench ``decode``."""
+
+    depths: Counts = Field(default=(0, 512), description="tokens before the first decoded one")
+    n: int = Field(default=32, ge=2, description="tokens decoded behind the first")
+
+
+class Decode(Bench):
+    """Tokens per second behind the first one, over the whole batch (METRICS §8)."""
+
+    name: ClassVar[str] = "decode"
+    title: ClassVar[str] = "How fast are answers written?"
+    Settings = DecodeSettings
+    protocol: ClassVar[tuple[str, ...]] = ("n",)
+
+    def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
+        return tuple(
+            Question.make(
+                inputs, self.settings, self.name, part=f"{depth}.b{batch}{end}", tokens=depth, batch=batch, n=n
+            )
+            for batch in self.settings.batch
+            for depth in self.settings.depths
+            for end, n in ((_ALONE, 0), ("", self.settings.n))
+        )
+
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> bench_record.Decode:
+        cells = tuple(
+            _cell(whole, answers.get(part + _ALONE), facts)
+            for part, whole in answers.items()
+            if not part.endswith(_ALONE)
+        )
+        return bench_record.Decode(**outcome_of(cells), cells=cells)
+
+
+def _cell(whole: Answers, alone: Answers | None, facts: Facts) -> SpeedCell:
+    asked = whole.question
+    shape = {"tokens": asked.tokens, "batch": asked.batch, "n": asked.n, **whole.outcome()}
+    if whole.seconds is None:
+        return SpeedCell(**shape)
+    what = f"depth {asked.tokens} × {asked.batch}"
+    rate = _times(decode_rate_isolated(whole.seconds), asked.batch)
+    flags = unsteady(what, rate.steady, facts.loads)
+    subtracted = None
+    if alone is not None and alone.seconds is not None:
+        subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], alone.seconds[:, 0], asked.n)
+        if subtracted is None:
+            text = f"{what}: by subtraction there is no figure: an answer took no longer than the prefill alone"
+            flags = (*flags, Flag(kind="noise", text=text))
+    return SpeedCell(
+        **shape,
+        rate=Spread.of(rate),
+        by_subtraction=None if subtracted is None else Spread.of(_times(subtracted, asked.batch)),
+        warmups=whole.warmups,
+        flags=flags,
+    )
+
+
+def _times(rate: Rate, batch: int) -> Rate:
+    """The rate of all sequences together."""
+    return Rate(tuple(batch * one for one in rate.repeats))

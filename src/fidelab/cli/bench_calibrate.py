@@ -1,0 +1,91 @@
+"""``fidelab bench calibrate``: the load generator's own error and speed, against a mock server."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fidelab.cli.compare import Json
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fidelab.load.calibrate import Calibration, Delay, Latency
+
+__all__ = ["calibrate"]
+
+
+def calibrate(
+    ttft: Annotated[float, typer.Option(min=0, help="The mock's time to the first token, ms.")] = 200,
+    itl: Annotated[float, typer.Option(min=0, help="The mock's time between tokens, ms.")] = 20,
+    jitter: Annotated[float, typer.Option(min=0, help="By which each of these varies, ± ms.")] = 5,
+    concurrency: Annotated[int, typer.Option(min=1, help="Streams at a time.")] = 32,
+    requests: Annotated[int, typer.Option(min=1, help="Streams whose timestamps are compared.")] = 128,
+    tokens: Annotated[int, typer.Option(min=1, help="Tokens of each of these.")] = 64,
+    fast_requests: Annotated[int, typer.Option(min=1, help="Streams for the rate, 8 tokens each.")] = 4000,
+    workers: Annotated[int, typer.Option(min=1, help="Client processes.")] = 1,
+    seed: Annotated[int, typer.Option(help="Of the jitter.")] = 0,
+    as_json: Json = False,
+) -> None:
+    """Measure the load generator itself, on a mock server that logs when it sent each event.
+
+    [bold]Examples[/bold]
+
+      fidelab bench calibrate
+
+      fidelab bench calibrate --ttft 50 --itl 5 --jitter 2 --concurrency 128 --json
+    """
+    from fidelab.load.calibrate import calibrate as measure
+
+    found = measure(
+        ttft=ttft,
+        itl=itl,
+        jitter=jitter,
+        concurrency=concurrency,
+        requests=requests,
+        tokens=tokens,
+        fast_requests=fast_requests,
+        workers=workers,
+        seed=seed,
+    )
+    sys.stdout.write(found.to_json() + "\n" if as_json else "".join(f"{line}\n" for line in _lines(found)))
+
+
+def _lines(found: Calibration) -> Iterator[str]:
+    from fidelab.load.calibrate import GOAL_P50, GOAL_P99
+
+    asked, accuracy, speed = found.settings, found.accuracy, found.speed
+    assert accuracy.events is not None
+    yield (
+        f"{accuracy.streams} streams of {asked['tokens']} tokens, concurrency {asked['concurrency']}, "
+        f"TTFT {asked['ttft']:g} ms, ITL {asked['itl']:g} ± {asked['jitter']:g} ms"
+    )
+    if accuracy.failed or accuracy.unmatched:
+        yield f"  {accuracy.failed} requests failed, {accuracy.unmatched} streams lack events: they are left out"
+    yield _delay("timestamp error", accuracy.events)
+    yield from (_latency(name, each) for name, each in (("TTFT", accuracy.ttft), ("TPOT", accuracy.tpot)) if each)
+    if found.lag is not None:
+        yield _delay("event loop lag", found.lag)
+    said = "met" if found.goals_met else "MISSED"
+    yield f"Goal (p50 ≤ {GOAL_P50:g} ms, p99 ≤ {GOAL_P99:g} ms, nothing lost): {said}."
+    yield f"As fast as possible: {speed.requests} streams of {speed.tokens} tokens"
+    if speed.failed:
+        yield f"  {speed.failed} of these failed"
+    yield f"  {speed.requests_per_second:,.0f} requests/s, {speed.events_per_second:,.0f} events/s"
+    yield (
+        f"  {1e3 * speed.cpu_seconds_per_request:.3f} ms of the client's processor time per request, "
+        f"{1e3 * speed.cpu_seconds_sending:.3f} of it while sending; the rest reads the answers afterwards"
+    )
+
+
+def _delay(name: str, delay: Delay) -> str:
+    return f"  {name:<16} p50 {delay.p50:.2f} ms, p99 {delay.p99:.2f} ms, max {delay.max:.2f} ms ({delay.n:,})"
+
+
+def _latency(name: str, latency: Latency) -> str:
+    return (
+        f"  {name:<16} {latency.measured:.2f} ms measured, {latency.true:.2f} ms true (medians); "
+        f"error p99 {latency.error.p99:.2f} ms"
+    )

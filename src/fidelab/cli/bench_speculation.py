@@ -1,0 +1,108 @@
+"""``fidelab bench speculation``: do quantization and speculative decoding multiply."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fidelab.cli.compare import Json
+from fidelab.cli.output import note
+
+if TYPE_CHECKING:
+    from fidelab.results.bench_record import Composition
+
+__all__ = ["speculation"]
+
+_RUN = "a run's folder or its report.json, with :ARM behind it where that has several."
+
+
+def speculation(
+    plain: Annotated[str, typer.Option(metavar="RUN", help=f"Neither: {_RUN}")],
+    quantized: Annotated[str, typer.Option(metavar="RUN", help="Quantized, without speculation.")],
+    speculative: Annotated[str, typer.Option(metavar="RUN", help="With speculation, not quantized.")],
+    both: Annotated[str, typer.Option(metavar="RUN", help="Quantized, with speculation.")],
+    as_json: Json = False,
+) -> None:
+    """Say whether quantization and speculative decoding multiply, from four measured arms.
+
+    The ratio is S_both / (S_quantized · S_speculative), S the output rate over the plain arm's: below 0.9 the two are
+    worth less together than each by itself, above 1.1 more.  Whether an arm speculated is read from what its server
+    counted; where that is not known there is no ratio, and the exit code is 1.
+
+    [bold]Example[/bold]
+
+      fidelab bench speculation --plain runs/a --quantized runs/b --speculative runs/c --both runs/d
+    """
+    from fidelab.composing import compose_runs
+
+    found = compose_runs({"plain": plain, "quantized": quantized, "speculative": speculative, "both": both})
+    if as_json:
+        records = [record.model_dump(mode="json") for record in found]
+        sys.stdout.write(json.dumps({"compositions": records}, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    else:
+        _show(found)
+    faults = sum(record.rho is None for record in found)
+    if faults:
+        note(f"fidelab: {faults} of {len(found)} cells have no ratio: an arm was not what it should have been")
+        raise typer.Exit(1)
+
+
+def _show(found: Sequence[Composition]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from fidelab.metrics.speculation import ARMS
+    from fidelab.report.numbers import one_line
+    from fidelab.report.text import literal
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(width=100)
+
+    def line(text: str, style: str = "") -> None:
+        console.print(literal(one_line(text), console, style), overflow="fold")
+
+    line("output tok/s; how many times the plain arm's; tokens per verification of drafts", "bold")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("context\noutput", "conc.\nrate", *ARMS, "ρ\n95%"):
+        table.add_column(literal(heading, console), justify="right")
+    table.add_column("together")
+    for record in found:
+        table.add_row(*(literal(cell, console) for cell in _row(record)))
+    console.print(table)
+    for name, where in found[0].arms.items():
+        line(f"{name}: {where}")
+    for record in found:
+        for flag in record.flags:
+            line(f"{_cell(record)}{flag.text} ({flag.kind})", "red" if record.rho is None else "")
+
+
+def _row(record: Composition) -> list[str]:
+    """One cell; figures stand over what belongs to them."""
+    from fidelab.metrics.speculation import ARMS
+    from fidelab.report.numbers import ABSENT, format_amount, format_ratio, format_tokens
+
+    context, output = (ABSENT if n is None else format_tokens(n) for n in (record.context, record.output))
+    rate = "" if record.request_rate is None else f"{record.request_rate:g}/s"
+    plain = record.rates.get("plain")
+    rates = []
+    for arm in ARMS:
+        tokens, length = record.rates.get(arm), record.acceptance_lengths.get(arm)
+        times = format_ratio(tokens / plain if tokens and plain and arm != "plain" else None)
+        rates.append(f"{format_amount(tokens)}\n{times}" + ("" if length is None else f"\n{length:.2f}"))
+    rho = ABSENT if record.rho is None else f"{record.rho:.3f}"
+    ci = "" if record.ci is None else f"{record.ci[0]:.3f}–{record.ci[1]:.3f}"
+    limit = ABSENT if record.concurrency is None else f"{record.concurrency}"
+    return [f"{context}\n{output}", f"{limit}\n{rate}", *rates, f"{rho}\n{ci}", record.kind]
+
+
+def _cell(record: Composition) -> str:
+    """Which cell a flag is of."""
+    named = {"context": record.context, "output": record.output, "concurrency": record.concurrency}
+    told = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+    return f"{told}: " if told else ""

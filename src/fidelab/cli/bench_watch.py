@@ -1,0 +1,82 @@
+"""Watching a load: a bar on a terminal, a line per cell everywhere; always on standard error."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from fidelab.benches.load_cell import why_invalid
+from fidelab.results.bench_record import Distribution, LoadCell, Serving
+from fidelab.serving import Contact, Watch
+
+__all__ = ["watcher"]
+
+
+def watcher() -> Watch:
+    """The watch that fits standard error."""
+    console = Console(stderr=True)
+    return _Bar(console) if console.is_terminal else _Lines(console)
+
+
+class _Lines(Watch):
+    """What begins, and the main figures of what has ended."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._title = ""
+
+    def reached(self, contact: Contact) -> None:
+        server = contact.server
+        version = f" {server.version}" if server.version else ""
+        self._line(f"{contact.url} serves {server.model} ({server.kind}{version})")
+
+    def begin(self, title: str, requests: int) -> None:
+        self._title = title
+
+    def measured(self, cell: LoadCell, serving: Serving) -> None:
+        self._line(f"{self._title}: {_figures(cell)}")
+
+    def _line(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class _Bar(_Lines):
+    def __init__(self, console: Console) -> None:
+        super().__init__(console)
+        title, count = TextColumn("{task.description}", markup=False), TextColumn("{task.completed}/{task.total}")
+        self._bar = Progress(title, BarColumn(), count, TimeElapsedColumn(), console=console, transient=True)
+        self._task: TaskID | None = None
+
+    def begin(self, title: str, requests: int) -> None:
+        super().begin(title, requests)
+        self._bar.start()
+        self._task = self._bar.add_task(title, total=requests)
+
+    def advance(self, done: int, requests: int) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=done, total=requests)
+
+    def measured(self, cell: LoadCell, serving: Serving) -> None:
+        self.close()
+        super().measured(cell, serving)
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+            self._task = None
+        self._bar.stop()
+
+
+def _figures(cell: LoadCell) -> str:
+    parts = [f"{cell.output_rate:,.4g} tok/s"] if cell.output_rate is not None else []
+    parts += [
+        f"{name} p50 {median:,.4g} ms"
+        for name, values in (("TTFT", cell.ttft), ("TPOT", cell.tpot))
+        if (median := _median(values)) is not None
+    ]
+    parts += [why] if (why := why_invalid(cell)) else []
+    return ", ".join(parts) or "no figures"
+
+
+def _median(values: Distribution | None) -> float | None:
+    return None if values is None else values.percentiles.get("p50")

@@ -1,0 +1,252 @@
+"""``fidelab import throughput``: recorded speed of servers, its known errors flagged, as a report of ours.
+
+Two forms are read (:mod:`throughput_sweeps`, :mod:`throughput_cells`), and reports of fidelab, so that recorded
+results stand beside own ones.  What a file's figures say about each other is checked; nothing is corrected.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import Status
+from fidelab.errors import InputError, UsageError
+from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
+from fidelab.imports.throughput_cells import read_cells
+from fidelab.imports.throughput_file import Opened, Recorded, open_recorded
+from fidelab.imports.throughput_flags import check_twice
+from fidelab.imports.throughput_sweeps import SWEEPS, read_sweeps
+from fidelab.metrics.saturation import saturation
+from fidelab.results.axis_record import Axes
+from fidelab.results.bench_record import Benches, Decode, Flag, LoadCell, Prefill, Saturation, Serving, SpeedCell
+from fidelab.results.record import ArmRecord, KVFormats, Report
+
+__all__ = ["import_throughput", "saturations", "speed_ratios"]
+
+_UNSTATED = KVFormats(k="unstated", v="unstated")
+_SAME = (
+    "model",
+    "engine",
+    "hardware",
+    "method",
+    "output_tokens",
+)  # two files that agree in these should agree in speed
+
+
+def import_throughput(
+    paths: Sequence[Path], output_dir: Path, *, names: Sequence[str] | None = None, command: str = ""
+) -> Imported:
+    """Read files of recorded throughput, check them, and leave a run folder: the first is the reference.
+
+    Args:
+        paths: files of either form, or ``report.json`` (or the folder) of a run of fidelab.
+        names: of the arms, one per file; the files' names by default.
+
+    Raises:
+        InputError: no file of a form that is read, or a value in it that cannot be; names the place.
+        UsageError: names that do not fit.
+        OutputError: the run folder cannot be written.
+    """
+    if not paths:
+        raise UsageError("name at least one file of recorded throughput")
+    if names is not None and len(names) != len(paths):
+        raise UsageError(f"{len(names)} names for {len(paths)} files: give --name once per file, in their order")
+    found = [_read(path / "report.json" if path.is_dir() else path) for path in paths]
+    recorded = [file for file in found if isinstance(file, Recorded)]
+    arms: list[ArmRecord] = []
+    for file, label in zip(found, _labels(found, paths, names), strict=True):
+        arms += [_arm(file, label, recorded)] if isinstance(file, Recorded) else _own(file, label)
+    reference, *candidates = _apart(arms)
+    verdict = kld_verdict(None, "files of recorded throughput hold no fidelity")
+    report, folder = leave_run(
+        _source(found, paths, arms),
+        reference,
+        [arm.model_copy(update={"verdict": verdict}) for arm in candidates],
+        output_dir,
+        command,
+    )
+    return Imported(report, folder, tuple(_notes([reference, *candidates])))
+
+
+def saturations(cells: Sequence[LoadCell]) -> tuple[Saturation, ...]:
+    """Where output tok/s stops growing with the concurrency, per context with at least two valid cells."""
+    by_context: dict[int | None, dict[int, float]] = {}
+    for cell in cells:
+        if cell.valid and cell.concurrency and cell.output_rate:
+            by_context.setdefault(cell.context, {}).setdefault(cell.concurrency, cell.output_rate)
+    return tuple(
+        Saturation(context=context, concurrency=at, gain=gain)
+        for context, rates in by_context.items()
+        if len(rates) > 1
+        for at, gain in [saturation(list(rates), list(rates.values()))]
+    )
+
+
+def speed_ratios(candidate: Serving, reference: Serving) -> dict[tuple[int | None, int], float]:
+    """Output tok/s of a candidate over the reference's, by context and concurrency, where both cells are valid."""
+    ours, theirs = _rates(candidate), _rates(reference)
+    return {cell: rate / theirs[cell] for cell, rate in ours.items() if cell in theirs}
+
+
+def _rates(serving: Serving) -> dict[tuple[int | None, int], float]:
+    return {
+        (cell.context, cell.concurrency): cell.output_rate
+        for cell in serving.cells
+        if cell.valid and cell.concurrency and cell.output_rate
+    }
+
+
+# ------------------------------------------------------------------------------------------------ reading
+
+
+def _read(path: Path) -> Recorded | Report:
+    """A file in whichever form it has."""
+    file = open_recorded(path)
+    root = file.root
+    if str(root["schema"].value).startswith("fidelab.report/"):
+        return Report.from_json(path)
+    if "results" in root:
+        read = read_cells(file)
+    elif any(name in root for name in SWEEPS):
+        read = read_sweeps(file)
+    else:
+        there = ", ".join(name for name, _ in root.entries())
+        raise InputError(
+            f"{path}: no recorded throughput that is read: neither {' nor '.join(SWEEPS)} nor results (with metadata) "
+            f"is there, found {there[:100]!r}"
+        )
+    if not read.cells:
+        raise InputError(f"{path}: holds no row of results")
+    return read
+
+
+def _labels(found: Sequence[Recorded | Report], paths: Sequence[Path], names: Sequence[str] | None) -> list[str]:
+    """A name per file; empty for a run of ours, whose arms keep theirs.  Equal ones get their folder's name before."""
+    if names is not None:
+        return list(names)
+    stems = [file.stem if isinstance(file, Recorded) else "" for file in found]
+    return [
+        f"{path.resolve().parent.name}/{stem}" if stem and stems.count(stem) > 1 else stem
+        for stem, path in zip(stems, paths, strict=True)
+    ]
+
+
+def _apart(arms: Sequence[ArmRecord]) -> Sequence[ArmRecord]:
+    """The arms, whose names differ."""
+    twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
+    if twice is not None:
+        raise UsageError(f"two arms are named {twice!r}; tell them apart with --name, once per file")
+    return arms
+
+
+def _own(report: Report, label: str) -> list[ArmRecord]:
+    """The arms of a run of ours that were benched; their fidelity is over another reference and stays behind."""
+    arms = [arm for arm in (report.reference, report.control, *report.candidates) if arm and _speed(arm.benches)]
+    if not arms:
+        raise InputError(f"run {report.run_id}: no arm of it has benches")
+    bare = {"axes": Axes(), "composite": None, "verdict": None}
+    names = [arm.name if not label else label if len(arms) == 1 else f"{label}/{arm.name}" for arm in arms]
+    return [arm.model_copy(update={**bare, "name": name}) for arm, name in zip(arms, names, strict=True)]
+
+
+def _speed(benches: Benches) -> bool:
+    return any((benches.startup, benches.prefill, benches.decode, benches.memory, benches.serving))
+
+
+def _arm(file: Recorded, label: str, among: Sequence[Recorded]) -> ArmRecord:
+    serving = Serving(
+        status=Status.OK,
+        target=file.file.path.name,
+        model=file.model,
+        cells=file.cells,
+        saturation=saturations(file.cells),
+        settings=dict(file.settings),
+        flags=file.flags + tuple(_contradictions(file, among)),
+    )
+    prefill = Prefill(status=Status.OK, cells=file.prefill) if file.prefill else None
+    decode = Decode(status=Status.OK, cells=file.decode) if file.decode else None
+    return ArmRecord(
+        status=Status.OK,
+        name=label,
+        engine=file.engine,
+        model=file.model,
+        kv=_UNSTATED,
+        benches=Benches(prefill=prefill, decode=decode, serving=serving),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ checking
+
+
+def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]:
+    """Other files that give another rate for the same load on the same machine: a flag per file, its largest case."""
+    for other in among:
+        if other is file or _identity(file) is None or _identity(other) != _identity(file):
+            continue
+        theirs = {(cell.context, cell.concurrency): cell.output_rate for cell in other.cells}
+        cases = []
+        for cell in file.cells:
+            rate, their = cell.output_rate, theirs.get((cell.context, cell.concurrency))
+            if rate and their:
+                flags = check_twice(rate, their, _where(cell), other.file.path.name)
+                cases += [(max(rate / their, their / rate), flag) for flag in flags]
+        if cases:
+            yield max(cases, key=lambda case: case[0])[1]
+
+
+def _identity(file: Recorded) -> tuple[Any, ...] | None:
+    """What two files must share; None where a file does not say on what machine it was made."""
+    facts = {"model": file.model, "engine": file.engine, **file.settings}
+    return tuple(facts.get(name) for name in _SAME) if facts.get("hardware") else None
+
+
+def _where(cell: LoadCell) -> str:
+    context = "" if cell.context is None else f"a context of {cell.context:,} and "
+    return f"at {context}C = {cell.concurrency}"
+
+
+def _notes(arms: Sequence[ArmRecord]) -> Iterator[str]:
+    """Per arm and kind of flag: how many cells, and the first one's words; then speed over the reference's."""
+    for arm in arms:
+        for flag in arm.benches.serving.flags if arm.benches.serving else ():
+            yield f"{arm.name}: {flag.kind}: {flag.text}"
+        for cells in (arm.benches.serving, arm.benches.prefill):
+            yield from (f"{arm.name}: {line}" for line in _counted(cells.cells if cells else ()))
+    reference = arms[0].benches.serving
+    for arm in arms[1:]:
+        if reference is None or arm.benches.serving is None:
+            continue
+        by_context: dict[int | None, list[str]] = {}
+        for (context, concurrency), ratio in speed_ratios(arm.benches.serving, reference).items():
+            by_context.setdefault(context, []).append(f"{ratio:.2f}× at C = {concurrency}")
+        for context, ratios in by_context.items():
+            at = "" if context is None else f", context {context:,}"
+            yield f"{arm.name} over {arms[0].name}{at}: {', '.join(ratios)}"
+
+
+def _counted(cells: Sequence[LoadCell | SpeedCell]) -> Iterator[str]:
+    for kind in dict.fromkeys(flag.kind for cell in cells for flag in cell.flags):
+        texts = [flag.text for cell in cells for flag in cell.flags if flag.kind == kind]
+        n = sum(any(flag.kind == kind for flag in cell.flags) for cell in cells)
+        yield f"{kind} ({n} of {len(cells)} cells): {texts[0]}"
+
+
+def _source(found: Sequence[Recorded | Report], paths: Sequence[Path], arms: Sequence[ArmRecord]) -> Source:
+    facts = [_facts(file, path) for file, path in zip(found, paths, strict=True)]
+    shared: dict[str, Any] = {"recorded": sorted({fact["form"] for fact in facts})}
+    settings = [arm.benches.serving.settings for arm in arms if arm.benches.serving]
+    for name in ("method", "output_tokens", "max_tokens", "duration_per_test", "ignore_eos"):
+        values = [one.get(name) for one in settings]
+        if any(value is not None for value in values):
+            shared[name] = values[0] if all(value == values[0] for value in values) else values
+    return Source("throughput", {"files": facts}, {"files": facts}, {"benches.serving": shared})
+
+
+def _facts(file: Recorded | Report, path: Path) -> dict[str, Any]:
+    if isinstance(file, Report):
+        return {"file": path.name, "form": "fidelab", "run": file.run_id}
+    opened: Opened = file.file
+    said = {name: file.settings[name] for name in ("hardware", "timestamp", "method") if name in file.settings}
+    return {"file": opened.path.name, "form": file.form, "sha256": opened.sha256, "model": file.model, **said}

@@ -1,0 +1,161 @@
+"""The form with cells: ``results``, a row per context and concurrency, and ``prefill`` by length.  Times in seconds.
+
+Older files give a server's gauge (its median) as ``aggregate_tps`` and count stream events as ``total_tokens``; newer
+ones count tokens by the server's usage over ``measurement_seconds``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fidelab.errors import InputError
+from fidelab.imports.refract_file import Node
+from fidelab.imports.throughput_file import (
+    MOST,
+    Opened,
+    Recorded,
+    at_least_one,
+    load_cell,
+    name_says_speculation,
+    positive,
+    speed_cell,
+    texts,
+)
+from fidelab.imports.throughput_flags import check_counter, check_depth, check_flat, check_server, check_tokens
+from fidelab.metrics.consistency import agree, token_rate
+from fidelab.results.bench_record import Distribution, Flag, LoadCell, Server, SpeedCell
+
+__all__ = ["FORM", "read_cells"]
+
+FORM = "cells"
+_SETTINGS = ("version", "timestamp", "duration_per_test", "max_tokens", "ignore_eos", "decode_mode", "dcp_size")
+_UNDERFILLED = 0.9  # share of the asked concurrency below which a cell is not what it says
+_FAILED = 0.05  # share of failed requests above which a cell is invalid
+_QUANTILES = ("p50", "p90", "p95", "p99")
+_SHARE = "server_spec_accept_rate"
+
+
+def read_cells(file: Opened) -> Recorded:
+    """Read the form with cells.
+
+    Raises:
+        InputError: a value that cannot be; names the field.
+    """
+    head, rows = file.root["metadata"], file.root["results"].items()
+    engine, model = head["engine"].text() or "unknown", head["model"].text() or "unnamed model"
+    shares = [share for row in rows if (share := row[_SHARE].number(0, MOST)) is not None]
+    speculation = any(shares) or name_says_speculation(file.path.stem, model)
+    cells = sorted(
+        (_cell(row, engine, speculation) for row in rows), key=lambda cell: (cell.context or 0, cell.concurrency or 0)
+    )
+    flags = check_counter(shares, _SHARE)
+    singles = [cell for cell in cells if cell.concurrency == 1]
+    flags += check_flat(
+        [cell.context or 0 for cell in singles],
+        [(cell.server and cell.server.output_rate) or cell.output_rate or 0 for cell in singles],
+        verified=all(cell.context_measured is not None for cell in singles),
+        recorded=any(cell.context_measured is not None for cell in singles),
+    )
+    return Recorded(
+        file,
+        FORM,
+        engine=engine,
+        model=model,
+        cells=tuple(cells),
+        prefill=tuple(sorted(_prefill(file.root["prefill"]), key=lambda cell: cell.tokens)),
+        flags=flags,
+        settings={**texts(head, _SETTINGS), "speculation": speculation},
+    )
+
+
+def _cell(row: Node, engine: str, speculation: bool) -> LoadCell:
+    concurrency = at_least_one(row["concurrency"])
+    context = row["context_tokens"].count(MOST)
+    tokens = _first(row, "client_output_tokens", "total_tokens")
+    seconds = _first(row, "measurement_seconds", "wall_time")
+    stated, gauge = positive(row["aggregate_tps"]), positive(row["server_gen_throughput"])
+    counted = token_rate(tokens, seconds) if tokens and seconds else None
+    is_gauge = stated is not None and gauge is not None and agree(stated, gauge, 1e-9)
+    rate = counted or stated
+    prompt = positive(row["input_seq_len_avg"])
+    failed, done = row["num_errors"].count(MOST) or 0, row["num_completed"].count(MOST) or 0
+    sent = max(row["request_count"].count(MOST) or 0, done + failed)
+    flags = check_depth(context, prompt)
+    flags += () if is_gauge else check_tokens(stated, tokens, seconds)
+    flags += check_server(rate, gauge, speculation=speculation)
+    flags += _filling(row, concurrency) + _errors(failed, sent)
+    server = _server(row, engine, counted, gauge)
+    cell = load_cell(
+        row.place,
+        flags,
+        context=context,
+        concurrency=concurrency,
+        seconds=seconds,
+        n_requests=sent,
+        n_completed=done,
+        errors={"unspecified": failed} if failed else {},
+        output_tokens=round(tokens or 0),
+        context_measured=prompt,
+        effective_concurrency=positive(row["effective_concurrency"]),
+        output_rate=rate,
+        ttft=_distribution(row, "ttft", sent),
+        tpot=_distribution(row, "inter_token_latency", sent),
+        itl=_distribution(row, "chunk_inter_token_latency", sent),
+        e2el=_distribution(row, "request_latency", done),
+        server=server,
+    )
+    return cell.model_copy(update={"valid": False}) if failed > _FAILED * sent else cell
+
+
+def _first(row: Node, *names: str) -> float | None:
+    """The first of these fields that holds something."""
+    return next((value for name in names if (value := positive(row[name])) is not None), None)
+
+
+def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
+    """``underfilled``, by the requests that ran; by what the file says of itself where these were not recorded."""
+    running = positive(row["avg_running_reqs"])
+    if running is None and row["underfilled"].value is True:
+        return (Flag(kind="underfilled", text=f"fewer requests ran than the {concurrency} that were asked"),)
+    if running is None or running >= _UNDERFILLED * concurrency:
+        return ()
+    return (Flag(kind="underfilled", text=f"{running:.4g} requests ran on average where {concurrency} were asked"),)
+
+
+def _errors(failed: int, sent: int) -> tuple[Flag, ...]:
+    return (Flag(kind="errors", text=f"{failed} of {sent} requests failed"),) if failed else ()
+
+
+def _server(row: Node, engine: str, counted: float | None, gauge: float | None) -> Server | None:
+    running = positive(row["avg_running_reqs"])
+    if gauge is None and running is None:
+        return None
+    usage = row["server_utilization"].number(0, MOST)
+    return Server(
+        kind=engine,
+        output_rate=gauge,
+        ratio=counted / gauge if counted and gauge else None,
+        kv_usage_mean=usage if usage is not None and usage <= 1 else None,
+        running_mean=running,
+        running_max=positive(row["max_running_reqs"]),
+        waiting_max=row["max_queue_reqs"].number(0, MOST),
+    )
+
+
+def _distribution(row: Node, name: str, n: int) -> Distribution | None:
+    mean = positive(row[f"{name}_avg"], 1000)
+    if mean is None:
+        return None
+    quantiles = {q: value for q in _QUANTILES if (value := positive(row[f"{name}_{q}"], 1000)) is not None}
+    return Distribution(n=n, mean=mean, percentiles=quantiles)
+
+
+def _prefill(section: Node) -> Iterator[SpeedCell]:
+    """The cells of ``prefill``: length → TTFT (s) and tok/s."""
+    if section.value is not None and not isinstance(section.value, dict):
+        raise section.wrong("an object")
+    for name, entry in section.entries():
+        if not name.isascii() or not name.isdigit() or not 1 <= len(name) <= 9:
+            raise InputError(f"{section.place}: expected lengths in tokens as names, found {name[:60]!r}")
+        rate, seconds = positive(entry["tok_per_sec"]), positive(entry["ttft_seconds"])
+        yield speed_cell(int(name), rate, check_tokens(rate, int(name), seconds, "prompt tokens"))

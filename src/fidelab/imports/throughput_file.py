@@ -1,0 +1,152 @@
+"""A file of recorded throughput: opened, told which form it has, and what both forms turn into."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from fidelab.core import Status
+from fidelab.errors import InputError
+from fidelab.imports.refract_file import Node
+from fidelab.imports.throughput_flags import INVALID
+from fidelab.results.bench_record import Distribution, Flag, LoadCell, SpeedCell, Spread
+
+__all__ = [
+    "MOST",
+    "Opened",
+    "Recorded",
+    "at_least_one",
+    "load_cell",
+    "name_says_speculation",
+    "one_value",
+    "open_recorded",
+    "positive",
+    "speed_cell",
+    "texts",
+]
+
+MOST: Final = 10**9
+"""No count, rate or latency of these files is larger."""
+_LARGEST = 1e15  # of settings, times in ms among them
+_LEAST = 1e-6  # a figure below this is an empty field: nothing is divided by it
+_SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?dec)", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A file of JSON.  ``root``: its object, with places for messages."""
+
+    path: Path
+    sha256: str
+    root: Node
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What one file holds, in our units.  ``cells`` by context, then concurrency; ``flags`` concern all of them."""
+
+    file: Opened
+    form: str
+    engine: str
+    model: str
+    cells: tuple[LoadCell, ...]
+    prefill: tuple[SpeedCell, ...] = ()
+    decode: tuple[SpeedCell, ...] = ()
+    flags: tuple[Flag, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def stem(self) -> str:
+        """The file's name without what says that it holds results."""
+        return re.sub(r"\.results$", "", self.file.path.stem) or "unnamed"
+
+
+def open_recorded(path: Path) -> Opened:
+    """Read a file of JSON whose top is an object; NaN and infinities are read as absent.
+
+    Raises:
+        InputError: unreadable or not JSON; names the place.
+    """
+
+    def number(text: str) -> float | None:
+        value = float(text)
+        return value if math.isfinite(value) else None
+
+    try:
+        raw = path.read_bytes()
+        data = json.loads(raw.decode("utf-8-sig"), parse_constant=lambda _: None, parse_float=number)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the file: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {error}") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path}: expected an object of results, found {type(data).__name__}")
+    return Opened(path, hashlib.sha256(raw).hexdigest(), Node(data, f"{path}: "))
+
+
+def positive(node: Node, scale: float = 1.0) -> float | None:
+    """A number above 0 times ``scale``; None where it is absent or 0, which is how these files leave fields empty."""
+    value = node.number(0, MOST)
+    return None if value is None or value < _LEAST else value * scale
+
+
+def at_least_one(node: Node) -> int:
+    """A whole number from 1 on, which must be there."""
+    value = node.count(MOST)
+    if not value:
+        raise node.wrong("a whole number from 1 on")
+    return value
+
+
+def texts(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
+    """Those of an object's entries that are a text, a number or yes or no."""
+    found: dict[str, Any] = {}
+    for name in names:
+        entry = node[name]
+        if isinstance(entry.value, bool):
+            found[name] = entry.value
+        elif isinstance(entry.value, str):
+            found[name] = entry.text()
+        elif entry.value is not None:
+            found[name] = entry.number(-_LARGEST, _LARGEST)
+    return found
+
+
+def name_says_speculation(*names: str) -> bool:
+    """One of the names speaks of speculative decoding: ``vllm_awq_mtp``, not ``vllm_awq_nomtp``."""
+    return any(_SPECULATION.search(name) for name in names)
+
+
+def one_value(milliseconds: float | None, *, median: bool = False) -> Distribution | None:
+    """A latency of which a file keeps one figure; ``median``: that is what the figure is."""
+    if milliseconds is None:
+        return None
+    return Distribution(n=1, mean=milliseconds, percentiles={"p50": milliseconds} if median else {})
+
+
+def load_cell(place: str, flags: tuple[Flag, ...], error: str = "", **fields: Any) -> LoadCell:
+    """A cell of a closed loop; invalid where a flag says that its figures must not be used."""
+    measured = any(fields.get(name) is not None for name in ("output_rate", "tpot", "ttft"))
+    status, reason = Status.OK, None
+    if error or not measured:
+        status = Status.FAILED if error else Status.NOT_MEASURABLE
+        reason = error or f"{place}: the file holds no rate and no latency"
+    valid = status is Status.OK and not any(flag.kind in INVALID for flag in flags)
+    return LoadCell(status=status, reason=reason, arrival="closed", valid=valid, flags=flags, **fields)
+
+
+def speed_cell(tokens: int, rate: float | None, flags: tuple[Flag, ...] = (), n: int = 0) -> SpeedCell:
+    """A cell with one recorded rate (tok/s)."""
+    if rate is None:
+        return SpeedCell(status=Status.NOT_MEASURABLE, reason="the file holds no rate", tokens=tokens, n=n, flags=flags)
+    return SpeedCell(status=Status.OK, tokens=tokens, n=n, rate=Spread.over((rate,)), flags=flags)

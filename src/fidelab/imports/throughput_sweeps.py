@@ -1,0 +1,110 @@
+"""The form with sweeps: ``context_sweep`` (one stream at several contexts) and ``throughput_sweep`` (by concurrency).
+
+``tok_per_sec`` of a context sweep is 1000 / TPOT: isolated decode.  ``throughput`` counts the first token's time, too.
+"""
+
+from __future__ import annotations
+
+from fidelab.imports.refract_file import Node
+from fidelab.imports.throughput_file import (
+    MOST,
+    Opened,
+    Recorded,
+    at_least_one,
+    load_cell,
+    one_value,
+    positive,
+    speed_cell,
+    texts,
+)
+from fidelab.imports.throughput_flags import check_closed_loop, check_depth, check_flat, check_tpot
+from fidelab.results.bench_record import Flag, LoadCell, SpeedCell
+
+__all__ = ["FORM", "SWEEPS", "read_sweeps"]
+
+FORM = "sweeps"
+SWEEPS = ("context_sweep", "throughput_sweep")
+_SETTINGS = ("method", "hardware", "timestamp", "output_tokens", "note")
+
+
+def read_sweeps(file: Opened) -> Recorded:
+    """Read the form with sweeps.
+
+    Raises:
+        InputError: a value that cannot be; names the field.
+    """
+    root = file.root
+    output = root["output_tokens"].count(MOST) or None
+    median = "median" in root["method"].text().lower()
+    depths = root["context_sweep"].items()
+    halved = bool(depths) and all(_is_halved(row) for row in depths)
+    by_context, decode = [], []
+    for row in depths:
+        cell, speed = _at_context(row, output, median, halved)
+        by_context.append(cell)
+        decode.append(speed)
+    by_load = [_at_concurrency(row, output, median) for row in root["throughput_sweep"].items()]
+    curve = [(cell.tokens, cell.rate.median) for cell in decode if cell.rate is not None]
+    recorded = all(row["input_len"].value is not None for row in depths)
+    return Recorded(
+        file,
+        FORM,
+        engine=root["engine"].text() or "unknown",
+        model=root["model"].text() or "unnamed model",
+        cells=tuple(sorted(by_context, key=lambda cell: cell.context or 0)) + tuple(by_load),
+        decode=tuple(sorted(decode, key=lambda cell: cell.tokens)),
+        flags=check_flat(
+            [tokens for tokens, _ in curve],
+            [rate for _, rate in curve],
+            verified=recorded and not halved,
+            recorded=recorded,
+        ),
+        settings=texts(root, _SETTINGS),
+    )
+
+
+def _is_halved(row: Node) -> bool:
+    """The input is half the context to the token: what a client asked for, since no server counts so."""
+    context, asked = row["context"].count(MOST), row["input_len"].count(MOST)
+    return bool(context and asked) and 2 * (asked or 0) == context
+
+
+def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[LoadCell, SpeedCell]:
+    context = at_least_one(row["context"])
+    length = row["input_len"].count(MOST) or None
+    decode, rate = positive(row["tok_per_sec"]), positive(row["throughput"])
+    tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])
+    error = row["error"].text().strip()
+    depth = check_depth(context, length, requested=halved)
+    speed: tuple[Flag, ...] = check_tpot(decode, tpot)
+    flags = depth + check_closed_loop(rate, 1, tpot, ttft, output) + speed
+    cell = load_cell(
+        row.place,
+        flags,
+        error,
+        context=context,
+        output=output,
+        concurrency=1,
+        context_measured=None if halved else length,
+        output_rate=rate,
+        tpot=one_value(tpot, median=median),
+        ttft=one_value(ttft, median=median),
+    )
+    doubtful = depth if halved else ()  # a counted length is the depth at which the cell stands
+    return cell, speed_cell(length or context, decode, doubtful + speed, n=max(0, (output or 1) - 1))
+
+
+def _at_concurrency(row: Node, output: int | None, median: bool) -> LoadCell:
+    concurrency = at_least_one(row["concurrency"])
+    rate = positive(row["throughput"]) or positive(row["tok_per_sec"])
+    tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])
+    return load_cell(
+        row.place,
+        check_closed_loop(rate, concurrency, tpot, ttft, output),
+        row["error"].text().strip(),
+        output=output,
+        concurrency=concurrency,
+        output_rate=rate,
+        tpot=one_value(tpot, median=median),
+        ttft=one_value(ttft, median=median),
+    )

@@ -1,0 +1,206 @@
+"""Traffic for a server: distinct prompts of exact length, and the moments at which requests come.
+
+Prompts differ from their first token on, so that no prefix of one is in a cache because of another.  The same seed
+gives the same traffic.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.core import Tokens
+from fidelab.errors import InputError
+from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.tokens import Tokenizer
+
+__all__ = ["Trace", "arrivals", "mixed_prompts", "random_prompts", "read_trace", "text_prompts", "word_prompts"]
+
+Floats = NDArray[np.float64]
+Unit = Literal["ms", "s"]
+
+_SPACES = "Ġ▁"  # how vocabularies write the space before a word
+_TRIES = 256  # changes of one text until its length is exact
+
+
+# ---------------------------------------------------------------------------------------------- prompts
+
+
+def random_prompts(
+    vocab_size: int, special_ids: Collection[int], length: int, count: int, seed: int
+) -> tuple[Tokens, ...]:
+    """``count`` prompts of ``length`` random ids below ``vocab_size``, none of them in ``special_ids``.
+
+    No two begin with the same id; with more prompts than ids, no two with the same two ids.
+
+    Raises:
+        InputError: no ids are left, or there are fewer different prompts than were asked.
+    """
+    return mixed_prompts(vocab_size, special_ids, [length] * count, seed)
+
+
+def mixed_prompts(
+    vocab_size: int, special_ids: Collection[int], lengths: Sequence[int], seed: int
+) -> tuple[Tokens, ...]:
+    """As :func:`random_prompts`, each prompt of its own length."""
+    usable = np.setdiff1d(np.arange(vocab_size), np.fromiter(special_ids, dtype=np.int64, count=len(special_ids)))
+    size, count = len(usable), len(lengths)
+    shortest = min(lengths, default=1)
+    if shortest < 1 or not size or count > (size if shortest == 1 else size**2):
+        raise InputError(f"{count} different prompts of {shortest} tokens cannot be made from {size} ordinary tokens")
+    rng = np.random.default_rng(seed)
+    first, second = rng.permutation(size), rng.permutation(size)
+    prompts = []
+    for number, length in enumerate(lengths):
+        ids = rng.integers(size, size=length)
+        ids[0] = first[number % size]
+        if count > size:
+            ids[1:2] = second[(number + number // size) % size]
+        prompts.append(tuple(usable[ids].tolist()))
+    return tuple(prompts)
+
+
+def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, chat: bool = False) -> tuple[str, ...]:
+    """English-looking words in random order whose tokens number exactly ``lengths``.
+
+    Counted without BOS; with ``chat``, the template's own tokens count (one message of the user).  As long as the
+    vocabulary has enough words for it, no two texts begin with the same token.
+
+    Raises:
+        InputError: a length that no text has: shorter than the template, or the tokenizer never meets it.
+    """
+    rng = np.random.default_rng(seed)
+    words = _words(tokenizer)
+
+    def measure(text: str) -> int:
+        return len(tokenizer.chat([{"role": "user", "content": text}]) if chat else tokenizer.encode(text))
+
+    least = measure("a")
+    if lengths and min(lengths) < least:
+        what = "the chat template alone takes" if chat else "the shortest text takes"
+        raise InputError(f"a prompt of {min(lengths)} tokens cannot be made: {what} {least} tokens")
+    starts = _starts(tokenizer, words, len(lengths), rng)
+    return tuple(
+        _fit(start, length, words, measure, rng) for start, length in zip(_again(starts), lengths, strict=False)
+    )
+
+
+def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
+    """Texts of so many common English words in random order, for tokenizers that are not at hand.
+
+    No two begin with the same word as long as there are enough, else not with the same two.
+    """
+    words = _english()
+    return tuple(" ".join(words[i] for i in ids) for ids in mixed_prompts(len(words), (), counts, seed))
+
+
+@lru_cache
+def _english() -> tuple[str, ...]:
+    """The words of the package's own text, each once."""
+    text = (DATA / "prose.md").read_text("utf-8")
+    found = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
+    return tuple(sorted(found))
+
+
+def _words(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Words that are one token behind a space; common English ones where the vocabulary shows none."""
+    found = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
+    words = sorted(word for word in found if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
+    return tuple(words) if len(words) >= 64 else _english()
+
+
+def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
+    """At most ``count`` words whose first tokens differ."""
+    found: dict[int, str] = {}
+    for index in rng.permutation(len(words)):
+        if len(found) >= count:
+            break
+        found.setdefault(tokenizer.encode(words[index])[0], words[index])
+    return list(found.values()) or [words[0]]
+
+
+def _again(starts: Sequence[str]) -> Iterator[str]:
+    while True:
+        yield from starts
+
+
+def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str], int], rng: np.random.Generator) -> str:
+    """Words behind ``start``, as many as make ``length`` tokens; where one more is too much, another word somewhere."""
+    drawn = [start, *(words[i] for i in rng.integers(len(words), size=length + 8))]
+    least = measure("a") - 1  # of the template
+    kept, seen = max(1, length - least), set[int]()
+    for _ in range(_TRIES):
+        tokens = measure(" ".join(drawn[:kept]))
+        if tokens == length:
+            return " ".join(drawn[:kept])
+        step = round((length - tokens) * kept / max(tokens - least, 1))
+        if kept > 1 and (not step or kept in seen):
+            drawn[int(rng.integers(1, kept))] = words[int(rng.integers(len(words)))]
+        seen.add(kept)
+        kept = min(max(1, kept + step), len(drawn))
+    raise InputError(f"no text of exactly {length} tokens was found: ask for another length, or for token ids")
+
+
+# --------------------------------------------------------------------------------------------- arrivals
+
+
+def arrivals(kind: Literal["constant", "poisson"], rate: float, count: int, seed: int) -> Floats:
+    """Seconds at which ``count`` requests come, ``rate`` per second; the first at 0.
+
+    ``constant``: gaps of 1 / rate.  ``poisson``: independent gaps, exponential with mean 1 / rate.
+    """
+    if kind == "constant":
+        return np.arange(count) / rate
+    gaps = np.random.default_rng(seed).exponential(1 / rate, size=count)
+    gaps[:1] = 0.0
+    return np.cumsum(gaps)
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Recorded requests: when each came (seconds from the first), its tokens, and those of its answer."""
+
+    seconds: Floats
+    input: tuple[int, ...]
+    output: tuple[int, ...]
+
+
+def read_trace(path: Path, *, unit: Unit = "ms", limit: int | None = None) -> Trace:
+    """The first ``limit`` requests of a JSON-lines file: ``timestamp``, ``input_length``, ``output_length``.
+
+    These are the fields of the Mooncake traces, whose timestamps are milliseconds; ``unit`` says otherwise.  Further
+    fields (``hash_ids``) are not used: the prompts are random.
+
+    Raises:
+        InputError: unreadable, no request in it, or a line that is not what it should be (with its number).
+    """
+    lines = read_utf8(path, "trace").removeprefix("\ufeff").split("\n")
+    rows = [_row(f"trace {path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
+    if not rows:
+        raise InputError(f"trace {path} has no request in it")
+    rows.sort(key=lambda row: row[0])
+    seconds = np.array([row[0] for row in rows]) / (1000 if unit == "ms" else 1)
+    return Trace(seconds - seconds[0], tuple(int(row[1]) for row in rows), tuple(int(row[2]) for row in rows))
+
+
+def _row(place: str, line: str) -> tuple[float, int, int]:
+    try:
+        record: Any = json.loads(line)
+    except ValueError as error:
+        raise InputError(f"{place} is not JSON: {error}") from None
+    if not isinstance(record, dict):
+        raise InputError(f"{place}: expected an object with timestamp, input_length and output_length")
+    when, read, written = (record.get(name) for name in ("timestamp", "input_length", "output_length"))
+    if isinstance(when, bool) or not isinstance(when, int | float) or not 0 <= when < float("inf"):
+        raise InputError(f"{place}: 'timestamp' is {when!r}; it should be a time, not negative")
+    for name, value in (("input_length", read), ("output_length", written)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(f"{place}: {name!r} is {value!r}; it should be a whole number of tokens, at least 1")
+    return float(when), read, written  # type: ignore[return-value]  # checked above

@@ -1,0 +1,132 @@
+"""What the drive sends and what becomes of it.  Times are seconds of the system's monotonic clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.errors import InputError
+
+__all__ = ["DriveResult", "Exchange", "Load", "Request", "ServerRefusedError", "Target"]
+
+
+class ServerRefusedError(InputError):
+    """A server that refuses every request alike.  ``status``: of HTTP; ``said``: the server's own words."""
+
+    def __init__(self, message: str, status: int, said: str) -> None:
+        super().__init__(message)
+        self.status = status
+        self.said = said
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where requests go."""
+
+    base_url: str
+    """Ends in ``/v1`` or wherever the API lies."""
+    path: str = "/completions"
+    """Below ``base_url``: ``/completions`` or ``/chat/completions``."""
+    api_key: str | None = field(default=None, repr=False)
+    """Sent as bearer token; shown nowhere."""
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """Further headers."""
+    timeout: float = 600.0
+    """Seconds for one request, from sending to the end of its answer."""
+    connect_timeout: float = 10.0
+    """Seconds for opening a connection."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request, rendered before the run."""
+
+    index: int
+    """Its place in the load; each index occurs once."""
+    body: bytes
+    """The JSON body, complete."""
+    prompt_tokens: int | None
+    """As asked; ``None``: unknown (a prompt of text)."""
+    max_tokens: int
+    """Output tokens asked."""
+    due: float | None = None
+    """Open loop: seconds after the start of the drive; ``None``: closed loop."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent, and when."""
+
+    requests: Sequence[Request]
+    """In the order of sending."""
+    concurrency: int | None = None
+    """Requests in flight at most; ``None``: no limit, so a closed loop sends everything at once."""
+    open_loop: bool = False
+    """Each request is sent when due, whatever became of those before (within ``concurrency``)."""
+    warmup: int = 0
+    """The first so many requests are not measured.  Closed loop: the measured part begins when all of them have ended;
+    open loop: when the first request behind them is due."""
+    duration: float | None = None
+    """Seconds of the measured part after which nothing more is sent; what is in flight may end."""
+    drain: float = 60.0
+    """Seconds that requests in flight get behind ``duration``; then they are aborted, error ``aborted``."""
+    ramp: float = 0.0
+    """Seconds over which the measured part of a closed loop reaches its concurrency."""
+    workers: int | None = None
+    """Client processes; ``None``: as many as the load needs and the machine has."""
+
+
+@dataclass
+class Exchange:
+    """What became of one request."""
+
+    index: int
+    """The request's."""
+    due: float | None
+    """Open loop: when it was to be sent."""
+    sent: float
+    """When its bytes were handed to the socket; with error ``connect``: when the connection was given up."""
+    events: NDArray[np.float64]
+    """``[n]``: arrival of each stream event that carries text or a token.  Others do not count: role-only and empty
+    first chat deltas, usage alone, ``[DONE]``."""
+    ended: float
+    """When the answer was complete, or broke off."""
+    prompt_tokens: int | None = None
+    """By the server's usage."""
+    output_tokens: int | None = None
+    """By the server's usage."""
+    finish_reason: str | None = None
+    """Why the server stopped: ``length``, ``stop``."""
+    error: str | None = None
+    """``None``: complete.  Else the kind: ``connect``, ``timeout``, ``aborted`` (ended by the drive, or left unfinished
+    by the server), ``http-404`` and other statuses, ``invalid-json``, ``invalid-http``, ``no-stream``, ``server`` (an
+    error sent as an event)."""
+    detail: str = ""
+    """One line on the error: the server's message, shortened, without the key."""
+    warmup: bool = False
+    """Not measured."""
+    retried: bool = False
+    """Sent again on a fresh connection, since the server had closed the idle one."""
+
+
+@dataclass(frozen=True)
+class DriveResult:
+    """One drive."""
+
+    exchanges: list[Exchange]
+    """By index; requests that were never sent (the duration was over, the server had gone) are not among them."""
+    started: float
+    """Begin of the measured part, which lies behind the warm-up."""
+    ended: float
+    """Its end: the last answer."""
+    lag: NDArray[np.float64]
+    """``[n]`` seconds by which the event loop ran late, each 10 ms of the measured part, all workers."""
+    cpu_seconds: float
+    """Processor time of all client processes over the measured part."""
+    workers: int
+    """Client processes."""
+    behind: bool
+    """Open loop: requests could not be sent in time; p99 of ``sent - due`` is above 50 ms."""

@@ -1,0 +1,336 @@
+"""What a server says of itself while it is under load: its ``/metrics``, read once a second.
+
+The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, older and newer ones beside them.
+Readings are kept as text (only the lines of interest) and understood when the load is over.
+"""
+
+from __future__ import annotations
+
+import http.client
+import math
+import ssl
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from threading import Event, Lock, Thread
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+import numpy as np
+
+__all__ = ["Scraper", "ServerReading", "SpeculationReading", "understand"]
+
+_TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
+_LARGEST = 1 << 24  # bytes of one answer
+_CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
+_FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
+
+
+@dataclass(frozen=True)
+class SpeculationReading:
+    """Speculative decoding over the measured part; fields as in :class:`fidelab.results.bench_record.Speculation`."""
+
+    drafted: float | None
+    accepted: float | None
+    drafts: float | None = None
+    acceptance_length: float | None = None
+
+
+@dataclass(frozen=True)
+class ServerReading:
+    """What the server said over the measured part; fields as in :class:`fidelab.results.bench_record.Server`."""
+
+    kind: str
+    output_rate: float | None = None
+    kv_usage_mean: float | None = None
+    kv_usage_max: float | None = None
+    running_mean: float | None = None
+    running_max: float | None = None
+    waiting_max: float | None = None
+    samples: int = 0
+    speculation: SpeculationReading | None = None
+
+
+@dataclass(frozen=True)
+class _Names:
+    """What one server calls things; counters without ``_total``, the first name that is there counts.
+
+    llama-server's own rate (``predicted_tokens_seconds``) is left out: it is that of one slot, not of all together.
+    """
+
+    generated: tuple[str, ...]
+    usage: tuple[str, ...]
+    running: tuple[str, ...]
+    waiting: tuple[str, ...]
+    drafted: tuple[str, ...] = ()
+    accepted: tuple[str, ...] = ()
+    drafts: tuple[str, ...] = ()
+    rate: tuple[str, ...] = ()  # gauge, tok/s
+    length: tuple[str, ...] = ()  # gauge, tokens per verification; 0 without speculation
+    accepted_share: tuple[str, ...] = ()  # gauge, accepted / drafted
+
+    def all(self) -> tuple[str, ...]:
+        return tuple(name for names in vars(self).values() for name in names)
+
+
+_KINDS: Mapping[str, _Names] = {
+    "vllm": _Names(
+        generated=("vllm:generation_tokens",),
+        usage=("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc"),
+        running=("vllm:num_requests_running",),
+        waiting=("vllm:num_requests_waiting",),
+        drafted=("vllm:spec_decode_num_draft_tokens",),
+        accepted=("vllm:spec_decode_num_accepted_tokens",),
+        drafts=("vllm:spec_decode_num_drafts",),
+    ),
+    "sglang": _Names(
+        generated=("sglang:generation_tokens",),
+        usage=("sglang:token_usage",),
+        running=("sglang:num_running_reqs",),
+        waiting=("sglang:num_queue_reqs",),
+        drafts=("sglang:spec_verify_calls",),
+        rate=("sglang:gen_throughput",),
+        length=("sglang:spec_accept_length",),
+        accepted_share=("sglang:spec_accept_rate",),
+    ),
+    "llama.cpp": _Names(
+        generated=("llamacpp:tokens_predicted",),
+        usage=("llamacpp:kv_cache_usage_ratio",),
+        running=("llamacpp:requests_processing",),
+        waiting=("llamacpp:requests_deferred",),
+        # no release had them when this was written; forks and proposals have
+        drafted=("llamacpp:spec_decode_num_draft_tokens", "llamacpp:spec_tokens_drafted", "llamacpp:n_drafted"),
+        accepted=(
+            "llamacpp:spec_decode_num_accepted_tokens",
+            "llamacpp:spec_tokens_accepted",
+            "llamacpp:n_drafted_accepted",
+            "llamacpp:n_accepted",
+        ),
+        drafts=("llamacpp:spec_decode_num_drafts",),
+    ),
+}
+_WANTED = tuple(name.encode() for names in _KINDS.values() for name in names.all())
+_RANKS = ("tp_rank", "pp_rank", "moe_ep_rank")  # ranks of one engine count the same requests
+
+
+class Scraper:
+    """Reads ``/metrics`` of a server in a thread, from entering to leaving the ``with`` block.
+
+    A server that has none, is not there or answers nonsense gives no readings and never an error.
+
+    Args:
+        base_url: the server's URL, with or without the API's ``/v1``.
+        interval: seconds between readings.
+        headers: sent with each; llama-server wants its key here, too.
+    """
+
+    def __init__(self, base_url: str, interval: float = 1.0, headers: Mapping[str, str] | None = None) -> None:
+        self._url = urlsplit(base_url)
+        self._interval = interval
+        self._headers = {"Accept": "text/plain", **(headers or {})}
+        self._texts: list[tuple[float, bytes]] = []
+        self._lock = Lock()  # one request at a time
+        self._over = Event()
+        self._futile = False
+        self._thread = Thread(target=self._run, name="metrics", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._scrape()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        if kind is None:  # whoever was stopped does not wait for a server
+            self._thread.join(2 * _TIMEOUT + 1)
+            self._scrape()
+
+    def reading(self, started: float, ended: float) -> ServerReading | None:
+        """What was said between two instants of the monotonic clock (``time.monotonic()``); ``None``: nothing.
+
+        Within the ``with`` block it reads once more where it has to.  What the figures are: :func:`understand`.
+        """
+        if not self._over.is_set() and (not self._texts or self._texts[-1][0] < ended):
+            self._scrape()
+        return understand(list(self._texts), started, ended)
+
+    def _run(self) -> None:
+        due = time.monotonic() + self._interval
+        while not self._futile and not self._over.wait(max(0.0, due - time.monotonic())):
+            self._scrape()
+            due = max(due + self._interval, time.monotonic())
+
+    def _scrape(self) -> None:
+        with self._lock:
+            if self._futile:
+                return
+            begun = time.monotonic()
+            try:
+                status, text = self._get()
+            except (OSError, ValueError, http.client.HTTPException):
+                return
+            if status == 200:
+                self._texts.append(((begun + time.monotonic()) / 2, _of_interest(text)))
+            self._futile = status in _FINAL
+
+    def _get(self) -> tuple[int, bytes]:
+        host, port = self._url.hostname, self._url.port
+        if not host:
+            raise ValueError("no host")
+        connection = (
+            http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=ssl.create_default_context())
+            if self._url.scheme == "https"
+            else http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
+        )
+        try:
+            path = self._url.path.rstrip("/").removesuffix("/v1").rstrip("/")
+            connection.request("GET", f"{path}/metrics", headers=self._headers)
+            answer = connection.getresponse()
+            return answer.status, answer.read(_LARGEST)
+        finally:
+            connection.close()
+
+
+def _of_interest(text: bytes) -> bytes:
+    """The lines that are looked at later: some hundred bytes of some hundred thousand."""
+    return b"".join(line + b"\n" for line in text.splitlines() if line.startswith(_WANTED))
+
+
+# ------------------------------------------------------------------------------------------ understanding
+
+
+@dataclass(frozen=True)
+class _Sample:
+    """One reading: each quantity over all engines behind the server; ``None`` where it is not told."""
+
+    at: float
+    values: Mapping[str, tuple[float, ...]]
+
+    def total(self, names: Iterable[str]) -> float | None:
+        return self._first(names, math.fsum)
+
+    def mean(self, names: Iterable[str]) -> float | None:
+        return self._first(names, lambda values: math.fsum(values) / len(values))
+
+    def _first(self, names: Iterable[str], merge: Callable[[Sequence[float]], float]) -> float | None:
+        return next((merge(self.values[name]) for name in names if name in self.values), None)
+
+
+def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: float) -> ServerReading | None:
+    """What readings (instant, text of ``/metrics``) say of the time from ``started`` to ``ended``, all in seconds.
+
+    Rates are those of counters, interpolated linearly between the readings around both instants, unless the server
+    was at rest just before and behind; llama-server and SGLang count a request when it is complete.  Where a counter is
+    missing or began anew, SGLang's own rate stands in, as its mean over the readings with requests at work.
+    Gauges are of the readings between the two instants.  Counts of several engines add up, shares are averaged.
+
+    Returns ``None`` where no reading is of a server that is known.
+    """
+    samples = [_Sample(at, values) for at, text in texts if (values := _parse(text))]
+    kind = next((kind for kind, names in _KINDS.items() for s in samples if s.values.keys() & set(names.all())), None)
+    if kind is None or not ended > started:
+        return None
+    names = _KINDS[kind]
+    within = [sample for sample in samples if started <= sample.at <= ended]
+    running = _told(sample.total(names.running) for sample in within)
+    usage = [min(share, 1.0) for share in _told(sample.mean(names.usage) for sample in within)]
+    generated = _increase(samples, names, names.generated, started, ended)
+    return ServerReading(
+        kind=kind,
+        output_rate=_busy_mean(within, names, names.rate) if generated is None else generated / (ended - started),
+        kv_usage_mean=_mean(usage),
+        kv_usage_max=max(usage, default=None),
+        running_mean=_mean(running),
+        running_max=max(running, default=None),
+        waiting_max=max(_told(sample.total(names.waiting) for sample in within), default=None),
+        samples=len(within),
+        speculation=_speculation(samples, within, names, started, ended),
+    )
+
+
+def _speculation(
+    samples: Sequence[_Sample], within: Sequence[_Sample], names: _Names, started: float, ended: float
+) -> SpeculationReading | None:
+    """From counters; else (SGLang) from the mean length and share of what was accepted."""
+    drafts, drafted, accepted = (
+        _increase(samples, names, counter, started, ended) for counter in (names.drafts, names.drafted, names.accepted)
+    )
+    if not names.length:
+        if drafted is None and accepted is None:
+            return None
+        length = 1 + accepted / drafts if accepted is not None and drafts else None
+        return SpeculationReading(drafted, accepted, drafts, length)
+    length = _busy_mean(within, names, names.length)
+    if length is None:
+        return None
+    if not length:  # the gauge is there, nothing is proposed
+        return SpeculationReading(0.0, 0.0, drafts)
+    share = _busy_mean(within, names, names.accepted_share)
+    accepted = None if drafts is None else max(length - 1, 0.0) * drafts
+    return SpeculationReading(accepted / share if accepted is not None and share else None, accepted, drafts, length)
+
+
+def _increase(
+    samples: Sequence[_Sample], names: _Names, counter: Sequence[str], started: float, ended: float
+) -> float | None:
+    """By how much a counter grew; ``None`` where it is missing, began anew, or was not read on both sides.
+
+    One with labels is not shown before it first counts: then it is 0.
+    """
+    before = [i for i, sample in enumerate(samples) if sample.at <= started]
+    after = [i for i, sample in enumerate(samples) if sample.at >= ended]
+    if not before or not after:
+        return None
+    around = samples[before[-1] : after[0] + 1]
+    totals = [sample.total(counter) for sample in around]
+    values = [total or 0.0 for total in totals]
+    if not _told(totals) or (np.diff(values) < 0).any():
+        return None
+    at = [sample.at for sample in around]
+    # A server at rest counts what it counted when the load began or ended; before it there may have been a warm-up.
+    if before == [0] and started - at[0] < _CLOSE and around[0].total(names.running) == 0:
+        at[0] = started
+    elif values[1:2] == values[2:3]:  # it stood still behind the begin: what it grew by was the warm-up's
+        at, values = [started, *at[2:]], values[1:]
+    if around[-1].total(names.running) == 0:
+        at[-1] = ended
+    first, last = np.interp([started, ended], at, values)
+    return float(last - first)
+
+
+def _busy_mean(within: Iterable[_Sample], names: _Names, gauge: Sequence[str]) -> float | None:
+    """Mean of a gauge over the readings with requests at work; rates add up over engines, lengths and shares do not."""
+    busy = (sample for sample in within if sample.total(names.running) != 0)
+    return _mean(_told((s.total if gauge == names.rate else s.mean)(gauge) for s in busy))
+
+
+def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
+    """Name without ``_total`` → values, one per engine; empty where the text is not of Prometheus."""
+    from prometheus_client.parser import text_string_to_metric_families
+
+    wanted = {name.decode() for name in _WANTED}
+    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    try:
+        for family in text_string_to_metric_families(text.decode("utf-8", "replace")):
+            for sample in family.samples:
+                name = sample.name.removesuffix("_total")
+                # SGLang counts requests by priority, too, beside the count of all
+                if name not in wanted or not math.isfinite(sample.value) or sample.labels.get("priority"):
+                    continue
+                engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
+                engines = found.setdefault(name, {})
+                engines[engine] = max(sample.value, engines.get(engine, sample.value))
+    except (ValueError, KeyError, IndexError):
+        return {}
+    return {name: tuple(engines.values()) for name, engines in found.items()}
+
+
+def _told(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None

@@ -1,0 +1,152 @@
+"""Whether a quantity got worse: a change, its 95% interval, and what is allowed.
+
+A *cost* is better when it is smaller.  An :class:`Allowance` says how far a cost may rise; with A(x) the largest cost
+that x may become, a change is judged the same way in both directions:
+
+- ``regressed``: the whole 95% interval of ``now − A(baseline)`` lies above 0.
+- ``improved``: the whole interval of ``baseline − A(now)`` lies above 0.
+- ``unchanged``: both intervals lie below or at 0.
+- ``cannot tell``: anything else.
+
+So certainty is asked of a change *beyond* the allowance, which also stands for what intervals cannot know: that the
+machine differs a little from one run to the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import special
+
+__all__ = [
+    "Allowance",
+    "Change",
+    "Estimate",
+    "Verdict",
+    "difference_interval",
+    "judge_intervals",
+    "judge_log_ratio",
+    "judge_values",
+    "log_ratio",
+]
+
+Interval = tuple[float, float]
+Verdict = Literal["regressed", "improved", "unchanged", "cannot tell"]
+
+
+@dataclass(frozen=True)
+class Allowance:
+    """How far a cost may rise: a share of it, and so much in its own unit (both ≥ 0).
+
+    Of what can be negative (differences) a share is allowed only where it is positive.
+    """
+
+    relative: float = 0.0
+    absolute: float = 0.0
+
+    def of(self, cost: float) -> float:
+        """The largest cost that ``cost`` may become; rises with it."""
+        return cost + self.relative * max(cost, 0.0) + self.absolute
+
+
+@dataclass(frozen=True)
+class Change:
+    """An estimate and its 95% interval."""
+
+    estimate: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A value with its 95% interval."""
+
+    value: float
+    interval: Interval
+
+    def allowed(self, allowance: Allowance) -> Estimate:
+        """What it may become."""
+        low, high = self.interval
+        return Estimate(allowance.of(self.value), (allowance.of(low), allowance.of(high)))
+
+
+def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.95) -> Change | None:
+    """Mean log of ``now`` minus mean log of ``baseline`` (repeats, all > 0): the log ratio of the geometric means.
+
+    Welch's interval on the logs: with v_i = s_i²/n_i the variance of mean i, ``d ± t·√(v_1 + v_2)`` and
+    ``(v_1 + v_2)² / (v_1²/(n_1 − 1) + v_2²/(n_2 − 1))`` degrees of freedom (B. L. Welch, Biometrika 34, 1947).
+    Timings spread by factors, and a rate has the same interval as the time that it stands for.
+
+    ``None`` for fewer than two repeats on a side, or one that is not positive.
+    """
+    if min(len(baseline), len(now)) < 2 or min(*baseline, *now) <= 0:
+        return None
+    logs = [np.log(np.asarray(repeats, dtype=np.float64)) for repeats in (baseline, now)]
+    center = float(logs[1].mean() - logs[0].mean())
+    parts = [float(log.var(ddof=1)) / len(log) for log in logs]
+    total = sum(parts)
+    # equal repeats: rounding of the mean leaves a variance of the order 1e-33 or exactly none
+    spread = sum(part**2 / (len(log) - 1) for part, log in zip(parts, logs, strict=True))
+    if spread == 0:
+        return Change(center, (center, center))
+    reach = float(special.stdtrit(total**2 / spread, 0.5 + level / 2)) * math.sqrt(total)
+    return Change(center, (center - reach, center + reach))
+
+
+def difference_interval(a: Estimate, b: Estimate) -> Interval:
+    """95% interval of ``a − b`` from the two intervals, as of independent estimates.
+
+    Each side of an interval stands for the variance on that side: ``d − √((a − l_a)² + (u_b − b)²)`` to
+    ``d + √((u_a − a)² + (b − l_b)²)`` (Zou & Donner, Statistics in Medicine 27, 2008).  With symmetric intervals this
+    is the normal approximation.  Where both answered the same questions the true interval is narrower: positive
+    correlation, which intervals alone do not show.
+    """
+    down = math.hypot(max(0.0, a.value - a.interval[0]), max(0.0, b.interval[1] - b.value))
+    up = math.hypot(max(0.0, a.interval[1] - a.value), max(0.0, b.value - b.interval[0]))
+    return a.value - b.value - down, a.value - b.value + up
+
+
+def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> Verdict:
+    """Of two costs with intervals (module docstring)."""
+    worse = difference_interval(now, baseline.allowed(allowance))
+    better = difference_interval(baseline, now.allowed(allowance))
+    return _verdict(worse, better)
+
+
+def judge_log_ratio(change: Interval, relative: float) -> Verdict:
+    """Of the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed."""
+    allowed = math.log1p(relative)
+    low, high = change
+    return _verdict((low - allowed, high - allowed), (-high - allowed, -low - allowed))
+
+
+def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bool) -> Verdict:
+    """Of two costs without intervals.
+
+    ``exact``: they have no noise, and a change beyond the allowance is certain.  Otherwise the noise is taken to be no
+    larger than the allowance: within it nothing changed, a change is certain where the allowance was used up twice
+    over, and between the two nobody can tell.
+    """
+
+    def certain(cost: float) -> float:
+        return allowance.of(cost) if exact else allowance.of(allowance.of(cost))
+
+    if now > certain(baseline):
+        return "regressed"
+    if baseline > certain(now):
+        return "improved"
+    within = now <= allowance.of(baseline) and baseline <= allowance.of(now)
+    return "unchanged" if within else "cannot tell"
+
+
+def _verdict(worse: Interval, better: Interval) -> Verdict:
+    """From the intervals of what lies beyond the allowance on either side."""
+    if worse[0] > 0:
+        return "regressed"
+    if better[0] > 0:
+        return "improved"
+    return "unchanged" if worse[1] <= 0 and better[1] <= 0 else "cannot tell"

@@ -1,0 +1,132 @@
+"""Latencies and rates of served requests (METRICS §8), from what a client recorded of each.
+
+Of a request that was answered whole, with s = when it was sent, e₁ … e_k = when its stream events with text came,
+n = its output tokens *by the server's usage* (a stream event may carry several tokens, or half a character):
+
+- TTFT = e₁ − s
+- TPOT = (e_k − e₁) / (n − 1), where n > 1 and the answer came in more than one event
+- ITL = e₂ − e₁, …, e_k − e_(k−1): gaps between events, all requests together
+- E2E = e_k − s
+
+In an open loop, too, s is when the request was sent, not when it was due.
+Percentiles are linearly interpolated.  Seconds in, milliseconds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = [
+    "LATENCIES",
+    "Answered",
+    "Latencies",
+    "count_good",
+    "effective_concurrency",
+    "fill",
+    "latencies",
+    "percentiles",
+    "sent_rate",
+]
+
+Floats = NDArray[np.float64]
+
+LATENCIES = ("ttft", "tpot", "itl", "e2el")
+
+
+class Answered(Protocol):
+    """What is read of a request; times in seconds of one clock."""
+
+    due: float | None
+    sent: float
+    events: Floats
+    ended: float
+    output_tokens: int | None
+    error: str | None
+
+
+@dataclass(frozen=True)
+class Latencies:
+    """Milliseconds: one value per request (of ``itl``: per gap), requests in the given order.
+
+    NaN stands where a request has none, so that ``ttft``, ``tpot`` and ``e2el`` are of one length.
+    """
+
+    ttft: Floats
+    tpot: Floats
+    itl: Floats
+    e2el: Floats
+
+    def of(self, name: str) -> Floats:
+        """The finite values of ``ttft``, ``tpot``, ``itl`` or ``e2el``."""
+        values: Floats = getattr(self, name)
+        return values[~np.isnan(values)]
+
+
+def latencies(requests: Sequence[Answered]) -> Latencies:
+    """All latencies of the requests that were answered whole (others have NaN)."""
+    ttft, tpot, e2el = (np.full(len(requests), np.nan) for _ in range(3))
+    gaps: list[Floats] = []
+    for row, request in enumerate(requests):
+        events = request.events
+        if request.error is not None or not len(events):
+            continue
+        ttft[row] = events[0] - request.sent
+        e2el[row] = events[-1] - request.sent
+        gaps.append(np.diff(events))
+        if request.output_tokens is not None and request.output_tokens > 1 and len(events) > 1:
+            tpot[row] = (events[-1] - events[0]) / (request.output_tokens - 1)
+    itl = np.concatenate(gaps) if gaps else np.empty(0)
+    return Latencies(1e3 * ttft, 1e3 * tpot, 1e3 * itl, 1e3 * e2el)
+
+
+def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
+    """``{"p50": …, "p99.9": …}``, linearly interpolated between the two nearest values."""
+    asked = list(which)
+    found = np.percentile(np.asarray(values, dtype=np.float64), asked)
+    return {f"p{rank:g}": float(value) for rank, value in zip(asked, found, strict=True)}
+
+
+def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> int:
+    """Requests that met every target (``ttft``, ``tpot``, ``e2el`` → milliseconds at most).
+
+    Failed requests met none.  An answer of one token has no TPOT and meets any; where TPOT is not known otherwise (the
+    server did not count the tokens, or sent all at once), none is met.
+    """
+    found = latencies(requests)
+    good = ~np.isnan(found.ttft)
+    single = np.array([request.output_tokens == 1 for request in requests], dtype=bool)
+    for name, limit in targets.items():
+        met = getattr(found, name) <= limit
+        good &= met | single if name == "tpot" else met
+    return int(good.sum())
+
+
+def effective_concurrency(requests: Collection[Answered], start: float, end: float) -> float:
+    """Requests in flight, averaged over [start, end]: Σ of their time in flight there / its length."""
+    if end <= start:
+        return 0.0
+    inside = (min(request.ended, end) - max(request.sent, start) for request in requests)
+    return sum(seconds for seconds in inside if seconds > 0) / (end - start)
+
+
+def fill(requests: Sequence[Answered], start: float, end: float) -> float:
+    """Requests in flight, averaged from ``start`` until the last one was sent.
+
+    Behind that none is left to take the place of those that end.  Where all were sent at once: how many they were.
+    """
+    sent = [request.sent for request in requests]
+    last = min(max(sent, default=start), end)
+    begin = max(min(sent, default=start), start)
+    return effective_concurrency(requests, begin, last) if last - begin > 1e-3 else float(len(requests))
+
+
+def sent_rate(requests: Sequence[Answered]) -> float | None:
+    """Requests sent per second: (count − 1) / (last − first); ``None`` where they were sent at once."""
+    sent = [request.sent for request in requests]
+    span = max(sent, default=0.0) - min(sent, default=0.0)
+    return (len(sent) - 1) / span if span > 0 else None

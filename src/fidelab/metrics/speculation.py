@@ -1,0 +1,76 @@
+"""Whether two speed-ups multiply: quantization and speculative decoding (METRICS §9).
+
+With S the output rate over that of the plain arm, ρ = S_both / (S_quantized · S_speculative)
+= r_both · r_plain / (r_quantized · r_speculative).  Repeats of a rate are averaged as logarithms (geometric mean).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from scipy import special
+
+__all__ = ["ARMS", "SUB", "SUPER", "Composed", "Kind", "compose"]
+
+Kind = Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
+
+ARMS = ("plain", "quantized", "speculative", "both")
+SUB, SUPER = 0.9, 1.1  # below and above: the speed-ups do not multiply
+
+
+@dataclass(frozen=True)
+class Composed:
+    """ρ, its 95% interval (``None`` where an arm was measured once), and the rates (tok/s) of :data:`ARMS`."""
+
+    rho: float
+    interval: tuple[float, float] | None
+    rates: tuple[float, float, float, float]
+
+    @property
+    def kind(self) -> Kind:
+        """Named where the whole interval has it; without one, chance alone goes beyond both limits."""
+        if self.interval is None:
+            return "cannot tell"
+        low, high = map(_kind, self.interval)
+        return low if low == high else "cannot tell"
+
+
+def compose(
+    plain: Sequence[float], quantized: Sequence[float], speculative: Sequence[float], both: Sequence[float]
+) -> Composed:
+    """ρ from the repeats of each arm's output rate (tok/s), which need not be equally many.
+
+    The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees
+    of freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats
+    says less.  Repeats that agree to the last bit have an interval of width zero.
+
+    Raises:
+        ValueError: an arm without a rate, or a rate that is not positive and finite.
+    """
+    logs = []
+    for arm, rates in zip(ARMS, (plain, quantized, speculative, both), strict=True):
+        if not len(rates) or not all(rate > 0 and math.isfinite(rate) for rate in rates):
+            raise ValueError(f"the rates of {arm} are positive and finite, not {list(rates)}")
+        logs.append(np.log(np.asarray(rates, dtype=np.float64)))
+    means = [float(values.mean()) for values in logs]
+    center = means[0] - means[1] - means[2] + means[3]
+    first, second, third, fourth = map(math.exp, means)
+    rho = math.exp(center)
+    counts = np.array([len(values) for values in logs])
+    if (counts < 2).any():
+        return Composed(rho, None, (first, second, third, fourth))
+    variances = np.array([values.var(ddof=1) for values in logs]) / counts
+    total = float(variances.sum())
+    reach = 0.0
+    if total > 0:
+        freedom = total**2 / float((variances**2 / (counts - 1)).sum())
+        reach = float(special.stdtrit(freedom, 0.975)) * math.sqrt(total)
+    return Composed(rho, (math.exp(center - reach), math.exp(center + reach)), (first, second, third, fourth))
+
+
+def _kind(rho: float) -> Kind:
+    return "sub-multiplicative" if rho < SUB else "super-multiplicative" if rho > SUPER else "multiplicative"

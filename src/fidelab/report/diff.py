@@ -1,0 +1,217 @@
+"""A run against a baseline, for people: a table in the terminal, the worst first, or Markdown for a pull request.
+
+What stayed the same, and figures of which neither side is better, are counted; ``full`` lists them, too.  Nothing from
+reports is read as markup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fidelab.report.cells import plain
+from fidelab.report.markdown import _code, _text
+from fidelab.report.numbers import (
+    ABSENT,
+    MINUS,
+    format_amount,
+    format_bytes,
+    format_count,
+    format_kld,
+    format_score,
+    format_share,
+    one_line,
+)
+from fidelab.report.text_cells import literal
+from fidelab.results.comparability import Difference
+from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
+from fidelab.results.metric import BENCH
+
+__all__ = ["render_diff", "render_diff_markdown"]
+
+_SHOWN = 40  # of a value that differs: hashes and lists are long
+_STYLES: dict[Outcome, str] = {"regressed": "bold red", "lost": "red", "cannot tell": "yellow", "improved": "green"}
+_COLUMNS = ("outcome", "arm", "metric", "baseline", "now", "change")
+_PLAIN = ("share", "points", "count", "p", "ratio", "")  # no unit need be named
+_PLACES = {"candidate": "", "floor": " (floor)", "truth": " (truth)", "control": " (control)"}
+_LEGEND = (
+    "Change: with its 95% interval where there are repeats or items to take it from. Regressed and improved: the "
+    "change is certainly larger than allowed; cannot tell: it may or may not be. Single values count beyond twice the "
+    "allowance."
+)
+
+
+def render_diff(diff: Diff, console: Console, *, full: bool = False) -> None:
+    """Print it."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(literal(text, console, style), overflow="fold")
+
+    line(f"{one_line(diff.now.name)} against baseline {one_line(diff.baseline.name)}", "bold")
+    for refusal in diff.refused:
+        line(f"not compared: {_refusal(refusal)}", "red")
+    shown = _rows(diff, full)
+    if shown:
+        console.print(_table(shown, console))
+    for text in _missing(diff):
+        line(text)
+    line(_summary(diff, full), "bold")
+    for text in _asides(diff):
+        line(text)
+
+
+def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
+    """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
+    rows: list[tuple[str, ...]] = [_COLUMNS, (*[":--"] * 3, *["--:"] * 3)]
+    for change in _rows(diff, full):
+        outcome, arm, place, *figures = _cells(change)
+        rows.append((_text(outcome), _cell(arm), _cell(place), *map(_text, figures)))
+    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    parts = [
+        f"{_code(diff.now.name)} against baseline {_code(diff.baseline.name)}: {_text(_summary(diff, full))}",
+        _bullets(f"not compared: {_refusal(refusal)}" for refusal in diff.refused),
+        table if len(rows) > 2 else "",
+        _bullets(_missing(diff)),
+        _bullets(_asides(diff)),
+        _LEGEND if len(rows) > 2 else "",
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _cell(text: str) -> str:
+    return _code(text).replace("|", "\\|")
+
+
+def _bullets(lines: Iterable[str]) -> str:
+    return "\n".join(f"- {_text(line)}" for line in lines)
+
+
+def _table(rows: Iterable[MetricChange], console: Console) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table.add_column("outcome", no_wrap=True)
+    table.add_column("metric", overflow="fold")
+    for name in ("baseline\nnow", "change"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for change in rows:
+        outcome, arm, place, old, new, changed = _cells(change)
+        table.add_row(
+            literal(outcome, console, _STYLES.get(change.outcome, "")),
+            literal(f"{arm}: {place}", console),
+            *(literal(figure, console) for figure in (f"{old}\n{new}", changed.replace(" (", "\n(", 1))),
+        )
+    return table
+
+
+# --------------------------------------------------------------------------------------------------------- strings
+
+
+def _rows(diff: Diff, full: bool) -> list[MetricChange]:
+    """What stands in the table: everything that is on both sides and changed, or may have."""
+    compared = [change for change in diff.changes if change.outcome not in ("lost", "new")]
+    return [change for change in compared if full or (change.counts and change.outcome != "unchanged")]
+
+
+def _cells(change: MetricChange) -> tuple[str, ...]:
+    """One cell per column; behind the change stands its interval, or why it has none."""
+    unit = "" if change.unit in _PLAIN else f" ({change.unit})"
+    flags = f" [{', '.join(change.flags)}]" if change.flags else ""
+    why = f" ({change.doubt})" if change.doubt else ""
+    ends = "" if change.ci is None else f" ({' to '.join(_signed(end, change) for end in change.ci)})"
+    shown = ABSENT if change.change is None else _signed(change.change, change)
+    place = ", ".join(part for part in (change.group.removeprefix(BENCH), change.cell, change.metric) if part)
+    return (
+        change.outcome,
+        _arm(change),
+        one_line(f"{place}{unit}{flags}"),
+        _value(change.baseline, change.unit),
+        _value(change.now, change.unit),
+        one_line(shown + (ends or why)),
+    )
+
+
+def _arm(change: MetricChange) -> str:
+    return one_line(change.arm) + _PLACES.get(change.role, " (reference)")
+
+
+def _value(value: float | None, unit: str) -> str:
+    if value is None:
+        return ABSENT
+    size = abs(value)
+    match unit:
+        case "share":
+            text = format_share(size)
+        case "points":
+            text = format_score(size)
+        case "bytes":
+            text = format_bytes(size)
+        case "count" | "tokens":
+            text = format_count(size)
+        case "tok/s" | "req/s" | "ms" | "s":
+            text = format_amount(size)
+        case _:
+            text = format_kld(size)
+    return (MINUS if value < 0 else "") + text
+
+
+def _signed(value: float, change: MetricChange) -> str:
+    sign = MINUS if value < 0 else "+" if value > 0 else ""
+    if not change.relative:
+        return sign + _value(abs(value), change.unit)
+    percent = 100 * abs(value)
+    return f"{sign}{percent:,.1f}%" if percent < 1000 else f"{sign}{percent:,.0f}%"
+
+
+def _missing(diff: Diff) -> Iterator[str]:
+    """Every metric that one side lacks; arms that lack the same ones share a line."""
+    there = {(change.role, change.arm) for change in diff.changes if change.basis}
+    for outcome in ("lost", "new"):
+        places: dict[tuple[str, str, str], list[str]] = {}
+        for change in diff.changes:
+            if change.outcome == outcome:
+                group = change.group.removeprefix(BENCH) if (change.role, change.arm) in there else ""
+                name = ", ".join(part for part in (change.cell, change.metric) if part)
+                places.setdefault((_arm(change), group, change.doubt), []).append(name)
+        alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
+        for (arm, group, doubt), names in places.items():
+            alike.setdefault((group, doubt, tuple(names)), []).append(arm)
+        for (group, doubt, found), arms in alike.items():
+            what = f"{group}: {'; '.join(found)}" if group else f"all {len(found)} metrics"
+            yield one_line(f"{outcome}: {', '.join(arms)}, {what}{f' [{doubt}]' if doubt else ''}")
+
+
+def _summary(diff: Diff, full: bool) -> str:
+    counts = diff.counted()
+    named: tuple[Outcome, ...] = ("regressed", "lost", "cannot tell", "improved", "new", "unchanged")
+    parts = [f"{counts[outcome]} {outcome}" for outcome in named if counts[outcome]]
+    text = (", ".join(parts) or "nothing to judge") + "."
+    aside = sum(not change.counts and change.outcome == "cannot tell" for change in diff.changes)
+    if aside:
+        text += f" {aside} of which neither side is better differ{'s' if aside == 1 else ''}."
+    hidden = len([c for c in diff.changes if c.outcome not in ("lost", "new")]) - len(_rows(diff, full))
+    return text + (" --all lists every metric." if hidden else "")
+
+
+def _refusal(refusal: Refusal) -> str:
+    groups = ", ".join(group.removeprefix(BENCH) for group in refusal.groups)
+    values = f"{_short(refusal.baseline)} in the baseline, {_short(refusal.now)} now"
+    count = f"{refusal.n_metrics} metric{'' if refusal.n_metrics == 1 else 's'}"
+    return one_line(f"{groups} ({count}): {refusal.field} is {values}")
+
+
+def _asides(diff: Diff) -> Iterator[str]:
+    for text in diff.unmeasured:
+        yield one_line(f"measured on neither side: {text}")
+    for found in diff.beside:
+        yield _beside(found)
+
+
+def _beside(found: Difference) -> str:
+    return one_line(f"differs: {found.where}, {found.field}: {_short(found.baseline)} → {_short(found.now)}")
+
+
+def _short(value: object) -> str:
+    text = "not recorded" if value is None else plain(value)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 1]}…"

@@ -1,0 +1,104 @@
+"""Baselines: reports kept under a name, one file each, in a folder that can be committed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
+from fidelab.results.record import Report
+from fidelab.results.store import CONFIG, REPORT
+
+__all__ = ["Baselines", "read_run"]
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """``<folder>/<name>.json``."""
+
+    folder: Path
+
+    def path(self, name: str) -> Path:
+        """Where a baseline lies, or would lie.
+
+        Raises:
+            UsageError: the name is no file name.
+        """
+        if not _NAME.fullmatch(name):
+            raise UsageError(
+                f"baseline {name!r}: a name has up to 100 letters, digits and . _ + @ = -, and begins with a letter "
+                "or digit"
+            )
+        return self.folder / f"{name}.json"
+
+    def names(self) -> list[str]:
+        """All names, in alphabetical order."""
+        found = self.folder.glob("*.json") if self.folder.is_dir() else ()
+        return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
+
+    def save(self, name: str, run: Path, *, force: bool = False) -> Path:
+        """Keep a run's report; ``force`` replaces one of the same name.
+
+        Raises:
+            UsageError: the name is no file name, or taken.
+            InputError: there is no valid report.
+            OutputError: the file cannot be written.
+        """
+        path = self.path(name)
+        report = read_run(run)
+        if path.exists() and not force:
+            raise UsageError(f"baseline {name!r} exists in {self.folder}; replace it with --force")
+        return report.write(path)
+
+    def remove(self, name: str) -> Path:
+        """Remove one.
+
+        Raises:
+            UnknownNameError: there is none of this name.
+            OutputError: it cannot be removed.
+        """
+        path = self.path(name)
+        if not path.is_file():
+            raise UnknownNameError("baseline", name, self.names(), hint=f"They lie in {self.folder}.")
+        try:
+            path.unlink()
+        except OSError as error:
+            raise OutputError(f"{path}: cannot remove: {error.strerror or error}") from error
+        return path
+
+    def read(self, what: str) -> tuple[str, Report]:
+        """A report by a baseline's name, else a run's folder or a report's file; and how to call it.
+
+        A folder that has the name of a baseline is written ``./name``.
+
+        Raises:
+            InputError: there is no valid report.
+            UnknownNameError: there is neither a baseline nor a file or folder of this name.
+        """
+        if _NAME.fullmatch(what) and self.path(what).is_file():
+            return what, Report.from_json(self.path(what))
+        path = Path(what)
+        if path.is_dir() or path.is_file() or not _NAME.fullmatch(what) or what.endswith(".json"):
+            report = read_run(path)
+            return report.run_id, report
+        hint = f"They lie in {self.folder}; a run's folder or a report.json will do, too."
+        raise UnknownNameError("baseline", what, self.names(), hint=hint)
+
+
+def read_run(run: Path) -> Report:
+    """The report of a run's folder, or of a file.
+
+    Raises:
+        InputError: there is none, or it is damaged.
+    """
+    path = run / REPORT if run.is_dir() else run
+    if path.is_file():
+        return Report.from_json(path)
+    if not run.is_dir():
+        raise InputError(f"{run}: there is no such run folder or report")
+    if (run / CONFIG).is_file():
+        raise InputError(f"{run} has no report yet; finish the run with: fidelab compare --resume {run}")
+    raise InputError(f"{run} is no run folder: it holds no {REPORT}")

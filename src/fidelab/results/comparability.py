@@ -1,0 +1,113 @@
+"""What two reports must agree on before a metric of both is compared, and what is only told beside (METRICS §11)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Set
+from typing import Any
+
+from fidelab.results.axis_record import Free
+from fidelab.results.metric import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, Metric
+from fidelab.results.panels import Record
+from fidelab.results.record import ArmRecord, Report
+
+__all__ = ["COUNTED", "Difference", "beside", "fields"]
+
+COUNTED = "composite.axes"
+_VOLATILE = ("peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
+
+
+class Difference(Record):
+    """Something that differs."""
+
+    where: str
+    """An arm, or ``environment``."""
+    field: str
+    """What differs."""
+    baseline: Free = None
+    """In the baseline; null: not recorded."""
+    now: Free = None
+    """In the run; null: not recorded."""
+
+
+def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[str, Any]:
+    """What must agree for this metric, as path → value.
+
+    An entry ``X`` or ``X.part`` of the report's comparability key concerns group ``X``; one that names none of the
+    ``groups`` concerns all axes.  Axes also have to share the reference's KV format, an excess the control's, the floor
+    its share of the items, a composite its axes.
+    """
+    found: dict[str, Any] = {f"unit of {key.metric}": metric.unit}
+    for group in metric.rests_on or (key.group,):
+        for name, value in report.comparability_key.items():
+            if _concerns(name, group, groups):
+                found |= dict(_flat(name, value))
+    if key.group != CACHE and not key.group.startswith(BENCH):
+        found["reference.kv"] = _kv(report.reference)
+    if key.metric == OVER_CONTROL:
+        found["control.kv"] = _kv(report.control)
+    if key.role == "floor":
+        found["floor"] = report.settings.get("floor")
+    if key.group == COMPOSITE:
+        found[COUNTED] = list(metric.rests_on)
+    return found
+
+
+def _concerns(name: str, group: str, groups: Set[str]) -> bool:
+    if group == CACHE:
+        return False
+    if name == group or name.startswith(f"{group}."):
+        return True
+    bench = BENCH.rstrip(".")
+    if group.startswith(BENCH):
+        return name == bench
+    named = name == bench or name.startswith(BENCH)
+    return not named and not any(name == other or name.startswith(f"{other}.") for other in groups)
+
+
+def _kv(arm: ArmRecord | None) -> str | None:
+    if arm is None:
+        return None
+    kv = arm.kv
+    return f"{kv.k}/{kv.v}" + "".join(f" {name}={value}" for name, value in sorted(kv.options.items()))
+
+
+def beside(baseline: Report, now: Report) -> Iterator[Difference]:
+    """What differs of the arms that both have, and of where they ran."""
+    was, is_ = (
+        {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
+    )
+    yield from _differences("environment", was, is_)
+    arms = {(role, arm.name): arm for role, arm in _arms(baseline)}
+    for role, arm in _arms(now):
+        if (role, arm.name) in arms:
+            yield from _differences(arm.name, _told(arms[role, arm.name]), _told(arm))
+
+
+def _arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
+    for role, arm in (("reference", report.reference), ("control", report.control), ("truth", report.truth)):
+        if arm is not None:
+            yield role, arm
+    yield from (("candidate", arm) for arm in report.candidates)
+
+
+def _told(arm: ArmRecord) -> dict[str, Any]:
+    """What was asked and what ran."""
+    ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
+    for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric
+        ran.pop(name, None)
+    return {"engine": arm.engine, "model": arm.model, "KV asked": _kv(arm), **dict(_flat("", ran))}
+
+
+def _differences(where: str, was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Difference]:
+    for name in dict.fromkeys((*was, *now)):
+        if was.get(name) != now.get(name):
+            yield Difference(where=where, field=name, baseline=was.get(name), now=now.get(name))
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Nested mappings as paths; an empty one keeps its place."""
+    if isinstance(value, Mapping) and value:
+        for part, inner in value.items():
+            yield from _flat(f"{name}.{part}" if name else part, inner)
+    else:
+        yield name, value

@@ -1,0 +1,265 @@
+"""Two reports compared, metric by metric: what regressed, improved, stayed, and what nobody can tell (METRICS §11).
+
+Costs are compared: of rates the time that the work takes, of scores their drop.  What makes a change certain:
+
+- *repeats* on both sides: Welch's interval of the log ratio (:func:`~fidelab.metrics.change.log_ratio`).
+- *intervals* over items on both sides (axes): the interval of the difference.  Both sides answered the same questions,
+  which two reports cannot use: the interval is too wide rather than too narrow, and ``fidelab score`` on both sides'
+  captures pairs them.
+- *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
+- *single* values: a change beyond twice the allowance; axes' figures without an interval, and percentiles that fewer
+  than ten values lie beyond, prove no change at all.
+
+A metric that is the same on both sides to the last digit, interval and repeats included, is unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+from fidelab.core import canonical_json
+from fidelab.errors import MismatchError
+from fidelab.metrics.change import (
+    Allowance,
+    Estimate,
+    Verdict,
+    difference_interval,
+    judge_intervals,
+    judge_log_ratio,
+    judge_values,
+    log_ratio,
+)
+from fidelab.results.axis_record import Interval
+from fidelab.results.comparability import COUNTED, beside, fields
+from fidelab.results.diff_record import Basis, Diff, MetricChange, Outcome, Refusal, Side, Thresholds
+from fidelab.results.flatten import Flat, flatten
+from fidelab.results.metric import CACHE, Key, Metric
+from fidelab.results.record import Report
+
+__all__ = ["compare"]
+
+_WORST_FIRST: Mapping[Outcome, int] = {
+    **{"regressed": 0, "lost": 1, "cannot tell": 2},
+    **{"improved": 4, "new": 5, "unchanged": 6},
+}
+_UNDIRECTED = 3
+_LARGEST_LOG = 700.0
+_NO_REPEATS = "no repeats"
+_NO_SIDE = "neither side is better"
+
+
+def compare(
+    baseline: Report, now: Report, thresholds: Thresholds | None = None, *, names: tuple[str, str] | None = None
+) -> Diff:
+    """Every metric of two reports; ``names`` are how they were named, by default their runs'.
+
+    Raises:
+        MismatchError: no metric can be compared; names what differs.
+    """
+    limits = thresholds or Thresholds()
+    sides = flatten(baseline), flatten(now)
+    was, is_ = (side.metrics for side in sides)
+    axes = _axes(baseline, now, *sides)
+    changes, refusals = [], _Refusals()
+    for key, metric in {**is_, **was}.items():
+        if key in was and key in is_:
+            old, new = (fields(report, key, side[key], axes) for report, side in ((baseline, was), (now, is_)))
+            if old == new:
+                changes.append((metric, _judge(key, metric, is_[key], limits)))
+            else:
+                refusals.add(key, old, new)
+        else:
+            reason = sides[1].reason(key) if key in was else ""
+            changes.append((metric, _absent(key, metric, "lost" if key in was else "new", reason)))
+    refused = refusals.listed()
+    if not any(change.basis and change.counts and change.group != CACHE for _, change in changes):
+        raise MismatchError(f"nothing can be compared: {_why_nothing(refused, sides)}")
+    ordered = sorted(changes, key=lambda entry: _order(entry[0], entry[1], limits))
+    called = names or (baseline.run_id, now.run_id)
+    return Diff(
+        baseline=Side(name=called[0], run_id=baseline.run_id, created=baseline.created),
+        now=Side(name=called[1], run_id=now.run_id, created=now.created),
+        thresholds=limits,
+        changes=tuple(change for _, change in ordered),
+        refused=tuple(refused),
+        beside=tuple(beside(baseline, now)),
+        unmeasured=tuple(_unmeasured(*sides)),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------- one metric
+
+
+def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds) -> MetricChange:
+    allowance = limits.allowance(was.limit, was.unit)
+    verdict, basis, estimate, interval, relative = _change(was, now, allowance)
+    doubt = was.weak or now.weak or _NO_REPEATS if basis == "single" else ""
+    better = was.better if was.better == now.better else None
+    if better is None:
+        verdict, doubt = verdict if basis == "equal" else "cannot tell", was.doubt or now.doubt or _NO_SIDE
+    return MetricChange(
+        **key._asdict(),
+        unit=was.unit,
+        better=better,
+        baseline=was.value,
+        now=now.value,
+        change=estimate,
+        ci=interval,
+        relative=relative,
+        allowed=_words(allowance, was),
+        basis=basis,
+        outcome=verdict,
+        counts=better is not None,
+        flags=tuple(dict.fromkeys((*was.flags, *now.flags))),
+        doubt=doubt,
+    )
+
+
+def _change(
+    was: Metric, now: Metric, allowance: Allowance
+) -> tuple[Verdict, Basis, float | None, Interval | None, bool]:
+    """Verdict, what it rests on, the change, its interval, and whether that is a ratio minus 1."""
+    scaled = was.limit in ("slowdown", "memory")  # what is compared by ratios
+    change = now.value - was.value
+    if scaled:
+        change = now.value / was.value - 1 if was.value > 0 else math.inf
+    if (was.value, was.ci, was.repeats) == (now.value, now.ci, now.repeats):
+        return "unchanged", "equal", 0.0, None, scaled
+    sign = -1.0 if was.better == "higher" else 1.0
+    if scaled and (found := log_ratio(was.repeats, now.repeats)) is not None:
+        low, high = found.interval
+        cost = (low, high) if sign > 0 else (-high, -low)
+        ends = _growth(low), _growth(high)
+        return judge_log_ratio(cost, allowance.relative), "repeats", _growth(found.estimate), ends, True
+    if not scaled and was.ci is not None and now.ci is not None:
+        old, new = (_cost(side.value, side.ci, sign) for side in (was, now) if side.ci is not None)
+        ends = difference_interval(Estimate(now.value, now.ci), Estimate(was.value, was.ci))
+        shown = ends if all(map(math.isfinite, ends)) else None
+        return judge_intervals(old, new, allowance), "intervals", _finite(change), shown, False
+    exact = was.exact and now.exact
+    costs = [_single_cost(side.value, sign, scaled) for side in (was, now)]
+    verdict = judge_values(costs[0], costs[1], allowance, exact=exact)
+    if not exact and (was.weak or now.weak) and verdict != "unchanged":
+        verdict = "cannot tell"
+    return verdict, "exact" if exact else "single", _finite(change), None, scaled
+
+
+def _growth(log: float) -> float:
+    """Of a log ratio, as a share; what no float holds is cut."""
+    return math.expm1(min(log, _LARGEST_LOG))
+
+
+def _finite(change: float) -> float | None:
+    return change if math.isfinite(change) else None
+
+
+def _cost(value: float, interval: Interval, sign: float) -> Estimate:
+    low, high = sorted((sign * interval[0], sign * interval[1]))
+    return Estimate(sign * value, (low, high))
+
+
+def _single_cost(value: float, sign: float, scaled: bool) -> float:
+    """Of a rate the time that it stands for."""
+    if scaled and sign < 0:
+        return 1 / value if value > 0 else math.inf
+    return sign * value
+
+
+def _absent(key: Key, metric: Metric, outcome: Literal["lost", "new"], reason: str) -> MetricChange:
+    return MetricChange(
+        **key._asdict(),
+        unit=metric.unit,
+        better=metric.better,
+        baseline=metric.value if outcome == "lost" else None,
+        now=metric.value if outcome == "new" else None,
+        outcome=outcome,
+        counts=metric.better is not None and not metric.optional,
+        doubt=reason,
+    )
+
+
+def _words(allowance: Allowance, metric: Metric) -> str:
+    if metric.better is None:
+        return ""
+    parts = [f"{100 * allowance.relative:g}%"] if allowance.relative else []
+    if allowance.absolute:
+        points = metric.unit in ("points", "share")
+        amount = allowance.absolute * (100 if metric.unit == "share" else 1)
+        parts.append(f"{amount:g} {'points' if points else metric.unit}")
+    return " + ".join(parts) or "none"
+
+
+def _order(metric: Metric, change: MetricChange, limits: Thresholds) -> tuple[float, float]:
+    """Worst first: by outcome, then by how many times over the cost rose by what is allowed."""
+    rank = _WORST_FIRST[change.outcome]
+    if change.outcome == "cannot tell" and not change.counts:
+        rank = _UNDIRECTED
+    if change.change is None or change.better is None:
+        return rank, 0.0
+    sign = -1.0 if change.better == "higher" else 1.0
+    allowance = limits.allowance(metric.limit, metric.unit)
+    if change.relative:
+        rise = sign * (math.log1p(change.change) if change.change > -1 else -math.inf)
+        return rank, -_times(rise, math.log1p(allowance.relative))
+    cost = sign * metric.value
+    return rank, -_times(sign * change.change, allowance.of(cost) - cost)
+
+
+def _times(rise: float, allowed: float) -> float:
+    return rise / allowed if allowed > 0 else math.copysign(math.inf, rise) if rise else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------ comparability
+
+
+class _Refusals:
+    """What had to agree and does not, each once, with the groups and the number of metrics behind it."""
+
+    def __init__(self) -> None:
+        self.groups: dict[tuple[str, str], dict[str, int]] = {}
+        self.values: dict[tuple[str, str], tuple[str, Any, Any]] = {}
+
+    def add(self, key: Key, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        names = [name for name in dict.fromkeys((*was, *now)) if was.get(name) != now.get(name)]
+        for name in [COUNTED] if COUNTED in names else names:  # of other axes, the settings differ anyway
+            old, new = was.get(name), now.get(name)
+            place = name, canonical_json([old, new])
+            self.values[place] = name, old, new
+            groups = self.groups.setdefault(place, {})
+            groups[key.group] = groups.get(key.group, 0) + 1
+
+    def listed(self) -> list[Refusal]:
+        return [
+            Refusal(groups=tuple(groups), field=name, baseline=old, now=new, n_metrics=sum(groups.values()))
+            for place, groups in self.groups.items()
+            for name, old, new in [self.values[place]]
+        ]
+
+
+def _axes(baseline: Report, now: Report, *sides: Flat) -> set[str]:
+    """Names of all axes and benches that either side knows of."""
+    named = {key.group for side in sides for key in side.metrics}
+    named |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
+    asked = (report.settings.get("axes") for report in (baseline, now))
+    return named.union(*(axes for axes in asked if isinstance(axes, dict)))
+
+
+def _unmeasured(was: Flat, now: Flat) -> Iterator[str]:
+    for place, reason in now.reasons.items():
+        if place in was.reasons:
+            yield f"{', '.join(place[1:])}: {reason}"
+
+
+def _why_nothing(refused: list[Refusal], sides: tuple[Flat, Flat]) -> str:
+    if refused:
+        named = [f"{r.field} {_short(r.baseline)} is not {_short(r.now)}" for r in refused]
+        return "; ".join(named[:3]) + (f" (and {len(named) - 3} more)" if len(named) > 3 else "")
+    arms = [", ".join(dict.fromkeys(key.arm for key in side.metrics)) or "no figure" for side in sides]
+    return f"no figure of an axis or bench is in both; the baseline has {arms[0]}, the run {arms[1]}"
+
+
+def _short(value: Any) -> str:
+    text = "not recorded" if value is None else value if isinstance(value, str) else canonical_json(value)
+    return text if len(text) <= 40 else f"{text[:39]}…"

@@ -1,0 +1,164 @@
+"""The record of a run against a baseline: what ``fidelab diff --json`` prints, schema ``fidelab.diff/0``."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Final, Literal
+
+from pydantic import AwareDatetime, Field
+
+from fidelab.metrics.change import Allowance
+from fidelab.results.axis_record import Count, Free, Interval
+from fidelab.results.bench_record import Positive
+from fidelab.results.comparability import Difference
+from fidelab.results.metric import Better, Limit, Unit
+from fidelab.results.panels import Record
+
+__all__ = ["SCHEMA", "Basis", "Diff", "MetricChange", "Outcome", "Refusal", "Side", "Thresholds"]
+
+SCHEMA: Final = "fidelab.diff/0"
+
+Outcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]
+Basis = Literal["equal", "repeats", "intervals", "exact", "single"]
+
+
+class Thresholds(Record):
+    """What is allowed before a certain change counts."""
+
+    slowdown: Positive = 0.1
+    """Relative, of times and of the time that a rate stands for: at 0.1 a rate may fall to 1/1.1."""
+    memory_increase: Positive = 0.05
+    """Relative, of bytes."""
+    kld_increase: Positive = 0.1
+    """Relative, of divergences."""
+    kld_increase_nats: Positive = 0.0
+    """Absolute, on top of that."""
+    score_drop: Positive = 1.0
+    """Points of 100, of scores and shares."""
+
+    def allowance(self, limit: Limit, unit: Unit) -> Allowance:
+        """What is allowed of a metric."""
+        match limit:
+            case "slowdown":
+                return Allowance(relative=self.slowdown)
+            case "memory":
+                return Allowance(relative=self.memory_increase)
+            case "kld":
+                return Allowance(self.kld_increase, self.kld_increase_nats)
+            case "score":
+                return Allowance(absolute=self.score_drop / (100 if unit == "share" else 1))
+            case "none":
+                return Allowance()
+
+
+class Side(Record):
+    """One of the two reports."""
+
+    name: str
+    """How it was named: a baseline's name, or a run's."""
+    run_id: str
+    """The run."""
+    created: AwareDatetime
+    """When its report was made."""
+
+
+class MetricChange(Record):
+    """One metric on both sides."""
+
+    role: str
+    """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
+    arm: str
+    """Name of the arm."""
+    group: str
+    """An axis, ``benches.<bench>``, ``composite`` or ``cache``."""
+    cell: str
+    """Length, batch, load; empty where there is one."""
+    metric: str
+    """What was measured."""
+    unit: Unit
+    """Unit of both values."""
+    better: Better | None
+    """Which side is; null: neither, and it judges nothing."""
+    baseline: float | None = None
+    """The baseline's value."""
+    now: float | None = None
+    """The run's value."""
+    change: float | None = None
+    """The run against the baseline: a share of it where ``relative``, else a difference in ``unit``."""
+    ci: Interval | None = None
+    """95% interval of the change."""
+    relative: bool = False
+    """Whether the change is a ratio minus 1; with repeats that of their geometric means."""
+    allowed: str = ""
+    """The allowance, in words."""
+    basis: Basis | None = None
+    """What the outcome rests on; null where a side is missing."""
+    outcome: Outcome
+    """What became of it."""
+    counts: bool = True
+    """Whether the gate looks at it."""
+    flags: tuple[str, ...] = ()
+    """What makes either value doubtful, a word each (:data:`~fidelab.results.bench_record.FlagKind`)."""
+    doubt: str = ""
+    """Why nothing more certain can be said, or why it is not there."""
+
+
+class Refusal(Record):
+    """Something that had to agree and does not."""
+
+    groups: tuple[str, ...]
+    """Whose metrics were not compared."""
+    field: str
+    """What differs."""
+    baseline: Free = None
+    """Its value in the baseline; null: not recorded."""
+    now: Free = None
+    """Its value in the run; null: not recorded."""
+    n_metrics: Count
+    """Metrics that were not compared for it."""
+
+
+class Diff(Record):
+    """A run against a baseline."""
+
+    schema_name: Literal["fidelab.diff/0"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of this schema."""
+    baseline: Side
+    """What it was."""
+    now: Side
+    """What it is."""
+    thresholds: Thresholds
+    """What was allowed."""
+    changes: tuple[MetricChange, ...]
+    """All metrics of either side that may be compared, the worst first."""
+    refused: tuple[Refusal, ...] = ()
+    """What must not be compared, and why."""
+    beside: tuple[Difference, ...] = ()
+    """What differs and is no hindrance: engines, versions, what ran, where."""
+    unmeasured: tuple[str, ...] = ()
+    """What neither side could measure."""
+
+    def counted(self) -> Counter[Outcome]:
+        """Metrics by outcome, those alone that the gate looks at."""
+        return Counter(change.outcome for change in self.changes if change.counts)
+
+    def faults(self, *, allow_missing: bool = False) -> list[str]:
+        """Why the gate fails, one line each: regressions, and what the baseline had and the run lacks."""
+        counts = self.counted()
+        found = [f"{_n(counts['regressed'], 'metric')} regressed"] if counts["regressed"] else []
+        if counts["lost"] and not allow_missing:
+            found.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
+        if self.refused and not allow_missing:
+            groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
+            found.append(f"not comparable: {groups} (--allow-missing lets that pass)")
+        return found
+
+    def to_json(self) -> str:
+        """Strict JSON, indented, ending in a newline."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _n(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,154 @@
+"""A load's files: report and requests, written cell by cell, so that a load that is stopped keeps what it has."""
+
+from __future__ import annotations
+
+import platform
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.benches.load_cell import Drive
+from fidelab.config.load import dump
+from fidelab.core import Status, slug, usable_cores
+from fidelab.report.html import write_html
+from fidelab.results.bench_record import Benches, LoadCell, Serving
+from fidelab.results.record import ArmRecord, KVFormats, Ran, Report
+from fidelab.results.requests import append_requests, request_row
+from fidelab.results.store import RunFolder
+from fidelab.serving.conduct import Watch
+from fidelab.serving.contact import Contact
+
+__all__ = ["Keeper"]
+
+_UNKNOWN = "server"  # the KV format of whoever started it
+
+
+class Keeper(Watch):
+    """Makes the run folder when the server answers, and keeps it up to date; everything is passed on to ``shown``."""
+
+    def __init__(
+        self, output_dir: Path, command: str, shown: Watch, *, name: str | None = None, kv: str | None = None
+    ) -> None:
+        self._output_dir = output_dir
+        self._command = command
+        self._shown = shown
+        self._name = name
+        self._kv = kv
+        self._created = datetime.now(UTC).replace(microsecond=0)
+        self._contact: Contact | None = None
+        self.folder: RunFolder | None = None
+        self.report: Report | None = None
+
+    def reached(self, contact: Contact) -> None:
+        config = dump(contact.settings, {"command": self._command, "created": self._created.isoformat()})
+        self._contact = contact
+        self.folder = RunFolder.create(self._output_dir, f"serve-{slug(contact.server.model)}", config)
+        self._shown.reached(contact)
+
+    def begin(self, title: str, requests: int) -> None:
+        self._shown.begin(title, requests)
+
+    def advance(self, done: int, requests: int) -> None:
+        self._shown.advance(done, requests)
+
+    def driven(self, number: int, repeat: int, drive: Drive) -> None:
+        assert self.folder is not None
+        sent = {request.index: request for request in drive.requests}
+        append_requests(
+            self.folder.path,
+            (
+                request_row(
+                    exchange,
+                    drive.result.started,
+                    cell=number,
+                    repeat=repeat,
+                    prompt_tokens=sent[exchange.index].prompt_tokens,
+                    max_tokens=sent[exchange.index].max_tokens,
+                )
+                for exchange in drive.result.exchanges
+            ),
+        )
+        self._shown.driven(number, repeat, drive)
+
+    def measured(self, cell: LoadCell, serving: Serving) -> None:
+        self.keep(serving)
+        self._shown.measured(cell, serving)
+
+    def close(self) -> None:
+        self._shown.close()
+
+    def keep(self, serving: Serving) -> Report:
+        """Write the report as it stands."""
+        assert self.folder is not None
+        self.report = self._report(serving)
+        self.report.write(self.folder.report)
+        return self.report
+
+    def finish(self) -> None:
+        """Write the page, too."""
+        if self.report is not None and self.folder is not None:
+            write_html(self.report, self.folder.html)
+
+    def _report(self, serving: Serving) -> Report:
+        assert self._contact is not None
+        assert self.folder is not None
+        server, settings = self._contact.server, self._contact.settings
+        kv = self._kv or _UNKNOWN
+        k, _, v = kv.partition("/")
+        told = server.kv or (None, None)
+        arm = ArmRecord(
+            status=Status.FAILED if serving.status is Status.NOT_SUPPORTED else serving.status,
+            reason=serving.reason,
+            name=self._name or server.model,
+            engine="openai",
+            model=settings.model or server.model,
+            kv=KVFormats(k=k, v=v or k),
+            ran=Ran.model_validate(
+                {
+                    "k_dtype": told[0],
+                    "v_dtype": told[1],
+                    "versions": {server.kind: server.version} if server.version else {},
+                    "server": server.kind,
+                    **dict(server.facts),
+                }
+            ),
+            benches=Benches(serving=serving),
+        )
+        return Report(
+            run_id=self.folder.run_id,
+            created=self._created,
+            fidelab_version=fidelab.__version__,
+            command=self._command,
+            environment=_environment(),
+            settings={"benches": {"serving": settings.model_dump(mode="json")}},
+            comparability_key={"benches.serving": comparability(self._contact)},
+            reference=arm,
+        )
+
+
+def comparability(contact: Contact) -> dict[str, Any]:
+    """What must agree before two loads are compared, besides what names the cell (METRICS §11)."""
+    settings = contact.settings
+    return {
+        "endpoint": settings.endpoint,
+        "prompts": contact.form,
+        "ignore_eos": settings.ignore_eos and "ignore_eos" in contact.additions,
+        "temperature": settings.temperature,
+        "goodput": dict(settings.goodput),
+        "duration": settings.duration,
+        "ramp": settings.ramp,
+        "trace": settings.trace,
+        "tokenizer": None if contact.tokenizer is None else contact.tokenizer.model.name,
+    }
+
+
+def _environment() -> dict[str, Any]:
+    """The client's machine; of the server's nothing is known but its address."""
+    return {
+        "fidelab": fidelab.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "usable_cores": usable_cores(),
+    }

@@ -1,0 +1,354 @@
+"""``fidelab bench serve`` and ``sweep`` against real servers: what is written, what is said, how they end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.cli import bench, bench_serve
+from fidelab.load.mock_server import MockServer, MockSettings
+from fidelab.metrics.saturation import saturation
+from tests.engines.openai_server import Served, serving
+from tests.runs.harness import Done, cli
+
+if not any(command.callback is bench_serve.serve for command in bench.app.registered_commands):
+    bench.app.command("serve")(bench_serve.serve)
+    bench.app.command("sweep")(bench_serve.sweep)
+
+SMALL = ("--random-input-len", 32, "--random-output-len", 8, "--num-prompts", 12, "--max-concurrency", 4)
+
+
+def serve(url: str, *words: object, cwd: Path, small: bool = True) -> Done:
+    return cli("bench", "serve", "--base-url", url, *(SMALL if small else ()), *words, cwd=cwd)
+
+
+def sweep(url: str, *words: object, cwd: Path) -> Done:
+    return cli("bench", "sweep", "--base-url", url, "--random-output-len", 8, *words, cwd=cwd)
+
+
+def served(done: Done) -> dict[str, Any]:
+    record: dict[str, Any] = done.arm("reference")["benches"]["serving"]
+    return record
+
+
+def rows(done: Done) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (done.folder / "requests.jsonl").read_text().splitlines()]
+
+
+def kinds(cell: dict[str, Any]) -> set[str]:
+    return {flag["kind"] for flag in cell["flags"]} - {"lag"}  # that is the machine's
+
+
+# ---------------------------------------------------------------------------------------------- serve
+
+
+def test_a_load_leaves_a_whole_run_folder(tmp_path: Path) -> None:
+    with MockServer(MockSettings(itl=0.005)) as mock:
+        done = serve(mock.url, "--name", "awq", "--kv", "fp8/bf16", "--warmup", 3, cwd=tmp_path)
+    assert done.code == 0, done
+    assert {path.name for path in done.folder.iterdir()} >= {
+        *("config.resolved.yaml", "requests.jsonl", "report.json", "report.html")
+    }
+    arm = done.arm("reference")
+    assert (arm["name"], arm["engine"], arm["model"], arm["status"]) == ("awq", "openai", "mock", "ok")
+    assert (arm["kv"]["k"], arm["kv"]["v"]) == ("fp8", "bf16")
+    [cell] = served(done)["cells"]
+    assert (cell["n_requests"], cell["n_completed"], cell["output_tokens"]) == (12, 12, 96)
+    assert cell["context_measured"] == 32
+    assert cell["valid"]
+    assert len(rows(done)) == 15
+    assert sum(row["warmup"] for row in rows(done)) == 3
+
+
+def test_every_figure_follows_from_the_recorded_requests(tmp_path: Path) -> None:
+    with MockServer(MockSettings(ttft=0.01, itl=0.002, tokens_per_event=3)) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    [cell] = served(done)["cells"]
+    measured = [row for row in rows(done) if not row["warmup"]]
+    assert all(len(row["events"]) == 3 and row["counted"]["output_tokens"] == 8 for row in measured)
+    seconds = max(row["ended"] for row in measured)
+    assert cell["seconds"] == pytest.approx(seconds, abs=1e-5)
+    assert cell["output_rate"] == pytest.approx(12 * 8 / seconds, rel=1e-3)
+    tpot = [1e3 * (row["events"][-1] - row["events"][0]) / 7 for row in measured]
+    assert cell["tpot"]["mean"] == pytest.approx(sum(tpot) / 12, rel=1e-3)
+    ttft = [1e3 * (row["events"][0] - row["sent"]) for row in measured]
+    assert cell["ttft"]["mean"] == pytest.approx(sum(ttft) / 12, rel=1e-3)
+    flown = sum(row["ended"] - row["sent"] for row in measured)
+    assert cell["effective_concurrency"] == pytest.approx(flown / seconds, rel=1e-3)
+
+
+def test_json_is_the_report_and_nothing_else(tmp_path: Path) -> None:
+    with MockServer(MockSettings()) as mock:
+        done = serve(mock.url, "--json", cwd=tmp_path)
+    assert json.loads(done.out) == done.report
+
+
+def test_the_servers_own_counters_confirm_the_client(tmp_path: Path) -> None:
+    with MockServer(MockSettings(itl=0.002)) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    [cell] = served(done)["cells"]
+    assert cell["server"]["ratio"] == pytest.approx(1, abs=0.01)
+    assert "server-mismatch" not in kinds(cell)
+
+
+def test_an_open_loop_keeps_its_times(tmp_path: Path) -> None:
+    words = ("--request-rate", 200, "--arrival", "constant", "--num-prompts", 20, "--warmup", 0)
+    with MockServer(MockSettings()) as mock:
+        done = serve(mock.url, "--random-input-len", 16, "--random-output-len", 4, *words, cwd=tmp_path, small=False)
+    [cell] = served(done)["cells"]
+    assert (cell["arrival"], cell["request_rate"], cell["concurrency"]) == ("constant", 200, None)
+    due = [row["due"] for row in rows(done)]
+    assert due == pytest.approx([due[0] + 0.005 * n for n in range(20)], abs=1e-5)
+    assert all(row["sent"] >= row["due"] for row in rows(done))
+
+
+def test_a_trace_gives_times_and_lengths(tmp_path: Path) -> None:
+    (tmp_path / "trace.jsonl").write_text(
+        "".join(
+            json.dumps({"timestamp": 20 * n, "input_length": 10 + n, "output_length": 3 + n}) + "\n" for n in range(6)
+        )
+    )
+    with MockServer(MockSettings()) as mock:
+        done = serve(mock.url, "--trace", "trace.jsonl", "--warmup", 0, cwd=tmp_path, small=False)
+    assert done.code == 0, done
+    [cell] = served(done)["cells"]
+    assert (cell["arrival"], cell["context"], cell["output"]) == ("trace", None, None)
+    assert [row["counted"]["prompt_tokens"] for row in rows(done)] == [10 + n for n in range(6)]
+    assert [row["counted"]["output_tokens"] for row in rows(done)] == [3 + n for n in range(6)]
+
+
+def test_goodput_is_written_as_users_of_vllm_write_it(tmp_path: Path) -> None:
+    with MockServer(MockSettings(itl=0.001)) as mock:
+        done = serve(mock.url, "--goodput", "ttft:60000", "tpot:60000", cwd=tmp_path)
+    [cell] = served(done)["cells"]
+    assert cell["goodput"]["targets"] == {"ttft": 60000, "tpot": 60000}
+    assert cell["goodput"]["share"] == 1
+
+
+def test_only_the_latencies_and_percentiles_that_were_asked_are_recorded(tmp_path: Path) -> None:
+    with MockServer(MockSettings()) as mock:
+        done = serve(mock.url, "--percentile-metrics", "ttft,e2el", "--metric-percentiles", "50,99.9", cwd=tmp_path)
+    [cell] = served(done)["cells"]
+    assert set(cell["ttft"]["percentiles"]) == {"p50", "p99.9"}
+    assert cell["itl"] is None
+
+
+def test_the_key_goes_to_the_server_and_into_no_file(tmp_path: Path) -> None:
+    with serving(Served(key="sesame-key")) as server:
+        done = serve(f"http://127.0.0.1:{server.port}", "--api-key", "sesame-key", cwd=tmp_path)
+    assert {key for key in server.keys if key} == {"Bearer sesame-key"}
+    everything = done.out + done.err + "".join(path.read_text() for path in done.folder.iterdir() if path.is_file())
+    assert "sesame-key" not in everything
+    assert "--api-key KEY" in done.report["command"]
+
+
+def test_answers_that_end_early_are_flagged(tmp_path: Path) -> None:
+    with MockServer(MockSettings(tokens=5, itl=0.005)) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    [cell] = served(done)["cells"]
+    assert "output" in kinds(cell)
+    assert done.code == 0
+
+
+# ---------------------------------------------------------------------------------------------- sweep
+
+
+def test_a_sweep_measures_every_cell_and_finds_where_the_server_saturates(tmp_path: Path) -> None:
+    """The mock answers four at a time: eight wait."""
+    with MockServer(MockSettings(ttft=0.01, itl=0.005, concurrency=4)) as mock:
+        done = sweep(mock.url, "--concurrency", "1,2,4,8", "--contexts", "16,64", "--num-prompts", 16, cwd=tmp_path)
+    cells = served(done)["cells"]
+    asked = [(context, concurrency) for context in (16, 64) for concurrency in (1, 2, 4, 8)]
+    assert [(cell["context"], cell["concurrency"]) for cell in cells] == asked
+    assert all(cell["status"] == "ok" for cell in cells)
+    rates = [[cell["output_rate"] for cell in cells if cell["context"] == context] for context in (16, 64)]
+    assert all(2 * one < four < 2 * one * 4 and eight < 1.5 * four for one, _, four, eight in rates)
+    if all(cell["valid"] for cell in cells):  # a busy machine may have left one of them unfilled
+        expected = [saturation([1, 2, 4, 8], curve)[0] for curve in rates]
+        assert [found["concurrency"] for found in served(done)["saturation"]] == expected
+
+
+def test_a_context_beyond_the_servers_limit_is_not_supported_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    with MockServer(MockSettings(max_model_len=256, itl=0.005)) as mock:
+        done = sweep(mock.url, "--concurrency", "2", "--contexts", "1k,64", cwd=tmp_path)
+    assert done.code == 0, done
+    large, small = served(done)["cells"]
+    assert large["status"] == "not_supported"
+    assert "max_model_len" in large["reason"]
+    assert "256" in large["reason"]
+    assert small["valid"]
+
+
+def test_a_load_beyond_the_limit_alone_ends_with_1_in_one_line(tmp_path: Path) -> None:
+    with MockServer(MockSettings(max_model_len=256)) as mock:
+        done = serve(mock.url, "--random-input-len", "1k", cwd=tmp_path)
+    assert done.code == 1
+    assert done.err.splitlines()[-1].startswith("fidelab: 1,032 tokens (1,024 + 8) are beyond the server's")
+
+
+def test_repeats_are_passes_over_all_cells(tmp_path: Path) -> None:
+    with MockServer(MockSettings()) as mock:
+        done = sweep(mock.url, "--concurrency", "1,2", "--contexts", "16", "--repeats", 3, "--warmup", 0, cwd=tmp_path)
+    cells = served(done)["cells"]
+    assert [len(cell["repeats"]["output_rate"]) for cell in cells] == [3, 3]
+    assert [(row["repeat"], row["cell"]) for row in rows(done)[::8]] == [(r, c) for r in range(3) for c in range(2)]
+
+
+def test_no_prompt_is_asked_twice(tmp_path: Path) -> None:
+    with serving(Served()) as server:
+        words = ("--concurrency", "1,2", "--contexts", "100", "--repeats", 2, "--num-prompts", 4)
+        sweep(f"http://127.0.0.1:{server.port}", *words, cwd=tmp_path)
+    prompts = [body["prompt"] for body in server.requests]
+    assert len(prompts) >= 2 * 2 * (4 + 2)
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_a_server_that_dies_ends_the_sweep_and_leaves_its_cells(tmp_path: Path) -> None:
+    with MockServer(MockSettings(itl=0.01)) as mock:
+
+        def end_after_first_cell() -> None:
+            while not list(tmp_path.glob("runs/2*/report.json")):
+                time.sleep(0.01)
+            os.kill(mock.pid, signal.SIGKILL)
+
+        timer = threading.Thread(target=end_after_first_cell)
+        timer.start()
+        done = sweep(mock.url, "--concurrency", "1,2,4", "--contexts", "16", "--num-prompts", 40, cwd=tmp_path)
+        timer.join()
+    assert done.code == 1
+    assert "refuses connections" in done.err
+    record = served(done)
+    assert record["status"] == "failed"
+    assert record["cells"][0]["valid"]
+    assert len(record["cells"]) < 4
+    assert (done.folder / "report.html").is_file()
+
+
+def test_ctrl_c_keeps_the_cells_so_far(tmp_path: Path) -> None:
+    words = ("sweep", "--concurrency", "1,2,4", "--contexts", "16", "--num-prompts", "200", "--random-output-len", "20")
+    script = "from tests.cli import test_cli_serve; from fidelab.cli import main; main()"
+    with MockServer(MockSettings(itl=0.001)) as mock:
+        argv = [sys.executable, "-c", script, "bench", *words, "--base-url", mock.url, "--output-dir", str(tmp_path)]
+        child = subprocess.Popen(argv, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+        while child.poll() is None and not list(tmp_path.glob("2*/report.json")):
+            time.sleep(0.02)
+        child.send_signal(signal.SIGINT)
+        _, err = child.communicate(timeout=60)
+    assert child.returncode == 130, err
+    assert "the cells so far are in" in err
+    [report] = tmp_path.glob("2*/report.json")
+    cells = json.loads(report.read_text())["reference"]["benches"]["serving"]["cells"]
+    assert 1 <= len(cells) < 3
+    assert report.with_name("report.html").is_file()
+
+
+# ------------------------------------------------------------------------------------------- bad input
+
+
+def refused(done: Done) -> str:
+    """The one line of a command that is refused and leaves nothing."""
+    assert done.code == 2, done
+    assert not (done.cwd / "runs").exists()
+    [line] = done.err.splitlines()
+    return line.removeprefix("fidelab: ")
+
+
+def test_a_server_that_is_not_there(tmp_path: Path) -> None:
+    assert "refuses connections: start the server" in refused(serve("http://127.0.0.1:9", cwd=tmp_path))
+
+
+def test_a_model_that_is_not_served(tmp_path: Path) -> None:
+    with MockServer(MockSettings(model="this")) as mock:
+        line = refused(serve(mock.url, "--model", "that", cwd=tmp_path))
+    assert "does not serve model 'that'; it serves: this" in line
+
+
+def test_a_key_that_is_refused_names_our_flag(tmp_path: Path) -> None:
+    with serving(Served(key="right")) as server:
+        line = refused(serve(f"http://127.0.0.1:{server.port}", "--api-key", "wrong", cwd=tmp_path))
+    assert "give it by --api-key" in line
+    assert "wrong" not in line
+
+
+def test_a_server_that_always_breaks_off(tmp_path: Path) -> None:
+    with MockServer(MockSettings(drop_rate=1)) as mock:
+        assert "broke off" in refused(serve(mock.url, cwd=tmp_path))
+
+
+def test_a_server_that_never_sends_json(tmp_path: Path) -> None:
+    with MockServer(MockSettings(invalid_json_rate=1)) as mock:
+        assert "answers with no JSON object" in refused(serve(mock.url, cwd=tmp_path))
+
+
+def test_a_server_that_never_ends(tmp_path: Path) -> None:
+    with MockServer(MockSettings(endless=True, itl=0.005)) as mock:
+        line = refused(serve(mock.url, "--timeout", 0.5, cwd=tmp_path))
+    assert "did not end a stream" in line
+
+
+@pytest.mark.parametrize(
+    ("fault", "kind"), [({"drop_rate": 0.5}, "aborted"), ({"invalid_json_rate": 0.5}, "invalid-json")]
+)
+def test_some_broken_streams_are_counted_and_make_the_cell_invalid(
+    tmp_path: Path, fault: dict[str, float], kind: str
+) -> None:
+    with MockServer(MockSettings(seed=3, **fault)) as mock:  # type: ignore[arg-type]
+        done = serve(mock.url, "--num-prompts", 40, cwd=tmp_path)
+    assert done.code == 1
+    [cell] = served(done)["cells"]
+    assert set(cell["errors"]) == {kind}
+    assert cell["n_completed"] + cell["errors"][kind] == 40
+    assert not cell["valid"]
+    assert f"{cell['errors'][kind]} {kind}" in done.err
+
+
+def test_no_usage_gives_no_token_figures_and_says_so(tmp_path: Path) -> None:
+    with MockServer(MockSettings(no_usage=True)) as mock:
+        done = serve(mock.url, cwd=tmp_path)
+    assert done.code == 1
+    [cell] = served(done)["cells"]
+    assert (cell["output_rate"], cell["tpot"], cell["output_tokens"]) == (None, None, 0)
+    assert "the server counted no tokens for 12 of 12 answers" in done.err
+
+
+def test_a_rate_that_the_client_cannot_reach_is_said(tmp_path: Path) -> None:
+    words = ("--request-rate", 100000, "--arrival", "constant", "--num-prompts", 3000, "--workers", 1)
+    with MockServer(MockSettings()) as mock:
+        done = serve(mock.url, "--random-input-len", 8, "--random-output-len", 2, *words, cwd=tmp_path, small=False)
+    assert done.code == 1
+    [cell] = served(done)["cells"]
+    assert "rate" in kinds(cell)
+    assert "the client could not keep the rate: 1e+05 requests/s were due" in done.err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--request-rate", "fast"), "--request-rate 'fast': not a number"),
+        (("--request-rate", "0"), "--request-rate 0: write requests per second above 0"),
+        (("--random-input-len", "many"), "--random-input-len 'many': write numbers above 0"),
+        (("--goodput", "itl:5"), "--goodput 'itl:5': write ttft:MS"),
+        (("--percentile-metrics", "speed"), "percentile_metrics"),
+        (("--metric-percentiles", "101"), "metric_percentiles"),
+        (("--endpoint", "embeddings"), "endpoint"),
+        (("--trace", "nowhere.jsonl"), "trace nowhere.jsonl cannot be read"),
+        (("surplus",), "unexpected 'surplus'"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_one_line(tmp_path: Path, words: tuple[str, ...], said: str) -> None:
+    with MockServer(MockSettings()) as mock:
+        line = refused(serve(mock.url, *words, cwd=tmp_path))
+    assert said in line
+
+
+def test_a_url_that_is_none(tmp_path: Path) -> None:
+    assert refused(serve("ftp://example", cwd=tmp_path)).startswith("--base-url is not a URL")

@@ -1,0 +1,308 @@
+"""``fidelab bench speculation`` on reports made by hand: four arms, one ratio, and what makes it none."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fidelab.core import Status
+from fidelab.metrics.latency import Rate
+from fidelab.results.bench_record import (
+    Benches,
+    Decode,
+    Flag,
+    LoadCell,
+    Server,
+    Serving,
+    Speculation,
+    SpeedCell,
+    Spread,
+)
+from fidelab.results.record import ArmRecord, KVFormats, Report
+from tests.runs.harness import Done, cli
+
+RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}
+ARMS = tuple(RATES)
+SPECULATED = Speculation(drafted=300, accepted=120, drafts=100, acceptance_length=2.2)
+
+
+def cell(rates: Sequence[float], speculation: Speculation | None, **changes: Any) -> LoadCell:
+    fields: dict[str, Any] = {
+        "status": Status.OK,
+        "arrival": "closed",
+        "context": 256,
+        "output": 16,
+        "concurrency": 2,
+        "output_rate": rates[0],
+        "repeats": {"output_rate": tuple(rates)} if len(rates) > 1 else {},
+        "server": Server(kind="vllm", output_rate=rates[0], speculation=speculation),
+    }
+    return LoadCell(**{**fields, **changes})
+
+
+def arm(*cells: LoadCell, name: str = "served") -> ArmRecord:
+    serving = Serving(status=Status.OK, target="http://127.0.0.1:1", model="m", cells=cells)
+    kv = KVFormats(k="server", v="server")
+    benches = Benches(serving=serving)
+    return ArmRecord(status=Status.OK, name=name, engine="openai", model="m", kv=kv, benches=benches)
+
+
+def write(folder: Path, first: ArmRecord, *others: ArmRecord, **protocol: object) -> Path:
+    report = Report(
+        run_id=folder.name,
+        created=datetime(2026, 1, 1, tzinfo=UTC),
+        fidelab_version="0",
+        command="fidelab bench serve",
+        comparability_key={"benches.serving": {"endpoint": "completions", "temperature": 0, **protocol}},
+        reference=first,
+        candidates=others,
+    )
+    folder.mkdir()
+    report.write(folder / "report.json")
+    return folder
+
+
+def standard(name: str, *, repeats: int = 1, factor: float = 1.0, **changes: Any) -> LoadCell:
+    """A cell of one of the four arms, with the server's evidence that it speculated where it should."""
+    rates = [factor * RATES[name] * (1 + 0.002 * i) for i in range(repeats)]
+    return cell(rates, SPECULATED if name in ("speculative", "both") else None, **changes)
+
+
+def four(root: Path, **cells: Sequence[LoadCell]) -> list[object]:
+    """Four run folders, and the words that name them."""
+    folders = {name: write(root / name, arm(*cells.get(name, [standard(name)]))) for name in ARMS}
+    return [word for name, folder in folders.items() for word in (f"--{name}", folder)]
+
+
+def run(root: Path, *words: object) -> Done:
+    return cli("bench", "speculation", *words, cwd=root)
+
+
+def records(root: Path, *words: object, code: int = 0) -> list[dict[str, Any]]:
+    done = run(root, *words, "--json")
+    assert done.code == code, done.err
+    return list(json.loads(done.out)["compositions"])
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def test_four_runs_give_the_ratio(tmp_path: Path) -> None:
+    (found,) = records(tmp_path, *four(tmp_path))
+    assert found["rho"] == pytest.approx(90 * 40 / (50 * 80))
+    assert (found["kind"], found["ci"]) == ("cannot tell", None)
+    assert found["rates"] == pytest.approx(RATES)
+    assert found["acceptance_lengths"] == {"speculative": 2.2, "both": 2.2}
+    assert (found["context"], found["output"], found["concurrency"]) == (256, 16, 2)
+
+
+def test_repeats_give_an_interval(tmp_path: Path) -> None:
+    (found,) = records(tmp_path, *four(tmp_path, **{name: [standard(name, repeats=3)] for name in ARMS}))
+    low, high = found["ci"]
+    assert found["rho"] == pytest.approx(0.9)
+    assert 0.85 < low < 0.9 < high < 0.95
+    assert found["kind"] == "cannot tell"
+    assert found["flags"] == []
+
+
+def test_arms_measured_once_are_said_to_have_no_interval(tmp_path: Path) -> None:
+    (found,) = records(tmp_path, *four(tmp_path))
+    assert [flag["kind"] for flag in found["flags"]] == ["noise"]
+
+
+def test_each_shared_cell_has_a_ratio_of_its_own(tmp_path: Path) -> None:
+    cells = {name: [standard(name), standard(name, concurrency=4, repeats=3)] for name in ARMS}
+    cells["both"] = [standard("both", concurrency=4, factor=0.5, repeats=3), standard("both")]
+    one, two = records(tmp_path, *four(tmp_path, **cells))
+    assert (one["concurrency"], one["rho"]) == (2, pytest.approx(0.9))
+    assert (two["concurrency"], two["rho"], two["kind"]) == (4, pytest.approx(0.45), "sub-multiplicative")
+
+
+def test_the_table_has_the_rates_the_ratio_and_where_they_are_from(tmp_path: Path) -> None:
+    done = run(tmp_path, *four(tmp_path))
+    assert (done.code, done.err) == (0, "")
+    for word in ("40.0", "50.0", "80.0", "90.0", "1.25×", "2.00×", "2.25×", "0.900", "2.20", "cannot tell"):
+        assert word in done.out
+    for name in ARMS:
+        assert f"{name}: {tmp_path / name}" in done.out.replace("\n", "")
+
+
+def test_report_files_do_as_well_as_folders(tmp_path: Path) -> None:
+    words = [word / "report.json" if isinstance(word, Path) else word for word in four(tmp_path)]
+    assert len(records(tmp_path, *words)) == 1
+
+
+def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
+    arms = [arm(standard(name), name=f"{name}[kv:8]") for name in ARMS]
+    folder = write(tmp_path / "all", *arms)
+    words = [word for name in ARMS for word in (f"--{name}", f"{folder}:{name}[kv:8]")]
+    assert records(tmp_path, *words)[0]["rho"] == pytest.approx(0.9)
+    done = run(tmp_path, *words[:-1], folder)
+    assert done.code == 2
+    assert (
+        f"several arms (plain[kv:8], quantized[kv:8], speculative[kv:8], both[kv:8]); add one as {folder}:plain"
+        in done.err
+    )
+
+
+# ----------------------------------------------------------------------------------------------- evidence
+
+
+@pytest.mark.parametrize(
+    ("name", "server", "why"),
+    [
+        ("speculative", None, "no server told what it counted, so nothing shows that it speculated"),
+        ("both", Server(kind="vllm"), "its server has no counters of speculation, so nothing shows that it speculated"),
+        (
+            "speculative",
+            Server(kind="vllm", speculation=Speculation(drafted=50, accepted=0)),
+            "it did not speculate: 50 draft tokens, none accepted",
+        ),
+        ("plain", None, "no server told what it counted, so nothing shows that it did not speculate"),
+        (
+            "quantized",
+            Server(kind="llama.cpp"),
+            "its server has no counters of speculation, so nothing shows that it did not speculate",
+        ),
+        (
+            "plain",
+            Server(kind="vllm", speculation=SPECULATED),
+            "it was to run without speculation and speculated: 300 draft tokens",
+        ),
+    ],
+)
+def test_without_evidence_there_is_no_ratio(tmp_path: Path, name: str, server: Server | None, why: str) -> None:
+    words = four(tmp_path, **{name: [standard(name, server=server)]})
+    (found,) = records(tmp_path, *words, code=1)
+    assert (found["rho"], found["ci"], found["kind"]) == (None, None, "cannot tell")
+    assert found["flags"] == [{"kind": "not-engaged", "text": f"{name}: {why}"}]
+    done = run(tmp_path, *words)
+    assert done.code == 1
+    assert "fidelab: 1 of 1 cells have no ratio" in done.err
+    assert "0.900" not in done.out
+    assert f"{name}: {why} (not-engaged)" in " ".join(done.out.split())
+
+
+def test_counters_that_stand_still_show_that_an_arm_did_not_speculate(tmp_path: Path) -> None:
+    server = Server(kind="sglang", speculation=Speculation(drafted=0, accepted=0))
+    assert records(tmp_path, *four(tmp_path, plain=[standard("plain", server=server)]))[0]["rho"] is not None
+
+
+def test_a_cell_without_a_ratio_leaves_the_others_theirs(tmp_path: Path) -> None:
+    cells = {name: [standard(name), standard(name, concurrency=4)] for name in ARMS}
+    cells["both"][1] = standard("both", concurrency=4, server=None)
+    one, two = records(tmp_path, *four(tmp_path, **cells), code=1)
+    assert one["rho"] is not None
+    assert two["rho"] is None
+
+
+def test_an_invalid_cell_gives_no_ratio_and_says_why(tmp_path: Path) -> None:
+    flag = Flag(kind="depth", text="the server counted other lengths")
+    words = four(tmp_path, quantized=[standard("quantized", valid=False, flags=(flag,))])
+    (found,) = records(tmp_path, *words, code=1)
+    assert found["rho"] is None
+    assert found["flags"] == [{"kind": "depth", "text": "quantized: the server counted other lengths"}]
+
+
+def test_a_failed_cell_says_its_reason(tmp_path: Path) -> None:
+    failed = standard("both", status=Status.FAILED, reason="all requests timed out", output_rate=None)
+    (found,) = records(tmp_path, *four(tmp_path, both=[failed]), code=1)
+    assert "both" not in found["rates"]
+    assert found["flags"] == [{"kind": "errors", "text": "both: all requests timed out"}]
+
+
+def test_what_makes_a_valid_figure_doubtful_is_carried_on(tmp_path: Path) -> None:
+    flag = Flag(kind="lag", text="the client was late")
+    (found,) = records(tmp_path, *four(tmp_path, both=[standard("both", flags=(flag,))]))
+    assert {"kind": "lag", "text": "both: the client was late"} in found["flags"]
+
+
+def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
+    words: list[object] = []
+    for name, rate in RATES.items():
+        speed = SpeedCell(status=Status.OK, tokens=512, batch=4, n=32, rate=Spread.of(Rate((rate, rate))))
+        decode = Decode(status=Status.OK, cells=(speed,))
+        kv = KVFormats(k="f16", v="f16")
+        record = ArmRecord(status=Status.OK, name="a", engine="hf", model="m", kv=kv, benches=Benches(decode=decode))
+        words += [f"--{name}", write(tmp_path / name, record)]
+    (found,) = records(tmp_path, *words, code=1)
+    assert found["rates"] == pytest.approx(RATES)
+    assert (found["context"], found["output"], found["concurrency"], found["arrival"]) == (512, 32, 4, None)
+    assert {flag["kind"] for flag in found["flags"]} == {"not-engaged"}
+
+
+# ---------------------------------------------------------------------------------------------- bad input
+
+
+def test_arms_that_were_not_measured_alike_are_refused_by_name(tmp_path: Path) -> None:
+    words = four(tmp_path, both=[standard("both", context=512)])
+    done = run(tmp_path, *words)
+    assert done.code == 2
+    assert "both (" in done.err
+    assert "has no cell with arrival closed, context 256, output 16, concurrency 2, as plain has" in done.err
+
+
+def test_a_cell_that_only_another_arm_has_is_refused_too(tmp_path: Path) -> None:
+    words = four(tmp_path, both=[standard("both"), standard("both", output=32)])
+    done = run(tmp_path, *words)
+    assert done.code == 2
+    assert "plain (" in done.err
+    assert "has no cell with arrival closed, context 256, output 32, concurrency 2, as both has" in done.err
+
+
+@pytest.mark.parametrize(("key", "value", "was"), [("endpoint", "chat", "completions"), ("temperature", 0.7, 0)])
+def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path, key: str, value: object, was: object) -> None:
+    words = four(tmp_path)
+    other = write(tmp_path / "other", arm(standard("both")), **{key: value})
+    done = run(tmp_path, *words[:-1], other)
+    assert done.code == 2
+    assert f"plain was measured with {key} {was}, both with {value}: measure all four alike" in done.err
+
+
+def test_a_quantized_models_own_tokenizer_is_no_other_protocol(tmp_path: Path) -> None:
+    words = four(tmp_path)
+    other = write(tmp_path / "other", arm(standard("both")), tokenizer="m-awq", goodput={"ttft": 5})
+    assert records(tmp_path, *words[:-1], other)[0]["rho"] is not None
+
+
+def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:
+    words = four(tmp_path)
+    done = run(tmp_path, *words[:-1], words[-3])
+    assert done.code == 2
+    assert "--speculative and --both are the same arm" in done.err
+
+
+def test_two_cells_of_one_shape_are_refused(tmp_path: Path) -> None:
+    done = run(tmp_path, *four(tmp_path, both=[standard("both"), standard("both")]))
+    assert done.code == 2
+    assert "served has two cells with arrival closed" in done.err
+
+
+@pytest.mark.parametrize(
+    ("where", "why"),
+    [
+        ("nowhere", "--both nowhere: there is no report; name a run's folder or its report.json"),
+        ("empty", "--both empty: there is no report"),
+        ("bare", "--both bare: no arm has the benches serving or decode"),
+        ("plain:q8", "--both plain:q8: no arm 'q8' with benches; there are: served"),
+        ("cellless", "--both cellless: served has no cells: the server was not there"),
+    ],
+)
+def test_bad_runs_are_one_line(tmp_path: Path, where: str, why: str) -> None:
+    words = four(tmp_path)
+    (tmp_path / "empty").mkdir()
+    bare = arm()
+    write(tmp_path / "bare", bare.model_copy(update={"benches": Benches()}))
+    serving = bare.benches.serving
+    assert serving is not None
+    failed = serving.model_copy(update={"status": Status.FAILED, "reason": "the server was not there"})
+    write(tmp_path / "cellless", bare.model_copy(update={"benches": Benches(serving=failed)}))
+    done = run(tmp_path, *words[:-1], where)
+    assert done.code == 2
+    assert why in done.err
+    assert len(done.err.splitlines()) == 1

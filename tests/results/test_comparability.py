@@ -1,0 +1,127 @@
+"""What two reports must agree on, and what is told beside."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fidelab.errors import MismatchError
+from fidelab.results.axis_record import Axes
+from fidelab.results.compare import compare
+from fidelab.results.flatten import flatten
+from fidelab.results.record import Composite, Report
+from tests.report.sample import arm, candidate, kld_axis, sample_report
+from tests.results.diff_sample import KEY, benches, one, run
+
+
+def keyed(**key: Any) -> Report:
+    return run(benches(), comparability_key=key)
+
+
+def refused(was: Report, now: Report) -> dict[str, tuple[str, ...]]:
+    return {refusal.field: refusal.groups for refusal in compare(was, now).refused}
+
+
+def test_a_mismatch_names_the_field_and_both_values_and_the_others_go_on() -> None:
+    diff = compare(run(), run(comparability_key={**KEY, "kld": {"items": "9f2c", "settings": {"n_ctx": 4096}}}))
+    [found] = diff.refused
+    assert (found.field, found.baseline, found.now) == ("kld.settings.n_ctx", 512, 4096)
+    assert set(found.groups) == {"kld", "composite"}  # which rests on it
+    assert found.n_metrics == len([key for key in flatten(run()).metrics if key.group in found.groups])
+    assert {change.group for change in diff.changes} == {"trajectory", "cache"}
+    assert "kld" in diff.faults()[0]
+    assert diff.faults(allow_missing=True) == []
+
+
+def test_a_key_of_a_bench_concerns_this_bench_alone() -> None:
+    was = keyed(**{"benches.decode": {"device": "cpu", "threads": 2}})
+    now = keyed(**{"benches.decode": {"device": "cuda:0", "threads": 2}})
+    assert refused(was, now) == {"benches.decode.device": ("benches.decode",)}
+
+
+def test_a_key_of_a_part_concerns_its_axis() -> None:
+    assert refused(run(), run(comparability_key={**KEY, "trajectory.raw": {"n_predict": 32}})) == {
+        "trajectory.raw.n_predict": ("trajectory", "composite")
+    }
+
+
+def test_a_key_that_only_one_side_has_is_a_mismatch() -> None:
+    assert set(refused(keyed(**{"benches.memory": {"device": "cpu"}}), keyed())) == {"benches.memory.device"}
+
+
+def test_a_key_that_names_no_axis_concerns_all_axes_and_no_bench() -> None:
+    [groups] = refused(keyed(protocol="half"), keyed(protocol="full")).values()
+    assert set(groups) == {"kld", "trajectory", "composite"}
+
+
+def test_an_axis_that_neither_side_measured_hinders_no_other() -> None:
+    failed = {"status": "not_measurable", "reason": "no data set"}
+    axes = Axes.model_validate({"kld": kld_axis(0.01, 0.001), "gsm8k": failed})
+    was, now = (
+        run(
+            candidates=(candidate("fp8_e4m3", 0.03, "PASS", 1, "safe", axes=axes, composite=None),),
+            comparability_key={**KEY, "gsm8k": {"items": items}},
+        )
+        for items in ("a", "b")
+    )
+    assert refused(was, now) == {}
+
+
+def test_fidelity_to_another_reference_is_not_compared() -> None:
+    was, now = run(benches()), run(benches(), reference=arm("bf16"))
+    assert set(refused(was, now)["reference.kv"]) == {"kld", "trajectory", "composite"}
+
+
+def test_floors_over_other_shares_of_the_items_are_not_compared() -> None:
+    was, now = (run(settings={"floor": share}) for share in (0.25, 1.0))
+    [found] = compare(was, now).refused
+    assert (found.field, found.baseline, found.now) == ("floor", 0.25, 1.0)
+    assert found.n_metrics == len([key for key in flatten(was).metrics if key.role == "floor"])
+
+
+def test_an_excess_over_another_control_is_not_compared() -> None:
+    other = compare(run(), run(control=arm("f16", axes=Axes(kld=kld_axis(0.00003, 0.000004)))))
+    assert {refusal.field: set(refusal.groups) for refusal in other.refused} == {"control.kv": {"kld", "trajectory"}}
+    assert one(other, "kld", "mean").outcome == "unchanged"
+
+
+def test_composites_of_other_axes_are_not_compared() -> None:
+    axes = Axes(kld=kld_axis(0.0312, 0.00624, control=0.00003))
+    alone = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", axes=axes, composite=Composite(value=88.1))
+    assert refused(run(), run(candidates=(alone,))) == {"composite.axes": ("composite",)}
+
+
+def test_where_nothing_can_be_compared_the_difference_is_named() -> None:
+    other = {name: {"items": "other"} for name in ("kld", "trajectory")}
+    with pytest.raises(MismatchError, match=r"nothing can be compared: .*kld\.items 9f2c is not other"):
+        compare(run(), run(comparability_key=other))
+
+
+def test_figures_without_a_better_side_and_bytes_per_token_are_no_comparison() -> None:
+    pool = {"memory": {"status": "ok", "reserved_bytes": 1000}}
+    other = {name: {"items": "other"} for name in ("kld", "trajectory")}
+    with pytest.raises(MismatchError, match="nothing can be compared"):
+        compare(run(pool), run(pool, comparability_key=other))
+
+
+def test_where_no_arm_is_in_both_their_names_are_said() -> None:
+    def of(name: str, reference: str) -> Report:
+        arms = {"candidates": (candidate(name, 0.1, "FAIL", 1, "no"),), "reference": arm(reference), "control": None}
+        return sample_report(**arms, floor=Axes(), comparability_key={})
+
+    with pytest.raises(MismatchError, match=r"is in both; the baseline has f32, fp8_e4m3, the run bf16, int4"):
+        compare(of("fp8_e4m3", "f32"), of("int4", "bf16"))
+
+
+def test_versions_and_what_ran_are_told_beside() -> None:
+    ran = {"k_dtype": "fp8_e4m3", "attention": "flash", "versions": {"torch": "3.0"}, "peak_host_bytes": 5}
+    found = [candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", ran=ran, engine="vllm")]
+    diff = compare(run(), run(candidates=found, environment={"device": {"name": "gpu", "driver": "570"}}))
+    told = {(difference.where, difference.field): difference.now for difference in diff.beside}
+    assert told["fp8_e4m3", "engine"] == "vllm"
+    assert told["fp8_e4m3", "attention"] == "flash"
+    assert told["fp8_e4m3", "versions.torch"] == "3.0"
+    assert told["environment", "device.driver"] == "570"
+    assert not any("peak" in field for _, field in told)
+    assert diff.refused == ()
