@@ -38,6 +38,7 @@ from fidelab.plan.build import FLOOR, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import EXACT, TRUTH, Settings
 from fidelab.results import bench_record
+from fidelab.results.requests import REQUESTS
 from fidelab.workers.parent import Outcome, Worker
 
 __all__ = ["Benching", "benched_roles"]
@@ -95,6 +96,7 @@ class Benching:
         for load in range(loads):
             for group in [arms] if loads == 1 else [[arm] for arm in arms]:
                 self._session(group, [q for q in live if q.repeats > load], load, loads)
+        (self._folder.parent / REQUESTS).unlink(missing_ok=True)  # of a run that was stopped: loads are put again
         starts = {name: self._starts(arms, asked[0]) for name, asked in fresh.items()}
         shutil.rmtree(self._folder / _WARM, ignore_errors=True)
         recorded = {arm.role: self._recorded(arm, questions, starts, loads) for arm in arms}
@@ -275,7 +277,7 @@ class Benching:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
         if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).served:
             return None
-        from fidelab.serving import ServingSettings, measure_serving
+        from fidelab.serving import Requests, ServingSettings, measure_serving
 
         options = dict(arm.options)
         shape = bench.settings.model_dump()
@@ -287,7 +289,8 @@ class Benching:
                 tokenizer=self._settings.experiment.model,
                 **shape,
             )
-            return measure_serving(settings, os.environ.get(options.get("api-key-env", "OPENAI_API_KEY")))
+            key = os.environ.get(options.get("api-key-env", "OPENAI_API_KEY"))
+            return measure_serving(settings, key, watch=Requests(self._folder.parent, arm.name))
         except FidelabError as error:
             return bench_record.Serving(
                 status=Status.FAILED,

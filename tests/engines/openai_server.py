@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -113,6 +115,16 @@ def save_tokenizer(folder: Path) -> Path:
     words.decoder = decoders.ByteLevel()
     words.add_special_tokens(["<bos>", "<eos>"])
     PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<bos>", eos_token="<eos>").save_pretrained(folder)
+    return folder
+
+
+def save_model(folder: Path) -> Path:
+    """A model folder with that tokenizer, and weights that nobody computes with."""
+    save_tokenizer(folder)
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 128}
+    sizes = {"vocab_size": VOCAB, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (folder / "config.json").write_text(json.dumps({**config, **sizes, "torch_dtype": "bfloat16"}))
+    save_file({"model.embed_tokens.weight": np.zeros((VOCAB, 4), dtype=np.float32)}, folder / "model.safetensors")
     return folder
 
 

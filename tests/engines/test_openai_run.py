@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from tests.engines.openai_server import VOCAB, Served, save_tokenizer, serving, true_kl
+from tests.engines.openai_server import VOCAB, Served, save_model, serving, true_kl
 from tests.runs.harness import Done, cli, write_inputs
 
 Compare = Callable[..., Done]
@@ -19,11 +17,7 @@ Compare = Callable[..., Done]
 @pytest.fixture
 def compare(tmp_path: Path) -> Compare:
     """``fidelab compare`` of two servers."""
-    model = save_tokenizer(tmp_path / "model")
-    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "max_position_embeddings": 128}
-    sizes = {"vocab_size": VOCAB, "hidden_size": 4, "num_hidden_layers": 1, "num_attention_heads": 1}
-    (model / "config.json").write_text(json.dumps({**config, **sizes, "torch_dtype": "bfloat16"}))
-    save_file({"model.embed_tokens.weight": np.zeros((VOCAB, 4), dtype=np.float32)}, model / "model.safetensors")
+    model = save_model(tmp_path / "model")
     write_inputs(tmp_path)
 
     def run(one: Served, other: Served, axes: str, *flags: str) -> Done:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from fidelab.load.mock_server import MockServer, MockSettings
+from tests.engines.openai_server import save_model
 from tests.runs.harness import Done, cli, compare, same_report
 
 RATE, WRITTEN = 1024.0, 64.0  # tokens per second of the fake engine, read and written
@@ -174,3 +176,39 @@ def test_bad_flags_are_one_line(tmp_path: Path, flags: list[str], message: str) 
     assert message in done.err
     assert done.err.count("\n") == 1
     assert not (tmp_path / "runs").exists()
+
+
+def test_load_on_servers_stands_beside_their_arms(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    shape = (
+        "--benches",
+        "serving",
+        "--set",
+        "benches.serving.contexts=[16]",
+        "--set",
+        "benches.serving.concurrency=[2]",
+    )
+    sizes = ("--set", "benches.serving.output=8", "--set", "benches.serving.num_prompts=6")
+    with MockServer(MockSettings(itl=0.004)) as fast, MockServer(MockSettings(itl=0.02)) as slow:
+        arms = ("--base-url", fast.url, "--candidate", f"base-url={slow.url},name=slow")
+        done = cli("bench", model, "--engine", "openai", *arms, *shape, *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    [one], [other] = (done.arm(name)["benches"]["serving"]["cells"] for name in ("reference", "slow"))
+    assert (one["output_tokens"], other["output_tokens"]) == (48, 48)
+    assert one["output_rate"] > other["output_rate"]
+    rows = [json.loads(line) for line in (done.folder / "requests.jsonl").read_text().splitlines()]
+    assert {row["arm"] for row in rows} == {done.arm("reference")["name"], "slow"}
+    assert sum(row["arm"] == "slow" and not row["warmup"] for row in rows) == 6
+
+
+def test_a_server_that_is_gone_fails_its_own_arm_alone(tmp_path: Path) -> None:
+    model = save_model(tmp_path / "model")
+    shape = ("--benches", "serving", "--set", "benches.serving.concurrency=[1]")
+    with MockServer(MockSettings(itl=0.001)) as there:
+        gone = "http://127.0.0.1:9"
+        arms = ("--base-url", there.url, "--candidate", f"base-url={gone},name=gone")
+        done = cli("bench", model, "--engine", "openai", *arms, *shape, cwd=tmp_path)
+    assert done.code == 1
+    assert done.arm("reference")["benches"]["serving"]["status"] == "ok"
+    assert "127.0.0.1:9" in done.arm("gone")["benches"]["serving"]["reason"]
+    assert "gone" in done.err

@@ -107,15 +107,13 @@ def offline(
 
       fidelab bench ./my-model --batch 1,4 --benches prefill,decode --json
     """
-    arms: list[str | None] = [*(kv or []), *(candidate or [])]
-    first, *others = arms or [None]
     data: dict[str, Any] = {
         "model": model,
         "engine": engine_settings(engine, python, prefix, pythonpath),
         "engine_args": engine_args(engine_arg, base_url, served),
-        **({} if first is None else {"reference": first}),
+        **({"reference": kv[0]} if kv else {}),
         "control": "none",
-        "candidates": others,
+        "candidates": [*(kv or [])[1:], *(candidate or [])],
         "axes": {},
         "benches": bench_settings(benches, _flags(prompt_lens, depths, n, batch, repeats, interleave)),
         "dtype": dtype,

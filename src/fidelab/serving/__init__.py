@@ -2,7 +2,7 @@
 
 from fidelab.serving.conduct import Watch, measure_serving
 from fidelab.serving.contact import Contact, reach
-from fidelab.serving.record import Keeper
+from fidelab.serving.record import Keeper, Requests
 from fidelab.serving.settings import ServingSettings
 
-__all__ = ["Contact", "Keeper", "ServingSettings", "Watch", "measure_serving", "reach"]
+__all__ = ["Contact", "Keeper", "Requests", "ServingSettings", "Watch", "measure_serving", "reach"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,20 @@ from fidelab.results.store import RunFolder
 from fidelab.serving.conduct import Watch
 from fidelab.serving.contact import Contact
 
-__all__ = ["Keeper"]
+__all__ = ["Keeper", "Requests"]
 
 _UNKNOWN = "server"  # the KV format of whoever started it
+
+
+class Requests(Watch):
+    """Only keeps the requests of one arm's load, in a run folder that others look after."""
+
+    def __init__(self, folder: Path, arm: str) -> None:
+        self._folder = folder
+        self._arm = arm
+
+    def driven(self, number: int, repeat: int, drive: Drive) -> None:
+        append_requests(self._folder, ({"arm": self._arm, **row} for row in _rows(number, repeat, drive)))
 
 
 class Keeper(Watch):
@@ -54,21 +66,7 @@ class Keeper(Watch):
 
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
         assert self.folder is not None
-        sent = {request.index: request for request in drive.requests}
-        append_requests(
-            self.folder.path,
-            (
-                request_row(
-                    exchange,
-                    drive.result.started,
-                    cell=number,
-                    repeat=repeat,
-                    prompt_tokens=sent[exchange.index].prompt_tokens,
-                    max_tokens=sent[exchange.index].max_tokens,
-                )
-                for exchange in drive.result.exchanges
-            ),
-        )
+        append_requests(self.folder.path, _rows(number, repeat, drive))
         self._shown.driven(number, repeat, drive)
 
     def measured(self, cell: LoadCell, serving: Serving) -> None:
@@ -141,6 +139,21 @@ def comparability(contact: Contact) -> dict[str, Any]:
         "trace": settings.trace,
         "tokenizer": None if contact.tokenizer is None else contact.tokenizer.model.name,
     }
+
+
+def _rows(number: int, repeat: int, drive: Drive) -> Iterator[dict[str, Any]]:
+    """One line for each request of a cell."""
+    sent = {request.index: request for request in drive.requests}
+    for exchange in drive.result.exchanges:
+        asked = sent[exchange.index]
+        yield request_row(
+            exchange,
+            drive.result.started,
+            cell=number,
+            repeat=repeat,
+            prompt_tokens=asked.prompt_tokens,
+            max_tokens=asked.max_tokens,
+        )
 
 
 def _environment() -> dict[str, Any]:
