@@ -6,10 +6,12 @@ is that of each client's processes (wait4, children included).  Start-up is take
 different size: (CPU of the larger − CPU of the smaller) / (difference of requests).
 
 Without --itl the mock sends as fast as it can, and a client that does not keep up finds several events in one piece
-of data, which costs it less.  With --itl each event comes by itself, as from a model: that is the fair comparison.
+of data, which costs it less: no fair comparison.  With --itl each event comes by itself, as from a model; with
+--coalesce each stream comes in one piece: both are the same work for all clients.
 
-    python benchmarks/load_client.py [--tokens 64,8] [--concurrency 32] [--requests 400,2400] [--repeats 3] [--itl 0]
-        [--against vllm,guidellm] [--vllm-python PYTHON] [--guidellm-command GUIDELLM] [--model smollm2-135m]
+    python benchmarks/load_client.py [--tokens 64,8] [--concurrency 32] [--requests 400,2400] [--repeats 3]
+        [--itl 0] [--coalesce] [--against vllm,guidellm] [--vllm-python PYTHON] [--guidellm-command COMMAND]
+        [--model smollm2-135m]
 """
 
 from __future__ import annotations
@@ -61,6 +63,7 @@ def main() -> None:
     parser.add_argument("--requests", default="400,2400", help="of the smaller and of the larger run")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--itl", type=float, default=0, help="ms between the mock's events")
+    parser.add_argument("--coalesce", action="store_true", help="the mock sends each stream in one piece (--itl 0)")
     parser.add_argument("--against", default="", help="vllm, guidellm")
     parser.add_argument("--vllm-python", default=sys.executable, help="interpreter of vLLM's environment")
     parser.add_argument("--guidellm-command", default="guidellm")
@@ -89,14 +92,15 @@ def _measure(
     from fidelab.load.mock_server import MockServer, MockSettings
 
     runs: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
-    with MockServer(MockSettings(itl=options.itl / 1e3)) as mock:
+    with MockServer(MockSettings(itl=options.itl / 1e3, coalesce=options.coalesce)) as mock:
         for _ in range(options.repeats):
             for client in clients:
                 both = [_run(client, options, folder, mock, tokens, n) for n in (small, large)]
                 per_request = (both[1]["cpu"] - both[0]["cpu"]) / (large - small)
                 runs[client].append({**both[1], "cpu_seconds_per_request": per_request})
     found: dict[str, Any] = {client: {"runs": each} for client, each in runs.items()}
-    pace = f"{options.itl:g} ms apart" if options.itl else "as fast as possible"
+    pace = "in one piece" if options.coalesce else "as fast as possible"
+    pace = f"{options.itl:g} ms apart" if options.itl else pace
     print(f"\n{tokens}-token streams {pace}, concurrency {options.concurrency}, medians of {options.repeats}")
     for client, each in runs.items():
         costs = sorted(run["cpu_seconds_per_request"] for run in each)
@@ -216,7 +220,7 @@ def _about(options: argparse.Namespace, clients: list[str]) -> dict[str, Any]:
     if "guidellm" in clients:
         done = subprocess.run([options.guidellm_command, "--version"], capture_output=True, text=True, check=True)
         versions["guidellm"] = done.stdout.split()[-1]
-    asked = {name: getattr(options, name) for name in ("concurrency", "requests", "repeats", "itl")}
+    asked = {name: getattr(options, name) for name in ("concurrency", "requests", "repeats", "itl", "coalesce")}
     return {"versions": versions, "cores": os.cpu_count(), **asked, "goals": GOALS}
 
 
