@@ -43,6 +43,9 @@ COMMANDS = [
     ("bench", "calibrate"),
     ("bench", "speculation"),
     ("charts",),
+    ("kernels",),
+    ("kernels", "gate"),
+    ("kernels", "compile"),
     ("models",),
     ("models", "list"),
     ("models", "pull"),
@@ -55,7 +58,7 @@ COMMANDS = [
     ("captures", "list"),
     ("captures", "gc"),
 ]
-_GROUPS = ("models", "engines", "captures", "import", "baseline", "bench")
+_GROUPS = ("models", "engines", "captures", "import", "baseline", "bench", "kernels")
 WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in _GROUPS]
 
 

@@ -23,6 +23,7 @@ from fidelab.cli import (
     engines,
     formats,
     imports,
+    kernels,
     models,
     phases,
     repeat,
@@ -75,6 +76,7 @@ doctor.register(app)
 imports.register(app)
 baseline.register(app)
 app.add_typer(bench.app, name="bench")
+app.add_typer(kernels.app, name="kernels")
 app.add_typer(models.app, name="models")
 app.add_typer(engines.app, name="engines")
 app.add_typer(captures.app, name="captures")
