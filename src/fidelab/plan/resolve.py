@@ -289,9 +289,7 @@ def _name(config: ArmConfig) -> str:
     return " ".join(filter(None, said))
 
 
-def _fill(
-    experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]
-) -> Experiment:
+def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
     """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
     reference = _with_kv(experiment.reference, engine_class(experiment.reference.engine or experiment.engine).native_kv)
     return experiment.model_copy(

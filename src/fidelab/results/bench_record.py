@@ -241,7 +241,7 @@ class Client(Record):
     lag_p99: Positive | None = None
     """The same, 99th percentile."""
     cpu_seconds: Positive | None = None
-    """Processor time of its processes over the measured part, without the reading of answers, which comes afterwards."""
+    """Processor time of its processes over the measured part; reading the answers comes afterwards and is not in it."""
     workers: Annotated[int, Field(ge=1)] = 1
     """Its processes."""
 
