@@ -69,7 +69,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "formats": {"torch"},
     "kernels": {"torch", "triton"},
     "load": {"numpy", "httptools", "orjson", "prometheus_client", "uvloop"},
-    "plugins": {"numpy", "torch", "transformers", "vllm", "sglang"},
+    "plugins": {"numpy", "torch", "transformers", "vllm", "sglang", "lmcache"},
     "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }

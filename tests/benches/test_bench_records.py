@@ -43,7 +43,7 @@ def test_the_prefill_rate_counts_the_tokens_of_the_whole_batch() -> None:
 
 def test_decoding_is_rated_isolated_and_by_subtraction_over_the_batch() -> None:
     bench = Decode(DecodeSettings(depths=(64,), n=2, batch=(3,)))
-    times = {"64.b3.alone": [[1.0], [1.5], [1.0]], "64.b3": [[1.0, 1.5, 2.0]] * 3}
+    times = {"64.b3.alone": [[1.0], [1.02], [1.0]], "64.b3": [[1.0, 1.5, 2.0]] * 3}
     [cell] = bench.record(by_part(bench.questions(INPUTS), times), Facts()).cells
     assert cell.rate is not None
     assert cell.by_subtraction is not None
@@ -58,6 +58,15 @@ def test_a_subtraction_that_leaves_nothing_is_flagged_and_gives_no_figure() -> N
     [cell] = bench.record(by_part(bench.questions(INPUTS), times), Facts()).cells
     assert cell.by_subtraction is None
     assert [flag.kind for flag in cell.flags] == ["noise"]
+
+
+def test_a_subtraction_of_scattered_prefills_is_flagged_with_its_figure() -> None:
+    bench = Decode(DecodeSettings(depths=(64,), n=2))
+    times = {"64.b1.alone": [[1.0], [1.0], [1.2]], "64.b1": [[1.0, 1.5, 2.0]] * 3}
+    [cell] = bench.record(by_part(bench.questions(INPUTS), times), Facts()).cells
+    assert cell.by_subtraction is not None
+    assert [flag.kind for flag in cell.flags] == ["noise"]
+    assert "0.2 s apart, and 1 s are what is left" in cell.flags[0].text
 
 
 def test_repeats_over_several_loads_are_said_to_be() -> None:

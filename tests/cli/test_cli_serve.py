@@ -17,7 +17,7 @@ import pytest
 from fidelab.cli import bench, bench_serve
 from fidelab.load.mock_server import MockServer, MockSettings
 from fidelab.metrics.saturation import saturation
-from tests.engines.openai_server import Served, serving
+from tests.engines.openai_server import Served, save_tokenizer, serving
 from tests.runs.harness import Done, cli
 
 if not any(command.callback is bench_serve.serve for command in bench.app.registered_commands):
@@ -188,6 +188,31 @@ def test_a_context_beyond_the_servers_limit_is_not_supported_and_the_sweep_goes_
     assert small["valid"]
 
 
+def test_a_context_that_the_servers_own_tokens_fill_is_not_supported_and_the_sweep_goes_on(tmp_path: Path) -> None:
+    """It puts a BOS before texts: no prompt of ours makes one token there."""
+    from fidelab.models.tiny import make_tiny
+
+    tokenizer = save_tokenizer(make_tiny(tmp_path / "model"))
+    with serving(Served(takes_ids=False, adds_bos=True)) as server:
+        url = f"http://127.0.0.1:{server.port}"
+        words = ("--concurrency", 1, "--contexts", "1,32", "--num-prompts", 3, "--tokenizer", tokenizer)
+        done = sweep(url, *words, cwd=tmp_path)
+    assert done.code == 0, done
+    short, whole = served(done)["cells"]
+    assert (short["status"], whole["status"]) == ("not_supported", "ok")
+    assert "the server adds 1" in short["reason"]
+    assert "not supported: a prompt of 1 tokens cannot be made" in done.err
+
+
+def test_a_pipe_gets_every_column(tmp_path: Path) -> None:
+    words = ("--goodput", "ttft:500", "tpot:50", "--request-rate", 500, "--repeats", 2)
+    with MockServer(MockSettings(draft_tokens=2, tokens_per_event=2, ttft=0.02)) as mock:
+        done = serve(mock.url, *words, cwd=tmp_path)
+    assert "narrow terminal" not in done.out
+    for word in ("over", "lag", "accepted", "low–high"):  # the queue is read once a second
+        assert word in done.out
+
+
 def test_a_load_beyond_the_limit_alone_ends_with_1_in_one_line(tmp_path: Path) -> None:
     with MockServer(MockSettings(max_model_len=256)) as mock:
         done = serve(mock.url, "--random-input-len", "1k", cwd=tmp_path)
@@ -263,7 +288,8 @@ def refused(done: Done) -> str:
 
 
 def test_a_server_that_is_not_there(tmp_path: Path) -> None:
-    assert "refuses connections: start the server" in refused(serve("http://127.0.0.1:9", cwd=tmp_path))
+    line = refused(serve("http://127.0.0.1:9", cwd=tmp_path))
+    assert "refuses connections: start the server, or correct --base-url" in line
 
 
 def test_a_model_that_is_not_served(tmp_path: Path) -> None:
@@ -327,7 +353,7 @@ def test_a_rate_that_the_client_cannot_reach_is_said(tmp_path: Path) -> None:
     assert done.code == 1
     [cell] = served(done)["cells"]
     assert "rate" in kinds(cell)
-    assert "the client could not keep the rate: 1e+05 requests/s were due" in done.err
+    assert "the client could not keep the rate: 100,000 requests/s were due" in done.err
 
 
 @pytest.mark.parametrize(
@@ -336,6 +362,8 @@ def test_a_rate_that_the_client_cannot_reach_is_said(tmp_path: Path) -> None:
         (("--request-rate", "fast"), "--request-rate 'fast': not a number"),
         (("--request-rate", "0"), "--request-rate 0: write requests per second above 0"),
         (("--random-input-len", "many"), "--random-input-len 'many': write numbers above 0"),
+        (("--random-input-len", "128,1k"), "--random-input-len '128,1k': write one number"),
+        (("--random-output-len", "16,32"), "--random-output-len '16,32': write one number"),
         (("--goodput", "itl:5"), "--goodput 'itl:5': write ttft:MS"),
         (("--percentile-metrics", "speed"), "percentile_metrics"),
         (("--metric-percentiles", "101"), "metric_percentiles"),

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -298,6 +298,11 @@ def test_flags_say_what_settings_say() -> None:
     settings = MockSettings(ttft=0.25, jitter=1e-3, distribution="normal", tokens=3, endless=True, style="sglang")
     assert MockSettings.parse(settings.arguments()) == settings
     assert MockSettings().arguments() == []
+
+
+def test_its_help_gives_the_unit_of_every_time() -> None:
+    told = {each.name: each.metadata["help"] for each in fields(MockSettings)}
+    assert all("seconds" in told[name] for name in ("ttft", "itl", "jitter", "read_delay"))
 
 
 @pytest.mark.parametrize(

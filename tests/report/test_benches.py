@@ -16,7 +16,18 @@ from fidelab.report.numbers import format_amount, format_mib, format_ratio, form
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
 from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Benches, Decode, Flag, Memory, Prefill, Saturation, SpeedCell, Spread, Timing
+from fidelab.results.bench_record import (
+    Benches,
+    Decode,
+    Flag,
+    Memory,
+    Prefill,
+    Saturation,
+    Server,
+    SpeedCell,
+    Spread,
+    Timing,
+)
 from fidelab.results.record import Report
 from tests.report.sample import HOSTILE, arm, broken, sample_report
 from tests.report.sample_benches import (
@@ -213,6 +224,22 @@ def test_a_serving_cell_shows_context_asked_and_measured_latencies_and_errors() 
     assert cell.ttft is not None
     assert row["TTFT ms p50/p99"] == "/".join(format_amount(cell.ttft.percentiles[p]) for p in ("p50", "p99"))
     assert "failed requests by kind: timeout 2, http-500 1" in printed(report)
+
+
+def test_failed_requests_are_told_once() -> None:
+    flag = Flag(kind="errors", text="3 of 64 requests failed: 2 timeout, 1 http-500")
+    cell = load_cell(4096, 8, errors={"timeout": 2, "http-500": 1}, valid=False, flags=(flag,))
+    shown = printed(two(only(serving=serving().model_copy(update={"cells": (cell,)})), only()))
+    assert flag.text in shown
+    assert "failed requests by kind" not in shown
+
+
+def test_what_the_server_says_of_its_queue_and_cache_stands_beside_the_load() -> None:
+    server = Server(kind="vllm", running_mean=7.25, running_max=8, waiting_max=3, kv_usage_mean=0.2, kv_usage_max=0.415)
+    cells = (load_cell(128, 8, server=server), load_cell(128, 16, server=None))
+    rows = table(two(only(serving=serving().model_copy(update={"cells": cells})), only()), "serving")
+    assert [row["server running/ queued"] for row in rows] == ["7.25/3", "–"]
+    assert [row["KV used"] for row in rows] == ["41.50%", "–"]
 
 
 def test_invalid_cells_have_no_ratio() -> None:

@@ -161,3 +161,9 @@ def test_the_key_is_sent_and_shown_nowhere(folder: str) -> None:
 def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no model"):
         reached(Served(), tokenizer=str(tmp_path / "nothing"))
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "~/nowhere"])
+def test_a_path_is_not_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(InputError, match=f"no model '{name}' here"):
+        reached(Served(), tokenizer=name)

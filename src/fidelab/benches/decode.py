@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import ClassVar
 
+import numpy as np
 from pydantic import Field
 
 from fidelab.benches.base import Answers, Bench, BenchInputs, Counts, Facts, LiveSettings, Question, unsteady
@@ -19,6 +20,7 @@ from fidelab.results.bench_record import Flag, SpeedCell, Spread
 
 __all__ = ["Decode", "DecodeSettings"]
 
+_NOISE = 0.1  # share of the difference that the spread of what is subtracted may have
 _ALONE = ".alone"  # the part of a depth that is read only
 
 
@@ -66,10 +68,10 @@ def _cell(whole: Answers, alone: Answers | None, facts: Facts) -> SpeedCell:
     flags = unsteady(what, rate.steady, facts.loads)
     subtracted = None
     if alone is not None and alone.seconds is not None:
-        subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], alone.seconds[:, 0], asked.n)
-        if subtracted is None:
-            text = f"{what}: by subtraction there is no figure: an answer took no longer than the prefill alone"
-            flags = (*flags, Flag(kind="noise", text=text))
+        first = alone.seconds[:, 0]
+        subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], first, asked.n)
+        if doubt := _doubt(subtracted, float(np.ptp(first)), asked.n):
+            flags = (*flags, Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
     return SpeedCell(
         **shape,
         rate=Spread.of(rate),
@@ -77,6 +79,16 @@ def _cell(whole: Answers, alone: Answers | None, facts: Facts) -> SpeedCell:
         warmups=whole.warmups,
         flags=flags,
     )
+
+
+def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:
+    """Why the figure by subtraction means little, given how far the prefills alone lie apart (seconds)."""
+    if subtracted is None:
+        return "there is no figure: an answer took no longer than the prefill alone"
+    left = n / subtracted.median
+    if spread <= _NOISE * left:
+        return ""
+    return f"is rough: the prefills alone lie {spread:.2g} s apart, and {left:.2g} s are what is left for decoding"
 
 
 def _times(rate: Rate, batch: int) -> Rate:

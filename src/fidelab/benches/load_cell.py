@@ -96,7 +96,7 @@ def load_cell(asked: Asked, drives: Sequence[Drive]) -> LoadCell:
 def why_invalid(cell: LoadCell) -> str:
     """One line for a cell that failed or may not stand in a comparison; empty for any other."""
     if cell.status is not Status.OK:
-        return f"{cell.status}: {cell.reason}"
+        return f"{cell.status.replace('_', ' ')}: {cell.reason}"
     return "" if cell.valid else f"invalid: {'; '.join(flag.text for flag in cell.flags if flag.kind in SPOILS)}"
 
 

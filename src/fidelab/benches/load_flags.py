@@ -113,7 +113,7 @@ def _rate(pool: Pool) -> str | None:
         if pool.asked.arrival != "closed" and (slow or drive.result.behind):
             limit = pool.asked.concurrency
             why = f"; no more than {limit} were to be in flight" if limit is not None else ""
-            due_sent = f"{planned or 0:.4g} requests/s were due, {reached or 0:.4g} sent"
+            due_sent = f"{_rounded(planned or 0)} requests/s were due, {_rounded(reached or 0)} sent"
             return f"the client could not keep the rate: {due_sent}{why}"
     return None
 
@@ -122,4 +122,10 @@ def _mismatch(pool: Pool) -> str | None:
     ours, server = pool.output_rate(), pool.server()
     if ours is None or server is None or server.ratio is None or MISMATCH[0] <= server.ratio <= MISMATCH[1]:
         return None
-    return f"the client saw {ours:.4g} tok/s, the server counted {server.output_rate:.4g}: ratio {server.ratio:.2f}"
+    theirs = server.output_rate or 0
+    return f"the client saw {_rounded(ours)} tok/s, the server counted {_rounded(theirs)}: ratio {server.ratio:.2f}"
+
+
+def _rounded(rate: float) -> str:
+    """Four significant digits, whole from 1,000 on."""
+    return f"{rate:,.0f}" if rate >= 999.95 else f"{rate:.4g}"

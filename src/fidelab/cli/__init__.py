@@ -127,7 +127,7 @@ def main() -> None:
     except typer.Abort:
         code = _fault("stopped")
     except _Stopped as stop:
-        hint = f"Go on with: {stop.command} --resume {stop.folder}" if stop.folder else "Finished captures are kept."
+        hint = f"Go on with: {stop.command} --resume {stop.folder}" if stop.folder else "What was finished is kept."
         print(f"fidelab: stopped; no process was left behind. {hint}", file=sys.stderr)
         code = 130
     except ImportError as error:

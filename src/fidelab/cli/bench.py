@@ -43,7 +43,8 @@ class _Group(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_Group,
-    help="Speed, start-up and memory: of a model on its engine, and of servers.",
+    help="Speed, start-up and memory: of a model on its engine, and of servers. fidelab bench MODEL is short for "
+    "fidelab bench offline MODEL.",
     no_args_is_help=True,
     rich_markup_mode="rich",
     context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},

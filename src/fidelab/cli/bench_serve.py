@@ -170,7 +170,7 @@ def serve(
     """
     given = _common(locals())
     given |= {
-        "contexts": counts("--random-input-len", input_len)[:1],
+        "contexts": (_single("--random-input-len", input_len),),
         "concurrency": () if concurrency is None else (concurrency,),
         "trace": trace,
         "trace_unit": trace_unit,
@@ -239,12 +239,21 @@ def _common(flags: dict[str, Any]) -> dict[str, Any]:
         **{name: flags[name] for name in (*same, *more)},
         "served_model_name": flags["served"],
         "endpoint": endpoint,
-        "output": counts("--random-output-len", flags["output_len"])[0],
+        "output": _single("--random-output-len", flags["output_len"]),
         "request_rate": _rate(flags["rate"]),
         "goodput": _targets(flags["goodput"] or [], flags["more"] or []),
         "percentile_metrics": tuple(part.strip() for part in flags["metrics"].split(",")),
         "metric_percentiles": tuple(_number("--metric-percentiles", part) for part in flags["percentiles"].split(",")),
     }
+
+
+def _single(flag: str, text: str) -> int:
+    from fidelab.errors import UsageError
+
+    first, *more = counts(flag, text)
+    if more:
+        raise UsageError(f"{flag} {text!r}: write one number (for several contexts: fidelab bench sweep --contexts)")
+    return first
 
 
 def _number(flag: str, text: str) -> float:
@@ -346,6 +355,10 @@ def _command(key: str | None) -> str:
 def _in_flags(text: str) -> str:
     for theirs, ours in (
         ("engine openai: base-url", "--base-url"),
+        ("correct base-url or model", "correct --base-url or --model"),
+        ("correct base-url", "correct --base-url"),
+        ("as base-url", "as --base-url"),
+        ("is base-url", "is --base-url"),
         (
             "put it in an environment variable and name that by --engine-arg api-key-env=NAME",
             "give it by --api-key, or in the environment variable OPENAI_API_KEY",

@@ -6,6 +6,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from fidelab.benches.load_cell import why_invalid
+from fidelab.report.numbers import format_amount
 from fidelab.results.bench_record import Distribution, LoadCell, Serving
 from fidelab.serving import Contact, Watch
 
@@ -68,9 +69,9 @@ class _Bar(_Lines):
 
 
 def _figures(cell: LoadCell) -> str:
-    parts = [f"{cell.output_rate:,.4g} tok/s"] if cell.output_rate is not None else []
+    parts = [f"{format_amount(cell.output_rate)} tok/s"] if cell.output_rate is not None else []
     parts += [
-        f"{name} p50 {median:,.4g} ms"
+        f"{name} p50 {format_amount(median)} ms"
         for name, values in (("TTFT", cell.ttft), ("TPOT", cell.tpot))
         if (median := _median(values)) is not None
     ]

@@ -47,7 +47,8 @@ def charts(
         raise InputError(f"{run_dir} has no report yet; finish the run with: fidelab compare --resume {run_dir}")
     drawn = draw_charts(Report.from_json(folder.report), width, folder.positions)
     if not drawn:
-        raise InputError(f"{run_dir} has nothing to draw: no arm has a KLD, another axis with curves, or a bench")
+        lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
+        raise InputError(f"{run_dir} has nothing to draw: {lacking}")
     for path in write_charts(drawn, output_dir.absolute(), form.value, width):
         typer.echo(path)
     note(f"fidelab: {len(drawn)} charts")

@@ -1,4 +1,4 @@
-"""``fidelab kernels``: the gates of our attention kernels, and compiling them for processors that are not here."""
+"""``fidelab kernels``: gates of our attention kernels, an audit of any, compiling for processors that are not here."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,7 +16,9 @@ from fidelab.cli.output import note
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from torch import Tensor
 
+    from fidelab.kernels.audit import Finding
     from fidelab.kernels.gates import Gate
 
 __all__ = ["app"]
@@ -49,16 +52,10 @@ def gate(
 
       fidelab kernels gate --kernels interpreter --soak 100
     """
-    import torch
-
-    from fidelab.errors import UsageError
     from fidelab.kernels.dispatch import load_triton
     from fidelab.kernels.gates import run_gates
 
-    if device not in ("cpu", "cuda"):
-        raise UsageError(f"--device {device!r}: there are cpu and cuda")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here")
+    _check_device(device)
     chosen = kernels or ("triton" if device == "cuda" else "torch")
     if chosen == "interpreter":
         load_triton(interpret=True)
@@ -71,7 +68,7 @@ def gate(
     if as_json:
         record = {
             "kernels": chosen,
-            "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+            "device": _device_name(device),
             "versions": _versions(),
             "seed": seed,
             "passed": not failed,
@@ -140,6 +137,179 @@ def compile_(
         raise typer.Exit(1)
 
 
+@app.command("audit")
+def audit_(
+    implementation: Annotated[
+        str | None,
+        typer.Option(
+            help="Names and module:function, separated by commas. Names: sdpa-math, sdpa-flash, sdpa-efficient, "
+            "sdpa-cudnn, eager, fidelab-torch, fidelab-triton, flash-attn, flashinfer. \\[default: all but eager]",
+            show_default=False,
+        ),
+    ] = None,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="Of random inputs and of outputs: bf16, f16 or f32.")] = "bf16",
+    lengths: Annotated[str, typer.Option(help="KV lengths, separated by commas.")] = "128,1024,4096,16384",
+    head_dim: Annotated[int, typer.Option(min=1, help="Of random inputs.")] = 64,
+    tensors: Annotated[
+        Path | None,
+        typer.Option(
+            help="A safetensors file with a model's q, k and v instead of random inputs (or layer.q, layer.k, "
+            "layer.v of several): \\[heads, tokens, dim] after rotary embedding, q of the last tokens. No engine "
+            "writes it yet."
+        ),
+    ] = None,
+    self_test: Annotated[
+        bool, typer.Option("--self-test", help="Audit seven known faults, which it must find.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    as_json: flags.Json = False,
+) -> None:
+    """Measure the error of any attention implementation against float64; exit with 1 where it is over tolerance.
+
+    Errors are relative to the RMS of the output, per query and head: the median and the worst. The tolerance follows
+    from the output's type: for bfloat16 0.29% and 0.78%.
+
+    A function of yours: attend(q, k, v, *, causal, scale) -> out; q and out \\[batch, heads, Q, dim], k and v
+    \\[batch, kv_heads, T, dim], the queries being the last Q of T tokens. It may take window, softcap, k_scale and
+    v_scale, too (FP8 keys and values); cases that need what it lacks are left out. Modules are looked for in the
+    current folder as well.
+
+    [bold]Examples[/bold]
+
+      fidelab kernels audit
+
+      fidelab kernels audit --implementation mymodule:attend,sdpa-math --lengths 128,1024
+    """
+    from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
+    from fidelab.kernels import audit as room
+    from fidelab.kernels.audit_candidates import IMPLEMENTATIONS
+    from fidelab.kernels.audit_candidates import implementation as named
+    from fidelab.kernels.audit_faults import self_test as faults
+
+    _check_device(device)
+    if dtype not in room.DTYPES:
+        raise UnknownNameError("type", dtype, room.DTYPES)
+    kv_lengths = _numbers(lengths, "--lengths")
+    if 0 in kv_lengths:
+        raise UsageError(f"--lengths {lengths!r}: a length is 1 or more")
+    if self_test:
+        if implementation is not None or tensors is not None:
+            raise UsageError("--self-test has implementations and inputs of its own; leave the others out")
+        judged = list(faults(head_dim=head_dim, device=device, seed=seed))
+        findings, failed = [one for one, _ in judged], [one for one, right in judged if not right]
+    else:
+        names = _names(implementation) if implementation else [name for name in IMPLEMENTATIONS if name != "eager"]
+        if tensors is None:
+            kind = room.DTYPES[dtype]
+            inputs = room.random_inputs(kv_lengths, head_dim=head_dim, dtype=kind, device=device, seed=seed)
+        else:
+            inputs = room.recorded_inputs(_read_tensors(tensors), kv_lengths, device=device)
+        findings = list(room.audit([named(name) for name in names], inputs))
+        failed = [one for one in findings if one.status == "over"]
+        if all(one.status == "not_supported" for one in findings):
+            raise NotSupportedError(f"nothing was measured; {findings[0].implementation}: {findings[0].reason}")
+    if as_json:
+        record = {
+            "device": _device_name(device),
+            "versions": _versions(),
+            "seed": seed,
+            "self_test": self_test,
+            "tensors": None if tensors is None else tensors.name,
+            "tolerance": {
+                name: dict(zip(("median", "worst"), room.tolerance(kind), strict=True))
+                for name, kind in room.DTYPES.items()
+            },
+            "passed": not failed,
+            "findings": [_finite(asdict(one)) for one in findings],
+        }
+        sys.stdout.write(json.dumps(record, indent=2, allow_nan=False) + "\n")
+    else:
+        _show_findings(findings)
+    what = "judged wrongly" if self_test else "over tolerance"
+    for one in failed:
+        note(
+            f"fidelab: {what}: {one.implementation}, {one.case} at KV length {one.kv_length}: "
+            f"median {100 * one.median:.3g}%, worst {100 * one.worst:.3g}%"
+        )
+    if failed:
+        raise typer.Exit(1)
+
+
+def _names(text: str) -> list[str]:
+    """In the given order, each once; modules of the current folder can be imported."""
+    folder = str(Path.cwd())
+    if ":" in text and folder not in sys.path:
+        sys.path.insert(0, folder)
+    return list(dict.fromkeys(text.split(",")))
+
+
+def _read_tensors(path: Path) -> dict[str, Tensor]:
+    import torch
+
+    from fidelab.captures.container import BFloat16, TensorFile
+    from fidelab.errors import CaptureError, InputError
+
+    if not path.is_file():
+        raise InputError(f"--tensors {path}: no such file")
+    try:
+        file = TensorFile(path)
+        arrays = {name: file.get(name) for name in file.names() if name.rpartition(".")[2] in ("q", "k", "v")}
+    except (CaptureError, KeyError, ValueError) as error:
+        raise InputError(f"--tensors {path}: no complete safetensors file of 16- or 32-bit floats") from error
+    return {
+        name: torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
+        if isinstance(array, BFloat16)
+        else torch.from_numpy(array.copy())
+        for name, array in arrays.items()
+    }
+
+
+def _show_findings(findings: list[Finding]) -> None:
+    """A line per implementation and case, a column per length; below, what was not measured and why."""
+    from rich.text import Text
+
+    kv_lengths = sorted({one.kv_length for one in findings})
+    lines: dict[str, dict[str, dict[int, str]]] = {one.implementation: {} for one in findings}
+    lacks: dict[str, dict[str, list[str]]] = {one.implementation: {} for one in findings}  # reason → cases
+    for one in findings:
+        if one.status == "not_supported":
+            lacks[one.implementation].setdefault(one.reason, []).append(one.case)
+        else:
+            shown = f"{100 * one.median:.3g}/{100 * one.worst:.3g}" + (" OVER" if one.status == "over" else "")
+            lines[one.implementation].setdefault(one.case, {})[one.kv_length] = shown
+    table = _table("implementation", "case", *(f"KV {length:,}" for length in kv_lengths))
+    for name, cases in lines.items():
+        for case, cells in cases.items():
+            table.add_row(*map(Text, (name, case, *(cells.get(length, "") for length in kv_lengths))))
+    console = _console()
+    console.print(table)
+    console.print("median/worst error of a query in %, relative to the RMS of its output")
+    for name, reasons in lacks.items():
+        for reason, without in reasons.items():
+            where = f" at {', '.join(dict.fromkeys(without))}" if lines[name] else ""
+            console.print(Text(f"{name} not measured{where}: {reason}"))
+            if not lines[name]:
+                break  # the first reason says enough of what cannot run here at all
+
+
+def _check_device(device: str) -> None:
+    import torch
+
+    from fidelab.errors import UsageError
+
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"--device {device!r}: there are cpu and cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here")
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if device == "cuda" else "cpu"
+
+
 def _pair(text: str) -> tuple[str, str]:
     from fidelab.errors import UsageError
 
@@ -170,10 +340,12 @@ def _versions() -> dict[str, str | None]:
 
 
 def _record(found: Gate) -> dict[str, Any]:
+    return asdict(found) | {"figures": _finite(found.figures)}
+
+
+def _finite(figures: dict[str, Any]) -> dict[str, Any]:
     """JSON has no NaN and no infinity, which broken kernels give: null."""
-    record = asdict(found)
-    record["figures"] = {key: value if math.isfinite(value) else None for key, value in found.figures.items()}
-    return record
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in figures.items()}
 
 
 def _show_gates(gates: list[Gate]) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 __all__ = ["gate", "note", "parse_pairs", "show_report"]
 
+_PIPE = 200  # a table of loads with everything in it
+
 
 def note(text: str) -> None:
     """A line for the person, never for a pipe."""
@@ -30,7 +32,7 @@ def show_report(report: Report, *, as_json: bool, folder: Path | None = None, pl
 
     console = Console()
     # a file or a pipe has no width of its own: room for every column
-    render_text(report, console if console.is_terminal else Console(width=100), folder=folder, plot=plot)
+    render_text(report, console if console.is_terminal else Console(width=_PIPE), folder=folder, plot=plot)
 
 
 def gate(report: Report, fail_under: float | None) -> None:

@@ -1,7 +1,8 @@
 """Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
 
-Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …; Transformers' own choice unless told),
-``estimator`` (hidden, logprobs).  What goes into the cache is Transformers' choice too: models with latent
+Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``fidelab``: our kernels over pages), ``estimator``
+(hidden, logprobs).  Unless told, attention is our kernels on a GPU where they hold the formats and run the model, and
+Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
 attention may hand it a latent as keys and the rotary part as values.
 """
 
@@ -18,6 +19,7 @@ import numpy as np
 
 from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
+from fidelab.engines import hf_kernels
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
@@ -76,7 +78,8 @@ class HFEngine(Engine):
                 raise UsageError(f"engine hf: {key}={value!r} is not one of {', '.join(allowed)}")
         if arm.dtype not in _DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        return Verdict(True)
+        reason = hf_kernels.refusal(arm) if dict(arm.options).get("attention") == hf_kernels.NAME else None
+        return Verdict(reason is None, reason or "")
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -123,7 +126,7 @@ class HFEngine(Engine):
         return Ran(
             versions={**self.versions(), "python": _python_version()},
             device=_device_name(self._arm.device),
-            attention=self._model.config._attn_implementation,
+            attention=self._model.attention,
             k_format=str(self._arm.kv.k) if dtypes else None,
             v_format=str(self._arm.kv.v) if dtypes else None,
             k_dtype=dtypes[0] if dtypes else None,
@@ -139,6 +142,7 @@ class HFEngine(Engine):
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
+                **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),
             },
         )
 
@@ -260,8 +264,10 @@ class HFEngine(Engine):
         tokens = min(same, min(map(len, prompts)) - 1)
         if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._model.padding:
             return None
+        from fidelab.plugins.transformers_cache import EncodedCache
+
         cache = self._model.new_cache()
-        if cache.has_sliding_layers:
+        if not isinstance(cache, EncodedCache) or cache.has_sliding_layers:  # pages are not repeated
             return None
         self._model.forward(self._model.tensor([first[:tokens]]), cache)
         if cache.has_fitted_scales:

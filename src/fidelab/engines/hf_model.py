@@ -15,21 +15,48 @@ from torch import Tensor
 
 from fidelab.captures.container import Array
 from fidelab.core import Arm
+from fidelab.engines import hf_kernels
 from fidelab.engines.hf_head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.errors import EngineError, NotSupportedError
 from fidelab.formats import create
+from fidelab.formats.base import Format
+from fidelab.plugins.paged_attention import register_attention
+from fidelab.plugins.paged_cache import PagedKVCache, bytes_per_place
 from fidelab.plugins.transformers_cache import EncodedCache
 
-__all__ = ["HFModel"]
+__all__ = ["ArmCache", "HFModel"]
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
+
+
+class ArmCache(PagedKVCache):
+    """The pages of an arm, and what its formats promise for them."""
+
+    def __init__(self, config: Any, arm: Arm, k: Format, v: Format) -> None:
+        super().__init__(config, **hf_kernels.options_of(arm.kv), skip_layers=arm.kv.skip_layers)
+        self._promise = k, v
+
+    def expected_bytes_per_token(self) -> float | None:
+        """Bytes per token of one sequence over all layers, by the formats' own definition."""
+        k, v = self._promise
+        total = 0.0
+        for layer in self.paged:
+            held = layer.held
+            if held is not None:
+                promised = held.kv_heads * (k.token_bytes(held.head_dim) + v.token_bytes(held.v_dim))
+                total += bytes_per_place(held) if layer.skipped else promised
+        return total or None
+
+    def packed_bytes_per_token(self) -> None:
+        """No format of the kernels is emulated."""
 
 
 class HFModel:
     """An arm's model, tried out.  ``mark``: told when a phase of opening is over.
 
     ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
-    estimator hidden; ``padding``: sequences of a batch may be padded on the left.
+    estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: our kernels attend;
+    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for.
 
     Raises:
         EngineError: it cannot be loaded, or is not what we take it for.
@@ -47,15 +74,19 @@ class HFModel:
         self._k, self._v = create(arm.kv.k), create(arm.kv.v)
         self._states: list[Tensor] = []  # what entered the LM head in one forward
         self._keep = 1
-        self.cache: EncodedCache | None = None
+        self.cache: EncodedCache | ArmCache | None = None
         self.head: ReplayedHead | None = None
+        self.kernels_refused: str | None = None
         self._load()
         self._takes = inspect.signature(self.module.forward).parameters
-        self._try_out()
+        if "attention" in self._options or not arm.device.startswith("cuda") or not self._kernels_attend():
+            self._try_out()
 
     def _load(self) -> None:
         """Tokenizer and model, as the checkpoint has them; whatever Transformers raises becomes one line."""
         path, asked = self._arm.path, self._options.get("attention")
+        if asked == hf_kernels.NAME:
+            register_attention()
         try:
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
             if config.is_encoder_decoder:
@@ -96,6 +127,33 @@ class HFModel:
         if asked and self.config._attn_implementation != asked:
             raise EngineError(f"attention={asked} was asked for, Transformers runs {self.config._attn_implementation}")
 
+    @property
+    def paged(self) -> bool:
+        """Our kernels attend, over pages."""
+        return bool(self.config._attn_implementation == hf_kernels.NAME)
+
+    @property
+    def attention(self) -> str:
+        """What attends, for the record: with our kernels their names."""
+        kernels = self.cache.kernels if isinstance(self.cache, ArmCache) else ()
+        return " ".join((self.config._attn_implementation, *kernels))
+
+    def _kernels_attend(self) -> bool:
+        """On a GPU: whether our kernels hold this arm's formats and run this model; Transformers' own choice if not."""
+        own = self.config._attn_implementation
+        try:
+            if reason := hf_kernels.refusal(self._arm):
+                raise NotSupportedError(reason)
+            register_attention()
+            self.module.set_attn_implementation(hf_kernels.NAME)
+            if not self.paged:
+                raise NotSupportedError("Transformers cannot exchange this model's attention")
+            self._try_out()
+        except EngineError as error:
+            self.kernels_refused = str(error)
+            self.module.set_attn_implementation(own)
+        return self.paged
+
     def _try_out(self) -> None:
         """Two small forwards: an impossible spec, or a model that is not what we take it for, is refused now and
         not in the middle of a probe."""
@@ -104,31 +162,41 @@ class HFModel:
             logits, states = self.forward(self.tensor([[0, 1]]), self.new_cache(), keep=2)
             if self.hidden:
                 self.head = ReplayedHead(self._lm_head, self.config, self._arm.dtype, states[0], logits[0])
-            twins = self.forward(self.tensor([[0, 1], [0, 2]]), None, keep=2)[0][:, 0].float()
+            plain = self.new_cache() if self.paged else None  # our attention attends to a cache or not at all
+            twins = self.forward(self.tensor([[0, 1], [0, 2]]), plain, keep=2)[0][:, 0].float()
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"{kind} does not run with an encoded cache: {_one_line(error)}") from error
+            how = f"attention={hf_kernels.NAME}" if self.paged else "an encoded cache"
+            raise EngineError(f"{kind} does not run with {how}: {_one_line(error)}") from error
         if (twins[0] - twins[1]).norm() > _CAUSAL[self._arm.dtype] * twins[0].norm():
             raise EngineError(f"{kind} is not a decoder: a token changes the distribution of the one before it")
         if not (self.cache and self.cache.kv_layers):
             raise NotSupportedError(f"{kind} keeps no keys and values in the cache it is given")
-        if not self.cache.encoded:
+        if self.cache.storage_dtypes() is None:
             raise NotSupportedError("skip-layers leaves no layer to encode")
+        if self.paged and self.cache.bytes_per_token() != self.cache.expected_bytes_per_token():
+            raise NotSupportedError(
+                f"the kernels hold {self.cache.bytes_per_token():g} bytes per token, {self._arm.kv.label} is "
+                f"{self.cache.expected_bytes_per_token():g}: integers take group= the size of a head"
+            )
         # Left padding would enter a recurrent state, and a model that takes no positions would count it.
         self.padding = "position_ids" in self._takes and not self.cache.has_recurrent_layers
 
     # ----------------------------------------------------------------------------------------- forward
 
-    def new_cache(self, mask: Tensor | None = None) -> EncodedCache:
+    def new_cache(self, mask: Tensor | None = None) -> EncodedCache | ArmCache:
         """A fresh cache; the one before goes first, so that only one is ever held."""
         self.cache = None
+        if self.paged:
+            self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
+            return self.cache
         padding = None if mask is None else mask.bool()
         self.cache = EncodedCache(self.module.config, self._k, self._v, self._arm.kv.skip_layers, padding)
         return self.cache
 
     def forward(
-        self, ids: Tensor, cache: EncodedCache | None, *, mask: Tensor | None = None, keep: int = 1
+        self, ids: Tensor, cache: EncodedCache | ArmCache | None, *, mask: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Live logits of the last ``keep`` rows, and the state before the LM head of every row.
 
@@ -159,7 +227,7 @@ class HFModel:
         self._states.append(args[0])
         return (args[0][:, -self._keep :], *args[1:])
 
-    def _positions(self, ids: Tensor, cache: EncodedCache, mask: Tensor | None) -> Tensor:
+    def _positions(self, ids: Tensor, cache: EncodedCache | ArmCache, mask: Tensor | None) -> Tensor:
         new = ids.shape[1]
         if mask is not None:
             return (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new:]

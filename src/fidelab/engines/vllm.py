@@ -13,6 +13,7 @@ backend says it cannot read).
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
+- **k16v8** is a backend that fidelab brings (``plugins/vllm_k16v8``): keys in the model's 16-bit type, values e4m3.
 - **What is stored is compared with what was written**: the keys and values of one layer for a few tokens, as sorted
   numbers, against the blocks of the cache.  Where they differ, or the backend does not list the format, none is
   claimed: on CPUs vLLM takes formats whose blocks its kernel misreads.  (Formats with scales of their own inside the
@@ -31,7 +32,7 @@ from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Prob
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
-from fidelab.engines.vllm_backend import PACKAGES, backend_for, cache_formats, installed, prepare
+from fidelab.engines.vllm_backend import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
 from fidelab.engines.vllm_model import SEQUENCES, Request, VLLMModel, size_in_bytes
 from fidelab.engines.vllm_ran import ran
 from fidelab.errors import EngineError, UsageError
@@ -79,13 +80,12 @@ class VLLMEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return cache_formats()
+        return (*cache_formats(), K16V8)
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        if not kv.same:
-            raise UsageError(f"KV format {kv.label!r}: vLLM has one format for keys and values, no pairs")
-        if kv.k.options or kv.skip_layers:
+        ours = k16v8_of(kv) is not None
+        if (kv.k.options and not ours) or kv.skip_layers:
             raise UsageError(f"KV format {kv.label!r}: formats of engine vllm take no options")
 
     @classmethod

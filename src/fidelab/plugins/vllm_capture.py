@@ -263,9 +263,12 @@ class _Hook:
         blocks = list(record.block_ids[group])
         axis = list(cache.shape).index(runner.kv_cache_config.num_blocks)
         held = cache.movedim(axis, 0)[blocks]
-        key, value = (x.reshape(-1) for x in self._given[0])
+        key, value = self._given[0]
         self._given.clear()
-        self.read_back |= _compared(held, key, value, layer)
+        if hasattr(layer.impl, "read_back"):  # ours, which knows its pages
+            self.read_back |= layer.impl.read_back(cache, blocks, key, value)
+        else:
+            self.read_back |= _compared(held, key.reshape(-1), value.reshape(-1), layer)
 
 
 def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str, Any]:
@@ -347,6 +350,10 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "dynamic": bool(getattr(layer, "calculate_kv_scales", False)),
                 "backend": layer.attn_backend.get_name() if hasattr(layer, "attn_backend") else None,
                 "implementation": type(layer.impl).__name__,
+                "label": getattr(layer.impl, "label", None),
+                "kernels": getattr(getattr(layer.impl, "kernels", None), "name", None),
+                "k_dim": layer.head_size,
+                "v_dim": getattr(layer, "head_size_v", layer.head_size),
                 "isa": getattr(layer, "isa", None),
             }
         )

@@ -17,14 +17,15 @@ from fidelab.report.numbers import (
     format_tokens,
     one_line,
 )
-from fidelab.results.bench_record import Benches, Distribution, Flag, LoadCell, Saturation, Serving
+from fidelab.results.bench_record import Benches, Distribution, Flag, LoadCell, Saturation, Server, Serving
 
 __all__ = ["counts", "served", "serving"]
 
 _COLUMNS = (
     *("arm", "context asked/ measured", "out", "at once", "req/s asked", "output tok/s", "low–high", "× ref."),
     *("TTFT ms p50/p99", "TPOT ms p50/p99", "ITL ms p50/p99", "E2E ms p50/p99", "in flight", "requests", "errors"),
-    *("goodput req/s", "good", "client over server", "lag ms p99", "accepted length", "valid", NOTES),
+    *("goodput req/s", "good", "client over server", "server running/ queued", "KV used", "lag ms p99"),
+    *("accepted length", "valid", NOTES),
 )
 _TITLE = "Serving: load on a server"
 Shape = tuple[str, int | None, int | None, int | None, float | None]
@@ -106,6 +107,8 @@ def _cells(name: str, cell: LoadCell, base: LoadCell | None, notes: Notes) -> tu
         format_amount(cell.goodput.rate if cell.goodput else None),
         format_share(cell.goodput.share if cell.goodput else None),
         format_ratio(server.ratio if server else None),
+        _queue(server),
+        format_share(server.kv_usage_max if server else None),
         format_amount(cell.client.lag_p99 if cell.client else None),
         format_amount(drafts.acceptance_length if drafts else None),
         "yes" if counts(cell) else "no",
@@ -120,8 +123,15 @@ def _tail(times: Distribution | None) -> str:
     return "/".join(format_amount(times.percentiles.get(name)) for name in ("p50", "p99"))
 
 
+def _queue(server: Server | None) -> str:
+    """Requests at work on average, and the longest queue, as the server says."""
+    if server is None or (server.running_mean is None and server.waiting_max is None):
+        return ABSENT
+    return f"{format_amount(server.running_mean)}/{format_count(server.waiting_max)}"
+
+
 def _errors(cell: LoadCell) -> Iterator[Flag]:
-    if cell.errors:
+    if cell.errors and not any(flag.kind == "errors" for flag in cell.flags):
         kinds = ", ".join(f"{kind} {n:,}" for kind, n in cell.errors.items())
         yield Flag(kind="errors", text=f"failed requests by kind: {kinds}")
 

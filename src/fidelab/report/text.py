@@ -1,7 +1,8 @@
 """A report as terminal text: what failed, one table, one sentence per candidate, floor and control.
 
-Nothing from models, logs or configs is read as markup.  At 100 columns all figures are shown; in a narrower
-terminal the tail (p99, max) and top-1 are left out, and a line says so.
+Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; in
+a narrower terminal the tail (p99, max) and top-1 are left out.  Tables of benches may be wider and lose columns, too.
+A line says what is missing.
 """
 
 from __future__ import annotations

@@ -28,7 +28,8 @@ _GOES_FIRST = {
     "startup": ("repeats", "low–high", "× ref."),
     "memory": ("loaded MiB", "pool tokens", "state bytes per sequence", "asked", "weights MiB", "× ref."),
     "serving": (
-        *("lag ms p99", "good", "client over server", "requests", "in flight", "low–high", "goodput req/s"),
+        *("server running/ queued", "KV used", "lag ms p99", "good", "client over server", "requests", "in flight"),
+        *("low–high", "goodput req/s"),
         *("E2E ms p50/p99", "out", "accepted length", "ITL ms p50/p99", "× ref.", "TPOT ms p50/p99"),
     ),
 }

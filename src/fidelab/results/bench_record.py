@@ -336,7 +336,7 @@ class LoadCell(Outcome):
     itl: Distribution | None = None
     """Gaps between stream events that carry tokens; equals the gap between tokens where each event carries one."""
     e2el: Distribution | None = None
-    """Whole request."""
+    """From sending the request to its last token."""
     goodput: Goodput | None = None
     """Null where no target was given."""
     repeats: dict[str, tuple[Positive, ...]] = Field(default_factory=dict)

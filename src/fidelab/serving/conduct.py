@@ -66,7 +66,7 @@ def measure_serving(
 
     Raises:
         EngineError: nothing could be asked at all (see :func:`fidelab.serving.contact.reach`).
-        InputError: a trace or tokenizer that cannot be used, or a length that no prompt has.
+        InputError: a trace or tokenizer that cannot be used.
         KeyboardInterrupt: stopped; ``watch`` knows the finished cells.
     """
     watch = watch or Watch()
@@ -104,7 +104,13 @@ class _Sweep:
         if reason := self._beyond(asked):
             self._end(number, asked, Status.NOT_SUPPORTED, reason)
             return None
-        requests = self._requests(number, repeat, asked)
+        try:
+            requests = self._requests(number, repeat, asked)
+        except InputError as error:
+            if asked.arrival == "trace":
+                raise  # it is the only cell
+            self._end(number, asked, Status.NOT_SUPPORTED, str(error))
+            return None
         try:
             driven = self._drive(asked, requests)
         except ServerRefusedError as error:

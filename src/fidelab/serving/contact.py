@@ -124,6 +124,7 @@ class Contact:
         if min(units, default=1) < 1:
             raise InputError(
                 f"a prompt of {min(inputs)} tokens cannot be made: the server adds {self.added:.0f}; ask for more"
+                + (f", or correct --tokenizer ({self.tokenizer.model.name})" if self.tokenizer is not None else "")
             )
         prompts = self.prompts_of(units, seed)
         return [

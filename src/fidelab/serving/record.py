@@ -12,6 +12,7 @@ import fidelab
 from fidelab.benches.load_cell import Drive
 from fidelab.config.load import dump
 from fidelab.core import Status, slug, usable_cores
+from fidelab.models.weights import file_sha256
 from fidelab.report.html import write_html
 from fidelab.results.bench_record import Benches, LoadCell, Serving
 from fidelab.results.record import ArmRecord, KVFormats, Ran, Report
@@ -136,7 +137,7 @@ def comparability(contact: Contact) -> dict[str, Any]:
         "goodput": dict(settings.goodput),
         "duration": settings.duration,
         "ramp": settings.ramp,
-        "trace": settings.trace,
+        "trace": None if settings.trace is None else file_sha256(Path(settings.trace)),
         "tokenizer": None if contact.tokenizer is None else contact.tokenizer.model.name,
     }
 

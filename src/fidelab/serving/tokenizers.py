@@ -22,7 +22,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     Raises:
         InputError: there is none.
     """
-    if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1:
+    if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
         return Tokenizer.load(resolve(name))
     return _of_hub(name, fetch=True)
 

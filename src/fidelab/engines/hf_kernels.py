@@ -1,0 +1,52 @@
+"""Which pairs of our formats the attention kernels hold bit by bit as the formats are defined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.errors import NotSupportedError
+
+__all__ = ["NAME", "options_of", "refusal"]
+
+NAME = "fidelab"  # engine option attention=fidelab
+_NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")
+_INTEGERS = ("int8", "int4")
+
+
+def options_of(kv: KVSpec) -> dict[str, Any]:
+    """Formats and scalings as :class:`fidelab.plugins.paged_cache.PagedKVCache` takes them.
+
+    Raises:
+        NotSupportedError: the kernels do not hold this format as it is defined.
+    """
+    k, v = _scaling(kv.k), _scaling(kv.v)
+    return {"k_format": kv.k.name, "v_format": kv.v.name, "k_scaling": k, "v_scaling": v}
+
+
+def refusal(arm: Arm) -> str | None:
+    """Why the kernels cannot run an arm, as far as that can be said without its model."""
+    try:
+        options_of(arm.kv)
+    except NotSupportedError as error:
+        return str(error)
+    for spec in (arm.kv.k, arm.kv.v):
+        if _NATIVE.get(spec.name, arm.dtype) != arm.dtype:
+            return f"attention={NAME} copies {spec.name} as it is, the model computes in {arm.dtype}"
+    return None
+
+
+def _scaling(spec: FormatSpec) -> str:
+    options = dict(spec.options)
+    if spec.name in _NATIVE:
+        return "none"
+    if spec.name in _INTEGERS:  # where the group is as large as a head: seen at the first write
+        return "per-token-head"
+    scale = options.get("scale", "none")
+    if spec.name in _FLOAT8 and scale in ("none", "per-token-head"):
+        return scale
+    raise NotSupportedError(
+        f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVE)}, {' and '.join(_FLOAT8)} with scale "
+        f"none or per-token-head, {' and '.join(_INTEGERS)} with one group per head"
+    )

@@ -1,0 +1,123 @@
+"""Engine hf over our kernels (``attention=fidelab``) against the same engine with eager attention."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from fidelab.core import Forced, Generate, Prefill
+from fidelab.engines.hf import HFEngine
+from fidelab.errors import EngineError, NotSupportedError
+from tests.engines import tiny
+from tests.engines.conftest import Checkpoint
+from tests.engines.tiny import Answers
+
+WINDOW_TOKENS = tiny.tokens(40, seed=1)
+PREFILL = Prefill("kld", (WINDOW_TOKENS,), 0, 38, ((0,) * 39,))
+PROMPTS = (tiny.tokens(9, seed=2), tiny.tokens(21, seed=3), tiny.tokens(12, seed=4))
+KINDS = ["llama", "mistral", "gemma2", "gemma4", "mistral3", "qwen3_next", "falcon_h1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_generation_and_forced_steps_are_those_of_eager_attention(kind: str, checkpoint: Checkpoint) -> None:
+    found: list[list[Answers]] = []
+    for attention in ("fidelab", "eager"):
+        engine = tiny.opened(checkpoint(kind), "f32", attention=attention)
+        answers = [Answers(), Answers(), Answers()]
+        engine.answer(PREFILL, answers[0])
+        engine.answer(Generate("trajectory", PROMPTS, 12, (), batch=3), answers[1])
+        engine.answer(Forced("forced", PROMPTS[:1], (PROMPTS[1],)), answers[2])
+        found.append(answers)
+    ours, theirs = found
+    for index in (0, 2):
+        close = (tiny.hidden(answers[index].items[0]) for answers in (ours, theirs))
+        torch.testing.assert_close(*close, rtol=1e-4, atol=1e-4)
+    for item in range(len(PROMPTS)):
+        assert tiny.ids(ours[1].items[item]) == tiny.ids(theirs[1].items[item])
+
+
+def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3", "bfloat16", attention="fidelab")
+    engine.answer(PREFILL, Answers())
+    ran = engine.ran()
+    assert ran.attention == "fidelab torch[k=bf16,v=fp8_e4m3]"
+    assert (ran.k_format, ran.v_format, ran.k_dtype, ran.v_dtype) == ("bf16", "fp8_e4m3", "bfloat16", "uint8")
+    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 3 * 2 * 32 * (2 + 1)
+    assert (ran.kv_layers, ran.layers_without_kv) == (3, 0)
+
+
+def test_prompts_that_begin_alike_are_answered_without_a_shared_cache(checkpoint: Checkpoint) -> None:
+    head = tiny.tokens(130, seed=9)
+    probe = Generate("trajectory", ((*head, 5, 6), (*head, 7, 8, 9)), 4, (), batch=2)
+    engine, sink = tiny.opened(checkpoint("llama"), attention="fidelab"), Answers()
+    assert engine.answer(probe, sink).facts["shared_prefix"] == 0
+    theirs = Answers()
+    assert tiny.opened(checkpoint("llama")).answer(probe, theirs).facts["shared_prefix"] == 130
+    assert [tiny.ids(sink.items[i]) for i in (0, 1)] == [tiny.ids(theirs.items[i]) for i in (0, 1)]
+
+
+@pytest.mark.parametrize(
+    ("kv", "dtype", "reason"),
+    [
+        ("q8_0", "float32", "does not hold q8_0; it holds f32, f16, bf16, fp8_e4m3"),
+        ("fp8_e4m3[scale=per-tensor]", "float32", r"does not hold fp8_e4m3\[scale=per-tensor\]"),
+        ("bf16/fp8_e4m3", "float32", "copies bf16 as it is, the model computes in float32"),
+        ("fp8_e4m3/f32", "bfloat16", "copies f32 as it is, the model computes in bfloat16"),
+    ],
+)
+def test_arms_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
+    kv: str, dtype: str, reason: str, checkpoint: Checkpoint
+) -> None:
+    verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), kv, dtype, attention="fidelab"))
+    assert not verdict.ok
+    assert re.search(reason, verdict.reason)
+    assert HFEngine.supports(tiny.arm(checkpoint("llama"), kv, dtype, attention="eager")).ok
+
+
+def test_integers_with_several_groups_in_a_head_are_refused_when_the_head_is_known(checkpoint: Checkpoint) -> None:
+    with pytest.raises(
+        NotSupportedError, match=r"hold 408 bytes per token, int8\[group=16\] is 432: integers take group="
+    ):
+        tiny.opened(checkpoint("llama"), "int8[group=16]", attention="fidelab")
+    tiny.opened(checkpoint("llama"), "int8[group=32]", attention="fidelab")
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"), [("minicpm3", "cannot use a paged cache"), ("bloom", "cannot use a paged cache")]
+)
+def test_models_that_the_kernels_cannot_run_are_refused_when_opened(
+    kind: str, reason: str, checkpoint: Checkpoint
+) -> None:
+    with pytest.raises(EngineError, match=reason):
+        tiny.opened(checkpoint(kind), attention="fidelab")
+
+
+def test_skipped_layers_count_as_what_they_hold(checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="fidelab")
+    engine.answer(PREFILL, Answers())
+    ran = engine.ran()
+    assert ran.attention == "fidelab torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
+    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 32 * (4 + 2 * 3)
+    with pytest.raises(NotSupportedError, match="skip-layers leaves no layer to encode"):
+        tiny.opened(checkpoint("llama"), "bf16[skip-layers=0,1,2]", "bfloat16", attention="fidelab")
+
+
+def test_where_the_kernels_were_not_asked_for_and_refuse_the_models_own_attention_runs(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU does unless told otherwise, tried on the CPU."""
+    from fidelab.engines.hf_model import HFModel
+
+    def arm_on_gpu(kind: str, kv: str) -> tuple[bool, str | None]:
+        made = HFModel(tiny.arm(checkpoint(kind), kv), lambda phase: None)
+        made._kernels_attend()
+        made.forward(made.tensor([[3, 4, 5]]), made.new_cache())
+        return made.paged, made.kernels_refused
+
+    assert arm_on_gpu("llama", "f32/fp8_e4m3") == (True, None)
+    for kind, kv, reason in (("llama", "q8_0", "does not hold q8_0"), ("minicpm3", "f32", "paged cache")):
+        paged, refused = arm_on_gpu(kind, kv)
+        assert not paged
+        assert reason in (refused or "")

@@ -1,0 +1,114 @@
+"""Runs in vLLM's environment: stock vLLM with the plug-in, as a user would have it; what each step held and computed.
+
+python vllm_k16v8_steps.py MODEL ANSWER.json    (FIDELAB_K16V8 as in the environment; vLLM loads the plug-in itself)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from fidelab.plugins.vllm_k16v8 import switched
+
+BUDGET = 48  # tokens of one step: prompts come in chunks, beside others that decode
+BLOCK = 32
+TOKENS = 16
+LAYERS = ("model.layers.0.self_attn.attn", "model.layers.17.self_attn.attn")
+PREFIX = tuple(range(1000, 1000 + 3 * BLOCK))  # three whole blocks
+PROMPTS = (
+    *((*PREFIX, *range(2000 + 100 * i, 2000 + 100 * i + 5 + 30 * i)) for i in range(3)),
+    tuple(range(300, 307)),
+    tuple(range(400, 533)),
+    (*PREFIX, 2001, 2002),
+)
+
+
+def main() -> None:
+    model, answer = sys.argv[1], Path(sys.argv[2])
+    from vllm import LLM
+
+    llm = LLM(
+        model,
+        dtype="bfloat16",
+        enforce_eager=True,
+        max_model_len=512,
+        max_num_seqs=8,
+        block_size=BLOCK,
+        max_num_batched_tokens=BUDGET,
+        kv_cache_memory_bytes=256 << 20,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        distributed_executor_backend="uni",
+    )
+    config = llm.llm_engine.vllm_config.cache_config
+    said: dict[str, Any] = {"tokens": config.num_gpu_blocks * config.block_size, "dtype": config.cache_dtype}
+    if switched() is not None:
+        with _noted() as said["steps"]:
+            said["together"] = _answers(llm, PROMPTS)
+        said["alone"] = []
+        for prompt in PROMPTS:
+            llm.reset_prefix_cache()
+            said["alone"] += _answers(llm, [prompt])
+    answer.write_text(json.dumps(said))
+
+
+def _answers(llm: Any, prompts: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
+    """Greedy tokens, the log-probabilities of the five most probable at each, and prompt tokens found in the cache."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    given = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    return [
+        {
+            "ids": list(out.outputs[0].token_ids),
+            "rows": [{token: x.logprob for token, x in row.items()} for row in out.outputs[0].logprobs],
+            "cached": out.num_cached_tokens,
+        }
+        for out in llm.generate(given, params, use_tqdm=False)
+    ]
+
+
+@contextmanager
+def _noted() -> Iterator[list[dict[str, Any]]]:
+    """Of each step: how many tokens each sequence had in it, and how far some layers are from the definition."""
+    import torch
+
+    from fidelab.kernels import reference
+    from fidelab.plugins.vllm_k16v8_backend import K16V8Attention
+
+    steps: list[dict[str, Any]] = []
+    forward = K16V8Attention.forward
+
+    def checked(
+        self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, step: Any, **outputs: Any
+    ) -> Any:
+        result = forward(self, layer, query, key, value, kv_cache, step, **outputs)
+        if step is None or layer.layer_name not in LAYERS:
+            return result
+        n, starts = step.num_actual_tokens, step.query_start_loc
+        cache = self._paged(step.block_table, step.seq_lens)
+        wanted, _ = reference.extend(query[:n], starts, cache, self._attention, dtype=torch.float64)
+        found = result[:n].double()
+        steps.append(
+            {
+                "queries": starts.diff().tolist(),
+                "lengths": step.seq_lens.tolist(),
+                "cosine": float(torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0)),
+                "relative_l2": float((found - wanted).norm() / wanted.norm()),
+            }
+        )
+        return result
+
+    K16V8Attention.forward = checked  # type: ignore[method-assign, assignment]
+    try:
+        yield steps
+    finally:
+        K16V8Attention.forward = forward  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    main()
