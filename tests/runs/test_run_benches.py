@@ -7,6 +7,7 @@ import shutil
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -148,6 +149,21 @@ def test_repeats_can_be_spread_over_several_loads_and_say_so(tmp_path: Path) -> 
     loads = [event["role"] for event in events if event["event"] == "benched"]
     assert len(loads) == 6  # three loads of two arms, the arms alternating
     assert all(one != other for one, other in pairwise(loads))
+
+
+def test_arms_that_do_not_fit_into_memory_together_are_loaded_one_after_another(tmp_path: Path) -> None:
+    full = mock.Mock(available=0, total=1)
+    with mock.patch("fidelab.benching.psutil.virtual_memory", return_value=full):
+        done = bench(tmp_path, *PREFILL)
+    flags = cells(done.arm("reference"), "prefill")[16, 1]["flags"]
+    assert [flag["kind"] for flag in flags] == ["loads"]
+
+
+def test_speeds_are_comparable_by_work_and_machine_not_by_the_list_of_cells(alone: Done) -> None:
+    keys = alone.report["comparability_key"]
+    assert keys["benches.decode"]["n"] == 4
+    assert {"weights", "dtype", "processor", "device", "threads"} <= set(keys["benches.prefill"])
+    assert not {"depths", "lengths", "batch", "repeats"} & {*keys["benches.decode"], *keys["benches.prefill"]}
 
 
 def test_the_resolved_file_of_a_bench_repeats_it(tmp_path: Path, alone: Done) -> None:

@@ -6,6 +6,7 @@ alike; what an arm answered before it was steady is thrown away.  A bench never 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -140,7 +141,7 @@ class Facts:
     starts: Sequence[tuple[str, Mapping[str, float]]] = ()
 
 
-class Bench:
+class Bench(ABC):
     """One bench with its settings."""
 
     name: ClassVar[str]
@@ -159,13 +160,13 @@ class Bench:
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
+    @abstractmethod
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         """What is asked, in order."""
-        raise NotImplementedError
 
+    @abstractmethod
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Outcome:
         """The answers of one arm by part → its record."""
-        raise NotImplementedError
 
 
 def unsteady(what: str, steady: bool | None, loads: int) -> tuple[Flag, ...]:

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN202
+# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Decode in Triton: one query per sequence over its paged cache, in splits that a second kernel merges.
 
 One program takes one split of one sequence and KV head, with all query heads of that KV head as rows of one

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN202
+# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """Extend in Triton: chunks of queries over a paged prefix that already holds the chunk itself, causal.
 
 The query heads of one KV head are rows of the same tile (row ``r`` is query ``r // ratio``, head ``r % ratio``), so

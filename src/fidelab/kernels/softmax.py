@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN201
+# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """The online softmax over a paged cache, one tile of tokens at a time: what decode and extend share."""
 
 import triton

@@ -1,5 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call"
 # ruff: noqa: ANN001, ANN202
+# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
 """The cache writer in Triton: one program per token; K and V each in its own format.
 
 16-bit formats are copied bit by bit.  Codes are made by integer operations and IEEE division: they are the same

@@ -7,7 +7,7 @@ import asyncio
 import random
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httptools
 import orjson
@@ -172,7 +172,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep what can be written to."""
-        self.transport = transport  # type: ignore[assignment]
+        self.transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         """Give the answer up."""
