@@ -148,7 +148,8 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
     from fidelab.captures.container import BFloat16
     from fidelab.captures.manifest import capture_key
     from fidelab.captures.writer import CaptureWriter, store_head
-    from fidelab.core import Arm, KVSpec, Prefill, Vocabulary
+    from fidelab.core import Arm, KVSpec, Vocabulary
+    from fidelab.probes import Prefill
 
     rng = np.random.default_rng(1)
     noise = np.random.default_rng(2 if name == "test" else 3)

@@ -71,9 +71,10 @@ class _Sink:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
-    from fidelab.core import Arm, KVSpec, Prefill
+    from fidelab.core import Arm, KVSpec
     from fidelab.engines.sglang import SGLangEngine
     from fidelab.engines.sglang_session import Request
+    from fidelab.probes import Prefill
 
     engine, n = SGLangEngine(), options.n_ctx
     kv = KVSpec.parse(options.kv)

@@ -68,8 +68,9 @@ class _Sink:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
-    from fidelab.core import Arm, KVSpec, Prefill
+    from fidelab.core import Arm, KVSpec
     from fidelab.engines.vllm import VLLMEngine
+    from fidelab.probes import Prefill
 
     engine, n = VLLMEngine(), options.n_ctx
     kv = KVSpec.parse(options.kv)

@@ -14,7 +14,7 @@ import pytest
 import fidelab
 
 SOURCE = Path(fidelab.__file__).parent
-EVERYONE = {"core", "errors", "registry"}
+EVERYONE = {"core", "errors", "probes", "registry"}
 
 # Room → rooms it may import besides EVERYONE.  `None`: anything (the conductor and the command line).
 ARROWS: dict[str, set[str] | None] = {
@@ -36,6 +36,7 @@ ARROWS: dict[str, set[str] | None] = {
     "__main__": None,
     "__init__": None,
     "core": set(),
+    "probes": set(),
     "errors": set(),
     "registry": set(),
     "config": set(),
@@ -60,7 +61,8 @@ ARROWS: dict[str, set[str] | None] = {
     "imports": {"results", "report", "metrics", "captures.container"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
-    "core": {"numpy"},
+    "core": set(),
+    "probes": {"numpy"},
     "errors": set(),
     "registry": set(),
     "captures": {"numpy"},
@@ -74,7 +76,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"pydantic", "yaml"},
 }
 LEAN_MODULES = [
-    *("fidelab.core", "fidelab.captures.writer", "fidelab.engines.base"),
+    *("fidelab.core", "fidelab.probes", "fidelab.captures.writer", "fidelab.engines.base"),
     *("fidelab.workers.child", "fidelab.workers.ask"),
     *(f"fidelab.engines.{name}" for name in ("hf", "llamacpp", "vllm", "sglang", "openai")),
 ]

@@ -11,13 +11,14 @@ from typing import Protocol
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.writer import store_vocabulary
-from fidelab.core import Probe, Status
+from fidelab.core import Status
 from fidelab.errors import CaptureError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.measuring import ArmResult
 from fidelab.models import Model
 from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.resolve import Settings
+from fidelab.probes import Probe
 from fidelab.results.store import RunFolder
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import Outcome, Worker, run_worker

@@ -29,7 +29,7 @@ from fidelab.config.cross import CrossEngine, EngineLine
 from fidelab.config.cross import Timing as TimingConfig
 from fidelab.config.load import dump, explain_validation
 from fidelab.config.schema import EngineConfig, Experiment
-from fidelab.core import Prefill, Status, Timed, slug, usable_cores
+from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import ConfigError, FidelabError, InputError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
@@ -41,6 +41,7 @@ from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
+from fidelab.probes import Prefill, Timed
 from fidelab.results.bench_record import Spread
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed
 from fidelab.results.record import Ran, Report

@@ -23,7 +23,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.config.load import load
 from fidelab.config.schema import Experiment
-from fidelab.core import Prefill, Status
+from fidelab.core import Status
 from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
@@ -39,6 +39,7 @@ from fidelab.metrics.sample_size import (
     units_to_agree,
 )
 from fidelab.models import resolve
+from fidelab.probes import Prefill
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import EVENTS, RunFolder
 

@@ -21,12 +21,13 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, Generate, KVSpec, Vocabulary, digest
+from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve
+from fidelab.probes import Generate
 from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
 from tests.capability.test_checks import PROGRAMS

@@ -16,12 +16,13 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, Generate, KVSpec
+from fidelab.core import Arm, KVSpec
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.corpus import Text
 from fidelab.inputs.needles import draw_needles
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
+from fidelab.probes import Generate
 from fidelab.results.panels import Heatmap, TablePanel, Texts
 from fidelab.run import capture
 from tests.runs.harness import Done, cli

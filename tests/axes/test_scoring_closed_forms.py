@@ -18,7 +18,8 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import CaptureWriter, store_head
-from fidelab.core import Arm, Generate, KVSpec, Prefill, Probe, Vocabulary
+from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.probes import Generate, Prefill, Probe
 
 V = 8
 Rows = NDArray[np.float64]

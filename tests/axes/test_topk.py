@@ -19,8 +19,9 @@ from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Vocabulary, digest
+from fidelab.core import Arm, Estimator, KVSpec, Vocabulary, digest
 from fidelab.metrics.composite import verdict
+from fidelab.probes import Forced, Generate, Prefill, Probe
 
 V, ROWS = 8, 6
 PIECES = [f"<{i}>" for i in range(V)]

@@ -13,7 +13,8 @@ from fidelab.benches.decode import Decode, DecodeSettings
 from fidelab.benches.memory import Memory, MemorySettings
 from fidelab.benches.prefill import Prefill, PrefillSettings
 from fidelab.benches.startup import COLD, WARM, Startup, StartupSettings
-from fidelab.core import Status, Tokens
+from fidelab.core import Status
+from fidelab.probes import Tokens
 
 
 def prompts(length: int, count: int, seed: int) -> tuple[Tokens, ...]:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from fidelab.captures.manifest import capture_folder, capture_key
-from fidelab.core import Arm, KVSpec, Probe
+from fidelab.core import Arm, KVSpec
+from fidelab.probes import Probe
 from tests.captures import sample
 
 A, W, P = sample.ARM, sample.WINDOWS, sample.PROMPTS

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fidelab.captures.container import to_float32
-from fidelab.core import Generate
+from fidelab.probes import Generate
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers

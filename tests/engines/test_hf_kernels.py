@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from fidelab.core import Forced, Generate, Prefill
 from fidelab.engines.hf import HFEngine
 from fidelab.errors import EngineError, NotSupportedError
+from fidelab.probes import Forced, Generate, Prefill
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers

@@ -11,10 +11,11 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
-from fidelab.core import KVSpec, Prefill
+from fidelab.core import KVSpec
 from fidelab.engines.hf import HFEngine
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
+from fidelab.probes import Prefill
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from fidelab import compare
 from fidelab.captures.container import to_float32
 from fidelab.config.load import validate
-from fidelab.core import Arm, Forced, Generate, KVSpec, Prefill, Status
+from fidelab.core import Arm, KVSpec, Status
 from fidelab.engines.base import Engine
 from fidelab.engines.hf import HFEngine
 from fidelab.engines.llamacpp import LlamaCppEngine
@@ -27,6 +27,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.models.weights import file_sha256
 from fidelab.plan.resolve import resolve_arm
+from fidelab.probes import Forced, Generate, Prefill
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf

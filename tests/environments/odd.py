@@ -10,9 +10,10 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
-from fidelab.core import Arm, KVSpec, Probe
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.errors import EngineError
+from fidelab.probes import Probe
 
 __all__ = ["Odd"]
 

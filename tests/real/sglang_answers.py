@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from fidelab.captures.container import Array, to_float32
-from fidelab.core import Arm, Probe, finite, probe_from_record
+from fidelab.core import Arm, finite
 from fidelab.engines.sglang import SGLangEngine
 from fidelab.errors import FidelabError
+from fidelab.probes import Probe, probe_from_record
 
 
 class Answers:

@@ -13,13 +13,14 @@ from urllib.request import urlopen
 import numpy as np
 import pytest
 
-from fidelab.core import Arm, Generate, KVSpec, Prefill
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.openai import OpenAIEngine
 from fidelab.environments.environment import locate
 from fidelab.errors import FidelabError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.divergence import compare_topk
 from fidelab.models import Model
+from fidelab.probes import Generate, Prefill
 from tests.engines.tiny import Answers, ids
 from tests.runs.harness import cli, write_inputs
 

@@ -23,11 +23,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from fidelab.captures.container import to_float32
-from fidelab.core import Arm, Forced, Generate, KVSpec, Prefill, Probe, Timed, probe_record
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf import HFEngine
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, probe_record
 from tests.engines import tiny
 
 VOCAB = 515  # odd: SGLang pads it

@@ -21,12 +21,13 @@ from torch import Tensor
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
-from fidelab.core import Arm, Forced, Generate, KVSpec, Prefill, Probe, Timed, probe_record
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf import HFEngine
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
 from fidelab.models import Model
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, probe_record
 from tests.engines import tiny
 
 VOCAB = 515  # odd: vLLM pads it to a multiple of 64 for each rank

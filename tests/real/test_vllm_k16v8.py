@@ -19,12 +19,13 @@ import transformers
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
-from fidelab.core import Arm, KVSpec, Prefill, probe_record
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf import HFEngine
 from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
 from fidelab.models import Model
 from fidelab.plugins.vllm_k16v8 import SWITCH, VERSIONS
+from fidelab.probes import Prefill, probe_record
 from tests.engines import tiny
 from tests.real.servers import vllm_server
 

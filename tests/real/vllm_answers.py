@@ -14,9 +14,10 @@ from typing import Any
 import numpy as np
 
 from fidelab.captures.container import Array, to_float32
-from fidelab.core import Arm, finite, probe_from_record
+from fidelab.core import Arm, finite
 from fidelab.engines.vllm import VLLMEngine
 from fidelab.errors import FidelabError
+from fidelab.probes import probe_from_record
 
 
 class Answers:

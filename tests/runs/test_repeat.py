@@ -23,8 +23,9 @@ import fidelab.run
 from fidelab.captures.reader import Capture
 from fidelab.config.load import load
 from fidelab.config.schema import Experiment
-from fidelab.core import Arm, KVSpec, Prefill
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.fake import FakeEngine
+from fidelab.probes import Prefill
 from fidelab.repeat import Repeat
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder

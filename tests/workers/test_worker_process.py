@@ -18,6 +18,7 @@ import pytest
 import fidelab.workers.parent as parent
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.core import Status
+from fidelab.probes import Layerwise, probe_record
 from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
 from tests.captures import sample
 from tests.workers.conftest import Work, make_job
@@ -55,6 +56,15 @@ def test_a_job_leaves_its_captures_and_says_what_ran(work: Work) -> None:
     assert done.outcome.ran["versions"] == {"naughty": "1"}
 
 
+def test_a_kind_of_probe_that_the_engine_does_not_answer_fails_by_itself(work: Work, tmp_path: Path) -> None:
+    probe = Layerwise("bisect", ((1, 2),), 0, 1)
+    [first, *_] = make_job(tmp_path / "captures", replace(sample.ARM, engine="naughty")).tasks
+    unknown = replace(first, probe=probe_record(probe), target=f"{first.target}-layers")
+    done = work(tasks=[unknown, first])
+    assert list(done.outcome.failed.items()) == [(0, "engine naughty answers no layerwise probes")]
+    assert list(done.outcome.captured) == [1]
+
+
 def test_what_follows_from_answers_is_asked_of_the_model_that_is_still_loaded(work: Work, tmp_path: Path) -> None:
     store = tmp_path / "captures"
     first, second = make_job(store, replace(sample.ARM, engine="naughty")).tasks
@@ -89,7 +99,7 @@ def test_a_worker_needs_nothing_but_numpy_besides_its_engine(work: Work) -> None
 
 
 @pytest.mark.parametrize(
-    "module", ["fidelab.workers.child", "fidelab.captures.writer", "fidelab.core", "fidelab.engines.fake"]
+    "module", ["fidelab.workers.child", "fidelab.captures.writer", "fidelab.probes", "fidelab.engines.fake"]
 )
 def test_modules_of_engine_environments_import_numpy_alone(module: str) -> None:
     listing = "import sys; before = set(sys.modules); import {}; print(*(set(sys.modules) - before))"

@@ -22,7 +22,6 @@ from pydantic import BaseModel, ConfigDict
 
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.core import Probe, Timed
 from fidelab.metrics.composite import normal_draws
 from fidelab.metrics.intervals import (
     MIN_BOOTSTRAP_UNITS,
@@ -33,6 +32,7 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
+from fidelab.probes import Probe, Timed
 
 if TYPE_CHECKING:
     from fidelab.inputs.corpus import Text

@@ -22,9 +22,10 @@ from fidelab.capability.parse import after_thinking
 from fidelab.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.core import Generate, Timed, Tokens, canonical_json
+from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
+from fidelab.probes import Generate, Timed, Tokens
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 

@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.core import Generate, Tokens, canonical_json
+from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
 from fidelab.metrics.intervals import (
@@ -25,6 +25,7 @@ from fidelab.metrics.intervals import (
     paired_difference,
     wilson_interval,
 )
+from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 

@@ -13,7 +13,7 @@ from pydantic import Field
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
-from fidelab.core import Estimator, Prefill
+from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -23,6 +23,7 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import standard_error
+from fidelab.probes import Prefill
 
 __all__ = ["KLD"]
 

@@ -16,7 +16,7 @@ from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_na
 from fidelab.axes.rniah_panels import Trial, needle_panels
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.core import Generate, Probe, Timed, canonical_json
+from fidelab.core import canonical_json
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
 from fidelab.inputs.needles import FIXED_CODE, Needles, Style, build_prompt, draw_needles
@@ -30,6 +30,7 @@ from fidelab.metrics.retrieval import (
     retrieval_score,
     returned,
 )
+from fidelab.probes import Generate, Probe, Timed
 from fidelab.results.axis_record import Figure
 
 __all__ = ["RNIAH"]

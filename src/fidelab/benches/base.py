@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from fidelab.core import Status, Timed, Tokens
+from fidelab.core import Status
+from fidelab.probes import Timed, Tokens
 from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_record import Flag
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from fidelab.core import Tokens
+from fidelab.probes import Tokens
 
 if TYPE_CHECKING:
     from fidelab.inputs.tokens import Message, Tokenizer

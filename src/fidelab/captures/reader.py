@@ -19,8 +19,9 @@ from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
 from fidelab.captures.text import Detokenizer
 from fidelab.captures.writer import PARTIAL
-from fidelab.core import Estimator, Probe, Vocabulary, digest, probe_from_record
+from fidelab.core import Estimator, Vocabulary, digest
 from fidelab.errors import CaptureError
+from fidelab.probes import Probe, probe_from_record
 
 __all__ = ["Capture", "HeadFile", "find_captures", "is_complete"]
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from fidelab.captures.container import Array
-from fidelab.core import Arm, Estimator, KVSpec, Probe
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.probes import Probe
 
 __all__ = ["Answer", "Engine", "Ran", "Sink", "Verdict"]
 
@@ -95,6 +96,7 @@ class Engine(ABC):
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     pairs: ClassVar[bool] = True  # keys and values may have different formats
     quiet: ClassVar[bool] = True  # takes no processor time while nobody asks
+    kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of probes it answers
     served: ClassVar[bool] = False  # somebody else started what answers: the arm's options name it
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 

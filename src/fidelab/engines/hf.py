@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fidelab.captures.container import Array
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import hf_kernels
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
 from fidelab.formats import FORMATS, create
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

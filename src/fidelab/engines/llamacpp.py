@@ -31,12 +31,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.llamacpp_library import GGML_TYPES, Floats, LlamaContext, LlamaModel, Seen, build, can_offload
 from fidelab.engines.options import SWITCH, TOKENS, Value, check_options, is_count
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
 
 __all__ = ["LlamaCppEngine"]
 

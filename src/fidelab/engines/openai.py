@@ -31,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.openai_completions import Completions
 from fidelab.engines.openai_dialects import Completed, Dialect, Top
@@ -42,6 +42,7 @@ from fidelab.engines.openai_words import Words
 from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
 from fidelab.engines.timing import groups
 from fidelab.errors import EngineError, UsageError
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
 
 __all__ = ["OpenAIEngine"]
 

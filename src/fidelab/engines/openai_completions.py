@@ -11,11 +11,11 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fidelab.core import Tokens
 from fidelab.engines.openai_dialects import NO_LOGPROBS, SAMPLE, Completed, Dialect, Top, ended, number, top_of
 from fidelab.engines.openai_http import Client, Refused
 from fidelab.engines.openai_words import Words
 from fidelab.errors import EngineError
+from fidelab.probes import Tokens
 
 __all__ = ["Completions"]
 

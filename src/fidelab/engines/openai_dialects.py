@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.core import Tokens
 from fidelab.engines.openai_words import Words
+from fidelab.probes import Tokens
 
 __all__ = ["NO_LOGPROBS", "SAMPLE", "Completed", "Dialect", "Top", "ended", "number", "top_of"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from fidelab.core import Tokens
 from fidelab.engines.openai_dialects import SAMPLE, Completed, Dialect, Top, ended, number, top_of
 from fidelab.engines.openai_http import Client, Refused
 from fidelab.engines.openai_words import Words
+from fidelab.probes import Tokens
 
 __all__ = ["SGLangGenerate"]
 

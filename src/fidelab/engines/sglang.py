@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.options import check_options
 from fidelab.engines.sglang_launch import (
@@ -43,6 +43,7 @@ from fidelab.engines.sglang_launch import (
 from fidelab.engines.sglang_session import Request, Response, SGLangSession
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.core import Tokens
 from fidelab.errors import EngineError
 from fidelab.plugins.sglang_capture import FOLDER, LOGPROBS, PREFIX
+from fidelab.probes import Tokens
 
 __all__ = ["Request", "Response", "SGLangSession", "one_line"]
 

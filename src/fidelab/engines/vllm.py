@@ -28,7 +28,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from fidelab.core import Arm, Estimator, Forced, Generate, KVSpec, Prefill, Probe, Timed
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
@@ -36,6 +36,7 @@ from fidelab.engines.vllm_backend import K16V8, PACKAGES, backend_for, cache_for
 from fidelab.engines.vllm_model import SEQUENCES, Request, VLLMModel, size_in_bytes
 from fidelab.engines.vllm_ran import ran
 from fidelab.errors import EngineError, UsageError
+from fidelab.probes import Forced, Generate, Prefill, Probe, Timed
 
 __all__ = ["VLLMEngine"]
 

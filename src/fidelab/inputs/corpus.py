@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from fidelab.core import Tokens
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.probes import Tokens
 
 __all__ = ["Protocol", "Text", "WindowSet", "load_text", "make_windows"]
 

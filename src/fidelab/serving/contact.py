@@ -16,13 +16,13 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
-from fidelab.core import Tokens
 from fidelab.engines.openai_http import Client, Refused, split_url
 from fidelab.engines.openai_server import Server, identify
 from fidelab.errors import EngineError, InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
 from fidelab.load.exchange import Request, Target
+from fidelab.probes import Tokens
 from fidelab.serving.settings import ServingSettings
 from fidelab.serving.tokenizers import find_tokenizer, load_tokenizer
 

@@ -21,10 +21,11 @@ from typing import Any, BinaryIO
 
 from fidelab.captures.container import Array
 from fidelab.captures.writer import CaptureWriter, store_head
-from fidelab.core import Arm, Status, Vocabulary, finite, probe_from_record
+from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Answer, Engine
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
+from fidelab.probes import probe_from_record
 from fidelab.workers.memory import peak_bytes, resident_bytes
 from fidelab.workers.messages import (
     PROTOCOL,
@@ -195,6 +196,8 @@ class _Answering:
 
     def _answer(self, task: ProbeTask) -> Path:
         probe = probe_from_record(task.probe)
+        if probe.kind not in self._engine.kinds:
+            raise NotSupportedError(f"engine {self._engine.name} answers no {probe.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)
         writer = CaptureWriter(Path(task.target), probe, task.key, self._arm.record(), vocabulary)
         try:

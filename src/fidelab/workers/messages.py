@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,226 @@
+"""Probes: what is asked of an engine, as data.  Standard library and numpy only.
+
+``axis`` names who asks: an axis, or one of its parts (``perplexity.2048``).  ``settings`` must agree before two
+answers are compared.  ``notes``: none, or for each item what the axis needs to score it (JSON, not for engines).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
+from typing import Any, Literal
+
+import numpy as np
+
+from fidelab.core import canonical_json, digest
+
+__all__ = [
+    "Forced",
+    "Generate",
+    "Layerwise",
+    "Prefill",
+    "Probe",
+    "Timed",
+    "Tokens",
+    "probe_from_record",
+    "probe_hash",
+    "probe_record",
+    "token_hashes",
+]
+
+Tokens = tuple[int, ...]
+
+
+def _chosen(values: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
+    return tuple(values[i] for i in indices) if values else ()
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Next-token distributions of whole windows, each through a fresh cache.
+
+    ``windows``: token ids; rows ``first`` … ``last`` (inclusive, 0-based input positions) of each are stored: the row
+    of position i predicts token i + 1.  ``units``: for each window the resampling unit of each stored row.
+    """
+
+    axis: str
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    units: tuple[Tokens, ...]
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="prefill", init=False)
+
+    @property
+    def n_rows(self) -> int:
+        """Stored rows per window."""
+        return self.last - self.first + 1
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: the windows."""
+        return self.windows
+
+    def select(self, indices: Sequence[int]) -> Prefill:
+        """The probe cut down to some of its windows (the floor's quarter)."""
+        return replace(
+            self,
+            windows=_chosen(self.windows, indices),
+            units=_chosen(self.units, indices),
+            notes=_chosen(self.notes, indices),
+        )
+
+
+@dataclass(frozen=True)
+class Generate:
+    """Greedy continuations: the generated ids and, with ``rows``, the state behind each of them.
+
+    ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.
+    """
+
+    axis: str
+    prompts: tuple[Tokens, ...]
+    max_tokens: int
+    stop: Tokens
+    batch: int = 16
+    settings: tuple[tuple[str, Any], ...] = ()
+    rows: bool = True
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="generate", init=False)
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: the prompts."""
+        return self.prompts
+
+    def select(self, indices: Sequence[int]) -> Generate:
+        """The probe cut down to some of its prompts (the floor's quarter)."""
+        return replace(self, prompts=_chosen(self.prompts, indices), notes=_chosen(self.notes, indices))
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Given continuations, fed token by token through the cache: the state behind each of their tokens."""
+
+    axis: str
+    prompts: tuple[Tokens, ...]
+    continuations: tuple[Tokens, ...]
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="forced", init=False)
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: prompt and continuation together."""
+        return tuple((*p, *c) for p, c in zip(self.prompts, self.continuations, strict=True))
+
+    def select(self, indices: Sequence[int]) -> Forced:
+        """The probe cut down to some of its prompts (the floor's quarter)."""
+        return replace(
+            self,
+            prompts=_chosen(self.prompts, indices),
+            continuations=_chosen(self.continuations, indices),
+            notes=_chosen(self.notes, indices),
+        )
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
+
+    ``n``: tokens decoded greedily behind each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
+    many of the first groups are answered once before, unmeasured.  ``batch``: consecutive prompts, of equal length
+    then, that are answered together as a group; the items are the groups.  The answer to a group is ``seconds``
+    [1 + n] float64 since it was handed over: when all its prompts were read and the first token of each was known,
+    then when each further token of all of them was.
+    """
+
+    axis: str
+    prompts: tuple[Tokens, ...]
+    n: int = 0
+    warmup: int = 1
+    batch: int = 1
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="timed", init=False)
+
+    def groups(self) -> tuple[tuple[Tokens, ...], ...]:
+        """The prompts by ``batch``; the last group may be smaller."""
+        return tuple(self.prompts[i : i + self.batch] for i in range(0, len(self.prompts), self.batch))
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is timed one by one: the groups, each as its tokens in a row."""
+        return tuple(tuple(chain.from_iterable(group)) for group in self.groups())
+
+    def select(self, indices: Sequence[int]) -> Timed:
+        """The probe cut down to some of its groups."""
+        groups = self.groups()
+        prompts = tuple(chain.from_iterable(groups[i] for i in indices))
+        return replace(self, prompts=prompts, notes=_chosen(self.notes, indices))
+
+
+@dataclass(frozen=True)
+class Layerwise:
+    """What passes through the decoder layers while whole windows are read, each through a fresh cache.
+
+    ``states``: of rows ``first`` … ``last`` (inclusive, 0-based input positions) what entered the first layer and what
+    left each: one array ``states`` [1 + layers, rows, d].  ``qkv``: of every position what entered the attention of
+    the ``layers`` named (0-based; position embedding applied): arrays ``<layer>.q`` [heads, tokens, D], ``<layer>.k``
+    [KV heads, tokens, D] and ``<layer>.v`` [KV heads, tokens, Dv], keys and values as computed, before the cache.
+    """
+
+    axis: str
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    tensors: Literal["states", "qkv"] = "states"
+    layers: tuple[int, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="layerwise", init=False)
+
+    def items(self) -> tuple[Tokens, ...]:
+        """What is compared one by one: the windows."""
+        return self.windows
+
+    def select(self, indices: Sequence[int]) -> Layerwise:
+        """The probe cut down to some of its windows."""
+        return replace(self, windows=_chosen(self.windows, indices), notes=_chosen(self.notes, indices))
+
+
+Probe = Prefill | Generate | Forced | Timed | Layerwise
+_PROBES: dict[str, type[Prefill] | type[Generate] | type[Forced] | type[Timed] | type[Layerwise]] = {
+    "prefill": Prefill,
+    "generate": Generate,
+    "forced": Forced,
+    "timed": Timed,
+    "layerwise": Layerwise,
+}
+
+
+def probe_record(probe: Probe) -> dict[str, Any]:
+    """Plain data, as job files carry it."""
+    return {**asdict(probe), "settings": dict(probe.settings)}
+
+
+def probe_hash(probe: Probe) -> str:
+    """SHA-256 over everything that the answer depends on."""
+    return digest(canonical_json(probe_record(probe)))
+
+
+def probe_from_record(record: Mapping[str, Any]) -> Probe:
+    """The inverse of :func:`probe_record`."""
+    fields = dict(record)
+    cls = _PROBES[fields.pop("kind")]
+    fields["settings"] = tuple(sorted(fields["settings"].items()))
+    for key in ("windows", "prompts", "continuations", "units"):
+        if key in fields:
+            fields[key] = tuple(tuple(ids) for ids in fields[key])
+    for key in ("stop", "notes", "layers"):
+        if key in fields:
+            fields[key] = tuple(fields[key])
+    return cls(**fields)
+
+
+def token_hashes(items: Sequence[Tokens]) -> list[str]:
+    """One short hash per item, to match the items of two captures."""
+    return [digest(np.asarray(item, dtype="<i4").tobytes())[:16] for item in items]
