@@ -52,7 +52,8 @@ ARROWS: dict[str, set[str] | None] = {
     "axes": {"inputs", "captures", "metrics", "capability", "results.axis_record", "results.panels"},
     "capability": {"inputs"},
     "load": {"inputs", "metrics"},
-    "benches": {"inputs", "captures", "metrics", "load", "kernels", "results.bench_record", "results.axis_record"},
+    "benches": {"inputs", "captures", "metrics", "load", "kernels", "results.bench_record", "results.bench_values"}
+    | {"results.serving_record", "results.axis_record"},
     "kernels": set(),
     "benching": None,
     "plan": {"config", "engines", "environments", "axes", "benches", "models", "captures", "workers.messages"},

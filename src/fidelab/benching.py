@@ -37,7 +37,7 @@ from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import EXACT, TRUTH, Settings
-from fidelab.results import bench_record
+from fidelab.results import serving_record
 from fidelab.results.requests import REQUESTS
 from fidelab.workers.parent import Outcome, Worker
 
@@ -273,7 +273,7 @@ class Benching:
             except CaptureError:
                 continue
 
-    def _loaded(self, arm: Arm, bench: Bench) -> bench_record.Serving | None:
+    def _loaded(self, arm: Arm, bench: Bench) -> serving_record.Serving | None:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
         if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).served:
             return None
@@ -292,7 +292,7 @@ class Benching:
             key = os.environ.get(options.get("api-key-env", "OPENAI_API_KEY"))
             return measure_serving(settings, key, watch=Requests(self._folder.parent, arm.name))
         except FidelabError as error:
-            return bench_record.Serving(
+            return serving_record.Serving(
                 status=Status.FAILED,
                 reason=str(error),
                 target=options["base-url"],

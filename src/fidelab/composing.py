@@ -14,8 +14,10 @@ from statistics import geometric_mean
 from fidelab.core import Status
 from fidelab.errors import InputError, MismatchError, UsageError
 from fidelab.metrics.speculation import ARMS, compose
-from fidelab.results.bench_record import Arrival, Composition, Flag, LoadCell, Server, SpeedCell
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Flag
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.serving_record import Arrival, Composition, LoadCell, Server
 from fidelab.results.store import REPORT
 
 __all__ = ["compose_runs"]

@@ -42,7 +42,7 @@ from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.probes import Prefill, Timed
-from fidelab.results.bench_record import Spread
+from fidelab.results.bench_values import Spread
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed
 from fidelab.results.record import Ran, Report
 from fidelab.results.store import RunFolder

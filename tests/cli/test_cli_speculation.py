@@ -12,18 +12,10 @@ import pytest
 
 from fidelab.core import Status
 from fidelab.metrics.latency import Rate
-from fidelab.results.bench_record import (
-    Benches,
-    Decode,
-    Flag,
-    LoadCell,
-    Server,
-    Serving,
-    Speculation,
-    SpeedCell,
-    Spread,
-)
+from fidelab.results.bench_record import Benches, Decode, SpeedCell
+from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.record import ArmRecord, KVFormats, Report
+from fidelab.results.serving_record import LoadCell, Server, Serving, Speculation
 from tests.runs.harness import Done, cli
 
 RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}

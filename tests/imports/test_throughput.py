@@ -15,8 +15,9 @@ from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.leave import Imported
 from fidelab.imports.throughput import import_throughput, speed_ratios
-from fidelab.results.bench_record import Benches, LoadCell, Serving
+from fidelab.results.bench_record import Benches
 from fidelab.results.record import Report
+from fidelab.results.serving_record import LoadCell, Serving
 from tests.imports.recorded import cells, row, step, sweeps
 from tests.runs.harness import cli
 

@@ -8,25 +8,18 @@ from fidelab.core import Status
 from fidelab.results.axis_record import Axes
 from fidelab.results.bench_record import (
     Benches,
-    Client,
     Decode,
-    Distribution,
-    Flag,
-    Goodput,
-    LoadCell,
     Memory,
     MemoryPoint,
     Prefill,
-    Saturation,
-    Server,
-    Serving,
     SpeedCell,
-    Spread,
     Startup,
     StartupSplit,
     Timing,
 )
+from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.serving_record import Client, Distribution, Goodput, LoadCell, Saturation, Server, Serving
 from tests.report.sample import HOSTILE, arm, sample_report
 
 MIB = 2**20

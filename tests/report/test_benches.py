@@ -16,19 +16,10 @@ from fidelab.report.numbers import format_amount, format_mib, format_ratio, form
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
 from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import (
-    Benches,
-    Decode,
-    Flag,
-    Memory,
-    Prefill,
-    Saturation,
-    Server,
-    SpeedCell,
-    Spread,
-    Timing,
-)
+from fidelab.results.bench_record import Benches, Decode, Memory, Prefill, SpeedCell, Timing
+from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.record import Report
+from fidelab.results.serving_record import Saturation, Server
 from tests.report.sample import HOSTILE, arm, broken, sample_report
 from tests.report.sample_benches import (
     MIB,

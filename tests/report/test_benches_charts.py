@@ -18,7 +18,8 @@ from fidelab.report.labels import LETTER
 from fidelab.report.plots import Plot
 from fidelab.report.scales import Axis, Scale
 from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Flag, Prefill, SpeedCell
+from fidelab.results.bench_record import Prefill, SpeedCell
+from fidelab.results.bench_values import Flag
 from fidelab.results.record import Report
 from tests.report.sample import arm, sample_report
 from tests.report.sample_benches import bench_report, load_cell, memory, rich_report, serving, spread, startup

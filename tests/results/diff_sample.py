@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Spread
+from fidelab.results.bench_values import Spread
 from fidelab.results.compare import compare
 from fidelab.results.diff_record import Diff, MetricChange, Thresholds
 from fidelab.results.record import Report

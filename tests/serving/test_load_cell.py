@@ -21,7 +21,7 @@ from fidelab.benches.load_cell import (
 from fidelab.core import Status
 from fidelab.load.exchange import DriveResult, Exchange, Request
 from fidelab.load.server_metrics import ServerReading, SpeculationReading
-from fidelab.results.bench_record import LoadCell
+from fidelab.results.serving_record import LoadCell
 
 ASKED = Asked(context=100, output=10, concurrency=1)
 

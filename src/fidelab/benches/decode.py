@@ -16,7 +16,8 @@ from fidelab.benches.base import Answers, Bench, BenchInputs, Counts, Facts, Liv
 from fidelab.benches.cells import outcome_of
 from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
 from fidelab.results import bench_record
-from fidelab.results.bench_record import Flag, SpeedCell, Spread
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Flag, Spread
 
 __all__ = ["Decode", "DecodeSettings"]
 

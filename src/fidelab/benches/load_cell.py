@@ -16,7 +16,8 @@ from fidelab.core import Status
 from fidelab.load.exchange import Exchange
 from fidelab.load.server_metrics import ServerReading
 from fidelab.metrics.saturation import saturation
-from fidelab.results.bench_record import FlagKind, LoadCell, Saturation
+from fidelab.results.bench_values import FlagKind
+from fidelab.results.serving_record import LoadCell, Saturation
 
 __all__ = ["Asked", "Drive", "compare_counts", "count_by_finish", "find_saturation", "load_cell", "why_invalid"]
 

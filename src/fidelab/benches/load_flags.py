@@ -9,7 +9,7 @@ import numpy as np
 
 from fidelab.benches.load_pool import Pool
 from fidelab.metrics.serving import fill, sent_rate
-from fidelab.results.bench_record import Flag, FlagKind
+from fidelab.results.bench_values import Flag, FlagKind
 
 __all__ = ["DEPTH", "FAILED", "FILLED", "LAG", "MISMATCH", "RATE", "SPOILS", "find_flags"]
 

@@ -12,7 +12,7 @@ import numpy as np
 from fidelab.load.exchange import DriveResult, Exchange, Request
 from fidelab.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.metrics.serving import LATENCIES, count_good, effective_concurrency, latencies, percentiles
-from fidelab.results.bench_record import Arrival, Client, Distribution, Goodput, Server, Speculation
+from fidelab.results.serving_record import Arrival, Client, Distribution, Goodput, Server, Speculation
 
 __all__ = ["Asked", "Drive", "Pool"]
 

@@ -11,7 +11,8 @@ from fidelab.benches.base import Answers, Bench, BenchInputs, Facts, LiveSetting
 from fidelab.benches.cells import outcome_of
 from fidelab.metrics.latency import prefill_rate
 from fidelab.results import bench_record
-from fidelab.results.bench_record import SpeedCell, Spread
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Spread
 
 __all__ = ["Prefill", "PrefillSettings"]
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from fidelab.benches.base import Answers, Bench, BenchInputs, BenchSettings, Facts, Question, Sizes
 from fidelab.core import Status
-from fidelab.results import bench_record
+from fidelab.results import serving_record
 
 __all__ = ["LoadSettings", "Serving"]
 
@@ -36,7 +36,7 @@ class Serving(Bench):
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         return ()
 
-    def record(self, answers: Mapping[str, Answers], facts: Facts) -> bench_record.Serving:
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> serving_record.Serving:
         """Of an arm that no server stands behind."""
         reason = "no server stands behind this arm; measure one with: fidelab bench serve --base-url URL"
-        return bench_record.Serving(status=Status.NOT_SUPPORTED, reason=reason, target="", model="")
+        return serving_record.Serving(status=Status.NOT_SUPPORTED, reason=reason, target="", model="")

@@ -12,7 +12,8 @@ from pydantic import Field
 
 from fidelab.benches.base import Answers, Bench, BenchInputs, BenchSettings, Facts, LiveSettings, Question, unsteady
 from fidelab.results import bench_record
-from fidelab.results.bench_record import Flag, Spread, StartupSplit
+from fidelab.results.bench_record import StartupSplit
+from fidelab.results.bench_values import Flag, Spread
 
 __all__ = ["COLD", "WARM", "Startup", "StartupSettings"]
 

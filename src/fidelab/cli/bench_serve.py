@@ -14,7 +14,7 @@ from fidelab.cli.compare import Json
 from fidelab.cli.output import note, show_report
 
 if TYPE_CHECKING:
-    from fidelab.results.bench_record import LoadCell, Serving
+    from fidelab.results.serving_record import LoadCell, Serving
     from fidelab.serving import ServingSettings
 
 __all__ = ["serve", "sweep"]

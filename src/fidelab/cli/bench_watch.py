@@ -7,7 +7,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from fidelab.benches.load_cell import why_invalid
 from fidelab.report.numbers import format_amount
-from fidelab.results.bench_record import Distribution, LoadCell, Serving
+from fidelab.results.serving_record import Distribution, LoadCell, Serving
 from fidelab.serving import Contact, Watch
 
 __all__ = ["watcher"]

@@ -20,8 +20,10 @@ from fidelab.imports.throughput_flags import check_twice
 from fidelab.imports.throughput_sweeps import SWEEPS, read_sweeps
 from fidelab.metrics.saturation import saturation
 from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Benches, Decode, Flag, LoadCell, Prefill, Saturation, Serving, SpeedCell
+from fidelab.results.bench_record import Benches, Decode, Prefill, SpeedCell
+from fidelab.results.bench_values import Flag
 from fidelab.results.record import ArmRecord, KVFormats, Report
+from fidelab.results.serving_record import LoadCell, Saturation, Serving
 
 __all__ = ["import_throughput", "saturations", "speed_ratios"]
 

@@ -23,7 +23,9 @@ from fidelab.imports.throughput_file import (
 )
 from fidelab.imports.throughput_flags import check_counter, check_depth, check_flat, check_server, check_tokens
 from fidelab.metrics.consistency import agree, token_rate
-from fidelab.results.bench_record import Distribution, Flag, LoadCell, Server, SpeedCell
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Flag
+from fidelab.results.serving_record import Distribution, LoadCell, Server
 
 __all__ = ["FORM", "read_cells"]
 

@@ -15,7 +15,9 @@ from fidelab.core import Status
 from fidelab.errors import InputError
 from fidelab.imports.refract_file import Node
 from fidelab.imports.throughput_flags import INVALID
-from fidelab.results.bench_record import Distribution, Flag, LoadCell, SpeedCell, Spread
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Flag, Spread
+from fidelab.results.serving_record import Distribution, LoadCell
 
 __all__ = [
     "MOST",

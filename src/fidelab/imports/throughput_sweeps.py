@@ -18,7 +18,9 @@ from fidelab.imports.throughput_file import (
     texts,
 )
 from fidelab.imports.throughput_flags import check_closed_loop, check_depth, check_flat, check_tpot
-from fidelab.results.bench_record import Flag, LoadCell, SpeedCell
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Flag
+from fidelab.results.serving_record import LoadCell
 
 __all__ = ["FORM", "SWEEPS", "read_sweeps"]
 

@@ -29,7 +29,7 @@ _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
 
 @dataclass(frozen=True)
 class SpeculationReading:
-    """Speculative decoding over the measured part; fields as in :class:`fidelab.results.bench_record.Speculation`."""
+    """Speculative decoding over the measured part; fields as in :class:`fidelab.results.serving_record.Speculation`."""
 
     drafted: float | None
     accepted: float | None
@@ -39,7 +39,7 @@ class SpeculationReading:
 
 @dataclass(frozen=True)
 class ServerReading:
-    """What the server said over the measured part; fields as in :class:`fidelab.results.bench_record.Server`."""
+    """What the server said over the measured part; fields as in :class:`fidelab.results.serving_record.Server`."""
 
     kind: str
     output_rate: float | None = None

@@ -15,8 +15,10 @@ from fidelab.report.plots import MOST_LABELS, NARROW, WIDE, Plot
 from fidelab.report.scales import Axis
 from fidelab.report.serving import counts
 from fidelab.report.view import arm_id
-from fidelab.results.bench_record import Flag, LoadCell, MemoryPoint, SpeedCell
+from fidelab.results.bench_record import MemoryPoint, SpeedCell
+from fidelab.results.bench_values import Flag
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.serving_record import LoadCell
 
 __all__ = ["bench_plots"]
 

@@ -20,7 +20,8 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.tables import Table
 from fidelab.results.axis_record import Outcome
-from fidelab.results.bench_record import Flag, Memory, MemoryPoint, SpeedCell, Spread, StartupSplit
+from fidelab.results.bench_record import Memory, MemoryPoint, SpeedCell, StartupSplit
+from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.record import ArmRecord
 
 __all__ = [

@@ -18,7 +18,8 @@ from fidelab.report.numbers import (
     one_line,
 )
 from fidelab.report.serving import served, serving
-from fidelab.results.bench_record import SpeedCell, Spread
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Spread
 from fidelab.results.record import ArmRecord
 
 __all__ = ["BENCHES", "Performance", "bench_failures", "performance_of"]

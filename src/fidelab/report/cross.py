@@ -23,7 +23,7 @@ from fidelab.report.numbers import (
 )
 from fidelab.report.text import literal, wrap_name
 from fidelab.results.axis_record import Outcome
-from fidelab.results.bench_record import Spread
+from fidelab.results.bench_values import Spread
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell
 
 __all__ = ["render_cross"]

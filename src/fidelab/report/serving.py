@@ -17,7 +17,9 @@ from fidelab.report.numbers import (
     format_tokens,
     one_line,
 )
-from fidelab.results.bench_record import Benches, Distribution, Flag, LoadCell, Saturation, Server, Serving
+from fidelab.results.bench_record import Benches
+from fidelab.results.bench_values import Flag
+from fidelab.results.serving_record import Distribution, LoadCell, Saturation, Server, Serving
 
 __all__ = ["counts", "served", "serving"]
 

@@ -12,18 +12,9 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from fidelab.results.bench_record import (
-    Benches,
-    Distribution,
-    LoadCell,
-    Memory,
-    MemoryPoint,
-    Serving,
-    SpeedCell,
-    Spread,
-    Startup,
-    Timing,
-)
+from fidelab.results.bench_record import Benches, Memory, MemoryPoint, SpeedCell, Startup, Timing
+from fidelab.results.bench_values import Spread
+from fidelab.results.serving_record import Distribution, LoadCell, Serving
 
 __all__ = ["Figure", "bench_figures"]
 

@@ -12,7 +12,7 @@ from typing import Annotated, Final, Literal
 from pydantic import AwareDatetime, Field
 
 from fidelab.results.axis_record import Count, FreeDict, Interval, Outcome, Score
-from fidelab.results.bench_record import Positive, Spread
+from fidelab.results.bench_values import Positive, Spread
 from fidelab.results.panels import Record
 from fidelab.results.record import Composite, Ran, Verdict, write_atomically
 

@@ -10,7 +10,7 @@ from pydantic import AwareDatetime, Field
 
 from fidelab.metrics.change import Allowance
 from fidelab.results.axis_record import Count, Free, Interval
-from fidelab.results.bench_record import Positive
+from fidelab.results.bench_values import Positive
 from fidelab.results.comparability import Difference
 from fidelab.results.metric import Better, Limit, Unit
 from fidelab.results.panels import Record
@@ -99,7 +99,7 @@ class MetricChange(Record):
     counts: bool = True
     """Whether the gate looks at it."""
     flags: tuple[str, ...] = ()
-    """What makes either value doubtful, a word each (:data:`~fidelab.results.bench_record.FlagKind`)."""
+    """What makes either value doubtful, a word each (:data:`~fidelab.results.bench_values.FlagKind`)."""
     doubt: str = ""
     """Why nothing more certain can be said, or why it is not there."""
 

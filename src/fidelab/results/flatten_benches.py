@@ -6,19 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fidelab.results.axis_record import Outcome
-from fidelab.results.bench_record import (
-    Benches,
-    Distribution,
-    Flag,
-    LoadCell,
-    Memory,
-    Saturation,
-    Serving,
-    SpeedCell,
-    Spread,
-    Startup,
-)
+from fidelab.results.bench_record import Benches, Memory, SpeedCell, Startup
+from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.metric import BENCH, LIMITS, Better, Entry, Metric, Unit, failure
+from fidelab.results.serving_record import Distribution, LoadCell, Saturation, Serving
 
 __all__ = ["bench_metrics"]
 

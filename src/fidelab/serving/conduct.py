@@ -22,7 +22,8 @@ from fidelab.inputs.traffic import arrivals
 from fidelab.load.drive import drive
 from fidelab.load.exchange import Load, Request, ServerRefusedError
 from fidelab.load.server_metrics import Scraper
-from fidelab.results.bench_record import Flag, LoadCell, Serving
+from fidelab.results.bench_values import Flag
+from fidelab.results.serving_record import LoadCell, Serving
 from fidelab.serving.contact import Contact, reach
 from fidelab.serving.settings import ServingSettings
 

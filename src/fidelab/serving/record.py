@@ -14,9 +14,10 @@ from fidelab.config.load import dump
 from fidelab.core import Status, slug, usable_cores
 from fidelab.models.weights import file_sha256
 from fidelab.report.html import write_html
-from fidelab.results.bench_record import Benches, LoadCell, Serving
+from fidelab.results.bench_record import Benches
 from fidelab.results.record import ArmRecord, KVFormats, Ran, Report
 from fidelab.results.requests import append_requests, request_row
+from fidelab.results.serving_record import LoadCell, Serving
 from fidelab.results.store import RunFolder
 from fidelab.serving.conduct import Watch
 from fidelab.serving.contact import Contact
