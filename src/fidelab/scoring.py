@@ -17,6 +17,7 @@ from fidelab.benches import BENCHES
 from fidelab.config.schema import Experiment
 from fidelab.core import Estimator, KVSpec, Status
 from fidelab.engines import ENGINES
+from fidelab.isolating import isolate
 from fidelab.measuring import ArmResult, Measured, Scorer, engaged
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import composite, verdict
@@ -80,6 +81,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, measured, witnesses),
+        isolation=isolate(experiment, measured),
         truth=_truth(experiment, reference, witnesses),
         floor=summary.axes(measured["floor"]) if "floor" in measured else Axes(),
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fidelab.engines.hf import HFEngine
-from fidelab.errors import EngineError, NotSupportedError
+from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.probes import Forced, Generate, Prefill
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
@@ -46,6 +46,64 @@ def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpo
     assert (ran.k_format, ran.v_format, ran.k_dtype, ran.v_dtype) == ("bf16", "fp8_e4m3", "bfloat16", "uint8")
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 3 * 2 * 32 * (2 + 1)
     assert (ran.kv_layers, ran.layers_without_kv) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("kv", "attended"), [("int8[group=32]", "torch[k=bf16,v=bf16]"), ("bf16/fp8_e4m3", "torch[k=bf16,v=bf16]")]
+)
+def test_what_is_unpacked_before_attention_is_still_stored_in_its_format(
+    kv: str, attended: str, checkpoint: Checkpoint
+) -> None:
+    engine = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="fidelab", dequant="unpack")
+    engine.answer(PREFILL, Answers())
+    ran = engine.ran()
+    assert (ran.more["dequant"], ran.attention) == ("unpack", f"fidelab {attended}")
+    fused = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="fidelab")
+    fused.answer(PREFILL, Answers())
+    assert fused.ran().more["dequant"] == "fused"
+    assert fused.ran().attention != ran.attention
+    assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == fused.ran().cache_bytes_per_token
+    assert (ran.k_dtype, ran.v_dtype) == (fused.ran().k_dtype, fused.ran().v_dtype)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "gemma4", "qwen3_next"])
+def test_in_float32_unpacked_content_gives_what_fused_conversion_gives(kind: str, checkpoint: Checkpoint) -> None:
+    found = []
+    for dequant in ("fused", "unpack"):
+        engine = tiny.opened(checkpoint(kind), "f32/fp8_e4m3", attention="fidelab", dequant=dequant)
+        states, texts = Answers(), Answers()
+        engine.answer(PREFILL, states)
+        engine.answer(Generate("trajectory", PROMPTS, 12, (), batch=3), texts)
+        found.append((tiny.hidden(states.items[0]), [tiny.ids(texts.items[i]) for i in range(len(PROMPTS))]))
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-4, atol=1e-4)
+    assert found[0][1] == found[1][1]
+
+
+def test_unpacking_rounds_to_the_compute_type_what_fused_conversion_does_not(checkpoint: Checkpoint) -> None:
+    def states(kv: str, dequant: str) -> torch.Tensor:
+        answers = Answers()
+        tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="fidelab", dequant=dequant).answer(PREFILL, answers)
+        return tiny.hidden(answers.items[0])
+
+    assert not torch.equal(states("int8[group=32]", "fused"), states("int8[group=32]", "unpack"))
+    assert torch.equal(states("bf16/fp8_e4m3", "fused"), states("bf16/fp8_e4m3", "unpack"))  # exact in 16 bits
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager", None])
+def test_only_our_kernels_convert_in_registers(attention: str | None, checkpoint: Checkpoint) -> None:
+    named = {} if attention is None else {"attention": attention}
+    verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="fused", **named))
+    assert not verdict.ok
+    assert verdict.reason.startswith("dequant=fused needs attention=fidelab")
+    assert HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="unpack", **named)).ok
+    engine = tiny.opened(checkpoint("llama"), "f32", **named)
+    engine.answer(PREFILL, Answers())
+    assert engine.ran().more["dequant"] == "unpack"
+
+
+def test_another_way_to_convert_is_refused(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UsageError, match="dequant='lazy' is not one of fused, unpack"):
+        HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="lazy"))
 
 
 def test_prompts_that_begin_alike_are_answered_without_a_shared_cache(checkpoint: Checkpoint) -> None:

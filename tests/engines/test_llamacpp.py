@@ -26,7 +26,7 @@ from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.models.weights import file_sha256
-from fidelab.plan.resolve import resolve_arm
+from fidelab.plan.arms import resolve_arm
 from fidelab.probes import Forced, Generate, Prefill
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf

@@ -293,19 +293,21 @@ ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(0))
 mask = torch.arange(27) >= torch.tensor([[13], [0]])
 found = []
 for name in ("torch", "interpreter"):
-    past, out, done = K16V8Cache(config, implementation=name), [], 0
+    past, out, done = K16V8Cache(config, implementation=name, unpack=UNPACK), [], 0
     for new in (20, 3, 1):
         places = (mask.cumsum(1) - 1).clamp_min(0)[:, done : done + new]
         step = model(input_ids=ids[:, done : done + new], attention_mask=mask[:, : done + new].long(),
                      position_ids=places, past_key_values=past)
         out.append(step.logits[:, -1].float())
         done += new
-    assert past.kernels == (name + "[k=bf16,v=fp8_e4m3]",), past.kernels
+    assert past.kernels == (name + "[k=bf16,v=ATTENDED]",), past.kernels
     found.append(torch.stack(out))
 print(float((found[0] - found[1]).norm() / found[0].norm()))
 """
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
-def test_triton_kernels_give_what_the_torch_path_gives() -> None:
-    assert float(_python(_INTERPRETED)) < 0.01
+@pytest.mark.parametrize(("unpack", "attended"), [(False, "fp8_e4m3"), (True, "bf16")])
+def test_triton_kernels_give_what_the_torch_path_gives(unpack: bool, attended: str) -> None:
+    script = _INTERPRETED.replace("UNPACK", str(unpack)).replace("ATTENDED", attended)
+    assert float(_python(script)) < 0.01

@@ -14,7 +14,7 @@ from fidelab.config.schema import ArmConfig, EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Verdict
 from fidelab.engines.fake import FakeEngine
-from fidelab.plan.resolve import _served_name
+from fidelab.plan.arms import served_name
 from tests.environments.conftest import Second, second
 from tests.runs.harness import Done, cli, compare, write_inputs
 
@@ -193,7 +193,7 @@ def test_answers_of_a_server_are_not_found_again_by_another_run(
 
 def test_the_model_of_an_arm_on_a_server_is_what_the_server_calls_it() -> None:
     arm = ArmConfig(model="org/served-name", engine_args={"base-url": "http://h/v1"})
-    served = _served_name(arm, EngineConfig(name="openai"))
+    served = served_name(arm, EngineConfig(name="openai"))
     assert served.model is None
     assert served.engine_args == {"base-url": "http://h/v1", "model": "org/served-name"}
-    assert _served_name(arm, EngineConfig(name="hf")) is arm
+    assert served_name(arm, EngineConfig(name="hf")) is arm

@@ -69,6 +69,8 @@ class AxisScore:
     ``scale`` states the paired difference in the axis' own unit (nats, points).  ``figures`` are fields of the axis'
     record.  ``positions`` are columns for ``positions.parquet``, which holds the rows of axis kld.
 
+    ``onsets`` [n] of axis degeneration: tokens before an item's text degenerates; its budget where it does not.
+
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: found harms, each
     as a sentence; they cost the verdict a band.  ``fails``: what makes the output unusable.
     """
@@ -84,6 +86,7 @@ class AxisScore:
     proportion: bool = False
     scale: float = 1.0
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    onsets: Floats | None = None
     not_measurable: str = ""
     lowers: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()

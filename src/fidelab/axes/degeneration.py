@@ -104,6 +104,7 @@ class Degeneration(Axis):
             dtype=bool,
         )
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
+        budget = pair.ref.manifest["settings"]["n_predict"]
         score = AxisScore(
             figures={},
             num=np.array([item.harmed for item in items], dtype=np.float64),
@@ -114,6 +115,7 @@ class Degeneration(Axis):
             bounds=(0.0, 1.0),
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
+            onsets=np.array([item.test.onset.at if item.test.onset else budget for item in items], dtype=np.float64),
             lowers=_lowers(good),
             fails=_fails(good),
         )

@@ -16,6 +16,7 @@ import typer.core
 from fidelab.cli import (
     baseline,
     bench,
+    bisect,
     captures,
     charts,
     compare,
@@ -66,6 +67,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 compare.register(app)
+bisect.register(app)
 phases.register(app)
 runs.register(app)
 charts.register(app)

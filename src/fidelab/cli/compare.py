@@ -107,6 +107,15 @@ def compare(
             "may be repeated.",
         ),
     ] = None,
+    vary: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--vary",
+            metavar="KEY=A,B,…",
+            help="Isolation matrix: a key of --candidate with several values; repeated, all combinations run, and the "
+            "report names the key that moves KLD and the onset of degeneration.",
+        ),
+    ] = None,
     engine: Engine = "hf",
     python: Python = None,
     prefix: Prefix = None,
@@ -172,6 +181,8 @@ def compare(
 
       fidelab compare ./bf16 --engine vllm --candidate model=./awq
 
+      fidelab compare smollm2-135m --vary attention=sdpa,eager --vary kv=bf16,int8
+
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
     from fidelab.errors import UsageError
@@ -182,8 +193,8 @@ def compare(
         return
     if model is None:
         raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
-    if not kv and not candidate:
-        raise UsageError("name at least one candidate: --kv FORMAT, or --candidate KEY=VALUE,…")
+    if not kv and not candidate and not vary:
+        raise UsageError("name at least one candidate: --kv FORMAT, --candidate KEY=VALUE,…, or --vary KEY=A,B,…")
     given = {
         "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
         "trajectory": {"n_predict": n_predict, "template": template},
@@ -195,6 +206,7 @@ def compare(
         **({} if reference is None else {"reference": reference}),
         "control": control,
         "candidates": [*(kv or []), *(candidate or [])],
+        "vary": list(vary or []),
         "force": force,
         "axes": axis_settings(axes, given, limit or [], quick),
         "benches": bench_settings(benches),

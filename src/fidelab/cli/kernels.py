@@ -16,7 +16,6 @@ from fidelab.cli.output import note
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from torch import Tensor
 
     from fidelab.kernels.audit import Finding
     from fidelab.kernels.gates import Gate
@@ -101,7 +100,8 @@ def compile_(
 ) -> None:
     """Compile every kernel for processors that are not here, and check that its shared memory fits.
 
-    What passes is "compiled, never run": no figure and no result follows from it.
+    What passes is "compiled, never run": no result follows from it. What the code says about speed is shown: registers
+    of a thread, bytes of them spilled to memory, the widest load from global memory in bytes; --json has more.
 
     [bold]Example[/bold]
 
@@ -121,10 +121,12 @@ def compile_(
         record = {"versions": _versions(), "results": [asdict(result) for result in results]}
         sys.stdout.write(json.dumps(record, indent=2) + "\n")
     else:
-        table = _table("target", "kernel", "K", "V", "dim", "page", "options", "shared", "limit", "status")
+        headings = ("target", "kernel", "K", "V", "dim", "page", "options", "shared", "regs", "spill", "load", "status")
+        table = _table(*headings)
         for done in results:
             shared = "" if done.shared is None else f"{done.shared:,}"
-            numbers = (str(done.head_dim), str(done.page), done.options, shared, f"{done.limit:,}")
+            code = ["" if x is None else str(x) for x in (done.registers, done.spilled, max(done.loads, default=None))]
+            numbers = (str(done.head_dim), str(done.page), done.options, shared, *code)
             table.add_row(done.target, done.kernel, done.k_format, done.v_format, *numbers, done.status)
         _console().print(table)
     failed = [result for result in results if not result.passed]
@@ -148,15 +150,42 @@ def audit_(
         ),
     ] = None,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    dtype: Annotated[str, typer.Option(help="Of random inputs and of outputs: bf16, f16 or f32.")] = "bf16",
+    dtype: Annotated[str, typer.Option(help="Of inputs and outputs: bf16, f16 or f32.")] = "bf16",
     lengths: Annotated[str, typer.Option(help="KV lengths, separated by commas.")] = "128,1024,4096,16384",
     head_dim: Annotated[int, typer.Option(min=1, help="Of random inputs.")] = 64,
     tensors: Annotated[
         Path | None,
         typer.Option(
             help="A safetensors file with a model's q, k and v instead of random inputs (or layer.q, layer.k, "
-            "layer.v of several): \\[heads, tokens, dim] after rotary embedding, q of the last tokens. No engine "
-            "writes it yet."
+            "layer.v of several): \\[heads, tokens, dim] after rotary embedding, q of the last tokens.",
+            show_default=False,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="A model whose q, k and v are captured while it reads a text, instead of random inputs.",
+            show_default=False,
+        ),
+    ] = None,
+    layers: Annotated[
+        str | None,
+        typer.Option(
+            help="With --model: layers, separated by commas. \\[default: the first, the middle and the last]",
+            show_default=False,
+        ),
+    ] = None,
+    text: Annotated[
+        str | None,
+        typer.Option(help="With --model: 'default', 'wikitext-2', or a UTF-8 file.", show_default=False),
+    ] = None,
+    n_ctx: Annotated[
+        int | None,
+        typer.Option(
+            "--n-ctx",
+            min=8,
+            help="With --model: tokens of the window. \\[default: the largest of --lengths, 4096 at most]",
+            show_default=False,
         ),
     ] = None,
     self_test: Annotated[
@@ -180,7 +209,10 @@ def audit_(
       fidelab kernels audit
 
       fidelab kernels audit --implementation mymodule:attend,sdpa-math --lengths 128,1024
+
+      fidelab kernels audit --model smollm2-135m --layers 0,7,29 --lengths 128,1024
     """
+    from fidelab.cli.kernels_inputs import captured_tensors, read_tensors
     from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
     from fidelab.kernels import audit as room
     from fidelab.kernels.audit_candidates import IMPLEMENTATIONS
@@ -193,22 +225,34 @@ def audit_(
     kv_lengths = _numbers(lengths, "--lengths")
     if 0 in kv_lengths:
         raise UsageError(f"--lengths {lengths!r}: a length is 1 or more")
+    own = {"--layers": layers, "--text": text, "--n-ctx": n_ctx}
+    if model is None and (lost := [flag for flag, value in own.items() if value is not None]):
+        raise UsageError(f"{lost[0]} is for q, k and v of a model: name one with --model")
+    if model is not None and tensors is not None:
+        raise UsageError("--model and --tensors both say where q, k and v come from; give one of them")
     if self_test:
-        if implementation is not None or tensors is not None:
+        if implementation is not None or tensors is not None or model is not None:
             raise UsageError("--self-test has implementations and inputs of its own; leave the others out")
         judged = list(faults(head_dim=head_dim, device=device, seed=seed))
         findings, failed = [one for one, _ in judged], [one for one, right in judged if not right]
     else:
         names = _names(implementation) if implementation else [name for name in IMPLEMENTATIONS if name != "eager"]
-        if tensors is None:
+        audited = [named(name) for name in names]
+        if model is not None:
+            chosen = () if layers is None else _numbers(layers, "--layers")
+            captured = captured_tensors(model, chosen, text or "default", n_ctx, max(kv_lengths), dtype, device)
+            inputs = room.recorded_inputs(captured, kv_lengths, device=device)
+        elif tensors is not None:
+            inputs = room.recorded_inputs(read_tensors(tensors), kv_lengths, device=device)
+        else:
             kind = room.DTYPES[dtype]
             inputs = room.random_inputs(kv_lengths, head_dim=head_dim, dtype=kind, device=device, seed=seed)
-        else:
-            inputs = room.recorded_inputs(_read_tensors(tensors), kv_lengths, device=device)
-        findings = list(room.audit([named(name) for name in names], inputs))
+        findings = list(room.audit(audited, inputs))
         failed = [one for one in findings if one.status == "over"]
         if all(one.status == "not_supported" for one in findings):
             raise NotSupportedError(f"nothing was measured; {findings[0].implementation}: {findings[0].reason}")
+    asked = {one.kv_length for one in findings}
+    unmeasured = [length for length in kv_lengths if length not in asked and not self_test]
     if as_json:
         record = {
             "device": _device_name(device),
@@ -216,6 +260,8 @@ def audit_(
             "seed": seed,
             "self_test": self_test,
             "tensors": None if tensors is None else tensors.name,
+            "model": model,
+            "not_measured": unmeasured,
             "tolerance": {
                 name: dict(zip(("median", "worst"), room.tolerance(kind), strict=True))
                 for name, kind in room.DTYPES.items()
@@ -226,6 +272,10 @@ def audit_(
         sys.stdout.write(json.dumps(record, indent=2, allow_nan=False) + "\n")
     else:
         _show_findings(findings)
+    if unmeasured:
+        shown = ", ".join(f"{length:,}" for length in unmeasured)
+        more = "; --n-ctx makes the window longer" if model else ""
+        note(f"fidelab: KV length {shown} not measured: there is no query at it{more}")
     what = "judged wrongly" if self_test else "over tolerance"
     for one in failed:
         note(
@@ -242,27 +292,6 @@ def _names(text: str) -> list[str]:
     if ":" in text and folder not in sys.path:
         sys.path.insert(0, folder)
     return list(dict.fromkeys(text.split(",")))
-
-
-def _read_tensors(path: Path) -> dict[str, Tensor]:
-    import torch
-
-    from fidelab.captures.container import BFloat16, TensorFile
-    from fidelab.errors import CaptureError, InputError
-
-    if not path.is_file():
-        raise InputError(f"--tensors {path}: no such file")
-    try:
-        file = TensorFile(path)
-        arrays = {name: file.get(name) for name in file.names() if name.rpartition(".")[2] in ("q", "k", "v")}
-    except (CaptureError, KeyError, ValueError) as error:
-        raise InputError(f"--tensors {path}: no complete safetensors file of 16- or 32-bit floats") from error
-    return {
-        name: torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
-        if isinstance(array, BFloat16)
-        else torch.from_numpy(array.copy())
-        for name, array in arrays.items()
-    }
 
 
 def _show_findings(findings: list[Finding]) -> None:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from typing import Any
 
-__all__ = ["arm_fields"]
+__all__ = ["arm_fields", "split_commas"]
 
 _PAIRS = re.compile(r"[A-Za-z][\w-]*=")
 _COMMA = re.compile(r",(?![^\[]*\])")  # not one inside the brackets of a format
 _OWN = ("kv", "name", "engine", "model", "dtype")  # of the arm; everything else is the engine's
 _OF_ENGINE = ("python", "prefix", "pythonpath")
+
+
+def split_commas(text: str) -> list[str]:
+    """The parts between commas that stand in no brackets."""
+    return _COMMA.split(text)
 
 
 def arm_fields(text: str) -> dict[str, Any]:
@@ -24,7 +29,7 @@ def arm_fields(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     options: dict[str, str] = {}
     engine: dict[str, Any] = {}
-    for part in _COMMA.split(text):
+    for part in split_commas(text):
         key, eq, value = (piece.strip() for piece in part.partition("="))
         key = key.replace("_", "-")
         if not eq or not value:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
 
 from fidelab.config.arms import arm_fields
+from fidelab.config.grid import cell_fields, check_vary, levels_of, parse_vary
 
 __all__ = ["ArmConfig", "EngineConfig", "Experiment"]
 
@@ -78,7 +79,13 @@ class Experiment(BaseModel):
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
     )
-    candidates: list[ArmConfig] = Field(description="the arms in question; none only where nothing is compared")
+    candidates: list[ArmConfig] = Field(
+        default_factory=list, description="the arms in question; none only where nothing is compared, or with vary"
+    )
+    vary: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="isolation matrix: key of an arm → its values; all combinations run",
+    )
     axes: dict[str, dict[str, Any]] = Field(default_factory=_default_axes, description="axes and their settings")
     benches: dict[str, dict[str, Any]] = Field(default_factory=dict, description="benches and their settings")
     text: str = Field(default="default", description="evaluation text: a name or a UTF-8 file")
@@ -117,6 +124,30 @@ class Experiment(BaseModel):
     def _short_arms(cls, value: Any) -> Any:
         return [arm_fields(v) if isinstance(v, str) else v for v in value] if isinstance(value, list) else value
 
+    @field_validator("vary", mode="before")
+    @classmethod
+    def _levels(cls, value: Any) -> Any:
+        if isinstance(value, list):
+            return parse_vary(value)
+        if isinstance(value, dict):
+            return {
+                str(key).replace("_", "-"): [str(v).strip() for v in values] if isinstance(values, list) else values
+                for key, values in value.items()
+            }
+        return value
+
+    @field_validator("vary")
+    @classmethod
+    def _is_grid(cls, value: dict[str, list[str]]) -> dict[str, list[str]]:
+        check_vary(value)
+        for levels in levels_of(value):
+            try:
+                ArmConfig.model_validate(cell_fields(levels))
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        return value
+
     @field_validator("axes", "benches", mode="before")
     @classmethod
     def _short_axes(cls, value: Any) -> Any:
@@ -135,6 +166,10 @@ class Experiment(BaseModel):
     def _some_question(self) -> Experiment:
         if not self.axes and not self.benches:
             raise ValueError("axes: name at least one, or a bench")
-        if self.axes and not self.candidates:
+        if self.axes and not self.candidates and not self.vary:
             raise ValueError("candidates: name at least one")
         return self
+
+    def cells(self) -> list[ArmConfig]:
+        """The arms of the grid that ``vary`` spans, named by their levels."""
+        return [ArmConfig.model_validate(cell_fields(levels)) for levels in levels_of(self.vary)]

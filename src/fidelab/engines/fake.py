@@ -18,6 +18,8 @@ the next best one, which is what a fork takes), ``answers`` (a JSON file of ``[t
 answered by the first pair whose text it contains, and the answer ends with id 0), ``noise`` (the one thing that is not
 deterministic: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill
 and Forced, from the operating system's randomness, so new in each process; generated text and its rows keep still).
+``bend`` (``x`` or ``LABEL:x``: family two-level gives its first half log-odds that are x nats higher, in all arms or in
+those of one KV label: a fault of the path, alone or together with a format).
 Times are not measured but stated: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
 
 Families over V tokens (parameters of the reference in brackets):
@@ -107,6 +109,7 @@ _OPTIONS: _Checks = {
     "margin": _positive,
     "noise": _positive,
     "answers": lambda text: Path(text).is_file(),
+    "bend": lambda text: math.isfinite(float(text.rpartition(":")[2])),
 }
 _PREFILL, _DECODE = 2.0**-10, 2.0**-6  # seconds per token
 _MARGIN = math.log(4.0)  # nats: half the mass on the generated token, an eighth on the next one
@@ -138,6 +141,8 @@ class FakeEngine(Engine):
         _check("engine fake", options, _OPTIONS)
         if options.get("mask") == "on" and options.get("estimator") == "hidden":
             raise UsageError("engine fake: no hidden state gives the logit -inf; give mask=on or estimator=hidden")
+        if "bend" in options and options.get("family", "two-level") != "two-level":
+            raise UsageError("engine fake: bend is of family two-level alone")
         if arm.kv.k.name == "refused":
             return Verdict(False, "the fake engine refuses this format, as it was asked to")
         return Verdict(True)
@@ -156,6 +161,7 @@ class FakeEngine(Engine):
         self._mask = options.get("mask") == "on"
         self._margin = float(options.get("margin", _MARGIN))
         self._noise = float(options.get("noise", "0"))
+        self._bend = float(_for(options.get("bend", "0"), arm) or 0)
         self._random = np.random.default_rng(int.from_bytes(os.urandom(16)))
         self._answers: list[tuple[str, str]] = []
         if "answers" in options:
@@ -222,6 +228,7 @@ class FakeEngine(Engine):
         v = self._vocab
         if self._family == "two-level":
             p = self._knobs.get("q", 0.6 if self._kv == "tilt" else 0.5)
+            p = 1 / (1 + (1 - p) / p * math.exp(-self._bend))
             half = v // 2
             logits = np.full(v, math.log((1 - p) / (v - half)))
             logits[:half] = math.log(p / half)
@@ -310,7 +317,11 @@ def _check(owner: str, given: Mapping[str, str], allowed: _Checks) -> None:
 
 def _first(value: str | None, arm: Arm) -> int | None:
     """``n`` (any arm) or ``label:n`` (only the arm with this KV label): the item at which to misbehave."""
-    if value is None:
-        return None
-    label, _, number = value.rpartition(":")
-    return int(number) if label in ("", arm.kv.label) else None
+    number = None if value is None else _for(value, arm)
+    return None if number is None else int(number)
+
+
+def _for(value: str, arm: Arm) -> str | None:
+    """What comes behind ``LABEL:``, if anything does, where that is this arm's KV label."""
+    label, _, rest = value.rpartition(":")
+    return rest if label in ("", arm.kv.label) else None

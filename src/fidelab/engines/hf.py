@@ -1,9 +1,11 @@
 """Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
 
-Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``fidelab``: our kernels over pages), ``estimator``
-(hidden, logprobs).  Unless told, attention is our kernels on a GPU where they hold the formats and run the model, and
-Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
-attention may hand it a latent as keys and the rotary part as values.
+Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``fidelab``: our kernels over pages), ``dequant``
+(``fused``: our kernels convert what they read, as they do by default; ``unpack``: the cache is decoded to the compute
+type before attention, the only way of all others), ``estimator`` (hidden, logprobs).  Unless told, attention is our
+kernels on a GPU where they hold the formats and run the model, and Transformers' own choice elsewhere.  What goes into
+the cache is Transformers' choice too: models with latent attention may hand it a latent as keys and the rotary part as
+values.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
 from fidelab.formats import FORMATS, create
-from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.probes import Forced, Generate, Layerwise, Prefill, Probe, Timed, Tokens
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.plugins.transformers_cache import EncodedCache
 
-_OPTIONS = {"attention": None, "estimator": ("hidden", "logprobs")}
+_OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs")}
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
@@ -49,6 +51,7 @@ class HFEngine(Engine):
     """Transformers behind the engine contract."""
 
     name: ClassVar[str] = "hf"
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -79,7 +82,8 @@ class HFEngine(Engine):
                 raise UsageError(f"engine hf: {key}={value!r} is not one of {', '.join(allowed)}")
         if arm.dtype not in _DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        reason = hf_kernels.refusal(arm) if dict(arm.options).get("attention") == hf_kernels.NAME else None
+        ours = dict(arm.options).get("attention") == hf_kernels.NAME
+        reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if ours else None)
         return Verdict(reason is None, reason or "")
 
     @classmethod
@@ -110,11 +114,15 @@ class HFEngine(Engine):
                 facts = self._forced(probe, sink)
             case Timed():
                 facts = time_prompts(probe, sink, self._decode)
+            case Layerwise():
+                from fidelab.engines.hf_layers import answer_layerwise
+
+                facts = answer_layerwise(self._model, probe, sink)
         if self._model.sentinels:
             cosines, divergences = zip(*self._model.sentinels, strict=True)
             facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
         facts["seconds"] = time.monotonic() - began
-        wanted = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed)
+        wanted = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed | Layerwise)
         head = self._model.head.fields() if self._model.head and wanted else {}
         return Answer(Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS, **head, facts=facts)
 
@@ -138,6 +146,7 @@ class HFEngine(Engine):
             layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
             more={
                 "compute_dtype": self._arm.dtype,
+                "dequant": self._model.dequant,
                 "threads": torch.get_num_threads(),
                 "skipped_layers": list(self._arm.kv.skip_layers),
                 "k_options": dict(self._arm.kv.k.options),

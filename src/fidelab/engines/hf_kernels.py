@@ -7,9 +7,10 @@ from typing import Any
 from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.errors import NotSupportedError
 
-__all__ = ["NAME", "options_of", "refusal"]
+__all__ = ["DEQUANT", "NAME", "dequant_refusal", "options_of", "refusal"]
 
 NAME = "fidelab"  # engine option attention=fidelab
+DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
 _NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")
 _INTEGERS = ("int8", "int4")
@@ -35,6 +36,14 @@ def refusal(arm: Arm) -> str | None:
         if _NATIVE.get(spec.name, arm.dtype) != arm.dtype:
             return f"attention={NAME} copies {spec.name} as it is, the model computes in {arm.dtype}"
     return None
+
+
+def dequant_refusal(arm: Arm) -> str | None:
+    """Why an arm cannot have its content converted where it asks for it."""
+    options = dict(arm.options)
+    if options.get("dequant") != "fused" or options.get("attention") == NAME:
+        return None
+    return f"dequant=fused needs attention={NAME}: any other attention reads a cache that was decoded before"
 
 
 def _scaling(spec: FormatSpec) -> str:

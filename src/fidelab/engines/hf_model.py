@@ -33,7 +33,8 @@ class ArmCache(PagedKVCache):
     """The pages of an arm, and what its formats promise for them."""
 
     def __init__(self, config: Any, arm: Arm, k: Format, v: Format) -> None:
-        super().__init__(config, **hf_kernels.options_of(arm.kv), skip_layers=arm.kv.skip_layers)
+        unpack = dict(arm.options).get("dequant") == "unpack"
+        super().__init__(config, **hf_kernels.options_of(arm.kv), skip_layers=arm.kv.skip_layers, unpack=unpack)
         self._promise = k, v
 
     def expected_bytes_per_token(self) -> float | None:
@@ -137,6 +138,11 @@ class HFModel:
         """What attends, for the record: with our kernels their names."""
         kernels = self.cache.kernels if isinstance(self.cache, ArmCache) else ()
         return " ".join((self.config._attn_implementation, *kernels))
+
+    @property
+    def dequant(self) -> str:
+        """Where content is converted: ``fused`` in our kernels, ``unpack`` before attention."""
+        return self._options.get("dequant", "fused") if self.paged else "unpack"
 
     def _kernels_attend(self) -> bool:
         """On a GPU: whether our kernels hold this arm's formats and run this model; Transformers' own choice if not."""

@@ -13,22 +13,21 @@ from fidelab.axes import AXES
 from fidelab.axes.base import Axis
 from fidelab.benches import BENCHES
 from fidelab.benches.base import Bench
+from fidelab.config.grid import levels_of
 from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, Estimator, FormatSpec, KVSpec, usable_cores
+from fidelab.core import Arm, Estimator, usable_cores
 from fidelab.engines.base import Verdict
-from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UnknownNameError, UsageError
+from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
-from fidelab.models.weights import file_sha256
+from fidelab.plan.arms import DTYPES, check_kv_name, inherited_kv, resolve_arm, served_name, with_kv
 from fidelab.plan.deploy import Deployed, Engines, engine_class
 
-__all__ = ["EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_arm", "resolve_experiment"]
+__all__ = ["EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_experiment"]
 
 TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
 
-_DTYPES = {"bf16": "bfloat16", "f16": "float16"}
-_BITS16 = ("k16v8",)
 _BITS32 = "f32"
 _EXACT_ENGINE = EngineConfig(name="hf")
 
@@ -70,7 +69,8 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
     Raises:
         FidelabError: one line naming what was wrong and what to do.
     """
-    for config in (experiment.engine, *(arm.engine for arm in experiment.candidates if arm.engine)):
+    configs = (*experiment.candidates, *experiment.cells())
+    for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
         engine_class(config)
     axes = {name: _axis(name, values) for name, values in experiment.axes.items()}
     benches = {name: _bench(name, values) for name, values in experiment.benches.items()}
@@ -104,7 +104,7 @@ class _Resolver:
     def settings(self) -> Settings:
         experiment = self._experiment
         reference = self._arm(experiment.reference)
-        candidates = tuple(self._candidate(config) for config in experiment.candidates)
+        candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
         _refuse_twins(candidates)
         control = self._control(reference)
         witnesses = self._witnesses(reference, candidates) if experiment.control == "full" else {}
@@ -144,14 +144,38 @@ class _Resolver:
             self._unsupported[arm.name] = str(error)
             return arm
 
+    def _cells(self) -> list[Arm]:
+        """The arms of the grid.  A level that one engine lacks is a cell that is not supported; one that no cell can
+        have is a mistake."""
+        experiment = self._experiment
+        found: list[Arm] = []
+        refused: list[UsageError | None] = []
+        grid = levels_of(experiment.vary)
+        for config in experiment.cells():
+            config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
+            try:
+                found.append(self._candidate(config))
+                refused.append(None)
+            except UsageError as error:
+                found.append(self._bare(config, self._model))
+                self._unsupported[found[-1].name] = str(error)
+                refused.append(error)
+        for key, values in experiment.vary.items():
+            for value in values:
+                errors = [error for levels, error in zip(grid, refused, strict=True) if levels[key] == value]
+                if errors[0] is not None and all(errors):
+                    raise errors[0]
+        return found
+
     def _arm(self, config: ArmConfig) -> Arm:
         """One arm with nothing optional left, and where it runs."""
         engine = config.engine or self._experiment.engine
-        config = _served_name(config, engine)
+        config = served_name(config, engine)
         model = self._find_model(config.model or self._experiment.model)
         answers = self._engines.ask(engine)
         if (model.kind == "fake") != (engine.name == "fake"):
             raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
+        check_kv_name(config, engine, answers)
         arm = self._bare(config, model)
         answers.check_kv(arm.kv)
         verdict = answers.supports(arm)
@@ -217,33 +241,6 @@ class _Resolver:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
 
 
-def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: str = "auto") -> Arm:
-    """One arm with nothing optional left; ``k16v8`` becomes what it means for this model.
-
-    ``dtype``: the compute type of arms that name none; ``auto`` is the model's own.
-    """
-    engine = config.engine or experiment.engine
-    written = KVSpec.parse(config.kv or engine_class(engine).native_kv)
-    kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
-    path, weights = model.path, model.weights
-    if engine_class(engine).form == "gguf" and model.gguf:  # two files may convert to one folder and compute apart
-        path, weights = model.gguf, file_sha256(model.gguf)
-    dtype = config.dtype or dtype
-    shared = experiment.engine_args if engine.name == experiment.engine.name else {}
-    return Arm(
-        name=_name(config),
-        engine=engine.name,
-        model=config.model or experiment.model,
-        path=str(path),
-        weights=weights,
-        kv=kv,
-        dtype=_DTYPES[model.native] if dtype == "auto" else dtype,
-        device=experiment.device,
-        threads=experiment.threads or 1,
-        options=tuple(sorted({**shared, **config.engine_args}.items())),
-    )
-
-
 def refuse_same_server(settings: Settings) -> None:
     """Whoever asks a server twice measures how well it repeats itself, whatever the arm is called.
 
@@ -266,55 +263,20 @@ def _with_cache(config: ArmConfig, *, kv: str, name: str) -> ArmConfig:
     return config.model_copy(update={"kv": kv, "name": name})
 
 
-def _served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
-    """An arm's ``model`` on a server is what that server calls it; the tokenizer is the experiment's model's."""
-    if config.model is None or not engine_class(engine).served:
-        return config
-    return config.model_copy(
-        update={"model": None, "name": _name(config), "engine_args": {**config.engine_args, "model": config.model}}
-    )
-
-
-def _name(config: ArmConfig) -> str:
-    """What the arm differs in, where nobody named it."""
-    if config.name:
-        return config.name
-    said = [
-        Path(config.model).name if config.model else None,
-        config.engine.name if config.engine else None,
-        config.kv,
-        config.dtype,
-        *(f"{key}={value}" for key, value in config.engine_args.items()),
-    ]
-    return " ".join(filter(None, said))
-
-
 def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
     """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
-    reference = _with_kv(experiment.reference, engine_class(experiment.reference.engine or experiment.engine).native_kv)
+    reference = with_kv(experiment.reference, engine_class(experiment.reference.engine or experiment.engine).native_kv)
     return experiment.model_copy(
         update={
             "reference": reference,
-            "candidates": [_with_kv(arm, _inherited(arm, reference, experiment)) for arm in experiment.candidates],
-            "dtype": _DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
+            "candidates": [with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates],
+            "dtype": DTYPES[model.native] if experiment.dtype == "auto" else experiment.dtype,
             "threads": experiment.threads or usable_cores(),
             "device": _device(experiment.device, model),
             "axes": {name: axis.settings.model_dump(mode="json") for name, axis in axes.items()},
             "benches": {name: bench.settings.model_dump(mode="json") for name, bench in benches.items()},
         }
     )
-
-
-def _inherited(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> str:
-    """The KV format of an arm that names none: the reference's, on another engine that engine's native one."""
-    mine, its = (config.engine or experiment.engine for config in (arm, reference))
-    same = mine.name == its.name and reference.kv
-    return reference.kv if same and reference.kv else engine_class(mine).native_kv
-
-
-def _with_kv(arm: ArmConfig, kv: str) -> ArmConfig:
-    """Named as before: the format that is filled in is nothing the arm differs in."""
-    return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv})
 
 
 def _device(asked: str, model: Model) -> str:
@@ -333,39 +295,23 @@ def _device(asked: str, model: Model) -> str:
     return asked
 
 
-def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
-    """``k16v8``: keys in the model's native 16-bit type, values fp8_e4m3 with scale 1.0, saturating."""
-    if fmt.name not in _BITS16:
-        return fmt
-    if fmt.options:
-        raise UsageError(
-            f"KV format {fmt}: k16v8 takes no options; write K/V, as in '{model.native}/fp8_e4m3[scale=per-token-head]'"
-        )
-    return FormatSpec(model.native) if side == "k" else FormatSpec("fp8_e4m3")
-
-
 def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
     """Unknown names are found before a model is fetched."""
     for config in _configs(experiment):
-        if config.kv is None:
-            continue
         engine = config.engine or experiment.engine
         try:
-            known = list(engines.ask(engine).kv_names())
+            check_kv_name(config, engine, engines.ask(engine))
         except EngineError:
             if config.engine is None:
                 raise
             continue  # this arm cannot run; the resolver says so
-        known += [name for name in _BITS16 if "fp8_e4m3" in known and engine_class(engine).pairs]
-        spec = KVSpec.parse(config.kv)
-        for fmt in (spec.k, spec.v):
-            if fmt.name not in known:
-                raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
 
 
 def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
     yield experiment.reference
     yield from experiment.candidates
+    if "engine" not in experiment.vary:  # else a name that one engine lacks is a cell that is not supported
+        yield from experiment.cells()
     if isinstance(experiment.control, ArmConfig):
         yield experiment.control
 

@@ -28,7 +28,7 @@ from transformers.cache_utils import (
 )
 
 from fidelab.errors import NotSupportedError
-from fidelab.kernels.cache import STORAGES, PagedCache, Scaling, storage
+from fidelab.kernels.cache import STORAGES, PagedCache, Scaling, dequantize, storage
 from fidelab.kernels.dispatch import Kernels, choose
 from fidelab.kernels.reference import Attention
 from fidelab.plugins.paged_attention import NAME, hand
@@ -41,13 +41,14 @@ _NATIVE = {stored.dtype: name for name, stored in STORAGES.items() if not stored
 
 @dataclass(frozen=True)
 class _Formats:
-    """``k`` and ``v``: the kernels' names, ``None`` for the type that comes."""
+    """``k`` and ``v``: the kernels' names, ``None`` for the type that comes; ``unpack``: decode before attention."""
 
     k: str | None = None
     v: str | None = None
     k_scaling: Scaling = "none"
     v_scaling: Scaling = "none"
     implementation: str | None = None
+    unpack: bool = False
 
 
 class _PagedAttention:
@@ -62,7 +63,8 @@ class _PagedAttention:
     seen: int
     pending: tuple[Tensor, Tensor] | None
     step: Step
-    kernels: Kernels | None
+    kernels: Kernels | None  # that write
+    reader: Kernels | None  # that attend
     held: PagedCache | None
     # of the Transformers class behind it
     is_initialized: bool
@@ -87,15 +89,16 @@ class _PagedAttention:
             self._write(*self.pending, query, mask)
             self.pending = None
         assert self.held is not None
-        assert self.kernels is not None
+        assert self.reader is not None
+        held = self.held if self.reader is self.kernels else _unpacked(self.held, query.dtype)
         batch, heads, new, dim = query.shape
         queries = self.step.last(new)
         if queries.real is None and new == 1:
-            out, _ = self.kernels.decode(_dense(query[:, :, 0]), self.held, attention)
+            out, _ = self.reader.decode(_dense(query[:, :, 0]), held, attention)
             return out.unsqueeze(1)
         flat = query.transpose(1, 2).reshape(batch * new, heads, dim)
         asked = _dense(flat if queries.real is None else flat[queries.real])
-        out, _ = self.kernels.extend(asked, queries.starts, self.held, attention, max_query=queries.most)
+        out, _ = self.reader.extend(asked, queries.starts, held, attention, max_query=queries.most)
         if queries.real is not None:
             out = out.new_zeros(batch * new, *out.shape[1:]).index_copy_(0, queries.real, out)
         return out.view(batch, new, heads, -1)
@@ -126,19 +129,18 @@ class _PagedAttention:
                     "copy 16-bit and 32-bit content as it is"
                 )
             names.append(name)
-        shape: dict[str, Any] = {"k_format": names[0], "v_format": names[1], "v_dim": value.shape[-1]}
-        shape |= {"k_scaling": asked.k_scaling, "v_scaling": asked.v_scaling, "device": key.device}
-        self.kernels = choose(
-            asked.implementation or ("triton" if key.is_cuda else "torch"),
-            heads=query.shape[1],
-            kv_heads=key.shape[1],
-            head_dim=key.shape[-1],
-            page=self.page,
-            dtype=query.dtype,
-            **shape,
-        )
+        shape: dict[str, Any] = {"v_dim": value.shape[-1], "device": key.device}
+        held: dict[str, Any] = {"k_format": names[0], "v_format": names[1]}
+        held |= {"k_scaling": asked.k_scaling, "v_scaling": asked.v_scaling}
+        common = shape | {"kv_heads": key.shape[1], "head_dim": key.shape[-1], "page": self.page}
+        common |= {"heads": query.shape[1], "dtype": query.dtype}
+        implementation = asked.implementation or ("triton" if key.is_cuda else "torch")
+        self.kernels = self.reader = choose(implementation, **common, **held)
+        if asked.unpack and any(storage(name).quantized for name in names):
+            own = _NATIVE.get(query.dtype, str(query.dtype))
+            self.reader = choose(implementation, **common, k_format=own, v_format=own)
         self.held = PagedCache.allocate(
-            self.step.blocks, self.page, key.shape[1], key.shape[-1], batch=1, max_blocks=1, **shape
+            self.step.blocks, self.page, key.shape[1], key.shape[-1], batch=1, max_blocks=1, **shape, **held
         )
 
     def get_seq_length(self) -> int:
@@ -188,6 +190,7 @@ class PagedKVCache(DynamicCache):
         k_format, v_format: the kernels' names (:mod:`fidelab.kernels.cache`); ``None`` for the model's own type.
         k_scaling, v_scaling: ``none`` or ``per-token-head``.
         skip_layers: layer numbers whose keys and values stay in the model's own type.
+        unpack: attention reads a copy in the model's own type, decoded each time, and not the content as it is held.
 
     Raises:
         NotSupportedError: the model's attention is another, or a layer keeps its content in a way that pages do not.
@@ -205,6 +208,7 @@ class PagedKVCache(DynamicCache):
         k_scaling: Scaling = "none",
         v_scaling: Scaling = "none",
         skip_layers: tuple[int, ...] = (),
+        unpack: bool = False,
     ) -> None:
         text = config.get_text_config(decoder=True)
         if text._attn_implementation != NAME:
@@ -218,7 +222,7 @@ class PagedKVCache(DynamicCache):
         beyond = [layer for layer in skip_layers if layer >= len(self.layers)]
         if beyond:
             raise NotSupportedError(f"skip-layers={beyond[0]}: the model has layers 0–{len(self.layers) - 1}")
-        formats = _Formats(k_format, v_format, k_scaling, v_scaling, implementation)
+        formats = _Formats(k_format, v_format, k_scaling, v_scaling, implementation, unpack)
         self._page = page
         self._pages: dict[tuple[int, torch.device], Pages] = {}
         self.paged: list[_PagedAttention] = []
@@ -240,7 +244,8 @@ class PagedKVCache(DynamicCache):
         paged.window = layer.sliding_window if layer.is_sliding else 0
         paged.formats = _Formats(implementation=formats.implementation) if skipped else formats
         paged.skipped, paged.page, paged.pages = skipped, self._page, self._pages
-        paged.seen, paged.pending, paged.kernels, paged.held = 0, None, None, None
+        paged.seen, paged.pending = 0, None
+        paged.kernels, paged.reader, paged.held = None, None, None
         self.paged.append(paged)
         return paged
 
@@ -251,8 +256,8 @@ class PagedKVCache(DynamicCache):
 
     @property
     def kernels(self) -> tuple[str, ...]:
-        """The kernels that ran, by name: skipped layers may have others; empty before the first write."""
-        return tuple(dict.fromkeys(layer.kernels.name for layer in self.paged if layer.kernels is not None))
+        """The kernels that attended, by name: skipped layers may have others; empty before the first write."""
+        return tuple(dict.fromkeys(layer.reader.name for layer in self.paged if layer.reader is not None))
 
     def storage(self) -> tuple[PagedCache, ...]:
         """What each layer with keys and values holds."""
@@ -296,6 +301,13 @@ def _dtype_name(x: Tensor) -> str:
 def _dense(x: Tensor) -> Tensor:
     """The kernels take any strides but the last."""
     return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _unpacked(held: PagedCache, dtype: torch.dtype) -> PagedCache:
+    """The whole content in ``dtype``, rounded once."""
+    own = _NATIVE[dtype]
+    keys, values = (x.to(dtype) for x in dequantize(held))
+    return replace(held, k_cache=keys, v_cache=values, k_format=own, v_format=own, k_scale=None, v_scale=None)
 
 
 def _parts(held: PagedCache) -> dict[str, Tensor]:

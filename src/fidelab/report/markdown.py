@@ -12,6 +12,7 @@ from pathlib import PurePath
 from typing import Any
 
 from fidelab.report.benches import Performance
+from fidelab.report.isolation import Matrix
 from fidelab.report.numbers import ABSENT, format_count, one_line
 from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.record import Report
@@ -41,6 +42,7 @@ def render_markdown(report: Report) -> str:
         _opening(report, view),
         _bullets(f"failed: {_text(line)}" for line in view.failures),
         *(verdicts if view.fidelity else ()),
+        *(part for matrix in view.isolation for part in _isolation(matrix)),
         *(_speed(view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
@@ -105,6 +107,13 @@ def _speed(speed: Performance) -> list[str]:
         _text(f"{bench.word}: {line}") for bench in speed.benches for line in (*bench.lines, *bench.notes.named())
     )
     return [table, speed.note if table else "", doubts]
+
+
+def _isolation(matrix: Matrix) -> list[str]:
+    """A grid with its title, and what it says."""
+    words, columns = matrix.words, [_text(column) for column in matrix.table.columns]
+    rows = ((*map(_name, row[:words]), *map(_text, row[words:])) for row in matrix.table.rows)
+    return [f"{_text(matrix.table.title)}:", _table(columns, words, rows), _text(matrix.said)]
 
 
 def _name(name: str) -> str:

@@ -62,6 +62,11 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         if table.key == "attribution":
             line(table.title)
             console.print(_others(table, console))
+    for matrix in view.isolation:
+        line(matrix.table.title)
+        console.print(_others(matrix.table, console))
+        line(matrix.said)
+        line("")
     dropped = print_benches(speed, console) if speed is not None else []
     for row in view.candidates if view.fidelity else ():
         close = " (composite too close to call)" if row.too_close else ""
@@ -118,7 +123,7 @@ def _table(view: View, console: Console, wide: bool) -> Table:
 def _others(shown: Others, console: Console) -> Table:
     """The other axes, one column each; a value and its interval stand on two lines."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
-    table.add_column("arm", overflow="fold", max_width=_NAME_WIDTH)
+    table.add_column(literal(shown.columns[0], console), overflow="fold", max_width=_NAME_WIDTH)
     for column in shown.columns[1:]:
         table.add_column(Text(column), justify="right", overflow="fold", max_width=_AXIS_WIDTH)
     for name, *cells in shown.rows:

@@ -15,6 +15,7 @@ from fidelab.core import Estimator, Status
 from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.benches import Performance, bench_failures, performance_of
 from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored, shared
+from fidelab.report.isolation import Matrix, isolation_of
 from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
 from fidelab.report.tables import Table, summary_of, tables_of
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
@@ -103,6 +104,7 @@ class View:
     ranking: str
     tables: tuple[Table, ...]
     others: Table | None
+    isolation: tuple[Matrix, ...]
     truth: str
     points: tuple[Point, ...]
     run_details: tuple[tuple[str, str], ...]
@@ -155,6 +157,7 @@ def build_view(report: Report) -> View:
         ranking=_ranking(report.comparisons),
         tables=(*tables_of(arms), *([attribution] if (attribution := attribution_of(report)) else [])),
         others=summary_of(report),
+        isolation=isolation_of(report),
         truth=truth_line(report),
         points=(
             *(_points("control", report.control) if report.control else ()),

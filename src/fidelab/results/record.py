@@ -26,6 +26,7 @@ from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
 from fidelab.results.axis_record import Axes, Free, FreeDict, Interval, Outcome, Score
 from fidelab.results.bench_record import Benches
+from fidelab.results.isolation_record import Isolation
 from fidelab.results.panels import Record
 
 if TYPE_CHECKING:
@@ -242,6 +243,8 @@ class Report(Record):
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
     """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
+    isolation: Isolation | None = None
+    """Which factor of a grid moves KLD and the onset of degeneration; null unless a grid was asked for (vary)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
     floor: Axes = Field(default_factory=Axes)

@@ -1,0 +1,82 @@
+"""The grid of an isolation matrix: keys of an arm with several values each, and the arms that their product gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import product
+from typing import Any
+
+from fidelab.config.arms import arm_fields, split_commas
+
+__all__ = ["MOST_CELLS", "cell_fields", "cell_name", "check_vary", "levels_of", "parse_vary"]
+
+MOST_CELLS = 64
+_NO_LEVELS = ("name", "python", "prefix", "pythonpath")
+
+Levels = dict[str, str]
+"""One value of each key."""
+
+
+def parse_vary(texts: list[Any]) -> dict[str, list[str]]:
+    """``KEY=a,b,…`` each → key and values; commas inside brackets separate nothing.
+
+    Raises:
+        ValueError: no key, or a key that is given twice.
+    """
+    found: dict[str, list[str]] = {}
+    for text in texts:
+        key, eq, values = (piece.strip() for piece in str(text).partition("="))
+        if not eq or not key:
+            raise ValueError(f"{text!r}: write KEY=a,b,…")
+        if key.replace("_", "-") in found:
+            raise ValueError(f"{key} is given twice; write all its values behind one {key}=")
+        found[key.replace("_", "-")] = [value.strip() for value in split_commas(values)]
+    return found
+
+
+def check_vary(vary: Mapping[str, list[str]]) -> None:
+    """A key with one value holds for all cells; one key at least has several.
+
+    Raises:
+        ValueError: a key that no arm can vary in, a value that is empty or given twice, or too many cells.
+    """
+    for key, values in vary.items():
+        if key in _NO_LEVELS:
+            raise ValueError(f"{key} is nothing that arms are compared in; vary kv, engine, model, dtype or an option")
+        if not values or "" in values:
+            raise ValueError(f"{key} has an empty value; write {key}=a,b,…")
+        twice = next((value for value in values if values.count(value) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{key} has the value {twice!r} twice")
+        several = next((value for value in values if len(split_commas(value)) > 1), None)
+        if several is not None:
+            raise ValueError(f"{key}: {several!r} holds a comma; write each value by itself")
+    if vary and all(len(values) == 1 for values in vary.values()):
+        raise ValueError(f"{next(iter(vary))} has a single value: nothing varies; give two, or use --candidate")
+    cells = math.prod(map(len, vary.values()))
+    if cells > MOST_CELLS:
+        raise ValueError(
+            f"the grid has {cells} cells, more than {MOST_CELLS}; vary fewer keys or values"
+        )
+
+
+def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:
+    """Every combination of values, the last key's fastest."""
+    return [dict(zip(vary, values, strict=True)) for values in product(*vary.values())] if vary else []
+
+
+def cell_name(levels: Mapping[str, str]) -> str:
+    """What reports call the cell: ``attention=eager, kv=int4``."""
+    return ", ".join(f"{key}={value}" for key, value in levels.items())
+
+
+def cell_fields(levels: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of the cell's arm."""
+    fields: dict[str, Any] = {"name": cell_name(levels)}
+    options: dict[str, str] = {}
+    for key, value in levels.items():
+        found = arm_fields(f"{key}={value}")
+        options |= found.pop("engine_args", {})
+        fields |= found
+    return {**fields, **({"engine_args": options} if options else {})}

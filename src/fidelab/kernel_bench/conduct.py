@@ -1,0 +1,159 @@
+"""A whole bench: bandwidth, cells, models; its record, written after every result."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fidelab.errors import InputError, OutputError
+from fidelab.kernel_bench.bench import Settings, check_memory, run
+from fidelab.kernel_bench.judge import judge
+from fidelab.kernel_bench.machine import describe, versions
+from fidelab.kernel_bench.shapes import Geometry, has_goal
+from fidelab.kernel_bench.timing import bandwidth
+
+__all__ = ["SCHEMA", "EndToEnd", "bench_kernels", "load", "save"]
+
+SCHEMA = "fidelab.kernel_bench/0"
+_SAME = ("fidelab", "torch", "triton", "cuda")  # versions that one record must have throughout
+
+
+@dataclass(frozen=True)
+class EndToEnd:
+    """``batch`` sequences of each of ``lengths`` tokens, decoded by each of ``geometries``."""
+
+    geometries: Sequence[Geometry]
+    lengths: Sequence[int]
+    batch: int = 32
+
+
+def bench_kernels(
+    settings: Settings,
+    geometries: Sequence[Geometry],
+    path: Path,
+    *,
+    resume: bool = False,
+    end_to_end: EndToEnd | None = None,
+) -> dict[str, Any]:
+    """Measure the cells that goals are about, whole models, all other cells; the record lies at ``path`` throughout.
+
+    ``resume``: go on with the record at ``path``: what it holds is not measured again.
+
+    Raises:
+        UsageError: not even the smallest cell fits into memory.
+        InputError: the record to go on with is none, or of another device or other versions.
+        EngineError: the device is unusable after a failure.
+        OutputError: the record cannot be written.
+    """
+    if settings.cells:
+        check_memory(settings)
+    device, found = describe(settings.device), versions()
+    record = load(path) if resume else _new(device, found)
+    if resume:
+        _check_same(record, device, found, path)
+    record["geometries"] = list(dict.fromkeys([*record["geometries"], *(one.name for one in geometries)]))
+    rates = bandwidth(settings.device, settings.seconds)
+    record["runs"].append(
+        {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "kernels": settings.kernels,
+            "seconds": settings.seconds,
+            "seed": settings.seed,
+            "last_cache": settings.last_cache,
+            "copy_bandwidth": rates.copy,
+            "read_bandwidth": rates.read,
+        }
+    )
+
+    def keep() -> None:
+        judge(record)
+        save(path, record)
+
+    keep()
+    dear = [cell for cell in settings.cells if not has_goal(cell)]
+    record["left_out"] = run(settings, [cell for cell in settings.cells if has_goal(cell)], record, keep)
+    if end_to_end is not None:
+        # Transformers is only imported for this
+        from fidelab.kernel_bench.end_to_end import decode_with_models, judge_decoding
+
+        def keep_models() -> None:
+            judge_decoding(record["end_to_end"])
+            keep()
+
+        record["left_out"] += decode_with_models(
+            end_to_end.geometries,
+            end_to_end.lengths,
+            end_to_end.batch,
+            settings.device,
+            record["end_to_end"],
+            keep_models,
+            implementation=settings.kernels,
+            seconds=settings.seconds,
+            until=settings.until,
+        )
+    record["left_out"] += run(settings, dear, record, keep)
+    record["device_after"] = describe(settings.device)
+    keep()
+    return record
+
+
+def _new(device: dict[str, Any], found: dict[str, str | None]) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "device": device,
+        "versions": found,
+        "geometries": [],
+        "runs": [],
+        "goals": [],
+        "left_out": 0,
+        "cells": [],
+        "end_to_end": [],
+    }
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A record of before.
+
+    Raises:
+        InputError: there is none at ``path``.
+    """
+    try:
+        record = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise InputError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise InputError(f"{path}: no JSON ({error})") from error
+    if not isinstance(record, dict) or record.get("schema") != SCHEMA:
+        raise InputError(f"{path}: no record of a kernel bench ({SCHEMA})")
+    return record
+
+
+def _check_same(record: dict[str, Any], device: dict[str, Any], found: dict[str, str | None], path: Path) -> None:
+    was, now = record["device"]["name"], device["name"]
+    if was != now:
+        raise InputError(f"{path}: measured on {was}, this is {now}; write to a new file")
+    for name in _SAME:
+        before = record["versions"].get(name)
+        if before != found[name]:
+            raise InputError(f"{path}: measured with {name} {before}, this is {found[name]}; write to a new file")
+
+
+def save(path: Path, record: dict[str, Any]) -> None:
+    """Write the record under a temporary name, then rename it.  (``results`` needs pydantic, a GPU machine may not
+    have it.)
+
+    Raises:
+        OutputError: the file cannot be written.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", "utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise OutputError(f"{path}: cannot write: {error.strerror}") from error

@@ -1,0 +1,128 @@
+"""Layer bisect: where along a model's layers two arms part.
+
+h_l is a row's state (the residual stream) behind layer l, h_in what entered the first one.  Of each row
+``e_l = ‖h_l − h_l,ref‖ / ‖h_l,ref‖``: relative per row, because a few rows (attention sinks) have states a hundred
+times as long as all others.  A curve has the median over rows, and another the 90th percentile, which sees what goes
+wrong in every tenth row alone.
+
+**Added error** of layer l: ``a_l = sqrt(max(0, e_l² − e_{l−1}²))``.  The residual stream carries an error on: as it
+grows, so does the error, and their ratio stays about the same; errors of different layers are nearly orthogonal, so
+their squares add up.
+
+**A layer stands out** where, on one of the two curves, all of this holds:
+
+1. a_l is more than 3 times the root mean square of all other layers' added errors.
+2. ``a_l ≥ e_{l−1}``: it adds at least as much as came in.  Some layers enlarge whatever enters them, the last one of
+   many models among them; by less than this.
+3. a_l is more than 3 times the floor's e_l, the reference's distance from itself in another process.
+
+A format that is equally coarse in every layer makes a curve without such a layer.  Where all layers are coarse, a fault
+in one of them shows once its added error is about three times theirs, late in the model more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+__all__ = ["TIMES", "Curve", "Parting", "added_errors", "outlier_ratios", "part", "relative_errors"]
+
+Floats = NDArray[np.float64]
+
+TIMES = 3.0  # the other layers' root mean square, and the floor
+_TAIL = 0.9
+
+
+@dataclass(frozen=True, eq=False)
+class Curve:
+    """Relative errors ``[1 + layers]``: of what entered the first layer, and of what left each."""
+
+    median: Floats
+    tail: Floats
+    """The 90th percentile over rows."""
+    rms: Floats
+    """Root mean square over rows: a single row can move it."""
+
+    @classmethod
+    def of(cls, errors: Sequence[Floats]) -> Curve:
+        """From the errors ``[rows]`` of each."""
+        with np.errstate(invalid="ignore"):  # the quantile between two infinite rows
+            tail = np.array([np.quantile(e, _TAIL, method="higher") for e in errors])
+        rms = np.array([np.sqrt(np.mean(e**2)) for e in errors])
+        return cls(np.array([np.median(e) for e in errors]), tail, rms)
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Where two arms part, by layer numbers from 0.
+
+    ``begins``: the first layer that adds any error beyond the floor; ``None``: no layer does.  ``stand_out``: the
+    layers that do so by the rule, in order.  ``ratios``: each layer's larger multiple of the other layers' added error.
+    """
+
+    begins: int | None
+    stand_out: tuple[int, ...]
+    ratios: tuple[float, ...]
+
+
+def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
+    """``‖test − ref‖ / ‖ref‖`` of each row of ``[rows, d]``; infinite where the test row is not finite, or where a row
+    of zeros became another.  Rows of ``ref`` that are not finite are left out.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    reference, other = np.asarray(ref, dtype=np.float64), np.asarray(test, dtype=np.float64)
+    if reference.shape != other.shape or reference.ndim != 2:
+        raise ValueError(f"states {list(other.shape)} cannot be compared with {list(reference.shape)}")
+    usable = np.asarray(np.isfinite(reference).all(axis=1))
+    reference, other = reference[usable], other[usable]
+    finite = np.asarray(np.isfinite(other).all(axis=1))
+    distance = np.linalg.norm(np.where(finite[:, None], other - reference, 0.0), axis=1)
+    size = np.linalg.norm(reference, axis=1)
+    errors = np.divide(distance, size, out=np.where(distance > 0, np.inf, 0.0), where=size > 0)
+    return np.where(finite, errors, np.inf)
+
+
+def added_errors(curve: ArrayLike) -> Floats:
+    """Each layer's added error ``[layers]`` from a curve ``[1 + layers]``.  Behind infinity nothing is added."""
+    errors = np.asarray(curve, dtype=np.float64)
+    before, after = errors[:-1], errors[1:]
+    grown = after > before
+    squares = np.where(grown, after, 0.0) ** 2 - np.where(grown, before, 0.0) ** 2
+    return np.asarray(np.sqrt(np.maximum(0.0, squares)))
+
+
+def outlier_ratios(added: ArrayLike) -> Floats:
+    """Each layer's added error over the root mean square of all others'; 0 where it adds nothing, 0 for a single layer.
+
+    Infinite where no other adds anything.
+    """
+    values = np.asarray(added, dtype=np.float64)
+    ratios = np.zeros(len(values))
+    for layer in np.flatnonzero(values > 0):
+        others = np.delete(values, layer)
+        if len(others):
+            rms = float(np.sqrt(np.mean(others**2)))
+            ratios[layer] = values[layer] / rms if 0 < rms < np.inf else 0.0 if rms else np.inf
+    return ratios
+
+
+def part(curve: Curve, floor: Curve | None = None) -> Parting:
+    """Judge a curve; without a floor, repeatability counts as exact."""
+    layers = len(curve.median) - 1
+    noise = Curve(*[np.zeros(layers + 1)] * 3) if floor is None else floor
+    stand_out: set[int] = set()
+    begins: set[int] = set()
+    ratios = np.zeros(layers)
+    for errors, repeat in ((curve.median, noise.median), (curve.tail, noise.tail)):
+        added = added_errors(errors)
+        found = outlier_ratios(added)
+        audible = added > TIMES * repeat[1:]
+        stand_out |= set(np.flatnonzero((found > TIMES) & (added >= errors[:-1]) & audible).tolist())
+        begins |= set(np.flatnonzero(audible).tolist())
+        ratios = np.maximum(ratios, found)
+    return Parting(min(begins, default=None), tuple(sorted(stand_out)), tuple(ratios.tolist()))

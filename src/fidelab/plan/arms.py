@@ -1,0 +1,103 @@
+"""One arm from what users wrote: its name, its KV format, what it inherits from the experiment."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.environments.answers import Asked
+from fidelab.errors import UnknownNameError, UsageError
+from fidelab.models import Model
+from fidelab.models.weights import file_sha256
+from fidelab.plan.deploy import engine_class
+
+__all__ = ["DTYPES", "check_kv_name", "inherited_kv", "resolve_arm", "served_name", "with_kv"]
+
+DTYPES = {"bf16": "bfloat16", "f16": "float16"}
+_BITS16 = ("k16v8",)
+
+
+def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: str = "auto") -> Arm:
+    """One arm with nothing optional left; ``k16v8`` becomes what it means for this model.
+
+    ``dtype``: the compute type of arms that name none; ``auto`` is the model's own.
+    """
+    engine = config.engine or experiment.engine
+    written = KVSpec.parse(config.kv or engine_class(engine).native_kv)
+    kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
+    path, weights = model.path, model.weights
+    if engine_class(engine).form == "gguf" and model.gguf:  # two files may convert to one folder and compute apart
+        path, weights = model.gguf, file_sha256(model.gguf)
+    dtype = config.dtype or dtype
+    shared = experiment.engine_args if engine.name == experiment.engine.name else {}
+    return Arm(
+        name=_name(config),
+        engine=engine.name,
+        model=config.model or experiment.model,
+        path=str(path),
+        weights=weights,
+        kv=kv,
+        dtype=DTYPES[model.native] if dtype == "auto" else dtype,
+        device=experiment.device,
+        threads=experiment.threads or 1,
+        options=tuple(sorted({**shared, **config.engine_args}.items())),
+    )
+
+
+def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
+    """An arm's ``model`` on a server is what that server calls it; the tokenizer is the experiment's model's."""
+    if config.model is None or not engine_class(engine).served:
+        return config
+    return config.model_copy(
+        update={"model": None, "name": _name(config), "engine_args": {**config.engine_args, "model": config.model}}
+    )
+
+
+def _name(config: ArmConfig) -> str:
+    """What the arm differs in, where nobody named it."""
+    if config.name:
+        return config.name
+    said = [
+        Path(config.model).name if config.model else None,
+        config.engine.name if config.engine else None,
+        config.kv,
+        config.dtype,
+        *(f"{key}={value}" for key, value in config.engine_args.items()),
+    ]
+    return " ".join(filter(None, said))
+
+
+def inherited_kv(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> str:
+    """The KV format of an arm that names none: the reference's, on another engine that engine's native one."""
+    mine, its = (config.engine or experiment.engine for config in (arm, reference))
+    same = mine.name == its.name and reference.kv
+    return reference.kv if same and reference.kv else engine_class(mine).native_kv
+
+
+def with_kv(arm: ArmConfig, kv: str) -> ArmConfig:
+    """Named as before: the format that is filled in is nothing the arm differs in."""
+    return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv})
+
+
+def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
+    """``k16v8``: keys in the model's native 16-bit type, values fp8_e4m3 with scale 1.0, saturating."""
+    if fmt.name not in _BITS16:
+        return fmt
+    if fmt.options:
+        raise UsageError(
+            f"KV format {fmt}: k16v8 takes no options; write K/V, as in '{model.native}/fp8_e4m3[scale=per-token-head]'"
+        )
+    return FormatSpec(model.native) if side == "k" else FormatSpec("fp8_e4m3")
+
+
+def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: Asked) -> None:
+    if config.kv is None:
+        return
+    known = list(answers.kv_names())
+    known += [name for name in _BITS16 if "fp8_e4m3" in known and engine_class(engine).pairs]
+    spec = KVSpec.parse(config.kv)
+    for fmt in (spec.k, spec.v):
+        if fmt.name not in known:
+            raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)

@@ -1,0 +1,119 @@
+"""The record of a layer bisect: ``bisect.json``, schema ``fidelab.bisect/0``.
+
+Errors are relative to the norm of the reference's state, per row (the definitions stand in ``metrics/layers.py``); null
+where they are not finite, because the candidate's states are not.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import AwareDatetime, Field
+
+from fidelab.results.axis_record import Count, FreeDict, Outcome
+from fidelab.results.panels import Record
+from fidelab.results.record import KVFormats, Ran, write_atomically
+
+__all__ = ["BISECT", "SCHEMA", "BisectArm", "BisectReport", "Errors", "LayerRow"]
+
+SCHEMA: Final = "fidelab.bisect/0"
+BISECT = "bisect.json"
+
+Size = Annotated[float, Field(ge=0)]
+
+
+class Errors(Record):
+    """Relative errors of the rows behind one layer."""
+
+    median: Size | None
+    """Of the rows; null: not finite."""
+    tail: Size | None
+    """Their 90th percentile."""
+    rms: Size | None
+    """Their root mean square; a single row can move it."""
+
+
+class LayerRow(Record):
+    """One layer."""
+
+    layer: Count
+    """Number, from 0."""
+    error: Errors
+    """Candidate against reference, behind this layer."""
+    added: Size | None
+    """What the layer adds to the median: the root of the difference of squares."""
+    added_tail: Size | None
+    """The same of the 90th percentile."""
+    ratio: Size | None
+    """Added error over the other layers' root mean square, the larger of median's and tail's; null: infinite."""
+    floor: Errors | None = None
+    """The reference against itself in another process; null where that was not captured."""
+    stands_out: bool = False
+    """By the rule."""
+
+
+class BisectArm(Outcome):
+    """One of the two arms."""
+
+    name: str
+    """How it is called."""
+    engine: str
+    """Engine that runs it."""
+    model: str
+    """The model as the user knows it."""
+    dtype: str
+    """Compute type."""
+    kv: KVFormats
+    """What was asked for the cache."""
+    ran: Ran | None = None
+    """What ran; null where nothing was opened."""
+
+
+class BisectReport(Record):
+    """Where along the layers two arms part."""
+
+    schema_name: Literal["fidelab.bisect/0"] = Field(default=SCHEMA, alias="schema")
+    """Name and version of this schema."""
+    run_id: str
+    """Name of the folder."""
+    created: AwareDatetime
+    """When it was started."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that started it."""
+    settings: FreeDict = Field(default_factory=dict)
+    """The experiment, defaults included."""
+    reference: BisectArm
+    """The arm that is taken as right."""
+    candidate: BisectArm
+    """The arm in question."""
+    floor: Outcome | None = None
+    """How the reference's second capture ended; null where it was not asked for."""
+    windows: Count
+    """Windows of text that both read."""
+    rows: Count
+    """Rows compared, of all windows."""
+    entering: Errors | None = None
+    """Of what entered the first layer; null, as are the rest, where an arm failed."""
+    layers: tuple[LayerRow, ...] = ()
+    """All of them, in order."""
+    begins: Count | None = None
+    """The first layer that adds any error beyond the floor; null: none does."""
+    first: Count | None = None
+    """The first layer that stands out; null: none does."""
+
+    def to_json(self) -> str:
+        """Strict JSON, indented, ending in a newline."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+
+    def write(self, folder: Path) -> Path:
+        """Write ``bisect.json`` into a folder.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        return write_atomically(folder / BISECT, self.to_json())

@@ -1,0 +1,280 @@
+"""Engine hf, layer-wise probes: the states and the q, k, v that Transformers itself has; and nothing stays behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from fidelab.captures.container import BFloat16, to_float32
+from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf_layers import decoder_layers
+from fidelab.errors import EngineError, FidelabError, NotSupportedError
+from fidelab.kernels.reference import Attention, attend
+from fidelab.metrics.layers import Curve, Parting, part, relative_errors
+from fidelab.probes import Layerwise, Prefill
+from tests.engines import tiny
+from tests.engines.conftest import Checkpoint
+from tests.engines.tiny import KINDS, Answers
+
+TOKENS = 24
+WINDOWS = (tiny.tokens(TOKENS), tiny.tokens(TOKENS, 1))
+STATES = Layerwise("bisect", WINDOWS, 0, TOKENS - 1)
+DEPTH = 8  # layers of the models into which faults are planted
+
+
+def qkv(*layers: int) -> Layerwise:
+    return Layerwise("qkv", WINDOWS[:1], 0, TOKENS - 1, tensors="qkv", layers=layers)
+
+
+def answered(engine: HFEngine, probe: Layerwise) -> list[dict[str, Tensor]]:
+    """The arrays of each window."""
+    sink = Answers()
+    answer = engine.answer(probe, sink)
+    assert answer.head is None
+    assert sink.tokens == answer.facts["tokens"] == sum(map(len, probe.windows))
+    return [{name: torch.from_numpy(to_float32(x)) for name, x in sink.items[i].items()} for i in sorted(sink.items)]
+
+
+# ------------------------------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_are_those_that_transformers_tells(kind: str, checkpoint: Checkpoint) -> None:
+    """Its own list ends behind the final norm, so the last layer's is compared through that of the head."""
+    engine = tiny.opened(checkpoint(kind))
+    first, second = answered(engine, STATES)
+    for window, found in zip(WINDOWS, (first["states"], second["states"]), strict=True):
+        with torch.no_grad():
+            told = tiny.model(kind)(torch.tensor([window]), output_hidden_states=True).hidden_states
+        assert found.shape == (len(told), TOKENS, told[0].shape[-1])
+        for ours, theirs in zip(found[:-1], told, strict=False):
+            torch.testing.assert_close(ours, theirs[0], rtol=1e-4, atol=1e-4)
+
+
+def test_what_leaves_the_last_layer_is_what_the_final_norm_gets(checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    seen: list[Tensor] = []
+    norm = engine._model.module.model.norm
+    hook = norm.register_forward_pre_hook(lambda _module, args: seen.append(args[0][0]))
+    found = answered(engine, STATES)
+    hook.remove()
+    for arrays, given in zip(found, seen, strict=True):
+        assert torch.equal(arrays["states"][-1], given)
+
+
+def test_rows_first_to_last_alone_are_kept(checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    some = answered(engine, Layerwise("bisect", WINDOWS, 5, 9))
+    for whole, cut in zip(answered(engine, STATES), some, strict=True):
+        assert torch.equal(cut["states"], whole["states"][:, 5:10])
+
+
+def test_states_are_kept_in_the_compute_type(checkpoint: Checkpoint) -> None:
+    sink = Answers()
+    tiny.opened(checkpoint("llama"), "bf16", "bfloat16").answer(STATES, sink)
+    assert isinstance(sink.items[0]["states"], BFloat16)
+
+
+def test_estimator_logprobs_has_states_all_the_same(checkpoint: Checkpoint) -> None:
+    plain = answered(tiny.opened(checkpoint("llama")), STATES)
+    other = answered(tiny.opened(checkpoint("llama"), estimator="logprobs"), STATES)
+    assert torch.equal(plain[0]["states"], other[0]["states"])
+
+
+# ----------------------------------------------------------------------------------------------- q, k, v
+
+
+@pytest.mark.parametrize(
+    ("kind", "attention"),
+    [
+        *(("llama", attention) for attention in ("sdpa", "eager", "fidelab")),
+        *(("mistral", attention) for attention in ("sdpa", "fidelab")),
+        ("gemma2", "eager"),  # with a soft-cap, which sdpa lacks
+    ],
+)
+def test_attention_by_definition_over_q_k_v_is_what_the_layer_computes(
+    kind: str, attention: str, checkpoint: Checkpoint
+) -> None:
+    """Position embedding, heads and order are right: the definition of attention gives what o_proj gets."""
+    engine = tiny.opened(checkpoint(kind), attention=attention)
+    module, config = engine._model.module, engine._model.config
+    seen: dict[int, Tensor] = {}
+    hooks = [
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _m, args, n=n: seen.__setitem__(n, args[0][0]))
+        for n, layer in enumerate(module.model.layers)
+    ]
+    layers = tuple(range(config.num_hidden_layers))
+    [found] = answered(engine, qkv(*layers))
+    for hook in hooks:
+        hook.remove()
+    assert sorted(found) == sorted(f"{layer}.{part}" for layer in layers for part in "qkv")
+    for layer in layers:
+        attends = module.model.layers[layer].self_attn
+        softcap = getattr(attends, "attn_logit_softcapping", None) or 0.0
+        rule = Attention(attends.scaling, KINDS[kind].kv[layer][3] or 0, softcap)
+        q, k, v = (found[f"{layer}.{part}"].transpose(0, 1) for part in "qkv")
+        out, _ = attend(q, k, v, torch.arange(TOKENS), rule)
+        torch.testing.assert_close(out.flatten(1), seen[layer], rtol=1e-4, atol=1e-5)
+
+
+def test_keys_and_values_are_those_before_the_cache(checkpoint: Checkpoint) -> None:
+    plain = answered(tiny.opened(checkpoint("llama")), qkv(0))[0]
+    coarse = answered(tiny.opened(checkpoint("llama"), "int4"), qkv(0))[0]
+    assert all(torch.equal(plain[name], coarse[name]) for name in plain)
+
+
+# ----------------------------------------------------------------------------------- nothing stays behind
+
+
+def _hooks(engine: HFEngine) -> int:
+    modules = list(engine._model.module.modules())
+    return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
+
+
+@pytest.mark.parametrize("probe", [STATES, qkv(0, 2)], ids=["states", "qkv"])
+def test_afterwards_the_model_is_as_before(probe: Layerwise, checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
+    answered(engine, probe)
+    assert _hooks(engine) == hooks
+    assert transformers.AttentionInterface.get_interface is interface
+    assert "update" not in vars(engine._model.cache)
+    again = Answers()
+    engine.answer(Prefill("kld", WINDOWS, 0, TOKENS - 1, ((0,) * TOKENS,) * 2), again)
+    assert sorted(again.items) == [0, 1]
+
+
+@pytest.mark.parametrize("probe", [STATES, qkv(0)], ids=["states", "qkv"])
+def test_a_forward_that_fails_leaves_no_hook_either(
+    probe: Layerwise, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
+
+    def fails(*_args: Any, **_kwargs: Any) -> None:
+        raise EngineError("no memory left")
+
+    monkeypatch.setattr(engine._model, "forward", fails)
+    with pytest.raises(EngineError, match="no memory left"):
+        engine.answer(probe, Answers())
+    assert _hooks(engine) == hooks
+    assert transformers.AttentionInterface.get_interface is interface
+
+
+# ----------------------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer", "said"),
+    [
+        ("llama", 3, "layer 3: the model has layers 0–2"),
+        ("lfm2", 0, "layer 0 shows no q: its attention is of another kind"),
+        ("gemma4", 3, "layer 3 shows no k: its attention is of another kind"),
+        ("minicpm3", 0, "layer 0 caches something else than keys and values"),
+    ],
+)
+def test_layers_without_q_k_v_are_refused_in_one_line(kind: str, layer: int, said: str, checkpoint: Checkpoint) -> None:
+    with pytest.raises(FidelabError) as caught:
+        tiny.opened(checkpoint(kind)).answer(qkv(layer), Answers())
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_whose_layers_are_not_found_is_refused() -> None:
+    config = SimpleNamespace(num_hidden_layers=5, model_type="odd")
+    with pytest.raises(NotSupportedError, match="odd has no list of its 5 decoder layers"):
+        decoder_layers(tiny.model("llama"), config)
+
+
+def test_layers_that_run_twice_are_refused(checkpoint: Checkpoint) -> None:
+    engine = tiny.opened(checkpoint("llama"))
+    engine._model.module.model.layers[1] = engine._model.module.model.layers[0]
+    with pytest.raises(EngineError, match="did not run once each, in their order"):
+        engine.answer(STATES, Answers())
+
+
+# ------------------------------------------------------------------------------------------ planted faults
+
+
+def _deep(layer: int, window: int = 9) -> Any:
+    """Eight layers that attend to everything, but ``layer`` to so many tokens.
+
+    What a layer adds is small beside what it gets, as usual initialisations have it: random layers of another size
+    enlarge any error that enters them, which trained ones do not.
+    """
+    kinds = ["sliding_attention" if i == layer else "full_attention" for i in range(DEPTH)]
+    config = transformers.Qwen2Config(
+        vocab_size=tiny.VOCAB,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=DEPTH,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        use_sliding_window=True,
+        sliding_window=window,
+        layer_types=kinds,
+        pad_token_id=None,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    built = tiny.randomised(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+    built.model.embed_tokens.weight.mul_(30)
+    for block in built.model.layers:
+        for weight in (block.self_attn.o_proj.weight, block.mlp.down_proj.weight):
+            weight.mul_((2 * DEPTH) ** -0.5)
+    return built
+
+
+def _scaled_keys(layer: int) -> Any:
+    built = _deep(layer)
+    attention = built.model.layers[layer].self_attn
+    for weight in (attention.k_proj.weight, attention.k_proj.bias):
+        weight.mul_(1.07)
+    return built
+
+
+def _zeroed(layer: int) -> Any:
+    built = _deep(layer)
+    built.model.layers[layer].self_attn.o_proj.weight.zero_()
+    return built
+
+
+FAULTS: dict[str, Callable[[int], Any]] = {
+    "K scale off by 7%": _scaled_keys,
+    "window off by one": lambda layer: _deep(layer, 10),
+    "zeroed output": _zeroed,
+}
+
+
+def _parting(folder: Path, faulty: Any, layer: int, kv: str) -> Parting:
+    """Where the faulty model with this cache parts from the right one with a 32-bit cache."""
+    paths = (tiny.save(_deep(layer), folder / "right"), tiny.save(faulty, folder / "faulty"))
+    right, wrong = (
+        np.concatenate([x["states"].numpy() for x in answered(tiny.opened(path, how), STATES)], axis=1)
+        for path, how in zip(paths, ("f32", kv), strict=True)
+    )
+    return part(Curve.of([relative_errors(a, b) for a, b in zip(right, wrong, strict=True)]))
+
+
+@pytest.mark.parametrize("layer", [0, DEPTH // 2, DEPTH - 1])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_layer_with_a_fault_is_the_first_that_stands_out(fault: str, layer: int, tmp_path: Path) -> None:
+    found = _parting(tmp_path, FAULTS[fault](layer), layer, "f32")
+    assert found.stand_out[:1] == (layer,)
+    assert found.begins == layer
+
+
+@pytest.mark.parametrize("kv", ["int8", "fp8_e4m3", "int4"])
+def test_an_equally_coarse_cache_has_no_layer_that_stands_out(kv: str, tmp_path: Path) -> None:
+    found = _parting(tmp_path, _deep(3), 3, kv)
+    assert found.stand_out == ()
+    assert found.begins == 0

@@ -1,0 +1,175 @@
+"""``fidelab bisect`` end to end, on tiny models in worker processes; what it refuses, what it writes, what it says."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from rich.console import Console
+
+from fidelab.models.tiny import make_tiny
+from fidelab.report.bisect import render_bisect, sentence
+from fidelab.results.bisect_record import BisectReport
+from tests.runs.harness import Done, cli
+
+LAYERS, FAULTY = 4, 2
+SKIP_OTHERS = "0,1,3"
+SIZES = ("--threads", 1, "--windows", 2, "--n-ctx", 32, "--dtype", "float32", "--reference", "f32")
+
+
+def bisect(room: Path, *words: object) -> Done:
+    return cli("bisect", "./tiny", *SIZES, *words, cwd=room)
+
+
+def record(done: Done) -> dict[str, Any]:
+    return dict(json.loads((done.folder / "bisect.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model of four layers, and one of another shape."""
+    folder = tmp_path_factory.mktemp("bisect")
+    make_tiny(folder / "tiny", layers=LAYERS)
+    make_tiny(folder / "other", layers=LAYERS - 1)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(room: Path) -> Done:
+    """int4 in one layer alone, with a floor."""
+    return bisect(room, "--kv", f"int4[skip-layers={SKIP_OTHERS}]", "--json")
+
+
+# ------------------------------------------------------------------------------------------------ findings
+
+
+def test_a_format_in_one_layer_alone_is_found_there(done: Done) -> None:
+    assert done.code == 0, done.err
+    found = record(done)
+    assert (found["first"], found["begins"]) == (FAULTY, FAULTY)
+    assert [row["stands_out"] for row in found["layers"]] == [layer == FAULTY for layer in range(LAYERS)]
+    assert [row["error"]["rms"] for row in found["layers"][:FAULTY]] == [0.0] * FAULTY
+    assert found["entering"] == {"median": 0.0, "tail": 0.0, "rms": 0.0}
+    assert (found["windows"], found["rows"]) == (2, 2 * 30)
+
+
+def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
+    found = record(done)
+    assert found["floor"] == {"status": "ok", "reason": None}
+    assert all(row["floor"]["rms"] == 0.0 for row in found["layers"])
+    folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/bisect-*"))
+    assert folders == ["-r0", "-r1"]
+
+
+def test_json_is_the_record_in_the_run_folder(done: Done) -> None:
+    assert json.loads(done.out) == record(done)
+    assert BisectReport.model_validate_json(done.out).first == FAULTY
+    settings = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert (settings["kind"], settings["reference"]["kv"]) == ("bisect", "f32")
+    assert not list(done.folder.glob(".*"))
+
+
+def test_the_settings_file_is_not_taken_for_a_comparison(done: Done) -> None:
+    again = cli("run", done.folder / "config.resolved.yaml", cwd=done.cwd)
+    assert again.code == 2
+    assert "kind: 'bisect'" in again.err
+
+
+def test_captures_are_found_again_and_the_sentence_names_the_layer(done: Done) -> None:
+    again = bisect(done.cwd, "--kv", f"int4[skip-layers={SKIP_OTHERS}]", "--no-floor")
+    assert again.err.count("found in an earlier run") == 2
+    assert f"Layer {FAULTY} stands out: it adds a relative error of" in again.out
+    assert f"The arms part in layer {FAULTY}: before it their states are the same." in " ".join(again.out.split())
+    assert "floor" not in again.out
+    assert "<- stands out" in next(line for line in again.out.splitlines() if line.strip().startswith(f"{FAULTY} "))
+
+
+def test_arms_that_differ_in_nothing_measurable_are_identical(room: Path) -> None:
+    """A 32-bit cache with an option that skips every layer but one computes what the reference does."""
+    done = bisect(room, "--kv", "f32[skip-layers=0]", "--no-floor")
+    found = record(done)
+    assert (done.code, found["candidate"]["status"], found["first"], found["begins"]) == (0, "identical", None, None)
+    assert "No layer differs" in done.out
+
+
+def test_models_of_another_shape_are_a_mismatch_in_one_line(room: Path) -> None:
+    done = bisect(room, "--candidate", "model=./other", "--no-floor")
+    assert done.code == 2
+    assert done.err.splitlines()[-1] == (
+        "fidelab: other has 3 layers of width 64, the reference 4 of 64: their states cannot be compared"
+    )
+
+
+def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
+    done = bisect(room, "--kv", "int8[skip-layers=9]")
+    assert done.code == 1
+    assert "skip-layers=9: the model has layers 0–3" in done.err
+    found = record(done)
+    assert (found["candidate"]["status"], found["floor"], found["layers"]) == ("not_supported", None, [])
+
+
+# ----------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), not 0"),
+        (("--kv", "int8", "--kv", "int4"), "a bisect is between two arms: name one candidate"),
+        (("--kv", "int8", "--candidate", "kv=int4"), "not 2"),
+        (("--kv", "f32"), "candidate 'f32' computes what the reference computes"),
+        (("--kv", "int8", "--engine", "llamacpp"), "engine llamacpp does not tell what passes through its layers"),
+        (("--candidate", "kv=q8_0,engine=vllm"), "engine vllm does not tell what passes through its layers"),
+        (("--kv", "int8", "--engine", "hff"), "unknown engine 'hff'; did you mean 'hf'?"),
+        (("--kv", "int9"), "unknown KV format of engine hf 'int9'"),
+        (("--kv", "int8", "--n-ctx", 50_000), "n_ctx 50000 is beyond the limit"),
+        (("--kv", "int8", "--n-ctx", 4), "n_ctx: Input should be greater than or equal to 8"),
+        (("--kv", "int8", "--windows", 0), "windows: Input should be greater than or equal to 1"),
+        (("--kv", "int8", "--text", "nowhere.txt"), "no text 'nowhere.txt'"),
+        (("--kv", "k16v8", "--candidate-x"), "No such option"),
+        (("--kv", "q4_0", "--engine-arg", "attention=fidelab"), "candidate 'q4_0' cannot run on engine hf"),
+    ],
+)
+def test_bad_input_is_one_line_before_anything_runs(words: tuple[object, ...], said: str, room: Path) -> None:
+    before = sorted((room / "runs").glob("2*")) if (room / "runs").exists() else []
+    done = bisect(room, *words)
+    assert (done.code, done.out) == (2, "")
+    [line] = done.err.splitlines()
+    assert said in line
+    assert before == (sorted((room / "runs").glob("2*")) if (room / "runs").exists() else [])
+
+
+# ------------------------------------------------------------------------------------------------- report
+
+
+def _rendered(report: BisectReport, **console: Any) -> str:
+    out = io.StringIO()
+    render_bisect(report, Console(file=out, width=100, **console))
+    return out.getvalue()
+
+
+def test_the_report_has_a_line_per_layer_and_no_colours_for_a_file(done: Done) -> None:
+    text = _rendered(BisectReport.model_validate_json(done.out))
+    assert "\x1b" not in text
+    assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()][1:] == ["0", "1", "2", "3"]
+
+
+def test_states_that_are_not_finite_are_said_so(done: Done) -> None:
+    fields = json.loads(done.out)
+    row = fields["layers"][FAULTY]
+    row |= {"error": dict.fromkeys(row["error"]), "added": None, "added_tail": None, "ratio": None}
+    report = BisectReport.model_validate(fields)
+    assert sentence(report).startswith("Layer 2 stands out: states behind it are not finite.")
+    assert "not finite" in _rendered(report)
+
+
+def test_names_from_outside_are_no_markup(done: Done) -> None:
+    fields = json.loads(done.out)
+    fields["candidate"]["name"] = "[bold]int4[/bold]\x1b[31m"
+    text = _rendered(BisectReport.model_validate(fields))
+    assert "[bold]int4[/bold]" in text
+    assert "\x1b" not in text
