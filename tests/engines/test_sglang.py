@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import sglang_launch
-from fidelab.engines.sglang import SGLangEngine, _found, _scales
+from fidelab.engines.sglang import SGLangEngine
 from fidelab.engines.sglang_launch import arguments
+from fidelab.engines.sglang_ran import _found, _scales
 from fidelab.errors import UsageError
 from fidelab.plugins import sglang_capture
 from fidelab.plugins.sglang_capture import _Capture, _end
@@ -85,7 +86,8 @@ def test_other_formats_are_refused_on_a_cpu_and_passed_on_to_a_gpu(kv: str) -> N
 
 
 def test_keys_and_values_have_one_format() -> None:
-    assert "one type for keys and values" in SGLangEngine.supports(arm("auto/fp8_e4m3")).reason
+    with pytest.raises(UsageError, match=r"one type for keys and values; the one pair is k16v8"):
+        SGLangEngine.check_kv(KVSpec.parse("auto/fp8_e4m3"))
 
 
 @pytest.mark.parametrize("kv", ["fp8_e4m3[scale=2]", "auto[skip-layers=0]"])

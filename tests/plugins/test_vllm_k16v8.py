@@ -19,17 +19,8 @@ from fidelab.errors import NotSupportedError, UsageError
 from fidelab.kernels import torch_path
 from fidelab.kernels.cache import PagedCache
 from fidelab.plugins import vllm_k16v8
-from fidelab.plugins.vllm_k16v8 import (
-    LABEL,
-    SWITCH,
-    Pages,
-    Scaling,
-    content_bytes,
-    pages,
-    read_back,
-    register,
-    switched,
-)
+from fidelab.plugins.k16v8 import LABEL, SWITCH, Pages, Scaling, content_bytes, read_back, switched
+from fidelab.plugins.vllm_k16v8 import pages, register
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 16, 8
 scalings = pytest.mark.parametrize("scaling", ["none", "per-token-head"])

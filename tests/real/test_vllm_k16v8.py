@@ -24,7 +24,8 @@ from fidelab.engines.hf import HFEngine
 from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
 from fidelab.models import Model
-from fidelab.plugins.vllm_k16v8 import SWITCH, VERSIONS
+from fidelab.plugins.k16v8 import SWITCH
+from fidelab.plugins.vllm_k16v8 import VERSIONS
 from fidelab.probes import Prefill, probe_record
 from tests.engines import tiny
 from tests.real.servers import vllm_server

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fidelab.plugins.vllm_k16v8 import switched
+from fidelab.plugins.k16v8 import switched
 
 BUDGET = 48  # tokens of one step: prompts come in chunks, beside others that decode
 BLOCK = 32

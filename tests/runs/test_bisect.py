@@ -7,10 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 from rich.console import Console
 
+from fidelab.bisecting import _layers
+from fidelab.metrics.layers import Curve
 from fidelab.models.tiny import make_tiny
 from fidelab.report.bisect import render_bisect, sentence
 from fidelab.results.bisect_record import BisectReport
@@ -53,6 +56,9 @@ def test_a_format_in_one_layer_alone_is_found_there(done: Done) -> None:
     assert (found["first"], found["begins"]) == (FAULTY, FAULTY)
     assert [row["stands_out"] for row in found["layers"]] == [layer == FAULTY for layer in range(LAYERS)]
     assert [row["error"]["rms"] for row in found["layers"][:FAULTY]] == [0.0] * FAULTY
+    row = found["layers"][FAULTY]
+    assert row["error"]["median"] == row["added"] > 0  # nothing came in
+    assert row["error"]["tail"] == row["added_tail"] >= row["added"]
     assert found["entering"] == {"median": 0.0, "tail": 0.0, "rms": 0.0}
     assert (found["windows"], found["rows"]) == (2, 2 * 30)
 
@@ -63,6 +69,17 @@ def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
     assert all(row["floor"]["rms"] == 0.0 for row in found["layers"])
     folders = sorted(path.name[-3:] for path in (done.cwd / "runs" / "captures").glob("*f32*/bisect-*"))
     assert folders == ["-r0", "-r1"]
+
+
+def test_a_layers_row_is_of_the_states_behind_it() -> None:
+    curve, floor = (Curve(x, 2 * x, 3 * x) for x in (np.array([0.1, 0.2, 0.4]), np.array([0.0, 0.01, 0.02])))
+    found = _layers(curve, floor)
+    assert found["entering"].median == 0.1
+    assert [(row.layer, row.error.median, row.error.rms) for row in found["layers"]] == [
+        (0, 0.2, pytest.approx(0.6)),
+        (1, 0.4, pytest.approx(1.2)),
+    ]
+    assert [row.floor.tail for row in found["layers"]] == [0.02, 0.04]
 
 
 def test_json_is_the_record_in_the_run_folder(done: Done) -> None:

@@ -255,7 +255,7 @@ def run(
     if "kind" not in data:
         launch(validate(data, str(path)), as_json, dry_run, plot)
     elif data["kind"] != KIND:
-        raise ConfigError(f"{path}: kind: {data['kind']!r} is none; write {KIND}, or leave it away")
+        raise ConfigError(f"{path}: kind: {data['kind']!r} cannot be run; write {KIND}, or leave it away")
     elif dry_run or plot:
         raise UsageError(f"{'--dry-run' if dry_run else '--plot'} is for an experiment on one engine")
     else:

@@ -56,9 +56,7 @@ def check_vary(vary: Mapping[str, list[str]]) -> None:
         raise ValueError(f"{next(iter(vary))} has a single value: nothing varies; give two, or use --candidate")
     cells = math.prod(map(len, vary.values()))
     if cells > MOST_CELLS:
-        raise ValueError(
-            f"the grid has {cells} cells, more than {MOST_CELLS}; vary fewer keys or values"
-        )
+        raise ValueError(f"the grid has {cells} cells, more than {MOST_CELLS}; vary fewer keys or values")
 
 
 def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:

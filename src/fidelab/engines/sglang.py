@@ -1,4 +1,5 @@
-"""SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both.
+"""SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both,
+or as ``k16v8`` by a backend that fidelab brings (``plugins/sglang_k16v8``).
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
 ``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
@@ -17,7 +18,6 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -32,17 +32,22 @@ from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.options import check_options
 from fidelab.engines.sglang_launch import (
     DTYPES,
+    K16V8,
     OPTIONS,
     SPARE,
     arguments,
     context,
+    k16v8_cannot,
+    k16v8_of,
     kv_choices,
     on_cpu,
     prepare,
 )
+from fidelab.engines.sglang_ran import ran
 from fidelab.engines.sglang_session import Request, Response, SGLangSession
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.plugins.sglang_k16v8 import PACKAGES
 from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
 
 if TYPE_CHECKING:
@@ -55,17 +60,13 @@ __all__ = ["SGLangEngine"]
 _TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
-_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
-_STORED = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
-_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
-_BYTES |= {"fp4_mx_block16": 9 / 16}
 
 
 class SGLangEngine(Engine):
     """SGLang behind the engine contract."""
 
     name: ClassVar[str] = "sglang"
-    packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
+    packages: ClassVar[tuple[str, ...]] = PACKAGES
     native_kv: ClassVar[str] = "auto"
     pairs: ClassVar[bool] = False
 
@@ -83,11 +84,12 @@ class SGLangEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return kv_choices()
+        return (*kv_choices(), K16V8)
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        if kv.k.options or kv.v.options:
+        ours = k16v8_of(kv) is not None
+        if (kv.k.options or kv.v.options) and not ours:
             raise UsageError(f"KV format {kv.label!r}: formats of engine sglang take no options")
         if kv.skip_layers:
             raise UsageError(f"KV format {kv.label!r}: SGLang has one format for all layers, no skip-layers")
@@ -97,8 +99,9 @@ class SGLangEngine(Engine):
         check_options(cls.name, arm.options, OPTIONS)
         if arm.dtype not in DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
-        if not arm.kv.same:
-            return Verdict(False, f"SGLang has one type for keys and values, not {arm.kv.k} and {arm.kv.v}")
+        if k16v8_of(arm.kv) is not None:
+            reason = k16v8_cannot(arm)
+            return Verdict(not reason, reason)
         return Verdict(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
 
     def open(self, arm: Arm) -> None:
@@ -159,42 +162,7 @@ class SGLangEngine(Engine):
         return Answer(self._estimator, **head, facts=facts)
 
     def ran(self) -> Ran:
-        about, cache = self._about, self._about["cache"]
-        asked, ranks = self._arm.kv.k.name, int(self._options.get("tp", "1"))
-        found = _found(asked, about)
-        size = 4 if about["compute_dtype"] == "float32" else 2
-        expected = _BYTES.get(asked, size) * cache["values_per_token"] * ranks
-        running = self._session.arguments
-        return Ran(
-            versions={**self.versions(), "python": platform.python_version()},
-            device=_device_name(self._arm.device),
-            attention=about["attention"],
-            k_format=found,
-            v_format=found,
-            k_dtype=cache["dtype"],
-            v_dtype=cache["dtype"],
-            cache_bytes_per_token=cache["bytes_per_token"] * ranks,
-            expected_bytes_per_token=None if "kv" in cache["stored"] else expected,
-            kv_layers=cache["kv_layers"],
-            layers_without_kv=max(0, about["layers"] - cache["kv_layers"]),
-            more={
-                "compute_dtype": about["compute_dtype"],
-                "threads": about["threads"],
-                "architecture": about["architecture"],
-                "tp": ranks,
-                "block_size": about["page_size"],
-                "cache_tokens": about["cache_tokens"],
-                "cache_bytes": cache["bytes"] * ranks,
-                "cache_pool": cache["pool"],
-                "cache_read_back": cache["matches"],
-                "prefix_caching": not running.disable_radix_cache,
-                "chunked_prefill": max(int(running.chunked_prefill_size or -1), 0) or None,
-                "graphs": about["graphs"],
-                "quantization": running.quantization,
-                "unfilled_parameters": None if about["unfilled_parameters"] is None else 0,
-                **_scales(about),
-            },
-        )
+        return ran(self._arm, self._about, self._session.arguments, self.versions())
 
     def close(self) -> None:
         self._session.close()
@@ -357,46 +325,9 @@ class SGLangEngine(Engine):
         return {name: BFloat16(rows.bits[:n]) if isinstance(rows, BFloat16) else rows[:n]}
 
 
-def _found(asked: str, about: Mapping[str, Any]) -> str | None:
-    """The asked name where the storage proves it, else what was found."""
-    cache = about["cache"]
-    if cache["matches"] is not None and cache["matches"] < 1:
-        return None
-    scaled = cache["values_per_scale"] is not None
-    if "MXFP8" in cache["pool"][0]:
-        found = "mxfp8"
-    elif scaled:
-        found = str(cache["method"])
-    else:
-        stored = _STORED.get(asked, (about["compute_dtype"],))
-        found = asked if asked in (*_STORED, "auto") and cache["dtype"] in stored else str(cache["dtype"])
-    return found
-
-
-def _scales(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the scales of the cache come from and what shares one."""
-    cache = about["cache"]
-    if cache["values_per_scale"] is not None:
-        source, granularity = "computed when written", f"{cache['values_per_scale']:g} values"
-    elif cache["dtype"].startswith("float8"):
-        granularity = "layer"
-        source = "checkpoint" if about["scale_parameters"] else "1.0, the engine's default"
-        if not about["scale_parameters"] and cache["layer_scales"] != [[1.0, 1.0]]:
-            source = "set by the engine"
-    else:
-        source, granularity = None, None
-    return {"scale_source": source, "scale_granularity": granularity}
-
-
 def _tensor(array: Array) -> Tensor:
     import torch
 
     if isinstance(array, BFloat16):
         return torch.from_numpy(array.bits).view(torch.bfloat16)
     return torch.from_numpy(array)
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu ({platform.machine()})"

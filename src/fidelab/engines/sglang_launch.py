@@ -9,17 +9,37 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm
+from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Verdict
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.engines.sglang_session import one_line
-from fidelab.errors import EngineError
+from fidelab.errors import EngineError, UsageError
+from fidelab.plugins.k16v8 import SWITCH as PLUGIN_SWITCH
+from fidelab.plugins.k16v8 import Scaling
+from fidelab.plugins.sglang_k16v8 import BACKEND, PAGES, refusal
 
-__all__ = ["DTYPES", "OPTIONS", "SPARE", "arguments", "context", "kv_choices", "on_cpu", "prepare"]
+__all__ = [
+    "DTYPES",
+    "K16V8",
+    "OPTIONS",
+    "SPARE",
+    "arguments",
+    "context",
+    "k16v8_cannot",
+    "k16v8_of",
+    "kv_choices",
+    "on_cpu",
+    "prepare",
+]
+
+K16V8 = "k16v8"
+_NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
+_SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
 SPARE = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts what is asked for to that
+_PLUGINS = "SGLANG_PLUGINS"  # the only ones to load, where it is set
 _CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
 DTYPES = ("float32", "bfloat16", "float16")
 _CPU_CACHE = 40_960  # tokens; memory is taken when they are written
@@ -84,14 +104,48 @@ def on_cpu(name: str) -> Verdict:
     return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
 
 
+def k16v8_of(kv: KVSpec) -> Scaling | None:
+    """How our plug-in scales the values of this pair; ``None``: the cache is SGLang's own.
+
+    Raises:
+        UsageError: a pair that is not K16/V8: SGLang has one type for keys and values.
+    """
+    if kv.same:
+        return None
+    scaling = _SCALINGS.get(str(kv.v))
+    if str(kv.k) not in _NATIVE or scaling is None:
+        raise UsageError(
+            f"KV format {kv.label!r}: SGLang has one type for keys and values; the one pair is {K16V8} "
+            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by fidelab's plug-in"
+        )
+    return scaling
+
+
+def k16v8_cannot(arm: Arm) -> str:
+    """What our plug-in lacks for this arm; models that it cannot serve end the start with a line of their own."""
+    options = dict(arm.options)
+    if reason := refusal():
+        return reason
+    if (keys := _NATIVE[str(arm.kv.k)]) != arm.dtype:
+        return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
+    if "attention-backend" in options:
+        return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
+    if options.get("cuda-graph") == "on":
+        return f"{arm.kv.label} runs without graphs: remove cuda-graph"
+    if arm.device != "cpu" and int(options.get("page-size", PAGES[0])) not in PAGES:
+        return f"{arm.kv.label} reads pages of {', '.join(map(str, PAGES))} tokens on GPUs, not {options['page-size']}"
+    return ""
+
+
 def arguments(arm: Arm) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``; what an option names replaces ours."""
     options = dict(arm.options)
     device, _, number = arm.device.partition(":")
+    scaling = k16v8_of(arm.kv)
     ours: dict[str, Any] = {
         "model_path": arm.path,
         "dtype": arm.dtype,
-        "kv_cache_dtype": arm.kv.k.name,
+        "kv_cache_dtype": "auto" if scaling else arm.kv.k.name,
         "device": device,
         "skip_tokenizer_init": True,
         "trust_remote_code": False,
@@ -114,6 +168,8 @@ def arguments(arm: Arm) -> dict[str, Any]:
             "mem_fraction_static": 0.8,
             "max_total_tokens": _CPU_CACHE,
         }
+    if scaling:
+        ours |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
     return ours | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
 
 
@@ -138,6 +194,11 @@ def prepare(arm: Arm, ranks: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(arm.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(_LONGER, "1")
+    scaling = k16v8_of(arm.kv)
+    # An arm that is not k16v8 must not inherit the switch.
+    os.environ[PLUGIN_SWITCH] = {None: "0", "none": "1"}.get(scaling, str(scaling))
+    if allowed := os.environ.get(_PLUGINS):
+        os.environ[_PLUGINS] = f"{allowed},fidelab_capture,fidelab_k16v8"
     if arm.device == "cpu":
         os.environ[_CPU_ENGINE] = "1"
         cores = sorted(os.sched_getaffinity(0))

@@ -13,7 +13,8 @@ from typing import Any, get_args
 
 from fidelab.core import Arm, KVSpec
 from fidelab.errors import EngineError, UsageError
-from fidelab.plugins.vllm_k16v8 import LABEL, SWITCH, Scaling, refusal
+from fidelab.plugins.k16v8 import LABEL, SWITCH, Scaling
+from fidelab.plugins.vllm_k16v8 import refusal
 
 __all__ = [
     "K16V8",

@@ -195,7 +195,7 @@ class _Capture:
             "softcap": getattr(processor, "final_logit_softcapping", None),
             "scale": getattr(processor, "logit_scale", None),
             "head": head,
-            "attention": type(runner.attn_backend).__name__,
+            "attention": getattr(runner.attn_backend, "label", None) or type(runner.attn_backend).__name__,
             "page_size": runner.page_size,
             "cache_tokens": runner.max_total_num_tokens,
             "graphs": getattr(runner, "decode_cuda_graph_runner", None) is not None,
@@ -237,10 +237,19 @@ class _Stored:
             "values_per_token": sum(
                 x.tp_k_head_num * x.qk_head_dim + x.tp_v_head_num * x.v_head_dim for x in self._layers
             ),
+            "heads": [(x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in self._layers],
             "values_per_scale": _values_per_scale(buffers),
             "layer_scales": sorted({(_scale(x, "k"), _scale(x, "v")) for x in self._layers}),
             "matches": self._matches(pools[0], layer, batch),
+            "read_back": self._read_back(pools[0], layer, batch),
         }
+
+    def _read_back(self, pool: Any, layer: Any, batch: Any) -> dict[str, Any]:
+        """What a pool of ours says of itself: it knows its formats."""
+        if not self._given or not hasattr(pool, "read_back"):
+            return {}
+        seen: dict[str, Any] = pool.read_back(layer.layer_id, batch.out_cache_loc, *self._given[0])
+        return seen
 
     def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
         """Share of the first layer's keys and values that lie in the cache, rounded to its type, where they belong.

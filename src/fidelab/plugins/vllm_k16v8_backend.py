@@ -28,7 +28,8 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 from fidelab.kernels.cache import PagedCache
 from fidelab.kernels.dispatch import HEAD_DIMS, PAGES, Kernels, choose
 from fidelab.kernels.reference import Attention
-from fidelab.plugins.vllm_k16v8 import LABEL, Pages, content_bytes, pages, read_back, switched
+from fidelab.plugins.k16v8 import LABEL, Pages, content_bytes, read_back, switched
+from fidelab.plugins.vllm_k16v8 import pages
 
 __all__ = ["K16V8Backend"]
 
@@ -248,5 +249,5 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         )
 
     def read_back(self, kv_cache: Tensor, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
-        """:func:`fidelab.plugins.vllm_k16v8.read_back` of this layer."""
+        """:func:`fidelab.plugins.k16v8.read_back` of this layer."""
         return read_back(pages(kv_cache, self.head_size, self.scaling), blocks, key, value)

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fidelab.report.cells import plain
-from fidelab.report.markdown import _code, _text
+from fidelab.report.markdown import code_span, escaped
 from fidelab.report.numbers import (
     ABSENT,
     MINUS,
@@ -68,10 +68,10 @@ def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
     rows: list[tuple[str, ...]] = [_COLUMNS, (*[":--"] * 3, *["--:"] * 3)]
     for change in _rows(diff, full):
         outcome, arm, place, *figures = _cells(change)
-        rows.append((_text(outcome), _cell(arm), _cell(place), *map(_text, figures)))
+        rows.append((escaped(outcome), _cell(arm), _cell(place), *map(escaped, figures)))
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     parts = [
-        f"{_code(diff.now.name)} against baseline {_code(diff.baseline.name)}: {_text(_summary(diff, full))}",
+        f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff, full))}",
         _bullets(f"not compared: {_refusal(refusal)}" for refusal in diff.refused),
         table if len(rows) > 2 else "",
         _bullets(_missing(diff)),
@@ -82,11 +82,11 @@ def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
 
 
 def _cell(text: str) -> str:
-    return _code(text).replace("|", "\\|")
+    return code_span(text).replace("|", "\\|")
 
 
 def _bullets(lines: Iterable[str]) -> str:
-    return "\n".join(f"- {_text(line)}" for line in lines)
+    return "\n".join(f"- {escaped(line)}" for line in lines)
 
 
 def _table(rows: Iterable[MetricChange], console: Console) -> Table:

@@ -17,7 +17,7 @@ from fidelab.report.numbers import ABSENT, format_count, one_line
 from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.record import Report
 
-__all__ = ["render_markdown"]
+__all__ = ["code_span", "escaped", "render_markdown"]
 
 _COLUMNS = ("arm", "verdict", "KLD (nats)", "over control", "p99", "top-1", "trajectory", "bytes/token")
 _LEGEND = (
@@ -34,33 +34,33 @@ def render_markdown(report: Report) -> str:
     view = build_view(report)
     verdicts = (
         _table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
-        _bullets(f"{_code(row.name)}: {_text(row.sentence)}" for row in view.candidates),
+        _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
-        _bullets(_text(line) for line in (view.control, view.floor, view.ranking) if line),
+        _bullets(escaped(line) for line in (view.control, view.floor, view.ranking) if line),
     )
     parts = [
         _opening(report, view),
-        _bullets(f"failed: {_text(line)}" for line in view.failures),
+        _bullets(f"failed: {escaped(line)}" for line in view.failures),
         *(verdicts if view.fidelity else ()),
         *(part for matrix in view.isolation for part in _isolation(matrix)),
         *(_speed(view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
-        f"Made with fidelab {_text(view.version)} on {report.created.date().isoformat()}.",
+        f"Made with fidelab {escaped(view.version)} on {report.created.date().isoformat()}.",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def _opening(report: Report, view: View) -> str:
     """What was compared or measured, on which text and by which protocol, in one sentence."""
-    engines = ", ".join(_code(name) for name in dict.fromkeys(row.engine for row in view.rows))
+    engines = ", ".join(code_span(name) for name in dict.fromkeys(row.engine for row in view.rows))
     n = len(view.candidates) if view.fidelity else len(view.rows)
-    those = f"{n} configuration{'' if n == 1 else 's'} of {_code(_public(view.rows[0].model))} on {engines}"
+    those = f"{n} configuration{'' if n == 1 else 's'} of {code_span(_public(view.rows[0].model))} on {engines}"
     if view.performance is not None and not view.fidelity:
         what = view.performance.measured
-        compared = f", compared with the reference {_code(view.rows[0].name)}" if n > 1 else ""
+        compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
         return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return f"{those}, compared with the reference {_code(view.rows[0].name)}{_protocol(report.settings)}."
+    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings)}."
 
 
 def _protocol(settings: Mapping[str, Any]) -> str:
@@ -83,7 +83,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _setting(value: Any) -> str:
-    return format_count(value) if isinstance(value, int) else _code(_public(str(value)))
+    return format_count(value) if isinstance(value, int) else code_span(_public(str(value)))
 
 
 def _public(name: str) -> str:
@@ -101,41 +101,43 @@ def _table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) ->
 def _speed(speed: Performance) -> list[str]:
     """Speed and memory of all arms, and what makes single figures doubtful."""
     arms = zip(speed.names, speed.rows, strict=True)
-    cells = ((_name(name), *(_text(str(figure)) for figure in figures)) for name, figures in arms)
+    cells = ((_name(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
     table = _table(("arm", *speed.columns), 1, cells) if speed.columns else ""
     doubts = _bullets(
-        _text(f"{bench.word}: {line}") for bench in speed.benches for line in (*bench.lines, *bench.notes.named())
+        escaped(f"{bench.word}: {line}") for bench in speed.benches for line in (*bench.lines, *bench.notes.named())
     )
     return [table, speed.note if table else "", doubts]
 
 
 def _isolation(matrix: Matrix) -> list[str]:
     """A grid with its title, and what it says."""
-    words, columns = matrix.words, [_text(column) for column in matrix.table.columns]
-    rows = ((*map(_name, row[:words]), *map(_text, row[words:])) for row in matrix.table.rows)
-    return [f"{_text(matrix.table.title)}:", _table(columns, words, rows), _text(matrix.said)]
+    words, columns = matrix.words, [escaped(column) for column in matrix.table.columns]
+    rows = ((*map(_name, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
+    return [f"{escaped(matrix.table.title)}:", _table(columns, words, rows), escaped(matrix.said)]
 
 
 def _name(name: str) -> str:
-    return _code(name).replace("|", "\\|")
+    return code_span(name).replace("|", "\\|")
 
 
 def _cells(row: ArmRow) -> tuple[str, ...]:
     verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
     figures = (str(row.kld), str(row.excess), row.p99, row.top1, str(row.trajectory), row.cache_bytes)
-    return (_name(row.name), *(_text(cell) for cell in (verdict, *figures)))
+    return (_name(row.name), *(escaped(cell) for cell in (verdict, *figures)))
 
 
 def _bullets(lines: Iterable[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 
 
-def _text(text: str) -> str:
+def escaped(text: str) -> str:
     """Text that is shown as it is."""
-    return " ".join(_code(word) if _ADDRESS.search(word) else _MARKUP.sub(r"\\\g<0>", word) for word in text.split(" "))
+    return " ".join(
+        code_span(word) if _ADDRESS.search(word) else _MARKUP.sub(r"\\\g<0>", word) for word in text.split(" ")
+    )
 
 
-def _code(text: str) -> str:
+def code_span(text: str) -> str:
     """A code span, delimited by more backticks than the text has in a row."""
     text = one_line(text).replace("\\|", "\\ |")  # renderers disagree on which sign the backslash belongs to
     if not text:
