@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fidelab.core import FormatSpec
 from fidelab.formats import create
-from fidelab.kernels import gates, torch_path
-from fidelab.kernels.cache import PagedCache, Scaling, dequantize
+from fidelab.kernels import gates, reference, torch_attend, torch_path
+from fidelab.kernels.cache import PagedCache, Scaling, codes_to_values, dequantize
 from fidelab.kernels.cases import CASES, LONG, Case, Problem
 from fidelab.kernels.dispatch import Kernels
 from fidelab.kernels.mutations import MUTATIONS
@@ -102,21 +105,111 @@ def test_what_is_written_is_what_the_format_of_that_name_stores(name: str, scali
     assert decoded[3, 1].isnan().any()
 
 
-@pytest.mark.parametrize("limit", ["_VALUES", "_LOGITS"])
-def test_results_do_not_depend_on_how_the_work_is_cut(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = [Case("d", lengths=(90, 1, 33, 0)), Case("e", lengths=(90, 1, 70), queries=(60, 1, 33), window=20)]
-    for problem in map(_written, cases):
+LIMITS: dict[str, dict[str, int]] = {
+    "a page of keys": {"_KEYS": 1},
+    "a query and head": {"_LOGITS": 1, "_ROWS": 1},
+    "all in oneDNN": {"_LOGITS": 1, "_FEW_ROWS": 1},
+    "all in bmm": {"_FEW_ROWS": 1 << 30},
+    "no padding": {"_VAIN": 1 << 30},
+    "much padding": {"_VAIN": 1},
+    "as on a GPU": {name: 16 * getattr(torch_attend, name) for name in ("_KEYS", "_LOGITS", "_ROWS")},
+    "pages and rows that do not meet": {"_KEYS": 32 * 2 * 64, "_ROWS": 14},
+}
 
-        def attend(problem: Problem = problem) -> Any:
-            if problem.query_starts is None:
-                return torch_path.decode(problem.q, problem.cache, problem.attention)
-            return torch_path.extend(problem.q, problem.query_starts, problem.cache, problem.attention)
 
-        whole = attend()
-        with monkeypatch.context() as patch:
-            patch.setattr(torch_path, limit, 1)
-            for one, other in zip(whole, attend(), strict=True):
-                torch.testing.assert_close(one, other)
+@pytest.mark.parametrize("limits", LIMITS.values(), ids=LIMITS)
+@pytest.mark.parametrize("window", [0, 1, 7, 16, 37])
+def test_the_definition_is_met_however_the_work_is_cut(
+    limits: dict[str, int], window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for limit, value in limits.items():
+        monkeypatch.setattr(torch_attend, limit, value)
+    for case in (
+        Case("d", lengths=(90, 1, 33, 0, 70, 91), window=window, sinks=True),
+        Case("d", lengths=(40, 33), window=window, k_format="int8", v_format="bf16"),
+        Case("e", lengths=(90, 1, 70, 75), queries=(60, 1, 33, 0), window=window, sinks=True),
+        Case("e", lengths=(90, 41), queries=(90, 1), window=window, v_scaling="per-token-head", softcap=5.0),
+    ):
+        problem = _written(case)
+        inputs = (problem.cache, problem.attention)
+        if problem.query_starts is None:
+            found, wanted = (decode(problem.q, *inputs) for decode in (torch_path.decode, reference.decode))
+        else:
+            several = (torch_path.extend, reference.extend)
+            found, wanted = (extend(problem.q, problem.query_starts, *inputs) for extend in several)
+        torch.testing.assert_close(found[0].float(), wanted[0], rtol=8e-3, atol=1e-4)
+        torch.testing.assert_close(found[1], wanted[1], rtol=0, atol=2e-5)
+
+
+def test_a_query_before_the_first_token_has_no_output_and_the_sink_alone() -> None:
+    problem = _written(Case("x", lengths=(5, 0), queries=(5, 0), sinks=True))
+    starts = torch.tensor([0, 3, 5], dtype=torch.int32)  # two queries of a sequence without tokens
+    out, lse = torch_path.extend(problem.q, starts, problem.cache, problem.attention)
+    assert not out[3:].any()
+    assert problem.attention.sinks is not None
+    assert torch.equal(lse[3:], problem.attention.sinks.expand(2, -1))
+    assert torch_path.extend(problem.q, starts, problem.cache)[1][3:].eq(float("-inf")).all()
+
+
+class _Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The largest tensor that any operation gives."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor):
+            self.largest = max(self.largest, found.numel())
+        return found
+
+
+def test_memory_does_not_grow_with_the_square_of_a_prompt() -> None:
+    problem = _written(Case("x", heads=32, kv_heads=32, head_dim=16, lengths=(2000,), queries=(2000,)))
+    with _Seen() as seen:  # type: ignore[no-untyped-call]
+        torch_path.extend(problem.q, problem.query_starts, problem.cache)  # type: ignore[arg-type]
+    assert seen.largest <= problem.q.numel()
+
+
+def test_keys_that_no_query_of_a_block_sees_are_not_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_attend, "_FEW_ROWS", 1 << 30)  # the counter knows bmm
+    for window, most in ((0, 0.55), (128, 0.2)):
+        problem = _written(Case("x", lengths=(1024,), queries=(1024,), window=window))
+        with FlopCounterMode(display=False) as counter:
+            torch_path.extend(problem.q, problem.query_starts, problem.cache, problem.attention)  # type: ignore[arg-type]
+        assert counter.get_total_flops() <= most * 4 * 4 * 1024 * 1024 * 64
+
+
+def test_torchs_default_type_takes_no_part() -> None:
+    problem = _written(Case("x", lengths=(90, 70), queries=(60, 1), v_scaling="per-token-head"))
+    inputs = (problem.q, problem.query_starts, problem.cache)
+    expected = torch_path.extend(*inputs)  # type: ignore[arg-type]
+    torch.set_default_dtype(torch.bfloat16)  # as engines do while they load a model
+    try:
+        found = torch_path.extend(*inputs)  # type: ignore[arg-type]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fp8_e4m3fnuz", "int8", "int4"])
+@pytest.mark.parametrize("nan", [None, 0x7F, 0x80, 0xFF])
+def test_every_code_is_widened_to_its_value(name: str, nan: int | None) -> None:
+    """A sequence of one token answers with that token's value."""
+    cache = PagedCache.allocate(4, 16, 1, 64, batch=4, max_blocks=1, k_format="f32", v_format=name, v_dim=64)
+    width = cache.v_cache.shape[3]
+    codes = torch.arange(4 * width).remainder(256).to(torch.uint8).view(4, width)
+    others = codes_to_values(codes, name).view(4, width, -1).isnan().any(-1) & (codes != nan)
+    codes[others] = 0  # so that one code alone is NaN
+    cache.v_cache[:, 0, 0] = codes.view(cache.v_cache.dtype)
+    cache.block_table.copy_(torch.arange(4)[:, None])
+    cache.lengths.fill_(1)
+    if cache.v_scale is not None:
+        cache.v_scale.fill_(1)
+    expected = dequantize(cache)[1][:, 0]
+    found, _ = torch_path.decode(torch.randn(4, 1, 64), cache)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+    assert found.isnan().any() == (nan in {"fp8_e4m3": (0x7F, 0xFF), "fp8_e4m3fnuz": (0x80,)}.get(name, ()))
 
 
 def test_decode_is_extend_with_one_query_each() -> None:

@@ -108,6 +108,7 @@ def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
     }
     assert {result["status"] for result in results} == {"compiled, never run"}
     assert all(result["shared"] <= result["limit"] for result in results)
+    assert not any(result["spilled"] for result in results)
     assert {result["v_format"] for result in results if result["target"] == "gfx942"} == {"fp8_e4m3fnuz"}
 
 
@@ -173,7 +174,7 @@ with Operations():
 assert operations == [], operations
 assert [name for name, _ in launched] == ["write_kernel", "decode_kernel", "merge_kernel", "extend_kernel"]
 assert launched[1][1] == (2, 2, plan.splits) and plan.splits == 1, launched
-assert decode.split_count(32, 8, 32768, 132) == 2 and decode.split_count(1, 8, 32768, 132) == 33
+assert decode.split_count(32, 8, 32768, 132) == 4 and decode.split_count(1, 8, 32768, 132) == 32
 """
 
 
@@ -198,6 +199,54 @@ def test_a_plan_for_another_shape_is_refused() -> None:
         "the plan is for 1 sequences, 4 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
         "the plan is for 2 sequences, 2 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
     ], done.stderr
+
+
+_ODD_STRIDES = """
+import torch
+from dataclasses import replace
+from fidelab.errors import UsageError
+from fidelab.kernels.cases import Case
+from fidelab.kernels.dispatch import choose
+
+kernels = choose("interpreter", k_format="bf16", v_format="fp8_e4m3", heads=4, kv_heads=2, head_dim=64, page=16)
+problem = Case("x", lengths=(20, 20)).build(0)
+codes = torch.zeros(*problem.cache.v_cache.shape[:3], 65, dtype=torch.uint8)[..., :64]
+try:
+    kernels.decode(problem.q, replace(problem.cache, v_cache=codes))
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_codes_at_odd_addresses_are_refused() -> None:
+    done = _python(_ODD_STRIDES)
+    assert done.stdout.startswith("v_cache has strides [2080, 130, 65, 1]; "), done.stderr
+
+
+_NARROW_QUERIES = """
+import torch
+from fidelab.kernels import reference
+from fidelab.kernels.cases import Case
+from fidelab.kernels.dispatch import choose
+
+kernels = choose("interpreter", k_format="fp8_e4m3", v_format="bf16", heads=4, kv_heads=2, head_dim=64, page=16)
+problem = Case("x", k_format="fp8_e4m3", v_format="bf16", lengths=(20, 20)).build(0)
+kernels.write(problem.key, problem.value, problem.cache, problem.slots)
+for power in (-100, 0, 100):  # far beyond what float16 holds; the logits must stay those of the definition
+    q = (problem.q.float() * 2.0**power).bfloat16()
+    attention = reference.Attention(scale=2.0**-power / 8)
+    out, lse = kernels.decode(q, problem.cache, attention)
+    wanted, wanted_lse = reference.decode(q, problem.cache, attention)
+    assert torch.allclose(out.float(), wanted, atol=2e-2) and torch.allclose(lse, wanted_lse, atol=1e-4), power
+q[0, 0] = 0
+out, lse = kernels.decode(q, problem.cache, attention)
+assert torch.allclose(lse[0, 0], torch.tensor(20.0).log())
+"""
+
+
+def test_queries_beyond_float16_meet_fp8_keys_unharmed() -> None:
+    done = _python(_NARROW_QUERIES)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_launch_with_buffers_given_does_nothing_else_on_the_device() -> None:

@@ -1,13 +1,20 @@
 """Compiling the Triton kernels for processors that are not here: "compiled, never run".
 
 Triton needs no device to compile: its wheel has NVIDIA's assembler and AMD's back end.  What is checked is that
-every kernel compiles in the configuration that would be launched, and that its shared memory fits the target.
+every kernel compiles in the configuration that would be launched, and that its shared memory fits the target.  What
+the compiled code says about speed is recorded: registers and what did not fit them, the width of loads, which
+matrix instructions, how many tiles are loaded ahead.  It is evidence, no measurement.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +24,7 @@ from fidelab.kernels.cache import PagedCache, Scaling, storage
 from fidelab.kernels.reference import Attention
 
 if TYPE_CHECKING:
-    from fidelab.kernels.launch import Target
+    from fidelab.kernels.launch import Target, Tiles
 
 __all__ = ["KERNELS", "OPTIONS", "PAIRS", "TARGETS", "Compiled", "compile_kernels"]
 
@@ -35,6 +42,15 @@ class Compiled:
 
     ``options``: ``plain``, or ``all`` with window, soft-cap, sinks, scales per token and head, and counting of what
     saturates.  ``shared`` and ``limit``: bytes of shared memory.
+
+    Of the code: ``registers`` of a thread; ``spilled``: bytes of memory that each thread has because they are too few;
+    ``loads``: bytes that one thread's load from global memory takes → such instructions (the block table and scales
+    are narrow); ``asynchronous``: how many of them go to shared memory by themselves; ``matrix``: the unit of the
+    products (mma, wgmma, tcgen05, mfma, wmma).
+
+    ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
+    both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
+    and V at least under way to one multiprocessor while its programs compute (NVIDIA, decode and extend).
     """
 
     kernel: str
@@ -46,6 +62,19 @@ class Compiled:
     options: str
     shared: int | None
     limit: int
+    rows: int = 0
+    tokens: int = 0
+    warps: int = 0
+    stages: int = 0
+    registers: int | None = None
+    spilled: int | None = None
+    loads: dict[int, int] = field(default_factory=dict)
+    asynchronous: int = 0
+    matrix: str = ""
+    tile: int | None = None
+    buffers: int | None = None
+    programs: int | None = None
+    in_flight: int | None = None
     error: str | None = None
     status: str = "compiled, never run"
 
@@ -94,14 +123,15 @@ def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from fidelab.kernels.launch import Target, compile_options, tiles
+    from fidelab.kernels.launch import Target, compile_options
 
     backend: str = "cuda" if name.startswith("sm_") else "hip"
     target = Target(backend, int(name[3:]) if backend == "cuda" else name, 1)
     if name == "gfx942":
         k_format, v_format = (x + "fnuz" if x == "fp8_e4m3" else x for x in (k_format, v_format))
     result = Compiled(kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory)
-    function, arguments, constants = _launch(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    function, arguments, constants, tile = _launch(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
     types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
     aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(arguments) if _aligned(x)}
     try:
@@ -113,11 +143,14 @@ def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int
                 attrs=aligned,
             ),
             target=GPUTarget(backend, target.arch, target.warp),
-            options=compile_options(tiles(kernel, target, head_dim, _RATIO)),
+            options=compile_options(tile),
         )
     except Exception as fault:  # whatever the compiler raises is the result
         return replace(result, error=" ".join(str(fault).split())[-300:], status="does not compile")
     shared = int(done.metadata.shared)
+    result = replace(result, **(_nvidia(done.asm) if backend == "cuda" else _read_amd(done.asm["amdgcn"])))
+    if kernel in ("decode", "extend"):
+        result = _pipeline(result, done.asm["ttgir"], shared, target)
     if shared > target.shared_memory:
         excess = f"needs {shared} bytes of shared memory, {name} has {target.shared_memory}"
         return replace(result, shared=shared, error=excess, status="compiles, does not fit")
@@ -126,11 +159,11 @@ def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int
 
 def _launch(
     kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
-) -> tuple[Any, list[Any], dict[str, object]]:
-    """The Triton function, its arguments and constexprs, as a launch would pass them; 4 query heads per KV head."""
+) -> tuple[Any, list[Any], dict[str, object], Tiles]:
+    """The Triton function, its arguments, constexprs and tiles, as a launch has them; 4 query heads per KV head."""
     from fidelab.kernels.decode import decode_constants, decode_kernel, merge_constants, merge_kernel
     from fidelab.kernels.extend import extend_constants, extend_kernel
-    from fidelab.kernels.launch import cache_arguments
+    from fidelab.kernels.launch import cache_arguments, merge_tiles, tiles
     from fidelab.kernels.write import write_arguments, write_constants, write_kernel
 
     batch, kv_heads, heads, splits = 16, 8, 8 * _RATIO, 16
@@ -157,18 +190,84 @@ def _launch(
     if kernel == "write":
         kv = q[:, :kv_heads]
         arguments = write_arguments(kv, kv, cache, starts.long(), None)
-        return write_kernel, [*arguments], write_constants(cache, count=full)
+        return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
     if kernel == "merge":
         arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0))
-        return merge_kernel, [*arguments], merge_constants(heads, head_dim, splits, sinks=full, target=target)
+        constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
+        return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
     if kernel == "decode":
         arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale)
         constants = decode_constants(q.dtype, heads, cache, attention, splits, target)
-        return decode_kernel, [*arguments], constants
+        return decode_kernel, [*arguments], constants, tiles(kernel, target, cache)
     strides = (*q.stride()[:2], *q.stride()[:2], lse.stride(0))
     arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale)
     constants = extend_constants(q.dtype, heads, cache, attention, target)
-    return extend_kernel, [*arguments], constants
+    return extend_kernel, [*arguments], constants, tiles(kernel, target, cache)
+
+
+def _nvidia(asm: dict[str, Any]) -> dict[str, Any]:
+    """Registers and spills as the assembler has them; instructions as they stand in PTX."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _read_nvidia(asm["ptx"], usage)
+
+
+def _read_nvidia(ptx: str, usage: str) -> dict[str, Any]:
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)
+    plain = re.findall(r"ld\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+) ", ptx)
+    loads = [int(size, 16) for size in copies] + [int(many or 1) * int(bits) // 8 for many, bits in plain]
+    unit = re.search(r"\b(tcgen05|wgmma|mma)\.(?:mma|sync|mma_async)", ptx)
+    return {
+        "registers": _number(r"REG:(\d+)", usage),
+        "spilled": _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage),
+        "loads": dict(sorted(Counter(loads).items())),
+        "asynchronous": len(copies),
+        "matrix": unit[1] if unit else "",
+    }
+
+
+def _read_amd(text: str) -> dict[str, Any]:
+    """As the assembler text has them; registers are those of vectors, accumulators included."""
+    sizes = {"ubyte": 1, "u8": 1, "ushort": 2, "u16": 2, "b16": 2, "dword": 4, "b32": 4}
+    sizes |= {"b64": 8, "b96": 12, "b128": 16, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+    kinds = re.findall(r"\b(?:global|buffer)_load_(?:lds_)?(?:d16_)?(?:hi_)?(\w+?)(?:_d16(?:_hi)?)? ", text)
+    unit = re.search(r"\bv_(mfma|wmma)", text)
+    return {
+        "registers": _number(r"\.vgpr_count:\s+(\d+)", text),
+        "spilled": _number(r"\.private_segment_fixed_size:\s+(\d+)", text),
+        "loads": dict(sorted(Counter(sizes[kind] for kind in kinds if kind in sizes).items())),
+        "matrix": unit[1] if unit else "",
+    }
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return int(found[1])
+
+
+def _pipeline(result: Compiled, ttgir: str, shared: int, target: Target) -> Compiled:
+    """What is loaded ahead, and how many programs share a multiprocessor."""
+    sides = (storage(name) for name in (result.k_format, result.v_format))
+    tile = result.tokens * sum(side.width(result.head_dim) * side.dtype.itemsize for side in sides)
+    # buffers of K and V: [how many, tokens, columns]
+    held = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
+    buffers = min(map(int, held), default=1)
+    result = replace(result, tile=tile, buffers=buffers)
+    if target.backend != "cuda" or not result.registers:
+        return result
+    warps = 64 if int(target.arch) in (80, 90, 100, 103) else 48
+    programs = min(
+        65536 // (-(-result.registers // 8) * 8 * 32 * result.warps),
+        warps // result.warps,
+        (target.shared_memory + 1024) // (shared + 1024),  # the system keeps 1 KB of each program
+    )
+    return replace(result, programs=programs, in_flight=programs * (buffers - 1) * tile)
 
 
 _TYPES = {

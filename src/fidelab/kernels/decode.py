@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fidelab.errors import UsageError
-from fidelab.kernels.bits import narrow, widen
+from fidelab.kernels.bits import narrow
 from fidelab.kernels.cache import PagedCache
 from fidelab.kernels.launch import (
     Target,
@@ -24,17 +24,20 @@ from fidelab.kernels.launch import (
     cache_arguments,
     cache_constants,
     compile_options,
+    merge_tiles,
     power_of_two,
     target_of,
     tiles,
 )
 from fidelab.kernels.reference import Attention
-from fidelab.kernels.softmax import attend_tile, finished
+from fidelab.kernels.softmax import attend_tokens, finished, split_queries
 
 __all__ = ["DecodePlan", "decode", "plan_decode", "split_count"]
 
 _MOST_SPLITS = 128
 _SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
+_LONGEST = 8192
+_EVEN = 0.95  # of the last round's places taken: more is not worth another split
 
 
 @triton.jit
@@ -76,6 +79,8 @@ def decode_kernel(
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_PAIRS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     K_NATIVE: tl.constexpr,
@@ -86,8 +91,9 @@ def decode_kernel(
     PV: tl.constexpr,
     Q_FORMAT: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    # heads first: programs that run together read neighbouring heads of the same tokens
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     length = tl.load(lengths + row)
     first = 0
@@ -104,26 +110,38 @@ def decode_kernel(
     heads = head * RATIO + r
     wanted = (r[:, None] < RATIO) & (d[None, :] < D)
     queries = tl.load(q + row * q_row + heads[:, None] * q_head + d[None, :], mask=wanted, other=0.0)
-    queries = widen(queries, 0, Q_FORMAT, QK, False)
-    factor = scale
+    factor = scale * 1.4426950408889634
     if K_SCALE == 1:
         factor = factor * tl.load(k_scale)
+    even_q, odd_q, factor = split_queries(queries, factor, Q_FORMAT, K_PAIRS, QK)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.full((ROWS,), 0.0, tl.float32)
-    acc = tl.full((ROWS, BLOCK_DV), 0.0, tl.float32)
-    for at in range(begin, end, TOKENS):
-        top, total, acc = attend_tile(
-            queries, top, total, acc, at, first, end, r, factor, head,
+    even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
+    odd = even
+    # Whole tiles that are all seen need no masks; a window's may begin within a tile.
+    middle = begin
+    if WINDOW == 0:
+        middle = begin + tl.maximum(end - begin, 0) // TOKENS * TOKENS
+        top, total, even, odd = attend_tokens(
+            even_q, odd_q, factor, top, total, even, odd, begin, middle, first, r, head,
             k_cache, v_cache, k_scale, v_scale, table + row * table_row,
             k_block, k_place, k_head, v_block, v_place, v_head,
             ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
-            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_SCALE, V_SCALE, K_NATIVE, V_NATIVE,
-            False, 0, SOFTCAP, QK, PV,
+            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+            K_NATIVE, V_NATIVE, False, 0, SOFTCAP, QK, PV, False,
         )  # fmt: skip
+    top, total, even, odd = attend_tokens(
+        even_q, odd_q, factor, top, total, even, odd, middle, end, first, r, head,
+        k_cache, v_cache, k_scale, v_scale, table + row * table_row,
+        k_block, k_place, k_head, v_block, v_place, v_head,
+        ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+        D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+        K_NATIVE, V_NATIVE, False, 0, SOFTCAP, QK, PV, True,
+    )  # fmt: skip
+    acc, lse = finished(top, total, even, odd, V_PAIRS)
     if V_SCALE == 1:
         acc = acc * tl.load(v_scale)
-    acc, lse = finished(top, total, acc)
     target = (row * HEADS + heads) * SPLITS + split
     tl.store(part_lse + target, lse, mask=r < RATIO)
     tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=(r[:, None] < RATIO) & (dv[None, :] < DV))
@@ -187,9 +205,21 @@ class DecodePlan:
 
 
 def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
-    """Splits that give every multiprocessor about two programs, none of them shorter than 256 tokens."""
-    wanted = -(-2 * multiprocessors // max(1, batch * kv_heads))
-    return max(1, min(wanted, max_length // _SHORTEST, _MOST_SPLITS))
+    """The fewest splits that fill the device evenly: programs come in rounds of two per multiprocessor.
+
+    A split has 256 to 8192 tokens where the length allows it: many short programs end together where few long ones,
+    and sequences of unequal length, leave multiprocessors idle at the end.  Static, unmeasured.
+    """
+    lines, each_round, max_length = max(1, batch * kv_heads), 2 * multiprocessors, max(1, max_length)
+    most = max(1, min(max_length // _SHORTEST, _MOST_SPLITS))
+    least = min(most, -(-max_length // _LONGEST))
+
+    def fill(splits: int) -> float:
+        each = -(-max_length // (splits * _SHORTEST)) * _SHORTEST
+        programs = lines * -(-max_length // each)
+        return programs / (-(-programs // each_round) * each_round)
+
+    return max(range(max(1, least), most + 1), key=lambda splits: (min(fill(splits), _EVEN), -splits))
 
 
 def plan_decode(
@@ -238,8 +268,7 @@ def decode(
     lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device) if lse is None else lse
     if not batch:
         return out, lse
-    tile = tiles("decode", target, max(cache.head_dim, cache.v_dim), heads // cache.kv_heads)
-    decode_kernel[(batch, cache.kv_heads, plan.splits)](
+    decode_kernel[(cache.kv_heads, batch, plan.splits)](
         q,
         plan.part,
         plan.part_lse,
@@ -248,7 +277,7 @@ def decode(
         q.stride(1),
         attention.scale_for(q.shape[2]),
         **decode_constants(q.dtype, heads, cache, attention, plan.splits, target),
-        **compile_options(tile),
+        **compile_options(tiles("decode", target, cache)),
     )
     merge_kernel[(batch, heads)](
         plan.part,
@@ -260,7 +289,7 @@ def decode(
         out.stride(1),
         lse.stride(0),
         **merge_constants(heads, cache.v_dim, plan.splits, sinks=attention.sinks is not None, target=target),
-        **compile_options(tiles("merge", target, cache.v_dim, 1)),
+        **compile_options(merge_tiles(plan.splits, cache.v_dim)),
     )
     return out, lse
 
@@ -270,7 +299,7 @@ def decode_constants(
 ) -> dict[str, object]:
     """The constexprs of the split kernel."""
     ratio = heads // cache.kv_heads
-    tile = tiles("decode", target, max(cache.head_dim, cache.v_dim), ratio)
+    tile = tiles("decode", target, cache)
     return {
         **cache_constants(cache, target),
         **attention_constants(q_dtype, cache, attention, target),

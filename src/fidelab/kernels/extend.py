@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fidelab.kernels.bits import narrow, widen
+from fidelab.kernels.bits import narrow
 from fidelab.kernels.cache import PagedCache
 from fidelab.kernels.launch import (
     Target,
@@ -24,7 +24,7 @@ from fidelab.kernels.launch import (
     tiles,
 )
 from fidelab.kernels.reference import Attention
-from fidelab.kernels.softmax import attend_tile, finished
+from fidelab.kernels.softmax import attend_tokens, finished, split_queries
 
 __all__ = ["extend"]
 
@@ -71,6 +71,8 @@ def extend_kernel(
     PAGE: tl.constexpr,
     K_FORMAT: tl.constexpr,
     V_FORMAT: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_PAIRS: tl.constexpr,
     K_SCALE: tl.constexpr,
     V_SCALE: tl.constexpr,
     K_NATIVE: tl.constexpr,
@@ -105,25 +107,38 @@ def extend_kernel(
         dv = tl.arange(0, BLOCK_DV)[None, :]
         source = (query0 + query).to(tl.int64)
         x = tl.load(q + (source * q_row + heads * q_head)[:, None] + d, mask=real[:, None] & (d < D), other=0.0)
-        x = widen(x, 0, Q_FORMAT, QK, False)
-        factor = scale
+        factor = scale * 1.4426950408889634
         if K_SCALE == 1:
             factor = factor * tl.load(k_scale)
+        even_x, odd_x, factor = split_queries(x, factor, Q_FORMAT, K_PAIRS, QK)
         top = tl.full((ROWS,), float("-inf"), tl.float32)
         total = tl.full((ROWS,), 0.0, tl.float32)
-        acc = tl.full((ROWS, BLOCK_DV), 0.0, tl.float32)
-        for at in range(first // TOKENS * TOKENS, end, TOKENS):
-            top, total, acc = attend_tile(
-                x, top, total, acc, at, first, end, positions, factor, head,
+        even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
+        odd = even
+        # Whole tiles that every row sees need no masks.
+        begin = first // TOKENS * TOKENS
+        middle = begin
+        if WINDOW == 0:
+            middle = (lowest + 1) // TOKENS * TOKENS
+            top, total, even, odd = attend_tokens(
+                even_x, odd_x, factor, top, total, even, odd, begin, middle, first, positions, head,
                 k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
                 k_block, k_place, k_head, v_block, v_place, v_head,
                 ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
-                D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_SCALE, V_SCALE, K_NATIVE, V_NATIVE,
-                True, WINDOW, SOFTCAP, QK, PV,
+                D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+                K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, False,
             )  # fmt: skip
+        top, total, even, odd = attend_tokens(
+            even_x, odd_x, factor, top, total, even, odd, middle, end, first, positions, head,
+            k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
+            k_block, k_place, k_head, v_block, v_place, v_head,
+            ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+            K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, True,
+        )  # fmt: skip
+        acc, log = finished(top, total, even, odd, V_PAIRS)
         if V_SCALE == 1:
             acc = acc * tl.load(v_scale)
-        acc, log = finished(top, total, acc)
         if SINKS:
             sink = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
             # The sink joins the sum last: all else is multiplied by what it leaves over.
@@ -161,7 +176,7 @@ def extend(
     if not many:
         return out, lse
     target = target_of(q.device)
-    tile = tiles("extend", target, max(cache.head_dim, cache.v_dim), heads // cache.kv_heads)
+    tile = tiles("extend", target, cache)
     rows = (many if max_query is None else max_query) * (heads // cache.kv_heads)
     extend_kernel[(triton.cdiv(rows, tile.rows), cache.kv_heads, len(cache.lengths))](
         q,
@@ -187,7 +202,7 @@ def extend_constants(
 ) -> dict[str, object]:
     """The constexprs of the kernel."""
     ratio = heads // cache.kv_heads
-    tile = tiles("extend", target, max(cache.head_dim, cache.v_dim), ratio)
+    tile = tiles("extend", target, cache)
     return {
         **cache_constants(cache, target),
         **attention_constants(q_dtype, cache, attention, target),

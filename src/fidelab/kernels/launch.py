@@ -10,12 +10,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fidelab.kernels.cache import PagedCache, Scaling, scaling_of
+from fidelab.errors import UsageError
+from fidelab.kernels.cache import PagedCache, Scaling, scaling_of, storage
 from fidelab.kernels.reference import Attention
 
 __all__ = ["Target", "Tiles", "interpreted", "power_of_two", "scale_code", "scale_strides", "target_of", "tiles"]
 
-_HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950", "gfx1200", "gfx1201"), "fp8_e4m3")
+_HIP_FP8 = {"gfx942": "fp8_e4m3fnuz"} | dict.fromkeys(("gfx950",), "fp8_e4m3")
 _SCALES: dict[Scaling, int] = {"none": 0, "per-tensor": 1, "per-token-head": 2}
 
 
@@ -27,11 +28,11 @@ class Target:
     arch: int | str = 0
     multiprocessors: int = 1
 
-    def native(self, name: str) -> bool:
-        """Whether the processor converts this FP8 format itself; where not, kernels do it on bits."""
+    def native(self, name: str) -> str:
+        """How the processor converts this FP8 format itself: ``ptx``, ``cast``; empty where kernels do it on bits."""
         if self.backend == "cuda":
-            return name == "fp8_e4m3" and int(self.arch) >= 89
-        return self.backend == "hip" and name == _HIP_FP8.get(str(self.arch))
+            return "ptx" if name == "fp8_e4m3" and int(self.arch) >= 89 else ""
+        return "cast" if self.backend == "hip" and name == _HIP_FP8.get(str(self.arch)) else ""
 
     @property
     def shared_memory(self) -> int:
@@ -56,20 +57,47 @@ class Tiles:
     stages: int
 
 
-def tiles(kernel: str, target: Target, head_dim: int, ratio: int) -> Tiles:
-    """The configuration of a kernel, chosen to stay within the target's shared memory."""
-    if kernel in ("write", "merge"):
+def tiles(kernel: str, target: Target, cache: PagedCache) -> Tiles:
+    """The configuration of ``decode``, ``extend`` or ``write`` for a target.
+
+    Its numbers rest on what the compiler says (``fidelab kernels compile``: spills, shared memory, buffers) and on the
+    length of the loop; none was measured.  What still spills at D = 128 (up to 64 bytes of a thread) is extend alone:
+    FP8 keys with window, soft-cap, sinks and scales per token all at once on sm_90, the same with 16-bit keys on
+    sm_120, FP8 keys and values on gfx1100.  Smaller tiles cost all other calls more.
+    """
+    widths = [max(16, power_of_two(dim)) for dim in (cache.head_dim, cache.v_dim)]
+    wide = max(widths) >= 256
+    if kernel == "write":
         return Tiles(1, 1, 4, 1)
     if target.backend == "interpreter":  # the interpreter's cost is per operation; edges must still be crossed
         return Tiles(16 if kernel == "decode" else 32, 32, 1, 1)
-    wide = power_of_two(head_dim) >= 256
     roomy = target.shared_memory >= 163 * 1024
+    if target.backend == "hip":
+        if target.warp == 32:  # static: 32 tokens, and 4 warps in extend, spill on gfx1100; unmeasured
+            return Tiles(16, 16, 4, 1) if kernel == "decode" else Tiles(64, 16, 8, 1)
+        # static: two stages load one tile ahead into registers; 64 tokens leave room for two programs; unmeasured
+        return Tiles(16, 32, 4, 2) if kernel == "decode" else Tiles(64, 32, 4, 1 if wide else 2)
     if kernel == "decode":
-        rows = max(16, power_of_two(ratio))
-        return Tiles(rows, 32 if wide and not roomy else 64, 4, 3 if roomy else 2 if target.backend == "cuda" else 1)
+        # static: below five stages K and V have one buffer each, for the block table takes a stage of its own, and
+        # nothing is in flight while a tile is worked on.  A tile of 32 KB (16 KB in small shared memory) lets three
+        # or four programs share a multiprocessor of sm_90 with one tile each in flight, four times what its latency
+        # asks for; more tokens save instructions (but spill with 256 columns), fewer leave warps idle.  Unmeasured.
+        size = sum(
+            width * storage(name).dtype.itemsize // storage(name).per_byte
+            for width, name in zip(widths, (cache.k_format, cache.v_format), strict=True)
+        )
+        tokens = power_of_two((32 if roomy else 16) * 1024 // size + 1) // 2
+        return Tiles(16, min(max(tokens, 32), 128 * 128 // max(widths), 128), 4, 5)
     if roomy:
-        return Tiles(128, 64, 8, 3 if not wide else 2)
-    return Tiles(64, 32 if wide else 64, 4, 2 if target.backend == "cuda" and not wide else 1)
+        # static: 128 rows halve the traffic from L2; 128 tokens take a fifth fewer instructions but spill with
+        # windows and scales per token; with D = 256 more than 32 tokens spill.  Unmeasured.
+        return Tiles(128, 32 if wide else 64, 8, 5 if target.shared_memory >= 227 * 1024 else 3)
+    return Tiles(64, 32, 8, 2 if wide else 5)  # static: 4 warps or 64 tokens spill on sm_120; unmeasured
+
+
+def merge_tiles(splits: int, v_dim: int) -> Tiles:
+    """The configuration of the merge: 32 numbers of the splits' outputs for each thread.  Static, unmeasured."""
+    return Tiles(1, 1, min(16, max(4, power_of_two(splits) * power_of_two(v_dim) // 1024)), 1)
 
 
 def compile_options(tile: Tiles) -> dict[str, object]:
@@ -93,15 +121,16 @@ def target_of(device: torch.device) -> Target:
     return Target("cuda", found.major * 10 + found.minor, found.multi_processor_count)
 
 
-def dot_types(target: Target, q: torch.dtype, v_format: str) -> tuple[tl.dtype, tl.dtype]:
+def dot_types(target: Target, q: torch.dtype, k_format: str, v_format: str) -> tuple[tl.dtype, tl.dtype]:
     """Types of the factors of Q·K and of P·V.
 
-    Codes are exact in either 16-bit type.  Probabilities go with float16 where V fits it: it has three bits more.
-    Where V is bfloat16 they are split into two bfloat16 terms.
+    Float16 holds all codes, and hardware makes it of FP8 in one step.  Probabilities go with float16 where V fits it:
+    it has three bits more.  Where V is bfloat16 they are split into two bfloat16 terms.
     """
     if target.backend == "interpreter":
         return tl.float32, tl.float32
-    return (tl.bfloat16 if q == torch.bfloat16 else tl.float16), (tl.bfloat16 if v_format == "bf16" else tl.float16)
+    plain = q == torch.bfloat16 and not storage(k_format).quantized
+    return (tl.bfloat16 if plain else tl.float16), (tl.bfloat16 if v_format == "bf16" else tl.float16)
 
 
 def power_of_two(n: int) -> int:
@@ -122,7 +151,18 @@ def scale_strides(scale: Tensor | None) -> tuple[int, int, int]:
 
 
 def cache_arguments(cache: PagedCache) -> tuple[object, ...]:
-    """The arguments of a kernel that reads a cache, in their order.  An absent scale is any pointer, never read."""
+    """The arguments of a kernel that reads a cache, in their order.  An absent scale is any pointer, never read.
+
+    Raises:
+        UsageError: 8-bit codes, which are read in pairs, do not lie at even addresses.
+    """
+    for side, codes, name in (("k", cache.k_cache, cache.k_format), ("v", cache.v_cache, cache.v_format)):
+        pairs = storage(name).quantized and storage(name).per_byte == 1
+        if pairs and (any(stride % 2 for stride in codes.stride()[:3]) or codes.data_ptr() % 2):
+            raise UsageError(
+                f"{side}_cache has strides {list(codes.stride())}; the Triton kernels read {name} in pairs, which must "
+                "begin at even addresses"
+            )
     return (
         cache.k_cache,
         cache.v_cache,
@@ -148,6 +188,8 @@ def cache_constants(cache: PagedCache, target: Target) -> dict[str, object]:
         "PAGE": cache.page,
         "K_FORMAT": cache.k_format,
         "V_FORMAT": cache.v_format,
+        "K_PAIRS": storage(cache.k_format).quantized,
+        "V_PAIRS": storage(cache.v_format).quantized,
         "K_SCALE": scale_code(cache.k_scale),
         "V_SCALE": scale_code(cache.v_scale),
         "K_NATIVE": target.native(cache.k_format),
@@ -157,7 +199,7 @@ def cache_constants(cache: PagedCache, target: Target) -> dict[str, object]:
 
 def attention_constants(q: torch.dtype, cache: PagedCache, attention: Attention, target: Target) -> dict[str, object]:
     """The constexprs of a kernel that attends."""
-    qk, pv = dot_types(target, q, cache.v_format)
+    qk, pv = dot_types(target, q, cache.k_format, cache.v_format)
     return {
         "WINDOW": attention.window,
         "SOFTCAP": attention.softcap,

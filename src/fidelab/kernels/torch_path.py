@@ -1,25 +1,22 @@
-"""The kernels' operations in vectorised torch: any device, no loop over tokens or sequences.
+"""The kernels' operations in vectorised torch, on any device: loops over sequences and blocks, none over tokens.
 
-Pages are gathered by block table, logits and softmax are float32, per-token scales are folded into logits and
-probabilities, so that codes are only widened.  Lengths are read on the host: not for CUDA graphs.
+Lengths are read on the host: not for CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from functools import cache as remembered
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from fidelab.kernels.cache import FLOAT8, PagedCache, Storage, codes_to_values, scaling_of, storage
+from fidelab.kernels.cache import FLOAT8, PagedCache, Storage, scaling_of, storage
 from fidelab.kernels.reference import Attention
+from fidelab.kernels.torch_attend import Call, Last, attend_last, attend_sequence
 
 __all__ = ["decode", "extend", "write"]
 
 _HALF_MIN, _HALF_MAX = 2.0**-24, 65504.0
-_LOGITS = 1 << 24  # at most so many float32 logits at a time
-_VALUES = 1 << 20  # and, of several sequences, so many numbers of their keys
 
 
 def write(key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, *, saturated: Tensor | None = None) -> None:
@@ -93,13 +90,7 @@ def decode(
     ``q``: ``[B, heads, D]``.  Returns ``[B, heads, Dv]`` in the type of ``q`` and the log-sum-exp, float32
     ``[B, heads]``; into ``out`` and ``lse`` where they are given.
     """
-    out, lse = _outputs(q, cache, out, lse)
-    for part in _parts(cache.lengths, cache, attention):
-        table, lengths = cache.block_table[part], cache.lengths[part]
-        result, sums = _attend(q[part].unsqueeze(1), cache, table, lengths, lengths[:, None] - 1, attention)
-        out[part] = result.squeeze(1).to(out.dtype)
-        lse[part] = sums.squeeze(1)
-    return out, lse
+    return _attend(q, range(len(q) + 1), cache, attention, out, lse)
 
 
 def extend(
@@ -117,164 +108,32 @@ def extend(
     ``q``: ``[N, heads, D]``, sequence ``b`` owns ``query_starts[b]`` to ``query_starts[b + 1]`` (int32 ``[B + 1]``).
     ``max_query`` is for the Triton kernel.  Returns as :func:`decode`, ``[N, heads, …]``.
     """
-    out, lse = _outputs(q, cache, out, lse)
-    starts = query_starts.long()
-    counts = starts[1:] - starts[:-1]
-    # Sequences with alike many queries are padded to one batch: at most one batch per power of two.
-    classes = torch.ceil(torch.log2(counts.clamp_min(1).double())).long()
-    for size in torch.unique(classes[counts > 0]).tolist():
-        rows = torch.nonzero((classes == size) & (counts > 0)).squeeze(1)
-        for part in _parts(cache.lengths[rows], cache, attention if size == 0 else None):
-            some = rows[part]
-            _extend_some(q, starts[some], counts[some], some, cache, attention, out, lse)
-    return out, lse
-
-
-def _extend_some(
-    q: Tensor,
-    starts: Tensor,
-    counts: Tensor,
-    rows: Tensor,
-    cache: PagedCache,
-    attention: Attention | None,
-    out: Tensor,
-    lse: Tensor,
-) -> None:
-    """Sequences ``rows`` with ``counts`` queries from ``starts`` on, in chunks of queries that bound the logits."""
-    lengths, table = cache.lengths[rows], cache.block_table[rows]
-    longest, reach = int(counts.max()), int(lengths.max())
-    chunk = max(16, _LOGITS // max(1, len(rows) * q.shape[1] * reach))
-    for first in range(0, longest, chunk):
-        index = first + torch.arange(min(chunk, longest - first), device=q.device)
-        real = index < counts[:, None]
-        at = starts[:, None] + torch.where(real, index, counts[:, None] - 1)  # padding repeats the last query
-        positions = lengths[:, None] - counts[:, None] + torch.where(real, index, counts[:, None] - 1)
-        result, sums = _attend(q[at], cache, table, lengths, positions, attention)
-        out[at[real]] = result[real].to(out.dtype)
-        lse[at[real]] = sums[real]
-
-
-def _parts(lengths: Tensor, cache: PagedCache, attention: Attention | None) -> Iterator[Tensor]:
-    """Row numbers of sequences that are taken together: alike in length, few enough that their keys stay in a cache."""
-    window = 0 if attention is None else attention.window
-    tokens = (lengths.clamp_max(window) if window else lengths).tolist()
-    most = _VALUES // (cache.kv_heads * max(cache.head_dim, cache.v_dim))
-    part: list[int] = []
-    for row in sorted(range(len(tokens)), key=tokens.__getitem__):
-        if part and (len(part) + 1) * tokens[row] > most:
-            yield torch.tensor(part, device=lengths.device)
-            part = []
-        part.append(row)
-    if part:
-        yield torch.tensor(part, device=lengths.device)
-
-
-def _outputs(q: Tensor, cache: PagedCache, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (
-        q.new_empty(*q.shape[:2], cache.v_dim) if out is None else out,
-        torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse,
-    )
+    return _attend(q, query_starts.tolist(), cache, attention, out, lse)
 
 
 def _attend(
-    q: Tensor, cache: PagedCache, table: Tensor, lengths: Tensor, positions: Tensor, attention: Attention | None
+    q: Tensor,
+    starts: Sequence[int],
+    cache: PagedCache,
+    attention: Attention | None,
+    out: Tensor | None,
+    lse: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``q`` ``[B, Q, heads, D]`` at ``positions`` ``[B, Q]`` → float32 ``[B, Q, heads, Dv]`` and ``[B, Q, heads]``."""
-    attention, positions = attention or Attention(), positions.long()
-    batch, queries, heads, dim = q.shape
-    kv_heads, ratio = cache.kv_heads, heads // cache.kv_heads
-    last = torch.minimum(lengths.long(), positions.amax(1) + 1)  # past it nobody sees anything
-    first = torch.zeros_like(last)
-    if attention.window:
-        first = (positions.amin(1) - attention.window + 1).clamp_min(0)
-    blocks, at = _span(table, first, last, cache.page)
-    visible = (at >= first[:, None]) & (at < last[:, None])
-
-    logits = (
-        q.float().view(batch, queries, kv_heads, ratio, dim).permute(0, 2, 3, 1, 4).reshape(-1, ratio * queries, dim)
-    )
-    keys = _gathered(cache.k_cache, cache.k_format, blocks, None)
-    scale = attention.scale_for(dim)
-    logits = torch.bmm(logits * scale, keys.transpose(1, 2)).view(batch, kv_heads, ratio, queries, -1)
-    logits = _scaled(logits, cache.k_scale, blocks)
-    if attention.softcap:
-        logits = logits.div_(attention.softcap).tanh_().mul_(attention.softcap)
-    seen = visible[:, None]
-    if queries > 1:
-        seen = seen & (at[:, None] <= positions[:, :, None])
-        if attention.window:
-            seen = seen & (at[:, None] > positions[:, :, None] - attention.window)
-    logits = logits.masked_fill_(~seen[:, None, None], float("-inf"))
-
-    top = logits.amax(-1, keepdim=True)
-    sinks = None
-    if attention.sinks is not None:
-        sinks = attention.sinks.float().view(1, kv_heads, ratio, 1, 1)
-        top = torch.maximum(top, sinks)
-    top = top.masked_fill(top == float("-inf"), 0.0)
-    weights = logits.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    lse = (top + total.log()).squeeze(-1)
-    weights = _scaled(weights, cache.v_scale, blocks, visible)
-    values = _gathered(cache.v_cache, cache.v_format, blocks, visible)
-    out = torch.bmm(weights.view(batch * kv_heads, ratio * queries, -1), values)
-    out = out.view(batch, kv_heads, ratio, queries, -1) / torch.where(total == 0, 1.0, total)
-    return out.permute(0, 3, 1, 2, 4).reshape(batch, queries, heads, -1), lse.permute(0, 3, 1, 2).reshape(
-        batch, queries, heads
-    )
-
-
-def _span(table: Tensor, first: Tensor, last: Tensor, page: int) -> tuple[Tensor, Tensor]:
-    """The blocks ``[B, n]`` that hold tokens ``first`` to ``last`` of each sequence; their tokens ``[B, n * page]``.
-
-    Rows with fewer blocks than the longest are filled up with block 0.
-    """
-    start = first // page
-    many = max(1, int((torch.div(last + page - 1, page, rounding_mode="floor") - start).amax()))
-    column = start[:, None] + torch.arange(many, device=table.device)
-    inside = column * page < last[:, None]
-    blocks = table.gather(1, torch.where(inside, column, 0)).masked_fill(~inside, 0)
-    at = (start * page)[:, None] + torch.arange(many * page, device=table.device)
-    return blocks, at
-
-
-def _pages(x: Tensor, blocks: Tensor) -> Tensor:
-    """``[blocks, page, kv_heads, …]`` → ``[B, kv_heads, n * page, …]``."""
-    found = x.index_select(0, blocks.reshape(-1)).view(*blocks.shape, *x.shape[1:])
-    return found.flatten(1, 2).transpose(1, 2)
-
-
-def _gathered(codes: Tensor, name: str, blocks: Tensor, visible: Tensor | None) -> Tensor:
-    """Pages as float32 ``[B * kv_heads, n * page, dim]``, without their scale; 0 where not ``visible``.
-
-    Values must be 0 there: a probability of 0 would not silence NaN.
-    """
-    found = _pages(codes, blocks)
-    if visible is not None:
-        found.transpose(1, 2)[~visible] = 0
-    if found.device.type == "cpu" and name in FLOAT8:
-        found = found.contiguous()
-        # int32 indices: index_select is several times faster than indexing, and than torch's own cast
-        return _table(name).index_select(0, found.reshape(-1).int()).view(-1, *found.shape[2:])
-    values = torch.empty(*found.shape[:3], found.shape[3] * storage(name).per_byte, device=found.device)
-    values.copy_(codes_to_values(found, name) if storage(name).quantized else found)  # widened and laid out at once
-    return values.flatten(0, 1)
-
-
-@remembered
-def _table(name: str) -> Tensor:
-    return codes_to_values(torch.arange(256, dtype=torch.uint8), name)
-
-
-def _scaled(x: Tensor, scale: Tensor | None, blocks: Tensor, visible: Tensor | None = None) -> Tensor:
-    """``x`` ``[B, kv_heads, ratio, Q, T]`` times the scale of each token, or of all."""
-    if scale is None:
-        return x
-    if scaling_of(scale) == "per-tensor":
-        return x.mul_(scale)
-    tokens = _pages(scale, blocks).float()
-    if visible is not None:
-        tokens = tokens.masked_fill(~visible[:, None], 0.0)
-    return x.mul_(tokens[:, :, None, None])
+    attention = attention or Attention()
+    out = q.new_empty(*q.shape[:2], cache.v_dim) if out is None else out
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if lse is None else lse
+    call = Call(q, cache, attention, out, lse)
+    lasts = []
+    for row, length in enumerate(cache.lengths.tolist()):
+        first, end = starts[row], starts[row + 1]
+        if end - first > length:  # queries before the first token see nothing
+            end_blank = end - max(length, 0)
+            out[first:end_blank] = 0
+            lse[first:end_blank] = float("-inf") if attention.sinks is None else attention.sinks
+            first = end_blank
+        if end - first == 1:
+            lasts.append(Last(row, length, first))
+        elif end > first:
+            attend_sequence(call, row, length, slice(first, end))
+    attend_last(call, lasts)
+    return out, lse

@@ -148,7 +148,7 @@ def write(key: Tensor, value: Tensor, cache: PagedCache, slots: Tensor, *, satur
     write_kernel[(slots.numel(),)](
         *write_arguments(key, value, cache, slots, saturated),
         **write_constants(cache, count=saturated is not None),
-        **compile_options(tiles("write", target_of(key.device), cache.head_dim, 1)),
+        **compile_options(tiles("write", target_of(key.device), cache)),
     )
 
 
