@@ -5,6 +5,8 @@
 .PHONY: demo test test-engines check setup clean
 
 RUN := .venv/bin/python -m
+# Files of tests that run side by side; a file's tests stay together and share what they set up.
+WORKERS ?= 2
 
 demo: .venv/.ready
 	.venv/bin/fidelab compare smollm2-135m --engine hf --dtype float32 --reference f32 --control bf16 \
@@ -12,11 +14,11 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	$(RUN) pytest -m "not engines"
+	$(RUN) pytest -m "not engines" -n $(WORKERS) --dist loadfile
 
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	scripts/test-engines
+	WORKERS=$(WORKERS) scripts/test-engines
 
 check: .venv/.ready
 	$(RUN) ruff check .

@@ -17,6 +17,8 @@ from fidelab.models import Model, resolve
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have tests of their own
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
