@@ -99,6 +99,8 @@ def usable_cores() -> int:
 # ---------------------------------------------------------------------------------------------- KV spec
 
 _FORMAT = re.compile(r"^(?P<name>[A-Za-z0-9_.\-]+)(?:\[(?P<options>[^\[\]]*)\])?$")
+_LAYERS = re.compile(r"^(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?$")
+_MOST_LAYERS = 100_000  # a slip of the finger must not fill the memory
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ class KVSpec:
 
     @classmethod
     def parse(cls, text: str) -> KVSpec:
-        """Read ``name``, ``K/V`` and options in brackets: ``int4[group=32,skip-layers=0,29]``.
+        """Read ``name``, ``K/V`` and options in brackets: ``int4[group=32,skip-layers=0,4-29]``.
 
         Names are not checked here: only the engine knows which it has.
 
@@ -184,13 +186,20 @@ def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
             options[key].append(item)
         else:
             raise UsageError(f"KV format {whole!r}: option {item!r} has no value; write key=value")
-    layers = []
-    for number in options.pop("skip-layers", []):
-        if not (number.isascii() and number.isdigit()):
-            raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0, not {number!r}")
-        layers.append(int(number))
+    layers = [layer for item in options.pop("skip-layers", []) for layer in _layers(item, whole)]
     pairs = tuple(sorted((k, ",".join(v)) for k, v in options.items()))
     return FormatSpec(match["name"], pairs), layers
+
+
+def _layers(item: str, whole: str) -> range:
+    """``7``, or ``0-6`` with both ends."""
+    match = _LAYERS.match(item)
+    first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (1, 0)
+    if not first <= last < _MOST_LAYERS:
+        raise UsageError(
+            f"KV format {whole!r}: skip-layers takes layer numbers from 0, and ranges as 0-6, not {item!r}"
+        )
+    return range(first, last + 1)
 
 
 # -------------------------------------------------------------------------------------------------- arm

@@ -7,7 +7,8 @@ import yaml
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.load import dump, validate
-from fidelab.errors import ConfigError
+from fidelab.core import KVSpec
+from fidelab.errors import ConfigError, UsageError
 
 BASE = {"model": "m", "candidates": ["q8_0"]}
 
@@ -72,3 +73,16 @@ def test_an_unknown_key_of_an_engine_suggests_the_nearest() -> None:
         validate({**BASE, "engine": {"name": "vllm", "pyton": "/p"}}, "file")
     with pytest.raises(ConfigError, match=r"unknown key 'candidates\.0\.enginee'"):
         validate({**BASE, "candidates": [{"enginee": "hf"}]}, "file")
+
+
+def test_layers_are_named_one_by_one_or_as_ranges_with_both_ends() -> None:
+    parsed = KVSpec.parse("int4[group=32,skip-layers=9,0-6,8-29]")
+    assert parsed.skip_layers == (*range(7), *range(8, 30))
+    assert KVSpec.parse("int4[skip-layers=3-3]").skip_layers == (3,)
+
+
+@pytest.mark.parametrize("layers", ["3-1", "-1", "1-", "1-2-3", "a-b", "0-999999999", "²"])
+def test_what_is_no_layer_and_no_range_is_refused_in_one_line(layers: str) -> None:
+    with pytest.raises(UsageError, match="skip-layers takes layer numbers from 0, and ranges as 0-6, not") as caught:
+        KVSpec.parse(f"int4[skip-layers={layers}]")
+    assert "\n" not in str(caught.value)
