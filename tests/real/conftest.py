@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.register_assert_rewrite("tests.real.contract", "tests.real.harness")
+
 HERE = Path(__file__).parent
 
 
@@ -28,3 +30,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
         report.outcome = "failed"
         report.longrepr = f"skipped, although engines are required: {report.longrepr}"
     return report
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two layers of random weights, in float32; see ``harness.odd_checkpoint``."""
+    from tests.real.harness import odd_checkpoint
+
+    return odd_checkpoint(tmp_path_factory.mktemp("checkpoint") / "odd")

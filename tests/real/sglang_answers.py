@@ -1,96 +1,37 @@
 """Runs in SGLang's environment: one arm answers probes, then SGLang's own interface is asked about the same tokens.
 
-python sglang_answers.py JOB.json FOLDER
+python -m tests.real.sglang_answers JOB.json FOLDER
 """
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from fidelab.captures.container import Array, to_float32
-from fidelab.core import Arm, finite
+from fidelab.core import Arm
 from fidelab.engines.sglang import SGLangEngine
 from fidelab.errors import FidelabError
 from fidelab.probes import Probe, probe_from_record
-
-
-class Answers:
-    """A sink that keeps what it is given, by names for ``numpy.savez``."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.arrays: dict[str, Any] = {}
-        self.failed: dict[int, str] = {}
-
-    def add(self, item: int, arrays: Mapping[str, Array]) -> None:
-        for key, array in arrays.items():
-            exact = isinstance(array, np.ndarray) and array.dtype.kind in "if" and array.dtype.itemsize >= 4
-            self.arrays[f"{self.name}.{item}.{key}"] = array if exact else to_float32(array)
-
-    def fail(self, item: int, reason: str) -> None:
-        self.failed[item] = reason
-
-    def progress(self, tokens: int) -> None:
-        pass
+from tests.real.answers import Answers, answering
 
 
 def main() -> None:
-    job, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    arrays: dict[str, Any] = {}
-    said: dict[str, Any] = {"facts": {}, "failed": {}, "errors": {}, "steps": {}}
     engine = SGLangEngine()
-    try:
+    with answering() as (job, said):
         engine.open(Arm.from_record(job["arm"]))
-        said["ids"] = engine.tokenize("w5 w6 w7")
-        said["phases"] = list(engine.phases)
-        heads = set()
-        stepped = engine._session.stream
-        for name, record in job["probes"].items():
-            answers = Answers(name)
-            engine._session.stream = _noted(stepped, said["steps"].setdefault(name, []))  # type: ignore[method-assign]
-            try:
-                answer = engine.answer(probe_from_record(record), answers)
-            except FidelabError as error:
-                said["errors"][name] = str(error)
-                continue
-            said["facts"][name], said["failed"][name] = answer.facts, answers.failed
-            arrays |= answers.arrays
-            if answer.head is not None:
-                heads.add(id(answer.head))
-                arrays |= {f"head.{key}": to_float32(array) for key, array in answer.head.items()}
-        said["heads"] = len(heads)
+        said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
+        said.put(engine, job["probes"], engine._session, "stream")
         if job["own"]:
-            said["own"] = _own(engine, job["own"])
-        said["ran"] = engine.ran().record()
+            said.plain["own"] = _own(engine, job["own"])
+        said.plain["ran"] = engine.ran().record()
         if job["end"]:
-            said["processes"] = [pid for pid, _ in _children()]
-            said["errors"]["ended"] = _ended(engine, probe_from_record(next(iter(job["probes"].values()))))
+            said.plain["processes"] = [pid for pid, _ in _children()]
+            said.plain["errors"]["ended"] = _ended(engine, probe_from_record(next(iter(job["probes"].values()))))
         engine.close()
-        said["left"] = [name for _, name in _children() if name.startswith("sglang")]
-    except FidelabError as error:
-        said["error"] = str(error)
-    np.savez(folder / "arrays.npz", **arrays)
-    (folder / "said.json").write_text(json.dumps(finite(said)))
-
-
-def _noted(stepped: Callable[..., Iterator[list[int]]], groups: list[Any]) -> Callable[..., Iterator[list[int]]]:
-    """The same steps; the tokens of each go into a new list of ``groups``."""
-
-    def noted(*asked: Any) -> Iterator[list[int]]:
-        groups.append([])
-        for ids in stepped(*asked):
-            groups[-1].append(ids)
-            yield ids
-
-    return noted
+        said.plain["left"] = [name for _, name in _children() if name.startswith("sglang")]
 
 
 def _own(engine: SGLangEngine, asked: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,89 +1,28 @@
 """Runs in vLLM's environment: one arm answers probes, then vLLM's own interface is asked about the same tokens.
 
-python vllm_answers.py JOB.json FOLDER
+python -m tests.real.vllm_answers JOB.json FOLDER
 """
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
-from fidelab.captures.container import Array, to_float32
-from fidelab.core import Arm, finite
+from fidelab.core import Arm
 from fidelab.engines.vllm import VLLMEngine
-from fidelab.errors import FidelabError
-from fidelab.probes import probe_from_record
-
-
-class Answers:
-    """A sink that keeps what it is given, by names for ``numpy.savez``."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.arrays: dict[str, Any] = {}
-        self.failed: dict[int, str] = {}
-        self.tokens = 0
-
-    def add(self, item: int, arrays: Mapping[str, Array]) -> None:
-        for key, array in arrays.items():
-            wide = isinstance(array, np.ndarray) and array.dtype == np.float64
-            self.arrays[f"{self.name}.{item}.{key}"] = array if wide else to_float32(array)
-
-    def fail(self, item: int, reason: str) -> None:
-        self.failed[item] = reason
-
-    def progress(self, tokens: int) -> None:
-        self.tokens += tokens
+from tests.real.answers import answering
 
 
 def main() -> None:
-    job, folder = json.loads(Path(sys.argv[1]).read_text()), Path(sys.argv[2])
-    arrays: dict[str, Any] = {}
-    said: dict[str, Any] = {"facts": {}, "failed": {}, "progress": {}, "errors": {}, "steps": {}}
     engine = VLLMEngine()
-    try:
+    with answering() as (job, said):
         engine.open(Arm.from_record(job["arm"]))
-        said["ids"] = engine.tokenize("w5 w6 w7")
-        said["phases"] = list(engine.phases)
-        stepped = engine._model.tokens
-        for name, record in job["probes"].items():
-            answers = Answers(name)
-            engine._model.tokens = _noted(stepped, said["steps"].setdefault(name, []))  # type: ignore[method-assign]
-            try:
-                answer = engine.answer(probe_from_record(record), answers)
-            except FidelabError as error:
-                said["errors"][name] = str(error)
-                continue
-            said["facts"][name], said["failed"][name] = answer.facts, answers.failed
-            said["progress"][name] = answers.tokens
-            arrays |= answers.arrays
-            if answer.head is not None:
-                arrays |= {f"head.{key}": to_float32(array) for key, array in answer.head.items()}
+        said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
+        said.put(engine, job["probes"], engine._model, "tokens")
         if job["own"]:
-            said["own"] = _own(engine, job["own"])
-        said["ran"] = engine.ran().record()
+            said.plain["own"] = _own(engine, job["own"])
+        said.plain["ran"] = engine.ran().record()
         engine.close()
-    except FidelabError as error:
-        said["error"] = str(error)
-    np.savez(folder / "arrays.npz", **arrays)
-    (folder / "said.json").write_text(json.dumps(finite(said)))
-
-
-def _noted(stepped: Callable[..., Iterator[list[int]]], groups: list[Any]) -> Callable[..., Iterator[list[int]]]:
-    """The same steps; the tokens of each go into a new list of ``groups``."""
-
-    def noted(*asked: Any) -> Iterator[list[int]]:
-        groups.append([])
-        for ids in stepped(*asked):
-            groups[-1].append(ids)
-            yield ids
-
-    return noted
 
 
 def _own(engine: VLLMEngine, asked: Mapping[str, Any]) -> dict[str, Any]:
