@@ -196,9 +196,7 @@ def _layers(item: str, whole: str) -> range:
     match = _LAYERS.match(item)
     first, last = (int(match["first"]), int(match["last"] or match["first"])) if match else (1, 0)
     if not first <= last < _MOST_LAYERS:
-        raise UsageError(
-            f"KV format {whole!r}: skip-layers takes layer numbers from 0 or ranges as 0-6, not {item!r}"
-        )
+        raise UsageError(f"KV format {whole!r}: skip-layers takes layer numbers from 0 or ranges as 0-6, not {item!r}")
     return range(first, last + 1)
 
 
