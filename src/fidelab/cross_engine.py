@@ -28,6 +28,7 @@ from fidelab.captures.reader import Capture
 from fidelab.config.cross import CrossEngine, EngineLine
 from fidelab.config.cross import Timing as TimingConfig
 from fidelab.config.load import dump, explain_validation
+from fidelab.config.paths import expand
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import ConfigError, FidelabError, InputError
@@ -378,7 +379,7 @@ def _filled(cross: CrossEngine) -> CrossEngine:
             "model": _absolute(cross.model),
             "text": _absolute(cross.text),
             "prompts": _absolute(cross.prompts),
-            "output_dir": str(_expand(cross.output_dir)),
+            "output_dir": str(expand(cross.output_dir)),
         }
     )
 
@@ -393,11 +394,4 @@ def _axis_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _absolute(value: str) -> str:
-    return str(_expand(value)) if value not in _RESERVED and _expand(value).exists() else value
-
-
-def _expand(path: str) -> Path:
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # "~nobody"
-        raise InputError(f"{path}: {error}") from None
+    return str(expand(value)) if value not in _RESERVED and expand(value).exists() else value

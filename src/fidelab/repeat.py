@@ -27,12 +27,13 @@ from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, digest, slug
 from fidelab.errors import InputError, OutputError, UsageError
+from fidelab.plan.disk import needed_bytes
 from fidelab.report.numbers import format_figure
 from fidelab.results.axis_record import FreeDict
 from fidelab.results.panels import Record
 from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import RunFolder
-from fidelab.run import Interrupted, execute, first_replicate, needed_bytes, prepare, resume
+from fidelab.run import Interrupted, execute, first_replicate, prepare, resume
 
 __all__ = [
     "REPEAT",

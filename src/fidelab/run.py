@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import platform
-import shutil
 import signal
 import threading
 import time
@@ -25,16 +24,17 @@ from fidelab.asking import Asking, Listener, Silent
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, load
+from fidelab.config.paths import expand
 from fidelab.config.schema import Experiment
-from fidelab.core import Estimator, Status, slug, usable_cores
-from fidelab.errors import CaptureError, InputError, OutputError
+from fidelab.core import Status, slug, usable_cores
+from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.measuring import ArmResult
-from fidelab.models import Model
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import FLOOR, Plan, PlannedJob, build_plan, expected_bytes
+from fidelab.plan.build import FLOOR, Plan, PlannedJob, build_plan
+from fidelab.plan.disk import check_disk
 from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
@@ -53,7 +53,6 @@ __all__ = [
     "resume",
 ]
 
-_TOPK_BYTES = 20 * 8  # ids and log-probabilities of as many tokens as servers tell
 _SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
 
 
@@ -113,7 +112,7 @@ def prepare(
         refuse_same_server(settings)
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
-    _check_disk(plan)
+    check_disk(plan)
     return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS])
 
 
@@ -314,53 +313,15 @@ def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results:
 
 def _absolute(experiment: Experiment) -> Experiment:
     """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
-    updates: dict[str, Any] = {"output_dir": str(_expand(experiment.output_dir))}
+    updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
     words = {"text": ("default", "wikitext-2"), "prompts": ("default",), "model": ("fake", *NAMES)}
     for name, reserved in words.items():
         value = getattr(experiment, name)
-        if value not in reserved and _expand(value).exists():
-            updates[name] = str(_expand(value))
+        if value not in reserved and expand(value).exists():
+            updates[name] = str(expand(value))
     if experiment.captures_dir is not None:
-        updates["captures_dir"] = str(_expand(experiment.captures_dir))
+        updates["captures_dir"] = str(expand(experiment.captures_dir))
     return experiment.model_copy(update=updates)
-
-
-def _expand(path: str) -> Path:
-    try:
-        return Path(path).expanduser().absolute()
-    except RuntimeError as error:  # "~nobody"
-        raise InputError(f"{path}: {error}") from None
-
-
-def _check_disk(plan: Plan) -> None:
-    settings = plan.settings
-    need = needed_bytes(plan)
-    place = next(path for path in (settings.captures_dir, *settings.captures_dir.parents) if path.exists())
-    free = shutil.disk_usage(place).free
-    if need > free:
-        raise OutputError(
-            f"captures need about {need / 2**30:.2f} GiB in {settings.captures_dir}, {free / 2**30:.2f} GiB are free: "
-            "use fewer --windows, or another --output-dir"
-        )
-
-
-def needed_bytes(plan: Plan) -> int:
-    """Disk that the captures still to be made will take, heads included."""
-    need, heads = 0, {}
-    for job in plan.jobs:
-        deployed = plan.settings.deployed[job.arm.name]
-        row = _row_bytes(deployed.model, deployed.estimator, job.arm.dtype)
-        here = sum(expected_bytes(capture, row) for capture in job.missing())
-        need += here
-        if here and deployed.estimator is Estimator.HIDDEN:
-            heads[deployed.model.weights] = deployed.model.head_bytes
-    return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
-
-
-def _row_bytes(model: Model, estimator: Estimator, dtype: str) -> int:
-    if estimator is Estimator.HIDDEN:
-        return model.hidden_size * (4 if dtype == "float32" else 2)
-    return _TOPK_BYTES if estimator is Estimator.TOPK else model.vocab_size * 2
 
 
 def _environment() -> dict[str, Any]:

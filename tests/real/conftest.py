@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-pytest.register_assert_rewrite("tests.real.contract", "tests.real.harness")
+pytest.register_assert_rewrite("tests.real.contract", "tests.real.harness", "tests.real.k16v8")
 
 HERE = Path(__file__).parent
 

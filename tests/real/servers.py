@@ -14,10 +14,9 @@ from urllib.request import urlopen
 
 import pytest
 
-from fidelab.environments.environment import Environment, locate
-from fidelab.errors import FidelabError
+from tests.real.harness import STANDINS, installed
 
-__all__ = ["llamacpp_server", "sglang_server", "vllm_server"]
+__all__ = ["llamacpp_server", "serving", "sglang_server", "vllm_server"]
 
 HERE = Path(__file__).parent
 PATIENCE = 240  # seconds until a server has to answer
@@ -25,52 +24,45 @@ QUIET = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE":
 
 
 @contextmanager
-def llamacpp_server(gguf: Path, log: Path) -> Iterator[str]:
-    """The server of llama-cpp-python; it answers one request at a time."""
-    python = _installed("llamacpp").python
+def llamacpp_server(gguf: Path, log: Path, **more: object) -> Iterator[str]:
+    """The server of llama-cpp-python; it answers one request at a time.  ``more``: flags of its own."""
+    python = installed("llamacpp").python
     if subprocess.run([python, "-c", "import llama_cpp.server.app"], capture_output=True, check=False).returncode:
         pytest.skip("engine llamacpp is installed without its server (llama-cpp-python[server])")
-    flags = {"model": gguf, "model_alias": "served", "n_ctx": 512, "n_threads": 1, "n_threads_batch": 1}
-    flags |= {"interrupt_requests": "false"}  # else a request ends the one before it
+    flags: dict[str, object] = {"model": gguf, "model_alias": "served", "n_threads": 1, "n_threads_batch": 1}
+    flags |= {"n_ctx": 512, "interrupt_requests": "false", **more}  # else a request ends the one before it
     words = [str(part) for key, value in flags.items() for part in (f"--{key}", value)]
-    with _serving([python, "-m", "llama_cpp.server", *words], log, {}) as url:
+    with serving([python, "-m", "llama_cpp.server", *words], log, {}) as url:
         yield url
 
 
 @contextmanager
 def vllm_server(model: Path, log: Path, *flags: str) -> Iterator[str]:
     """``vllm serve``, eager and with a small cache."""
-    python = _installed("vllm").python
+    python = installed("vllm").python
     words = ["serve", str(model), "--served-model-name", "served", "--enforce-eager", "--dtype", "bfloat16"]
     words += ["--max-model-len", "512", "--max-num-seqs", "4", "--kv-cache-memory-bytes", "32M"]
     words += ["--no-enable-prefix-caching", *flags]
     own = {"VLLM_CPU_OMP_THREADS_BIND": "0", "VLLM_NO_USAGE_STATS": "1"}
-    with _serving([python, str(HERE / "vllm_serve.py"), *words], log, own) as url:
+    with serving([python, str(HERE / "vllm_serve.py"), *words], log, own) as url:
         yield url
 
 
 @contextmanager
 def sglang_server(model: Path, log: Path) -> Iterator[str]:
     """SGLang's server, with import stand-ins for what wants CUDA."""
-    python = _installed("sglang").python
+    python = installed("sglang").python
     words = ["--model-path", str(model), "--served-model-name", "served", "--device", "cpu", "--dtype", "bfloat16"]
     words += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-overlap-schedule"]
     words += ["--disable-cuda-graph", "--mem-fraction-static", "0.1", "--max-total-tokens", "4096"]
     words += ["--disable-radix-cache", "--enable-metrics", "--skip-server-warmup"]
-    own = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(HERE.parent / "standins")}
-    with _serving([python, "-m", "sglang.launch_server", *words], log, own) as url:
+    own = {"SGLANG_USE_CPU_ENGINE": "1", "PYTHONPATH": str(STANDINS)}
+    with serving([python, "-m", "sglang.launch_server", *words], log, own) as url:
         yield url
 
 
-def _installed(engine: str) -> Environment:
-    try:
-        return locate(engine)
-    except FidelabError as error:
-        pytest.skip(str(error))
-
-
 @contextmanager
-def _serving(argv: Sequence[str], log: Path, variables: Mapping[str, str]) -> Iterator[str]:
+def serving(argv: Sequence[str], log: Path, variables: Mapping[str, str]) -> Iterator[str]:
     """Start it, wait until it answers, end it and what it started."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

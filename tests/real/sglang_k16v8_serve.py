@@ -1,6 +1,6 @@
 """Runs in SGLang's environment: SGLang's server with the plug-in, as a user would start it, and with notes.
 
-python sglang_k16v8_serve.py FOLDER [flags of sglang.launch_server]    (FIDELAB_K16V8 as in the environment)
+python -m tests.real.sglang_k16v8_serve FOLDER [flags of sglang.launch_server]    (FIDELAB_K16V8 as in the environment)
 
 SGLang's scheduler is a process of its own that imports this file again.  There it is given a fixed amount of memory for
 its cache (``FOLDER/tokens.json``: how many tokens that is), and every forward of the backend is compared with the
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.plugins.sglang_k16v8 import SWITCH
+from tests.real.k16v8 import LAYERS, compared
 
 FOLDER = Path(sys.argv[1])
 MEMORY = 64 << 20  # bytes of the cache
-LAYERS = (0, 17)
 
 
 def main() -> None:
@@ -60,14 +60,8 @@ def checked(forward: Callable[..., Any], own: Any, q: Any, k: Any, v: Any, layer
     starts = torch.arange(len(step.lengths) + 1) if step.starts is None else step.starts
     cache = own.token_to_kv_pool.paged(layer.layer_id, step.table, step.lengths)
     wanted, _ = reference.extend(queries, starts, cache, own._attention[layer.layer_id], dtype=torch.float64)
-    found, wanted = result.double().flatten(), wanted.flatten()
-    said = {
-        "queries": starts.diff().tolist(),
-        "cosine": float(torch.cosine_similarity(found, wanted, dim=0)),
-        "relative_l2": float((found - wanted).norm() / wanted.norm()),
-    }
     with (FOLDER / "steps.jsonl").open("a") as file:
-        file.write(f"{json.dumps(said)}\n")
+        file.write(f"{json.dumps(compared(starts, result, wanted))}\n")
     return result
 
 

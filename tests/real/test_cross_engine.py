@@ -15,16 +15,16 @@ from fidelab.errors import FidelabError
 from fidelab.models import Model
 from fidelab.profiles import names
 from fidelab.results.cross_record import CrossReport, EngineRow
+from tests.real.harness import STANDINS
 
 pytestmark = pytest.mark.model
 
-STANDINS = str(Path(__file__).parent.parent / "standins")  # SGLang's imports on a machine without a GPU
 LINES: dict[str, dict[str, Any]] = {
     "hf": {"engine": "hf", "dtype": "bfloat16", "reference": "bf16", "candidate": "fp8_e4m3"},
     "llamacpp": {"engine": "llamacpp", "reference": "f16", "candidate": "q8_0"},
     "vllm": {"engine": "vllm", "reference": "auto", "candidate": "fp8_e4m3"},
     "sglang": {
-        "engine": {"name": "sglang", "pythonpath": [STANDINS]},
+        "engine": {"name": "sglang", "pythonpath": [str(STANDINS)]},
         "reference": "auto",
         "candidate": "fp8_e4m3",
     },

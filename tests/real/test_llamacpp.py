@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.environments.environment import locate
-from fidelab.errors import EngineError
+from tests.real.harness import installed
 from tests.runs.harness import Done, cli
 
 WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki.test.raw"
@@ -19,10 +18,7 @@ pytestmark = pytest.mark.model
 
 
 def compare(cwd: Path, *flags: object) -> Done:
-    try:
-        locate("llamacpp")
-    except EngineError as error:
-        pytest.skip(str(error))
+    installed("llamacpp")
     sizes = ("--reference", "f16", "--axes", "kld", "--n-ctx", 512, "--no-floor", "--threads", 2)
     return cli("compare", "smollm2-135m", "--engine", "llamacpp", *sizes, *flags, cwd=cwd)
 

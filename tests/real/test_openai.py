@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
-from urllib.request import urlopen
 
 import numpy as np
 import pytest
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.openai import OpenAIEngine
-from fidelab.environments.environment import locate
-from fidelab.errors import FidelabError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.divergence import compare_topk
 from fidelab.models import Model
 from fidelab.probes import Generate, Prefill
 from tests.engines.tiny import Answers, ids
+from tests.real.servers import llamacpp_server
 from tests.runs.harness import cli, write_inputs
 
 pytestmark = pytest.mark.model
@@ -31,48 +26,17 @@ TEXT = "The river runs from the mountains to the sea, and the town lies on its l
 
 
 @pytest.fixture(scope="module")
-def python() -> str:
-    """The interpreter that has llama_cpp.server."""
-    try:
-        found = locate("llamacpp").python
-    except FidelabError as error:
-        pytest.skip(str(error))
-    probe = subprocess.run([found, "-c", "import llama_cpp.server.app"], capture_output=True, check=False)
-    if probe.returncode:
-        pytest.skip("engine llamacpp is installed without its server (llama-cpp-python[server])")
-    return found
-
-
-def _serve(python: str, gguf: Path, kv: int, log: Path) -> tuple[subprocess.Popen[bytes], str]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = {"host": "127.0.0.1", "port": port, "model": gguf, "model_alias": "served", "n_ctx": 640}
-    words |= {"n_threads": 1, "n_threads_batch": 1, "type_k": kv, "type_v": kv, "flash_attn": "true"}
-    argv = [python, "-m", "llama_cpp.server", *(part for k, v in words.items() for part in (f"--{k}", str(v)))]
-    with log.open("wb") as out:
-        process = subprocess.Popen(argv, stdout=out, stderr=out, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    url = f"http://127.0.0.1:{port}"
-    for _ in range(240):
-        try:
-            urlopen(f"{url}/v1/models", timeout=5).close()
-            return process, url
-        except OSError:
-            assert process.poll() is None, log.read_text()
-            time.sleep(0.5)
-    raise AssertionError(log.read_text())
-
-
-@pytest.fixture(scope="module")
-def urls(python: str, smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+def urls(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
     """Two servers: an f16 and a q8_0 cache."""
     assert smollm2.gguf is not None
     logs = tmp_path_factory.mktemp("servers")
-    found = [_serve(python, smollm2.gguf, kv, logs / f"{kv}.log") for kv in (F16, Q8_0)]
-    yield [url for _, url in found]
-    for process, _ in found:
-        process.terminate()
-        process.wait(30)
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                llamacpp_server(smollm2.gguf, logs / f"{kv}.log", n_ctx=640, type_k=kv, type_v=kv, flash_attn="true")
+            )
+            for kv in (F16, Q8_0)
+        ]
 
 
 def _opened(model: Model, url: str) -> OpenAIEngine:

@@ -14,48 +14,38 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 import transformers
 
-from fidelab import compare
-from fidelab.captures.container import to_float32
-from fidelab.core import Arm, KVSpec
-from fidelab.engines.hf import HFEngine
-from fidelab.environments.environment import Environment, locate
-from fidelab.errors import EngineError
+from fidelab.core import KVSpec
+from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from fidelab.plugins.sglang_k16v8 import BACKEND, SWITCH, VERSIONS
-from fidelab.probes import Forced, Prefill, probe_record
+from fidelab.probes import Forced, Probe
 from tests.engines import tiny
 from tests.plugins.test_sglang_k16v8 import RECORDED
-from tests.real.servers import _serving
-
-HERE = Path(__file__).parent
-STANDINS = HERE.parent / "standins"
-OWN = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
-TIE = 0.25  # nats: two steps of bfloat16 for logits of 16 to 32; SGLang's own cache moves as far between batches
-GATE = {"cosine": 0.99999, "relative_l2": 0.0035}  # METRICS §10
-PREFIX = tuple(range(1000, 1096))
-PROMPTS = (
-    *((*PREFIX, *range(2000 + 100 * i, 2000 + 100 * i + 5 + 30 * i)) for i in range(3)),
-    tuple(range(300, 307)),
-    tuple(range(400, 533)),
-    (*PREFIX, 2001, 2002),
+from tests.real.harness import (
+    PREFILL,
+    STANDINS,
+    VOCAB,
+    WINDOWS,
+    arm,
+    asked,
+    drawn,
+    installed,
+    k16v8_beside_16_bits,
+    states_of_transformers,
 )
+from tests.real.k16v8 import PROMPTS, TIE, hold_the_gate
+from tests.real.servers import serving
+
+OWN = {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_CPU_OMP_THREADS_BIND": "0"}
+
+pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.model]
 
 
-def _environment() -> Environment | None:
-    try:
-        return locate("sglang", pythonpath=[str(STANDINS)])
-    except EngineError:
-        return None
-
-
-ENVIRONMENT = _environment()
-pytestmark = [
-    pytest.mark.skipif(ENVIRONMENT is None, reason="SGLang is not installed: fidelab engines install sglang --cpu"),
-    pytest.mark.model,
-]
+@pytest.fixture(scope="session")
+def environment() -> Environment:
+    return installed("sglang", STANDINS)
 
 
 @dataclass(frozen=True)
@@ -72,17 +62,16 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def served(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    assert ENVIRONMENT is not None
+def served(environment: Environment, smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("served")
     words = ["--model-path", str(smollm2.path), "--device", "cpu", "--dtype", "bfloat16", "--attention-backend"]
     words += [BACKEND, "--context-length", "512", "--max-running-requests", "8", "--chunked-prefill-size", "48"]
     words += ["--enable-mixed-chunk", "--disable-overlap-schedule", "--disable-cuda-graph", "--skip-server-warmup"]
-    program = [ENVIRONMENT.python, str(HERE / "sglang_k16v8_serve.py"), str(folder), *words]
-    with _serving(program, folder / "log", {**ENVIRONMENT.variables(), **OWN, SWITCH: "1"}) as url:
+    program = [*environment.command("tests.real.sglang_k16v8_serve"), str(folder), *words]
+    with serving(program, folder / "log", {**environment.variables(), **OWN, SWITCH: "1"}) as url:
         greedy = {"temperature": 0, "max_new_tokens": 8}
-        text = asked(f"{url}/generate", {"text": "The capital of France is", "sampling_params": greedy})["text"]
-        offered = asked(f"{url}/server_info")["max_total_num_tokens"]
+        text = fetched(f"{url}/generate", {"text": "The capital of France is", "sampling_params": greedy})["text"]
+        offered = fetched(f"{url}/server_info")["max_total_num_tokens"]
         (folder / "steps.jsonl").unlink()
         together = answers(url, PROMPTS[:1]) + answers(url, PROMPTS[1:])
         steps = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
@@ -94,7 +83,7 @@ def served(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Served:
     return Served(text, offered, together, alone, steps, tokens, (folder / "log").read_text())
 
 
-def asked(url: str, body: Any = None) -> Any:
+def fetched(url: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
     with urllib.request.urlopen(
         urllib.request.Request(url, data, {"Content-Type": "application/json"}), timeout=120
@@ -120,7 +109,7 @@ def answers(url: str, prompts: Sequence[Sequence[int]], *, rows: bool = False) -
     """
     body: dict[str, Any] = {"input_ids": [list(prompt) for prompt in prompts]}
     body["sampling_params"] = {"temperature": 0, "max_new_tokens": 12, "ignore_eos": True}
-    said = asked(f"{url}/generate", body | ({"return_logprob": True, "top_logprobs_num": 20} if rows else {}))
+    said = fetched(f"{url}/generate", body | ({"return_logprob": True, "top_logprobs_num": 20} if rows else {}))
     return [
         {
             "ids": answer["output_ids"],
@@ -131,28 +120,9 @@ def answers(url: str, prompts: Sequence[Sequence[int]], *, rows: bool = False) -
     ]
 
 
-def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(smollm2: Model, tmp_path: Path) -> None:
-    report = compare(
-        "smollm2-135m",
-        engine={"name": "sglang", "pythonpath": [str(STANDINS)]},
-        reference="auto",
-        candidates=["k16v8"],
-        axes={"kld": {"windows": 4, "n_ctx": 256}},
-        floor=False,
-        device="cpu",
-        threads=1,
-        output_dir=str(tmp_path),
-    )
-    [arm] = report.candidates
-    assert arm.status == "ok", arm.reason
-    assert arm.axes.kld is not None
-    assert 0 < (arm.axes.kld.mean or 0) <= 0.005
-    ran, wide = arm.ran, report.reference.ran
-    assert ran is not None
-    assert wide is not None
+def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) -> None:
+    _, wide = k16v8_beside_16_bits({"name": "sglang", "pythonpath": [str(STANDINS)]}, tmp_path)
     assert (wide.attention, wide.k_dtype, wide.v_dtype) == ("TorchNativeAttnBackend", "bfloat16", "bfloat16")
-    assert (ran.attention, ran.k_dtype, ran.v_dtype) == ("fidelab-k16v8 (torch)", "bfloat16", "float8_e4m3fn")
-    assert ran.cache_bytes_per_token == 0.75 * (wide.cache_bytes_per_token or 0)
 
 
 def test_a_server_of_the_users_own_runs_it(served: Served) -> None:
@@ -178,9 +148,7 @@ def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(served: Serv
 
 
 def test_every_step_computes_the_definition_on_the_cache(served: Served) -> None:
-    assert len(served.steps) > 40
-    assert min(step["cosine"] for step in served.steps) >= GATE["cosine"]
-    assert max(step["relative_l2"] for step in served.steps) <= GATE["relative_l2"]
+    hold_the_gate(served.steps)
 
 
 def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(served: Served) -> None:
@@ -191,56 +159,33 @@ def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(served: Serve
                 break
 
 
-def test_windows_and_scale_are_the_models(tmp_path: Path) -> None:
+def test_windows_and_scale_are_the_models(environment: Environment, tmp_path: Path) -> None:
     """A window of 24 tokens in every other layer and a scale that matters, in pages of 16 tokens and with scales in
     the cache, as prompts in chunks and token by token: against Transformers."""
-    assert ENVIRONMENT is not None
-    shape = {"vocab_size": 515, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
+    shape = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
     special = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"] * 2}
     special |= {"query_pre_attn_scalar": 9}
     config = transformers.Gemma3TextConfig(**shape, **heads, **special, pad_token_id=None, eos_token_id=None)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = tiny.randomised(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32))
-    path = tiny.save(model, tmp_path / "model")
-    windows = tuple(tuple(int(x) for x in np.random.default_rng(seed).integers(10, 515, 100)) for seed in range(2))
-    probe = Prefill("kld", windows, 10, 98, tuple((0,) * 89 for _ in windows))
-    forced = Forced("forced", (windows[0][:11],), (windows[0][11:],))
-    options = (("chunked-prefill-size", "48"), ("max-total-tokens", "2048"), ("page-size", "16"))
-    kv = KVSpec.parse("bf16/fp8_e4m3[scale=per-token-head]")
-    arm = Arm("k", "sglang", "m", str(path), "0" * 8, kv, "bfloat16", "cpu", 1, options)
-    probes = {"prefill": probe_record(probe), "forced": probe_record(forced)}
-    job = {"arm": arm.record(), "probes": probes, "own": None, "end": False}
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    with (tmp_path / "log").open("w") as log:
-        subprocess.run(
-            [ENVIRONMENT.python, str(HERE / "sglang_answers.py"), str(tmp_path / "job.json"), str(tmp_path)],
-            env={**os.environ, **ENVIRONMENT.variables()},
-            stdout=log,
-            stderr=log,
-            check=False,
-        )
-    said = json.loads((tmp_path / "said.json").read_text())
-    assert "error" not in said, said["error"]
-    ran = said["ran"]
+    path = tiny.save(drawn(config), tmp_path / "model")
+    probes: dict[str, Probe] = {"prefill": PREFILL, "forced": Forced("forced", (WINDOWS[0][:11],), (WINDOWS[0][11:],))}
+    options = {"chunked_prefill_size": "48", "max_total_tokens": "2048", "page_size": "16"}
+    one = arm("sglang", path, "bf16/fp8_e4m3[scale=per-token-head]", "bfloat16", **options)
+    said = asked(environment, one, probes, tmp_path)
+    assert "error" not in said.plain, said.plain["error"]
+    ran = said.plain["ran"]
     assert (ran["k_format"], ran["v_format"]) == ("bf16", "fp8_e4m3[scale=per-token-head]")
     assert ran["cache_bytes_per_token"] == ran["expected_bytes_per_token"] == 4 * 2 * (3 * 32 + 2)
     assert (ran["block_size"], ran["chunked_prefill"], ran["cache_read_back"]) == (16, 48, 1.0)
-    engine, found = HFEngine(), tiny.Answers()
-    engine.open(replace(arm, engine="hf", kv=KVSpec.parse("f32"), dtype="float32", options=(("attention", "eager"),)))
-    engine.answer(probe, found)
-    theirs = [to_float32(found.items[item]["hidden"]) for item in range(2)]
-    with np.load(tmp_path / "arrays.npz") as arrays:
-        ours = {name: arrays[f"{name}.hidden"] for name in ("prefill.0", "prefill.1", "forced.0")}
+    exact = replace(one, engine="hf", kv=KVSpec.parse("f32"), dtype="float32", options=(("attention", "eager"),))
+    theirs = states_of_transformers(exact, PREFILL)
     for name, wanted in (("prefill.0", theirs[0]), ("prefill.1", theirs[1]), ("forced.0", theirs[0])):
         # bfloat16 and e4m3 make 0.026; a window that is one token off, 0.14; no scale, 0.38
-        assert np.linalg.norm(ours[name] - wanted) / np.linalg.norm(wanted) <= 0.04
+        assert np.linalg.norm(said.arrays[f"{name}.hidden"] - wanted) / np.linalg.norm(wanted) <= 0.04
 
 
-def test_the_installed_sglang_is_in_the_range_and_is_called_as_recorded() -> None:
+def test_the_installed_sglang_is_in_the_range_and_is_called_as_recorded(environment: Environment) -> None:
     """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
-    assert ENVIRONMENT is not None
     script = """
 import inspect, json, pkgutil, sys
 from fidelab.plugins.sglang_k16v8 import refusal
@@ -248,8 +193,8 @@ said = {name: list(inspect.signature(pkgutil.resolve_name(name)).parameters) for
 print(json.dumps([refusal(), said]))
 """
     done = subprocess.run(
-        [ENVIRONMENT.python, "-c", script, json.dumps(list(RECORDED))],
-        env={**os.environ, **ENVIRONMENT.variables(), **OWN},
+        [environment.python, "-c", script, json.dumps(list(RECORDED))],
+        env={**os.environ, **environment.variables(), **OWN},
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,6 @@
 """Runs in vLLM's environment: stock vLLM with the plug-in, as a user would have it; what each step held and computed.
 
-python vllm_k16v8_steps.py MODEL ANSWER.json    (FIDELAB_K16V8 as in the environment; vLLM loads the plug-in itself)
+python -m tests.real.vllm_k16v8_steps MODEL ANSWER.json    (FIDELAB_K16V8 as in the environment)
 """
 
 from __future__ import annotations
@@ -13,18 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.plugins.k16v8 import switched
+from tests.real.k16v8 import LAYERS, PROMPTS, compared
 
 BUDGET = 48  # tokens of one step: prompts come in chunks, beside others that decode
 BLOCK = 32
 TOKENS = 16
-LAYERS = ("model.layers.0.self_attn.attn", "model.layers.17.self_attn.attn")
-PREFIX = tuple(range(1000, 1000 + 3 * BLOCK))  # three whole blocks
-PROMPTS = (
-    *((*PREFIX, *range(2000 + 100 * i, 2000 + 100 * i + 5 + 30 * i)) for i in range(3)),
-    tuple(range(300, 307)),
-    tuple(range(400, 533)),
-    (*PREFIX, 2001, 2002),
-)
+NAMED = tuple(f"model.layers.{layer}.self_attn.attn" for layer in LAYERS)
 
 
 def main() -> None:
@@ -87,20 +81,12 @@ def _noted() -> Iterator[list[dict[str, Any]]]:
         self: Any, layer: Any, query: Any, key: Any, value: Any, kv_cache: Any, step: Any, **outputs: Any
     ) -> Any:
         result = forward(self, layer, query, key, value, kv_cache, step, **outputs)
-        if step is None or layer.layer_name not in LAYERS:
+        if step is None or layer.layer_name not in NAMED:
             return result
         n, starts = step.num_actual_tokens, step.query_start_loc
         cache = self._paged(step.block_table, step.seq_lens)
         wanted, _ = reference.extend(query[:n], starts, cache, self._attention, dtype=torch.float64)
-        found = result[:n].double()
-        steps.append(
-            {
-                "queries": starts.diff().tolist(),
-                "lengths": step.seq_lens.tolist(),
-                "cosine": float(torch.cosine_similarity(found.flatten(), wanted.flatten(), dim=0)),
-                "relative_l2": float((found - wanted).norm() / wanted.norm()),
-            }
-        )
+        steps.append(compared(starts, result[:n], wanted))
         return result
 
     K16V8Attention.forward = checked  # type: ignore[method-assign, assignment]

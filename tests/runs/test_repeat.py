@@ -25,11 +25,12 @@ from fidelab.config.load import load
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.fake import FakeEngine
+from fidelab.plan.disk import needed_bytes
 from fidelab.probes import Prefill
 from fidelab.repeat import Repeat
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.run import needed_bytes, prepare
+from fidelab.run import prepare
 from tests.cli.test_cli_bad_input import refused
 from tests.runs.harness import Done, cli, compare, write_inputs
 

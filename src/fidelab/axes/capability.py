@@ -7,25 +7,23 @@ applicable`` with the reason: it is never passed, and not in the score.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.capability_results import ORDER, PARTS, WITHOUT, Result, read_results
 from fidelab.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Judged, Kind, long_prompt
-from fidelab.capability.parse import after_thinking
 from fidelab.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.captures.pair import Pair
-from fidelab.captures.reader import Capture
 from fidelab.core import canonical_json
-from fidelab.errors import CaptureError, InputError
+from fidelab.errors import InputError
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
-from fidelab.probes import Generate, Timed, Tokens
+from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 
@@ -36,18 +34,6 @@ _BATCH = 8
 _PARALLEL_TOKENS = 32
 _SHORTEST_LONG = 256  # tokens; what is shorter is not a long prompt
 _CELL, _TEXT = 80, 1000  # characters of an answer in a table and beside another one
-_WITHOUT = "without "  # settings of this prefix say why a check, or a kind of checks, was not asked
-
-_PARTS: Mapping[Kind, tuple[str, ...]] = {
-    "arithmetic": ("short",),
-    "code": ("code",),
-    "knowledge": ("short",),
-    "edge": ("short",),
-    "parallel": ("single", "batch"),
-    "vision": (),
-    "tool call": ("tool",),
-    "thinking": ("thinking",),
-}
 
 
 class CapabilitySettings(AxisSettings):
@@ -87,9 +73,9 @@ class Capability(Axis):
             try:
                 item = self._item(check, inputs)
             except NotApplicable as reason:
-                without[f"{_WITHOUT}{check.id}"] = str(reason)
+                without[f"{WITHOUT}{check.id}"] = str(reason)
                 continue
-            for part in _PARTS[check.kind]:
+            for part in PARTS[check.kind]:
                 asked.setdefault(part, []).append(item)
         if not asked:
             raise InputError(f"capability: nothing can be asked: {'; '.join(dict.fromkeys(without.values()))}")
@@ -110,7 +96,7 @@ class Capability(Axis):
         }
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
-        results = _results(pairs)
+        results = read_results(pairs)
         counted = [result for result in results if result.applicable]
         usable = np.array([result.usable for result in counted], dtype=bool)
         passed = np.array([bool(result.test.passed) for result in counted], dtype=np.float64)
@@ -141,13 +127,13 @@ class Capability(Axis):
         Raises:
             NotApplicable: it cannot be asked.
         """
-        if not _PARTS[check.kind]:
+        if not PARTS[check.kind]:
             raise NotApplicable("no engine here takes images")
         note = {"id": check.id}
         messages = ({"role": "user", "content": check.prompt},)
         if check.kind in ("tool call", "thinking") and self.settings.template == "raw":
             raise NotApplicable("needs the chat template; the settings say raw")
-        room = None if inputs.max_positions is None else inputs.max_positions - self._budget(_PARTS[check.kind][0])
+        room = None if inputs.max_positions is None else inputs.max_positions - self._budget(PARTS[check.kind][0])
         if check.kind == "tool call":
             ids = tool_prompt(inputs.tokenizer, messages, TOOL)
         elif check.kind == "thinking":
@@ -178,115 +164,10 @@ class Capability(Axis):
         return ids(fits)
 
 
-# ---------------------------------------------------------------------------------------------- judging
-
-
-@dataclass(frozen=True)
-class _Result:
-    """One check on both sides.  ``answers``: what they wrote; ``same``: in the same tokens throughout."""
-
-    check: Check
-    ref: Judged
-    test: Judged
-    usable: bool = True
-    same: bool = False
-    answers: tuple[str, str] = ("", "")
-
-    @property
-    def applicable(self) -> bool:
-        return self.ref.passed is not None and self.test.passed is not None
-
-    @property
-    def outcome(self) -> str:
-        """In the order in which the report lists them: what was lost first."""
-        if not self.applicable:
-            return "not applicable"
-        if not self.usable:
-            return "unusable"
-        both = {(True, False): "lost", (False, True): "gained", (False, False): "both fail", (True, True): "both pass"}
-        return both[bool(self.ref.passed), bool(self.test.passed)]
-
-
-_ORDER = ("unusable", "lost", "gained", "both fail", "both pass", "not applicable")
-
-
-def _results(pairs: Mapping[str, Pair]) -> list[_Result]:
-    """All checks of the chosen kinds, in the set's order; of a part of the captures (the floor) only those in it."""
-    settings = next(iter(pairs.values())).ref.manifest["settings"]
-    if settings.get("set") != SET_VERSION:
-        raise CaptureError(
-            f"captures hold check set {settings.get('set')}, this version scores set {SET_VERSION}; capture again"
-        )
-    found: dict[str, dict[str, tuple[Pair, int, int, dict[str, str]]]] = {}
-    asked: set[str] = set()
-    for part, pair in pairs.items():
-        probe = pair.ref.probe
-        notes = [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
-        asked.update(note["id"] for note in notes)
-        for r, t in pair.items:
-            found.setdefault(notes[r]["id"], {})[part] = (pair, r, t, notes[r])
-    results = []
-    for check in CHECKS:
-        if check.id in found:
-            results.append(_judged(check, found[check.id]))
-        elif check.id not in asked and check.kind in settings["kinds"].split(", "):
-            nothing = Judged(None, settings.get(f"{_WITHOUT}{check.id}", "not asked in these captures"))
-            results.append(_Result(check, nothing, nothing))
-    return results
-
-
-def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, str]]]) -> _Result:
-    if set(places) != set(_PARTS[check.kind]):
-        nothing = Judged(None, "asked only one by one or only in a batch")
-        return _Result(check, nothing, nothing)
-    asked = [places[part] for part in _PARTS[check.kind]]
-    ends = asked[0][3].get("ends")
-    ref = [(pair.ref, r) for pair, r, _, _ in asked]
-    test = [(pair.test, t) for pair, _, t, _ in asked]
-    (judged, text), (other, other_text) = (_side(check, side, ends) for side in (ref, test))
-    return _Result(
-        check,
-        judged,
-        other,
-        usable=_usable(ref) and _usable(test),
-        same=[capture.ids(item) for capture, item in ref] == [capture.ids(item) for capture, item in test],
-        answers=(text, other_text),
-    )
-
-
-def _usable(places: Sequence[tuple[Capture, int]]) -> bool:
-    return all(capture.items[item]["failed"] is None for capture, item in places)
-
-
-def _side(check: Check, places: Sequence[tuple[Capture, int]], ends: str | None) -> tuple[Judged, str]:
-    """One side's verdict and what it wrote.  ``ends``: the marker behind which an answer follows its thinking."""
-    text = _text(*places[0])
-    if check.judge is None and not _usable(places):
-        return Judged(False, "no usable answer"), text
-    if check.judge is None:
-        alone, batched = (capture.ids(item) for capture, item in places)
-        if alone == batched:
-            return Judged(True), text
-        pairs = enumerate(zip(alone, batched, strict=False))
-        fork = next((n for n, (a, b) in pairs if a != b), min(len(alone), len(batched)))
-        return Judged(False, f"differs from token {fork} on"), f"alone: {text}\nin a batch: {_text(*places[1])}"
-    if ends is None:
-        return check.judge(text), text
-    rest = after_thinking(text, ends)
-    return Judged(False, "thinking did not end in an answer") if rest is None else check.judge(rest), text
-
-
-def _text(capture: Capture, item: int) -> str:
-    """An answer without the token that ended it."""
-    ids, probe = capture.ids(item), capture.probe
-    ended = isinstance(probe, Generate) and ids and ids[-1] in probe.stop
-    return capture.text(ids[:-1] if ended else ids)
-
-
 # -------------------------------------------------------------------------------------------- reporting
 
 
-def _with_figures(score: AxisScore, results: Sequence[_Result], good: Sequence[_Result], seed: int) -> AxisScore:
+def _with_figures(score: AxisScore, results: Sequence[Result], good: Sequence[Result], seed: int) -> AxisScore:
     outcomes = [result.outcome for result in results]
     lost, gained = outcomes.count("lost"), outcomes.count("gained")
     n, had = len(good), sum(bool(result.ref.passed) for result in good)
@@ -322,7 +203,7 @@ def _with_figures(score: AxisScore, results: Sequence[_Result], good: Sequence[_
     return replace(score, figures=fields, not_measurable=not_measurable, lowers=_lowers(good, seed) if measured else ())
 
 
-def _change(good: Sequence[_Result], seed: int) -> PairedDifference:
+def _change(good: Sequence[Result], seed: int) -> PairedDifference:
     """Candidate minus reference, points."""
     units, ones = np.array([CHECKS.index(result.check) for result in good]), np.ones(len(good))
     test, ref = (
@@ -332,7 +213,7 @@ def _change(good: Sequence[_Result], seed: int) -> PairedDifference:
     return paired_difference(test, ref, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 
-def _lowers(good: Sequence[_Result], seed: int) -> tuple[str, ...]:
+def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
     """A loss of right answers that is beyond chance.
 
     Whether a batch answers as single requests do is left out: greedy paths fork at near ties, and what is chaotic
@@ -353,7 +234,7 @@ def _shares(interval: tuple[float, float]) -> tuple[float, float]:
     return interval[0] / 100, interval[1] / 100
 
 
-def _panels(results: Sequence[_Result]) -> Iterator[Panel]:
+def _panels(results: Sequence[Result]) -> Iterator[Panel]:
     by_kind = [(kind, [r.outcome for r in results if r.check.kind == kind]) for kind in KINDS]
     yield TablePanel(
         title="Checks by kind",
@@ -376,7 +257,7 @@ def _panels(results: Sequence[_Result]) -> Iterator[Panel]:
                 *map(_cell, result.answers),
                 _reason(result),
             )
-            for result in sorted(results, key=lambda result: _ORDER.index(result.outcome))
+            for result in sorted(results, key=lambda result: ORDER.index(result.outcome))
         ),
         note="Answers are cut to one line; the reason is the candidate's, or why a check is not applicable.",
     )
@@ -389,16 +270,16 @@ def _panels(results: Sequence[_Result]) -> Iterator[Panel]:
                 candidate=result.answers[1][:_TEXT],
                 note=f"{result.outcome}; expected: {result.check.expected}; {_failing(result).reason[:200]}",
             )
-            for result in sorted(changed, key=lambda result: _ORDER.index(result.outcome))
+            for result in sorted(changed, key=lambda result: ORDER.index(result.outcome))
         )
         yield Texts(title="Lost and gained", pairs=pairs)
 
 
-def _failing(result: _Result) -> Judged:
+def _failing(result: Result) -> Judged:
     return result.test if result.ref.passed else result.ref
 
 
-def _reason(result: _Result) -> str:
+def _reason(result: Result) -> str:
     if result.outcome == "unusable":
         return "a side gave no usable answer"
     side = result.ref if result.ref.passed is None else result.test

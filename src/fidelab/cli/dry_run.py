@@ -18,7 +18,8 @@ _PROBE_SECONDS = 2.0
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written."""
-    from fidelab.run import needed_bytes, prepare
+    from fidelab.plan.disk import needed_bytes
+    from fidelab.run import prepare
 
     prepared = prepare(experiment)
     rate = _tokens_per_second(prepared)

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Protocol
 
 from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.probes import Probe
+from fidelab.probes import Forced, Generate, Prefill, Probe
 
-__all__ = ["Answer", "Engine", "Ran", "Sink", "Verdict"]
+__all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head"]
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,32 @@ class Answer:
     softcap: float | None = None
     scale: float = 1.0
     facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Replayed(Protocol):
+    """A language-model head; ``sentinels``: (cosine, KL) of each check of it while a probe was answered."""
+
+    sentinels: list[tuple[float, float]]
+
+    def fields(self) -> dict[str, Any]:
+        """What an answer says of the head."""
+
+
+def answer_with_head(
+    probe: Probe, estimator: Estimator, facts: Mapping[str, Any], began: float, head: Replayed | None
+) -> Answer:
+    """The answer to a probe that was begun at ``began`` (``time.monotonic``).
+
+    To its facts come the worst sentinels and the seconds, and beside them stands the head where there are rows of
+    states for scoring to replay.
+    """
+    facts = dict(facts)
+    if head is not None and head.sentinels:
+        cosines, divergences = zip(*head.sentinels, strict=True)
+        facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
+    rows = probe.rows if isinstance(probe, Generate) else isinstance(probe, Prefill | Forced)
+    fields = head.fields() if head is not None and rows else {}
+    return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})
 
 
 class Sink(Protocol):

@@ -22,7 +22,7 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import hf_kernels
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
 from fidelab.formats import FORMATS, create
@@ -118,13 +118,8 @@ class HFEngine(Engine):
                 from fidelab.engines.hf_layers import answer_layerwise
 
                 facts = answer_layerwise(self._model, probe, sink)
-        if self._model.sentinels:
-            cosines, divergences = zip(*self._model.sentinels, strict=True)
-            facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-        facts["seconds"] = time.monotonic() - began
-        wanted = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed | Layerwise)
-        head = self._model.head.fields() if self._model.head and wanted else {}
-        return Answer(Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS, **head, facts=facts)
+        estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
+        return answer_with_head(probe, estimator, facts, began, self._model.head)
 
     def ran(self) -> Ran:
         import torch

@@ -28,7 +28,7 @@ import numpy as np
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
 from fidelab.engines.options import check_options
 from fidelab.engines.sglang_launch import (
     DTYPES,
@@ -153,13 +153,7 @@ class SGLangEngine(Engine):
                 for group in probe.groups():
                     self._together(group, 1 + probe.n)
                 facts = time_prompts(probe, sink, lambda group: self._session.stream(group, 1 + probe.n))
-        if self._head is not None and self._head.sentinels:
-            cosines, divergences = zip(*self._head.sentinels, strict=True)
-            facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-        facts["seconds"] = time.monotonic() - began
-        wanted = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed)
-        head = self._head.fields() if self._head is not None and wanted else {}
-        return Answer(self._estimator, **head, facts=facts)
+        return answer_with_head(probe, self._estimator, facts, began, self._head)
 
     def ran(self) -> Ran:
         return ran(self._arm, self._about, self._session.arguments, self.versions())

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm_backend import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
@@ -128,13 +128,8 @@ class VLLMEngine(Engine):
                 facts = self._forced(probe, sink)
             case Timed():
                 facts = time_prompts(probe, sink, lambda group: self._model.tokens(group, 1 + probe.n))
-        if head is not None and head.sentinels:
-            cosines, divergences = zip(*head.sentinels, strict=True)
-            facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-        facts["seconds"] = time.monotonic() - began
-        wanted = isinstance(probe, Prefill | Forced) or (isinstance(probe, Generate) and probe.rows)
-        fields = head.fields() if head and wanted else {}
-        return Answer(Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS, **fields, facts=facts)
+        estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
+        return answer_with_head(probe, estimator, facts, began, head)
 
     def ran(self) -> Ran:
         return ran(self._model, self._arm, self._backend, self.versions())

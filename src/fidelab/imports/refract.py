@@ -132,9 +132,11 @@ def _notes(file: RefractFile, measured: Mapping[str, Recomputed], summary: list[
     lacking = [axis for axis in AXES if axis not in measured]
     if lacking:
         notes.append(f"not measured: {', '.join(lacking)}; without all four axes there is no band of the composite")
-    if file.not_finite:
-        plural = "" if file.not_finite == 1 else "s"
-        notes.append(f"{file.not_finite} NaN or infinite value{plural} in the file (not valid JSON) read as absent")
+    if file.json.not_finite:
+        plural = "" if file.json.not_finite == 1 else "s"
+        notes.append(
+            f"{file.json.not_finite} NaN or infinite value{plural} in the file (not valid JSON) read as absent"
+        )
     return tuple(notes)
 
 
@@ -154,9 +156,9 @@ def _details(file: RefractFile, notes: tuple[str, ...]) -> dict[str, Any]:
 
 def _source(file: RefractFile, measured: Mapping[str, Recomputed]) -> Source:
     facts = {
-        "file": file.path.name,
+        "file": file.json.path.name,
         "schema": file.schema,
-        "sha256": file.sha256,
+        "sha256": file.json.sha256,
         "REFRACT": file.version,
         "made": file.root["timestamp"].text() or None,
         "model": file.model,

@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from fidelab.core import Estimator, Status
+from fidelab.imports.json_file import Node
 from fidelab.imports.leave import window_blocks
-from fidelab.imports.refract_file import Node, RefractFile
+from fidelab.imports.refract_file import RefractFile
 from fidelab.metrics.agreement import (
     PairAgreement,
     exact_match_rate,

@@ -15,7 +15,7 @@ from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
 from fidelab.imports.throughput_cells import read_cells
-from fidelab.imports.throughput_file import Opened, Recorded, open_recorded
+from fidelab.imports.throughput_file import Recorded, open_recorded
 from fidelab.imports.throughput_flags import check_twice
 from fidelab.imports.throughput_sweeps import SWEEPS, read_sweeps
 from fidelab.metrics.saturation import saturation
@@ -249,6 +249,5 @@ def _source(found: Sequence[Recorded | Report], paths: Sequence[Path], arms: Seq
 def _facts(file: Recorded | Report, path: Path) -> dict[str, Any]:
     if isinstance(file, Report):
         return {"file": path.name, "form": "fidelab", "run": file.run_id}
-    opened: Opened = file.file
     said = {name: file.settings[name] for name in ("hardware", "timestamp", "method") if name in file.settings}
-    return {"file": opened.path.name, "form": file.form, "sha256": opened.sha256, "model": file.model, **said}
+    return {"file": file.file.path.name, "form": file.form, "sha256": file.file.sha256, "model": file.model, **said}

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fidelab.errors import InputError
-from fidelab.imports.refract_file import Node
+from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
-    Opened,
     Recorded,
     at_least_one,
     load_cell,
@@ -37,7 +36,7 @@ _QUANTILES = ("p50", "p90", "p95", "p99")
 _SHARE = "server_spec_accept_rate"
 
 
-def read_cells(file: Opened) -> Recorded:
+def read_cells(file: JsonFile) -> Recorded:
     """Read the form with cells.
 
     Raises:

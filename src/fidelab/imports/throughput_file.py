@@ -1,10 +1,7 @@
-"""A file of recorded throughput: opened, told which form it has, and what both forms turn into."""
+"""A file of recorded throughput: opened, and what both of its forms turn into."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,7 +10,7 @@ from typing import Any, Final
 
 from fidelab.core import Status
 from fidelab.errors import InputError
-from fidelab.imports.refract_file import Node
+from fidelab.imports.json_file import JsonFile, Node, read_json
 from fidelab.imports.throughput_flags import INVALID
 from fidelab.results.bench_record import SpeedCell
 from fidelab.results.bench_values import Flag, Spread
@@ -21,7 +18,6 @@ from fidelab.results.serving_record import Distribution, LoadCell
 
 __all__ = [
     "MOST",
-    "Opened",
     "Recorded",
     "at_least_one",
     "load_cell",
@@ -41,19 +37,10 @@ _SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?
 
 
 @dataclass(frozen=True)
-class Opened:
-    """A file of JSON.  ``root``: its object, with places for messages."""
-
-    path: Path
-    sha256: str
-    root: Node
-
-
-@dataclass(frozen=True)
 class Recorded:
     """What one file holds, in our units.  ``cells`` by context, then concurrency; ``flags`` concern all of them."""
 
-    file: Opened
+    file: JsonFile
     form: str
     engine: str
     model: str
@@ -69,31 +56,16 @@ class Recorded:
         return re.sub(r"\.results$", "", self.file.path.stem) or "unnamed"
 
 
-def open_recorded(path: Path) -> Opened:
-    """Read a file of JSON whose top is an object; NaN and infinities are read as absent.
+def open_recorded(path: Path) -> JsonFile:
+    """Read a file of JSON whose top is an object.
 
     Raises:
-        InputError: unreadable or not JSON; names the place.
+        InputError: unreadable, not JSON, or no object; names the place.
     """
-
-    def number(text: str) -> float | None:
-        value = float(text)
-        return value if math.isfinite(value) else None
-
-    try:
-        raw = path.read_bytes()
-        data = json.loads(raw.decode("utf-8-sig"), parse_constant=lambda _: None, parse_float=number)
-    except OSError as error:
-        raise InputError(f"{path}: cannot read the file: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
-    except json.JSONDecodeError as error:
-        raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: {error}") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path}: expected an object of results, found {type(data).__name__}")
-    return Opened(path, hashlib.sha256(raw).hexdigest(), Node(data, f"{path}: "))
+    file = read_json(path)
+    if not isinstance(file.root.value, dict):
+        raise InputError(f"{path}: expected an object of results, found {type(file.root.value).__name__}")
+    return file
 
 
 def positive(node: Node, scale: float = 1.0) -> float | None:

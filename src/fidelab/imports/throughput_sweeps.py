@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-from fidelab.imports.refract_file import Node
+from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
-    Opened,
     Recorded,
     at_least_one,
     load_cell,
@@ -29,7 +28,7 @@ SWEEPS = ("context_sweep", "throughput_sweep")
 _SETTINGS = ("method", "hardware", "timestamp", "output_tokens", "note")
 
 
-def read_sweeps(file: Opened) -> Recorded:
+def read_sweeps(file: JsonFile) -> Recorded:
     """Read the form with sweeps.
 
     Raises:

@@ -1,0 +1,128 @@
+"""A file of JSON that another tool wrote: it may hold bare NaN, and every value is checked where it is taken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fidelab.errors import InputError
+
+__all__ = ["JsonFile", "Node", "read_json"]
+
+_MOST = 1_000_000  # tokens of one answer, chunks: more than this is no count
+
+
+@dataclass(frozen=True)
+class Node:
+    """A value of the file and its place in it; what is absent has the value None."""
+
+    value: Any
+    place: str
+
+    def __getitem__(self, key: str) -> Node:
+        if self.value is not None and not isinstance(self.value, dict):
+            raise self.wrong("an object")
+        return Node((self.value or {}).get(key), f"{self.place}{'' if self.place.endswith(': ') else '.'}{key}")
+
+    def __contains__(self, key: str) -> bool:
+        return isinstance(self.value, dict) and key in self.value
+
+    def items(self) -> list[Node]:
+        """The entries of a list."""
+        if self.value is not None and not isinstance(self.value, list):
+            raise self.wrong("a list")
+        return [Node(value, f"{self.place}[{index}]") for index, value in enumerate(self.value or [])]
+
+    def entries(self) -> Iterator[tuple[str, Node]]:
+        """The entries of an object."""
+        for key in self.value if isinstance(self.value, dict) else ():
+            yield _text(key), self[key]
+
+    def number(self, low: float = -math.inf, high: float = math.inf) -> float | None:
+        """A number in ``low … high``; None where it is absent or was not finite."""
+        if self.value is None:
+            return None
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not low <= self.value <= high:
+            span = f" in {low:g} … {high:g}" if math.isfinite(low) or math.isfinite(high) else ""
+            raise self.wrong(f"a number{span}")
+        return float(self.value)
+
+    def count(self, most: int = _MOST) -> int | None:
+        """A whole number in ``0 … most``."""
+        if self.value is None:
+            return None
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or not 0 <= self.value <= most:
+            raise self.wrong(f"a whole number in 0 … {most}")
+        return self.value
+
+    def text(self) -> str:
+        """A text; empty where it is absent."""
+        if self.value is not None and not isinstance(self.value, str):
+            raise self.wrong("a text")
+        return _text(self.value or "")
+
+    def token_ids(self) -> list[int] | None:
+        """A list of token ids."""
+        if self.value is None:
+            return None
+        if not isinstance(self.value, list) or not all(type(entry) is int for entry in self.value):
+            raise self.wrong("a list of token ids")
+        return list(self.value)
+
+    def wrong(self, wanted: str) -> InputError:
+        """The error that says what should stand here."""
+        found = repr(self.value)
+        return InputError(f"{self.place}: expected {wanted}, found {found if len(found) <= 60 else found[:60] + '…'}")
+
+
+@dataclass(frozen=True)
+class JsonFile:
+    """A file that was read.  ``root``: its content; ``not_finite``: how many NaN and infinities it held."""
+
+    path: Path
+    sha256: str
+    not_finite: int
+    root: Node
+
+
+def read_json(path: Path, what: str = "file") -> JsonFile:
+    """Read a file of JSON; NaN and infinities are read as absent.  ``what`` it is called in messages.
+
+    Raises:
+        InputError: unreadable or not JSON; names the place.
+    """
+    not_finite = 0
+
+    def absent(_constant: str) -> None:
+        nonlocal not_finite
+        not_finite += 1
+
+    def number(text: str) -> float | None:
+        value = float(text)
+        if math.isfinite(value):
+            return value
+        absent(text)
+        return None
+
+    try:
+        raw = path.read_bytes()
+        data = json.loads(raw.decode("utf-8-sig"), parse_constant=absent, parse_float=number)
+    except OSError as error:
+        raise InputError(f"{path}: cannot read the {what}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
+    except json.JSONDecodeError as error:
+        raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path}: {error}") from error
+    return JsonFile(path, hashlib.sha256(raw).hexdigest(), not_finite, Node(data, f"{path}: "))
+
+
+def _text(value: str) -> str:
+    """Without lone surrogates, which UTF-8 cannot hold."""
+    return value.encode("utf-8", "replace").decode()
