@@ -116,7 +116,7 @@ def test_a_record_of_another_kind_or_machine_is_not_gone_on_with(
         bench_kernels(SETTINGS, [TINY], record_path, resume=True)
 
 
-@pytest.mark.parametrize("content", [None, "{", "[]"])
+@pytest.mark.parametrize("content", [None, "{", "[]", f'{{"schema": "{conduct.SCHEMA}"}}'])
 def test_a_file_that_is_no_record_is_an_error_of_one_line(content: str | None, record_path: Path) -> None:
     if content is not None:
         record_path.parent.mkdir()
@@ -125,6 +125,21 @@ def test_a_file_that_is_no_record_is_an_error_of_one_line(content: str | None, r
         bench_kernels(SETTINGS, [TINY], record_path, resume=True)
     assert str(record_path) in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_cell_is_not_gone_on_with_in_other_pages(record_path: Path) -> None:
+    bench_kernels(replace(SETTINGS, contenders=(OURS,)), [TINY], record_path)
+    before = record_path.read_bytes()
+    other = replace(SETTINGS, cells=(replace(DECODE, page=32),))
+    with pytest.raises(InputError, match="measured with pages of 16 tokens, not 32"):
+        bench_kernels(other, [TINY], record_path, resume=True)
+    assert record_path.read_bytes() == before
+
+
+def test_a_folder_is_no_name_for_a_record(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="name a file"):
+        bench_kernels(SETTINGS, [TINY], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_record_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
@@ -288,6 +303,7 @@ def test_the_table_names_what_was_not_measured_and_why(monkeypatch: pytest.Monke
         (("--kernels", "interpreter"), UnknownNameError, "unknown kernel implementation"),
         (("--resume", "a.json", "--output", "b.json"), UsageError, "leave out --output"),
         (("--resume", "missing.json"), InputError, "missing.json"),
+        (("--end-to-end", "--end-to-end-lengths", "2k,32"), UsageError, "write 64 or more"),
         (("--geometry", "llama-3.1-8b", "--batch", "100000", "--prefixes", "none"), UsageError, "no cell fits"),
     ],
 )

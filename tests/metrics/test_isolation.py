@@ -95,6 +95,24 @@ def test_opposite_shifts_are_not_averaged_away() -> None:
     assert sorted(round(shift.estimate, 2) for shift in attention.shifts) == [-0.01, 0.01]
 
 
+TWO = {"attention": ("sdpa", "fidelab"), "kv": ("bf16", "int8")}
+
+
+def test_a_shift_whose_other_context_is_lost_in_noise_is_unclear() -> None:
+    clean = grid({("fidelab", "bf16"): 0.01}, factors=TWO)
+    noise = np.random.default_rng(1).normal(scale=0.3, size=len(clean.units))
+    noisy = dict(clean.cells) | {("fidelab", "int8"): clean.cells["fidelab", "int8"] + noise}
+    attention = effect(isolate(Grid(TWO, noisy, clean.units)), "attention")
+    assert (attention.reach, attention.depends) == ("unclear", False)
+    assert [shift.context for shift in attention.where] == [{"kv": "bf16"}]
+
+
+def test_a_deviation_is_from_the_mean_of_the_other_contexts() -> None:
+    """0.03 here and 0 there deviate by 0.03, which a floor of 0.02 does not hide."""
+    attention = effect(isolate(grid({("fidelab", "int8"): 0.03}, factors=TWO), floor=0.02), "attention")
+    assert (attention.reach, attention.depends) == ("some", True)
+
+
 def test_where_nothing_is_planted_nothing_moves_in_nineteen_grids_of_twenty() -> None:
     """Family-wise: any factor that moves in a grid of noise is a false alarm."""
     for n_units in (4, 8, 24):

@@ -68,8 +68,16 @@ def test_a_factor_without_a_tight_bound_is_not_cleared() -> None:
 
 
 def test_where_nothing_moves_every_factor_has_its_bound() -> None:
-    assert sentence_of(outcome(still("kv", 0.0002), still("attention", None))) == (
-        f"no factor is seen to move KLD beyond the floor (kv at most 0.000200, attention without an interval; {FLOOR})"
+    assert sentence_of(outcome(still("kv", 0.0002), still("attention", 0.0))) == (
+        f"no factor moves KLD beyond the floor (kv at most 0.000200, attention at most 0; {FLOOR})"
+    )
+
+
+@pytest.mark.parametrize(("most", "bound"), [(0.3, "at most 0.300"), (None, "without an interval")])
+def test_where_nothing_can_be_told_from_chance_no_factor_is_cleared(most: float | None, bound: str) -> None:
+    assert sentence_of(outcome(still("kv", 0.0002), still("attention", most), n_units=2)) == (
+        f"no factor's shift of KLD can be told from chance (kv at most 0.000200, attention {bound}; "
+        f"2 units, more windows tell more; {FLOOR})"
     )
 
 

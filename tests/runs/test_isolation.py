@@ -152,7 +152,7 @@ def test_the_onset_of_degeneration_is_a_matrix_of_its_own(tmp_path: Path) -> Non
     assert (kv["reach"], kv["mean"]["mean"]) == ("everywhere", pytest.approx(lost))
     said = outcome(done, "degeneration")["sentence"]
     assert said.startswith(f"kv moves the onset of degeneration: exact → fork[at=100] {lost:.0f} tokens earlier")
-    assert "no factor is seen to move KLD beyond the floor" in outcome(done)["sentence"]
+    assert "no factor moves KLD beyond the floor" in outcome(done)["sentence"]
 
 
 def test_a_cell_of_failed_rows_is_no_zero(tmp_path: Path) -> None:
@@ -160,6 +160,20 @@ def test_a_cell_of_failed_rows_is_no_zero(tmp_path: Path) -> None:
     cell = outcome(done)["cells"][1]
     assert cell["value"] is None
     assert "2% of its items failed" in cell["reason"]
+
+
+def test_a_row_that_failed_in_one_cell_is_left_out_of_all(tmp_path: Path) -> None:
+    done = vary(tmp_path, "margin=1,2", "kv=tilt,nan-row[item=0]", flags=("--windows", 120, "--n-ctx", 8))
+    assert [arm["axes"]["kld"]["n_failed"] for arm in done.report["candidates"]] == [0, 1, 0, 1]
+    assert None not in {cell["value"] for cell in outcome(done)["cells"]}
+    assert outcome(done)["n_items"] == done.report["candidates"][0]["axes"]["kld"]["n_positions"] - 1
+
+
+def test_what_the_control_costs_is_below_the_floor(tmp_path: Path) -> None:
+    done = vary(tmp_path, "margin=1,2", "kv=exact,tilt[q=0.6]", flags=("--control", "tilt[q=0.7]"))
+    assert outcome(done)["floor_from"] == "the control"
+    assert outcome(done)["floor"] == pytest.approx(kl(math.log(7 / 3)), rel=1e-5)
+    assert effect(done, "kv")["reach"] == "none"
 
 
 def test_a_failed_reference_leaves_every_cell_without_a_value(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def kernels(
             "--kernels", help="Ours: torch or triton. \\[default: triton on cuda, else torch]", show_default=False
         ),
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.0, help="Of each timing.")] = 0.1,
+    seconds: Annotated[float, typer.Option(min=0.0, max=60.0, help="Of each timing.")] = 0.1,
     minutes: Annotated[
         float | None, typer.Option(min=0, help="After which nothing more is begun.", show_default=False)
     ] = None,
@@ -107,6 +107,7 @@ def kernels(
     from fidelab.kernel_bench.bench import Settings
     from fidelab.kernel_bench.conduct import EndToEnd, bench_kernels
     from fidelab.kernel_bench.contenders import CONTENDERS
+    from fidelab.kernel_bench.end_to_end import PAGE
     from fidelab.kernel_bench.machine import describe, slug
     from fidelab.kernel_bench.shapes import cells
     from fidelab.kernel_bench.shapes import geometry as named
@@ -138,6 +139,8 @@ def kernels(
         until=math.inf if minutes is None else began + 60 * minutes,
     )
     depths = counts("--end-to-end-lengths", models_lengths or default["depths"])
+    if min(depths) < PAGE:
+        raise UsageError(f"--end-to-end-lengths {min(depths)}: the last {PAGE} tokens are timed; write {PAGE} or more")
     path = resume or output
     if path is None:
         path = Path("runs") / f"kernels-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}.json"

@@ -46,16 +46,19 @@ def bench_kernels(
 
     Raises:
         UsageError: not even the smallest cell fits into memory.
-        InputError: the record to go on with is none, or of another device or other versions.
+        InputError: the record to go on with is none, or of another device, other versions or other pages.
         EngineError: the device is unusable after a failure.
         OutputError: the record cannot be written.
     """
+    if path.is_dir():
+        raise OutputError(f"{path}: a folder; name a file for the record")
     if settings.cells:
         check_memory(settings)
     device, found = describe(settings.device), versions()
     record = load(path) if resume else _new(device, found)
     if resume:
         _check_same(record, device, found, path)
+        _check_pages(record, settings, path)
     record["geometries"] = list(dict.fromkeys([*record["geometries"], *(one.name for one in geometries)]))
     rates = bandwidth(settings.device, settings.seconds)
     record["runs"].append(
@@ -130,6 +133,9 @@ def load(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: no JSON ({error})") from error
     if not isinstance(record, dict) or record.get("schema") != SCHEMA:
         raise InputError(f"{path}: no record of a kernel bench ({SCHEMA})")
+    lacking = sorted(_new({}, {}).keys() - record.keys())
+    if lacking:
+        raise InputError(f"{path}: a record of a kernel bench without {', '.join(lacking)}")
     return record
 
 
@@ -141,6 +147,17 @@ def _check_same(record: dict[str, Any], device: dict[str, Any], found: dict[str,
         before = record["versions"].get(name)
         if before != found[name]:
             raise InputError(f"{path}: measured with {name} {before}, this is {found[name]}; write to a new file")
+
+
+def _check_pages(record: dict[str, Any], settings: Settings, path: Path) -> None:
+    """A cell's key does not name its page."""
+    pages = {cell.key: cell.page for cell in settings.cells}
+    for entry in record["cells"]:
+        was, now = entry["page"], pages.get(entry["key"], entry["page"])
+        if was != now:
+            raise InputError(
+                f"{path}: {entry['key']} was measured with pages of {was} tokens, not {now}; write to a new file"
+            )
 
 
 def save(path: Path, record: dict[str, Any]) -> None:

@@ -33,10 +33,12 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
     if report.floor is not None and report.floor.status not in _WELL:
         line(f"floor: {STATUS[report.floor.status]}: {one_line(report.floor.reason or '')}", "red")
     if report.layers:
+        windows = f"{report.windows} window{'' if report.windows == 1 else 's'}"
         console.print(_table(report, console))
         line(
-            f"relative to the norm of the reference's state, over {report.rows:,} rows of {report.windows} windows; "
-            "added: root of the difference of squares; ×others: over the root mean square of the other layers"
+            f"error, 90%: median and 90th percentile of {report.rows:,} rows of {windows}, relative to the norm of the "
+            "reference's state; added: root of the difference of squares; ×others: what median or 90% adds, whichever "
+            "is more, over the root mean square of the other layers"
         )
     if folder is not None:
         console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied

@@ -15,6 +15,7 @@ __all__ = ["Matrix", "isolation_of", "sentence_of"]
 _WHAT = {"kld": "KLD", "degeneration": "the onset of degeneration"}
 _TITLE = {"kld": "mean KLD, nats", "degeneration": "mean tokens behind the onset of degeneration"}
 _HEAD = {"kld": "KLD", "degeneration": "tokens"}
+_MORE = {"kld": "windows", "degeneration": "prompts"}  # what narrows intervals
 _MOVED = ("everywhere", "some", "opposed", "unclear")
 
 
@@ -73,7 +74,11 @@ def sentence_of(outcome: Outcome) -> str:
         clauses[-1] += f" ({floor})"
     elif still:
         bounds = ", ".join(f"{one_line(effect.factor)} {_bound(effect, outcome)}" for effect in still)
-        clauses.append(f"no factor is seen to move {what} beyond the floor ({bounds}; {floor})")
+        if all(_sure(effect, outcome) for effect in still):
+            clauses.append(f"no factor moves {what} beyond the floor ({bounds}; {floor})")
+        else:
+            few = f"{outcome.n_units} unit{'' if outcome.n_units == 1 else 's'}, more {_MORE[outcome.name]} tell more"
+            clauses.append(f"no factor's shift of {what} can be told from chance ({bounds}; {few}; {floor})")
     else:
         clauses.append(f"nothing can be said about {what}")
     clauses += [f"{one_line(effect.factor)}: no two cells that differ in it alone" for effect in lacking]
@@ -133,8 +138,14 @@ def _leading(effect: FactorEffect) -> LevelShift:
 def _still(effect: FactorEffect, outcome: Outcome) -> str:
     """It does not; or only chance could be seen."""
     name, bound = one_line(effect.factor), _bound(effect, outcome)
-    sure = effect.most is not None and effect.most <= outcome.floor
-    return f"{name} does not: {bound}" if sure else f"no shift by {name} can be told from chance: {bound}"
+    if _sure(effect, outcome):
+        return f"{name} does not: {bound}"
+    return f"no shift by {name} can be told from chance: {bound}"
+
+
+def _sure(effect: FactorEffect, outcome: Outcome) -> bool:
+    """No interval of it reaches beyond the floor."""
+    return effect.most is not None and effect.most <= outcome.floor
 
 
 def _bound(effect: FactorEffect, outcome: Outcome) -> str:
