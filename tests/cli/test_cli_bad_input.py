@@ -257,6 +257,16 @@ def test_a_folder_that_is_no_run_is_said_to_be_none(words: tuple[str, ...], room
     assert "nowhere is no run folder: it does not exist" in refused(*words, "nowhere", cwd=room)
 
 
+@pytest.mark.parametrize(
+    "words", ["rescore", "report", "compare --resume", "charts --output-dir out", "baseline save main"]
+)
+def test_a_run_of_another_kind_is_not_sent_in_a_circle(words: str, room: Path) -> None:
+    (room / "config.resolved.yaml").write_text("# command: fidelab bisect m\nmodel: m\nkind: bisect\n")
+    said = refused(*words.split(), ".", cwd=room)
+    assert "it is of kind bisect: its record lies there" in said
+    assert "--resume ." not in said
+
+
 def test_a_run_without_results_says_how_to_go_on(room: Path) -> None:
     folder = room / "runs" / "x"
     folder.mkdir(parents=True)

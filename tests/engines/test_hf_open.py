@@ -12,7 +12,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from fidelab.core import KVSpec
+from fidelab.engines.base import Verdict
 from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf_shape import Shape, shape_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
 from fidelab.probes import Prefill
@@ -135,6 +137,38 @@ def test_another_attention_than_the_one_asked_for_is_refused(
 def test_layers_to_skip_must_exist_and_leave_some(kv: str, reason: str, checkpoint: Checkpoint) -> None:
     with pytest.raises(NotSupportedError, match=reason):
         tiny.opened(checkpoint("llama"), kv)
+
+
+def test_a_layer_that_the_model_lacks_is_known_before_it_is_loaded(checkpoint: Checkpoint) -> None:
+    verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-3]"))
+    assert verdict == Verdict(False, "skip-layers=3: the model has layers 0–2")
+    assert HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-2]")).ok
+
+
+def test_a_group_smaller_than_a_head_is_known_before_the_model_is_loaded(checkpoint: Checkpoint) -> None:
+    path = checkpoint("llama")
+    head_dim = shape_of(str(path)).head_dim
+    assert head_dim == transformers.AutoConfig.from_pretrained(path).head_dim
+    verdict = HFEngine.supports(tiny.arm(path, "int4[group=8]", attention="fidelab"))
+    assert verdict == Verdict(
+        False, f"attention=fidelab holds int4 with one group per head: write int4[group={head_dim}]"
+    )
+    assert HFEngine.supports(tiny.arm(path, f"int4[group={head_dim}]", attention="fidelab")).ok
+    assert HFEngine.supports(tiny.arm(path, "int4[group=8]")).ok
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "{}", '{"hidden_size": 8, "num_attention_heads": 0}', '{"text_config": 3}']
+)
+def test_a_config_that_says_nothing_of_the_shape_refuses_nothing(text: str | None, tmp_path: Path) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    assert shape_of(str(tmp_path)) == Shape()
+
+
+def test_an_attention_that_nobody_has_is_refused_before_the_model_is_loaded(checkpoint: Checkpoint) -> None:
+    with pytest.raises(UsageError, match="attention='flsh' is not one of eager, sdpa, "):
+        HFEngine.supports(tiny.arm(checkpoint("llama"), attention="flsh"))
 
 
 @pytest.mark.parametrize(("option", "value"), [("atention", "sdpa"), ("estimator", "topk")])

@@ -92,6 +92,8 @@ def test_the_tensors_are_what_the_engine_answers_in_the_asked_type(model: Path) 
         (("--n-ctx", "300"), UsageError, "at most 256 positions"),
         (("--text", "nowhere.txt"), InputError, "no text 'nowhere.txt'"),
         (("--tensors", "x.safetensors"), UsageError, "give one of them"),
+        (("--head-dim", "32"), UsageError, "--head-dim is for random inputs: leave it out, or --model"),
+        (("--seed", "1"), UsageError, "--seed is for random inputs: leave it out, or --model"),
         (("--self-test",), UsageError, "--self-test has implementations and inputs of its own"),
     ],
 )

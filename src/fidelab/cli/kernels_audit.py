@@ -40,7 +40,9 @@ def audit(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="Of inputs and outputs: bf16, f16 or f32.")] = "bf16",
     lengths: Annotated[str, typer.Option(help="KV lengths, separated by commas.")] = "128,1024,4096,16384",
-    head_dim: Annotated[int, typer.Option(min=1, help="Of random inputs.")] = 64,
+    head_dim: Annotated[
+        int | None, typer.Option(min=1, help="Of random inputs. \\[default: 64]", show_default=False)
+    ] = None,
     tensors: Annotated[
         Path | None,
         typer.Option(
@@ -79,7 +81,9 @@ def audit(
     self_test: Annotated[
         bool, typer.Option("--self-test", help="Audit seven known faults, which it must find.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="Of the random inputs.")] = 0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Of random inputs. \\[default: 0]", show_default=False)
+    ] = None,
     as_json: flags.Json = False,
 ) -> None:
     """Measure the error of any attention implementation against float64; exit with 1 where it is over tolerance.
@@ -118,6 +122,10 @@ def audit(
         raise UsageError(f"{lost[0]} is for q, k and v of a model: name one with --model")
     if model is not None and tensors is not None:
         raise UsageError("--model and --tensors both say where q, k and v come from; give one of them")
+    drawn = {"--head-dim": head_dim, "--seed": seed}
+    if (model or tensors) and (lost := [flag for flag, value in drawn.items() if value is not None]):
+        raise UsageError(f"{lost[0]} is for random inputs: leave it out, or --{'model' if model else 'tensors'}")
+    head_dim, seed = head_dim or 64, seed or 0
     if self_test:
         if implementation is not None or tensors is not None or model is not None:
             raise UsageError("--self-test has implementations and inputs of its own; leave the others out")

@@ -23,6 +23,7 @@ from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import hf_kernels
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.hf_shape import shape_of
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
 from fidelab.formats import FORMATS, create
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from fidelab.plugins.transformers_cache import EncodedCache
 
 _OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs")}
+# Those of Transformers, and ours.
+_ATTENTION = (*("eager", "sdpa", "flex_attention"), *(f"flash_attention_{n}" for n in (2, 3, 4)), hf_kernels.NAME)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
@@ -82,7 +85,13 @@ class HFEngine(Engine):
                 raise UsageError(f"engine hf: {key}={value!r} is not one of {', '.join(allowed)}")
         if arm.dtype not in _DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        ours = dict(arm.options).get("attention") == hf_kernels.NAME
+        attention = dict(arm.options).get("attention", "eager")
+        if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
+            raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
+        layers = shape_of(arm.path).layers
+        if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
+            return Verdict(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        ours = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if ours else None)
         return Verdict(reason is None, reason or "")
 

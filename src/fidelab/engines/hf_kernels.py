@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.engines.hf_shape import shape_of
 from fidelab.errors import NotSupportedError
 
 __all__ = ["DEQUANT", "NAME", "dequant_refusal", "options_of", "refusal"]
@@ -14,6 +15,7 @@ DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's register
 _NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")
 _INTEGERS = ("int8", "int4")
+_GROUP = 32  # of integers, unless told
 
 
 def options_of(kv: KVSpec) -> dict[str, Any]:
@@ -27,7 +29,7 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
 
 
 def refusal(arm: Arm) -> str | None:
-    """Why the kernels cannot run an arm, as far as that can be said without its model."""
+    """Why the kernels cannot run an arm, as far as that can be said without loading its model."""
     try:
         options_of(arm.kv)
     except NotSupportedError as error:
@@ -35,6 +37,10 @@ def refusal(arm: Arm) -> str | None:
     for spec in (arm.kv.k, arm.kv.v):
         if _NATIVE.get(spec.name, arm.dtype) != arm.dtype:
             return f"attention={NAME} copies {spec.name} as it is, the model computes in {arm.dtype}"
+        head_dim = shape_of(arm.path).head_dim
+        group = int(dict(spec.options).get("group", _GROUP))
+        if spec.name in _INTEGERS and head_dim is not None and group < head_dim:
+            return f"attention={NAME} holds {spec.name} with one group per head: write {spec.name}[group={head_dim}]"
     return None
 
 

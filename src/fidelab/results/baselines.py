@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.results.record import Report
-from fidelab.results.store import CONFIG, REPORT
+from fidelab.results.store import CONFIG, REPORT, RunFolder
 
 __all__ = ["Baselines", "read_run"]
 
@@ -100,5 +100,6 @@ def read_run(run: Path) -> Report:
     if not run.is_dir():
         raise InputError(f"{run}: there is no such run folder or report")
     if (run / CONFIG).is_file():
+        RunFolder.open(run)
         raise InputError(f"{run} has no report yet; finish the run with: fidelab compare --resume {run}")
     raise InputError(f"{run} is no run folder: it holds no {REPORT}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Iterable, Mapping
@@ -27,6 +28,7 @@ OUTCOMES = "outcomes.json"
 POSITIONS = "positions.parquet"
 REPORT = "report.json"
 HTML = "report.html"
+_KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are no experiment
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,16 @@ class RunFolder:
         """An existing run.
 
         Raises:
-            InputError: the folder is no run.
+            InputError: the folder is no run, or one of another kind (a bisect, a run across engines).
         """
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
             raise InputError(f"{path} is no run folder: it {what}")
+        if other := _KIND.search((path / CONFIG).read_text("utf-8", errors="replace")):
+            raise InputError(
+                f"{path} compares nothing in the way of a run, it is of kind {other[1]}: its record lies there, "
+                f"and the command that repeats it stands at the top of {CONFIG}"
+            )
         return cls(path)
 
     @property
