@@ -14,7 +14,7 @@ demo: .venv/.ready
 
 test: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m
-	$(RUN) pytest -m "not engines" -n $(WORKERS) --dist loadfile
+	$(RUN) pytest -m "not engines" -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-engines: .venv/.ready
 	.venv/bin/fidelab models pull smollm2-135m

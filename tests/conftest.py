@@ -27,6 +27,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 MakeFolder = Callable[..., Path]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files that run the language model first: of files side by side, none that is long should begin last."""
+    long = {item.path for item in items if item.get_closest_marker("model")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Model:
     """The embedded model; fetched and converted on first use."""
