@@ -122,6 +122,15 @@ def test_a_dry_run_says_it_in_words_too(tmp_path: Path) -> None:
         assert word in done.out
 
 
+def test_columns_of_a_dry_run_are_as_wide_as_the_longest_name(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    long = "name=a candidate with quite a long name of its own,kv=tilt[q=0.6]"
+    done = cli("compare", "fake", *SMALL, *SIZES, "--kv", "tilt", "--candidate", long, "--dry-run", cwd=tmp_path)
+    jobs = [line for line in done.out.splitlines() if line.endswith(" tokens")]
+    assert len(jobs) == 4
+    assert len({len(line) for line in jobs}) == 1
+
+
 def test_a_dry_run_knows_what_is_captured_already(plain: Done) -> None:
     done = cli("run", plain.folder / "config.resolved.yaml", "--dry-run", "--json", cwd=plain.cwd)
     plan = json.loads(done.out)

@@ -45,3 +45,14 @@ def test_a_terminal_sees_the_run_its_arms_and_their_failures(screen: io.StringIO
     assert "SIGABRT" in shown
     assert "tok/s" in shown
     assert "scoring" in shown
+
+
+def test_a_long_name_is_cut_so_that_the_bar_stays_one_line(screen: io.StringIO) -> None:
+    bars = progress._Bars(Console(file=screen, force_terminal=True, width=80, color_system=None))
+    bars._bar.add_task("attention=fidelab, kv=int4[group=64], dequant=unpack, dtype=bfloat16: loading", total=10)
+    plain = io.StringIO()
+    Console(file=plain, width=80).print(bars._bar.get_renderable())
+    [line] = plain.getvalue().splitlines()
+    assert line.startswith("attention=fidelab, kv=int4[group=64],")
+    assert "…" in line
+    assert "tok/s" in line

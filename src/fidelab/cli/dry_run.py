@@ -43,13 +43,15 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
     if as_json:
         print(json.dumps(plan))
         return
+    names = [*(job["role"] for job in jobs), *plan["not_supported"]]
+    wide, kv_wide = max(map(len, (*names, " " * 28))), max(len(job["kv"]) for job in jobs)
     for job in jobs:
         state = f"{job['tokens']:>9,} tokens" if job["captures_missing"] else "captured already"
-        print(f"{job['role']:<28} {job['kv']:<28} {state}")
+        print(f"{job['role']:<{wide}} {job['kv']:<{kv_wide}} {state}")
     for name, reason in plan["not_supported"].items():
-        print(f"{name:<28} not supported: {reason}")
+        print(f"{name:<{wide}} not supported: {reason}")
     for name, reason in plan["unavailable"].items():
-        print(f"axis {name:<23} not measurable: {reason}")
+        print(f"axis {name:<{wide - 5}} not measurable: {reason}")
     if plan["follows"]:
         print(f"not counted: questions that follow from the reference's answers ({', '.join(plan['follows'])})")
     mib = plan["disk_bytes"] / 2**20

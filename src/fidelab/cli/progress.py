@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from rich.text import Text
 
 if TYPE_CHECKING:
@@ -24,6 +25,13 @@ def watcher() -> Listener:
     """The listener that fits standard error."""
     console = Console(stderr=True)
     return _Bars(console) if console.is_terminal else _Lines(console)
+
+
+class _Name(ProgressColumn):
+    """The only column that gives way on a narrow terminal: it is cut, not folded."""
+
+    def render(self, task: Task) -> Text:
+        return Text(task.description, no_wrap=True, overflow="ellipsis")
 
 
 class _Rate(ProgressColumn):
@@ -46,9 +54,10 @@ class _Bars:
 
     def __init__(self, console: Console) -> None:
         self._console = console
-        name = TextColumn("{task.description}", markup=False)  # "int4[group=32]" is no markup
         share = TextColumn("{task.percentage:>3.0f}%")
-        self._bar = Progress(name, BarColumn(), share, _Rate(), TimeRemainingColumn(), console=console, transient=True)
+        columns = (_Name(), BarColumn(20), share, _Rate(table_column=Column(no_wrap=True)))
+        left = TimeRemainingColumn(table_column=Column(no_wrap=True))
+        self._bar = Progress(*columns, left, console=console, transient=True)
         self._task: TaskID | None = None
         self._planned: dict[str, int] = {}
 
