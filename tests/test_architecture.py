@@ -34,7 +34,7 @@ ARROWS: dict[str, set[str] | None] = {
     "sizing": None,
     "phases": None,
     "doctor": None,
-    "environments": {"engines", "workers.messages", "models.cache"},
+    "environments": {"engines", "workers", "models.cache", "models.tiny", "captures.container", "captures.reader"},
     "__main__": None,
     "__init__": None,
     "core": set(),

@@ -463,7 +463,7 @@ def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_
 
 
 def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(unusable: object) -> list[Check]:
+    def damaged(unusable: object, *, trial: bool) -> list[Check]:
         raise SyntaxError("expected '('")
 
     monkeypatch.setattr(parts, "engines_and_formats", damaged)

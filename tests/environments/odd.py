@@ -1,7 +1,9 @@
-"""An engine that misbehaves when it is asked about itself.  ``native`` of ``control_for`` names the way."""
+"""An engine that misbehaves: when it is asked about itself (``native`` of ``control_for`` names the way), and when it
+answers (the module ``odd_native`` of its environment does)."""
 
 from __future__ import annotations
 
+import ctypes
 import os
 import sys
 import time
@@ -10,10 +12,12 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import ClassVar
 
-from fidelab.core import Arm, KVSpec
+import numpy as np
+
+from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.errors import EngineError
-from fidelab.probes import Probe
+from fidelab.probes import Generate, Prefill, Probe
 
 __all__ = ["Odd"]
 
@@ -23,6 +27,7 @@ class Odd(Engine):
 
     name = "odd"
     packages: ClassVar[tuple[str, ...]] = ("odd-engine",)
+    native_kv: ClassVar[str] = "any"
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -34,11 +39,11 @@ class Odd(Engine):
     @classmethod
     def kv_names(cls) -> Sequence[str]:
         import_module("odd_native")
-        return ["any", "every"]
+        return ["any", "some", "every"]
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        return Verdict(arm.kv.k.name == "any", f"{arm.kv.label} is odd on {arm.device}")
+        return Verdict(arm.kv.k.name != "every", f"{arm.kv.label} is odd on {arm.device}")
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -61,13 +66,30 @@ class Odd(Engine):
         return "exact"
 
     def open(self, arm: Arm) -> None:
-        raise NotImplementedError
+        native = import_module("odd_native")
+        self._fault = getattr(native, "FAULTS", {}).get(arm.kv.label, "")
 
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
     def answer(self, probe: Probe, sink: Sink) -> Answer:
-        raise NotImplementedError
+        match self._fault:
+            case "crash":
+                print("a harmless warning", file=sys.stderr, flush=True)
+                ctypes.string_at(8)
+            case "nan":
+                sink.add(0, {"logprobs": np.full((1, 4), np.nan, np.float16)})
+                return Answer(Estimator.LOGPROBS)
+            case "raise":
+                raise EngineError("no kernel for this format")
+        rows = np.zeros((1, 4), np.float16)
+        match probe:
+            case Prefill():
+                sink.add(0, {"logprobs": rows})
+            case Generate(max_tokens=n):
+                n -= self._fault == "short"
+                sink.add(0, {"logprobs": rows, "ids": np.arange(n, dtype=np.int32)})
+        return Answer(Estimator.LOGPROBS)
 
     def ran(self) -> Ran:
-        raise NotImplementedError
+        return Ran({"odd-engine": "1"}, "cpu")

@@ -15,7 +15,7 @@ from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
 from fidelab.environments.answers import ask
-from fidelab.environments.environment import locate
+from fidelab.environments.environment import Environment, locate
 from fidelab.environments.install import install, remove
 from fidelab.environments.listing import places
 from fidelab.environments.marker import MARKER, read_marker, write_marker
@@ -56,7 +56,13 @@ def wheel(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def native() -> dict[str, str]:
+    """What engine ``odd`` of a new environment does wrong, by KV format: to be filled by a test."""
+    return {}
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch, native: dict[str, str]) -> None:
     """Environments with a link to this interpreter's pip are made in no time; they come with engine ``odd``."""
     pip = Path(pytest.importorskip("pip").__file__).parent
 
@@ -64,7 +70,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         site = folder / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
         module._run([python, "-m", "venv", "--without-pip", str(folder)], log)  # type: ignore[arg-type]
         (site / "pip").symlink_to(pip)
-        add_distribution(site, "odd-engine", {"odd_native.py": ""})
+        add_distribution(site, "odd-engine", {"odd_native.py": f"FAULTS = {native}"})
 
     monkeypatch.setattr(module, "_make", make)
 
@@ -184,6 +190,124 @@ def test_a_build_for_another_device_is_not_kept(tmp_path: Path, quick: None) -> 
     assert not (tmp_path / "odd").exists()
 
 
+# ---------------------------------------------------------------------------------------------------------- the trial
+
+
+def rebuilt(monkeypatch: pytest.MonkeyPatch, native: dict[str, str]) -> list[tuple[list[str], str]]:
+    """Calls of pip (words, CMAKE_ARGS) from now on; a forced installation brings an engine with these faults."""
+    calls: list[tuple[list[str], str]] = []
+
+    def pip(recipe: Recipe, found: Environment, words: list[str], log: object) -> None:
+        calls.append((words, recipe.variables.get("CMAKE_ARGS", "")))
+        if "--force-reinstall" in words:
+            [file] = Path(found.python).parents[1].glob("lib/python*/site-packages/odd_native.py")
+            file.write_text(f"FAULTS = {native}")
+
+    monkeypatch.setattr(module, "_pip", pip)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (
+            "crash",
+            r"the worker was ended by SIGSEGV in .*string_at \(ctypes/__init__\.py, line \d+\) — the engine's build",
+        ),
+        ("raise", "no kernel for this format"),
+        ("nan", "(prefill|decode) gave logprobs that are not finite"),
+        ("short", "it answered decode, prefill, with less than was asked"),
+    ],
+)
+def test_an_engine_whose_native_format_does_not_run_is_not_installed(
+    fault: str, said: str, tmp_path: Path, quick: None, native: dict[str, str]
+) -> None:
+    native |= {"any": fault}
+    with pytest.raises(EngineError) as error:
+        install(recipe(), tmp_path / "odd", quiet)
+    found = re.match(
+        rf"odd-cpu is not installed: KV format any does not run: {said}.*; log: (?P<log>\S+)$", str(error.value)
+    )
+    assert found is not None, str(error.value)
+    assert "a harmless warning" not in str(error.value)
+    assert ("Fatal Python error" in Path(found["log"]).read_text()) == (fault == "crash")
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_build_that_crashes_is_replaced_by_the_conservative_one(
+    tmp_path: Path, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native |= {"any": "crash", "some": "crash"}
+    calls = rebuilt(monkeypatch, {})
+    monkeypatch.delenv("CMAKE_ARGS", raising=False)
+    found = replace(recipe(Step(("x",))), variables={"CMAKE_ARGS": "-fast"}, fallback={"CMAKE_ARGS": "-safe"})
+    install(found, tmp_path / "odd", quiet)
+    assert calls == [
+        (["install", "x"], "-fast"),
+        (["install", "--force-reinstall", "--no-deps", "--no-cache-dir", "x"], "-safe"),
+    ]
+    marker = read_marker(tmp_path / "odd")
+    assert marker is not None
+    assert marker["failing"] == {}
+
+
+def test_where_the_conservative_build_crashes_too_nothing_is_installed(
+    tmp_path: Path, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native |= {"any": "crash", "some": "crash"}
+    rebuilt(monkeypatch, native)
+    with pytest.raises(EngineError, match="odd-cpu is not installed: the engine does not run: the worker was ended by"):
+        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", quiet)
+    assert not (tmp_path / "odd").exists()
+
+
+def test_a_build_that_the_user_chose_is_not_replaced(
+    tmp_path: Path, quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    native |= {"any": "crash"}
+    calls = rebuilt(monkeypatch, {})
+    monkeypatch.setenv("CMAKE_ARGS", "-mine")
+    with pytest.raises(EngineError, match="is not installed"):
+        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", quiet)
+    assert [words for words, _ in calls] == [["install", "x"]]
+
+
+def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again(
+    quick: None, native: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fidelab.doctor import parts
+
+    native |= {"some": "raise"}
+    said: list[str] = []
+    folder = environment.engines_dir() / "odd"
+    install(recipe(), folder, said.append)
+    assert "KV format some does not run: no kernel for this format; log: " in "\n".join(said)
+    [place] = places("odd")
+    assert place.refused["some"].startswith("no kernel for this format; log: ")
+    assert [(check.name, check.status) for check in parts._brought("odd", False)[1]] == [
+        ("any", "ok"),
+        ("some", "missing"),
+        ("every", "missing"),
+    ]
+    [file] = folder.glob("lib/python*/site-packages/odd_native.py")
+    file.write_text("FAULTS = {'any': 'crash'}")
+    tried = {check.name: (check.status, check.remedy) for check in parts._brought("odd", True)[1]}
+    assert tried == {
+        "any": ("broken", "build it anew: install its package"),
+        "some": ("ok", None),
+        "every": ("missing", None),
+    }
+
+
+def test_shims_that_an_engine_needs_take_part_in_the_trial(tmp_path: Path, quick: None, native: dict[str, str]) -> None:
+    native |= {"any": "crash"}
+    shim = tmp_path / "shim"
+    shim.mkdir()
+    (shim / "odd_native.py").write_text("")
+    install(recipe(), tmp_path / "odd", quiet, pythonpath=[str(shim)])
+    assert read_marker(tmp_path / "odd") is not None
+
+
 # --------------------------------------------------------------------------------------------- what is not ours
 
 
@@ -219,7 +343,7 @@ def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: Non
     assert (absent.environment, absent.problem) == (None, "not installed")
     install(recipe(), environment.engines_dir() / "odd", quiet)
     [place] = places("odd")
-    assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "every"])
+    assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "some", "every"])
     assert place.refused == {"every": "every is odd on cpu"}
     assert (place.where, place.build) == ("environment odd", "stock")
 

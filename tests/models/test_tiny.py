@@ -173,3 +173,10 @@ def test_llama_cpp_cuts_text_into_the_same_tokens(folder: Path) -> None:
 def test_llama_cpp_sees_the_same_cache(folder: Path) -> None:
     ran = opened(LlamaCppEngine, folder / GGUF_NAME, "q8_0/f16", "bfloat16").ran()
     assert (ran.kv_layers, ran.cache_bytes_per_token) == (2, 2 * 2 * (34 + 64))
+
+
+def test_matrices_may_be_quantized_for_llama_cpp(tmp_path: Path) -> None:
+    folder = make_tiny(tmp_path, "Q8_0")
+    types = {tensor.name: tensor.tensor_type.name for tensor in GGUFReader(folder / GGUF_NAME).tensors}
+    assert {kind for name, kind in types.items() if "norm" in name} == {"F32"}
+    assert {kind for name, kind in types.items() if "norm" not in name} == {"Q8_0"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -144,8 +145,22 @@ def test_an_exception_in_one_probe_leaves_the_others(work: Work) -> None:
 def test_a_crash_is_an_outcome_that_names_the_signal(work: Work) -> None:
     done = work("abort")
     assert done.outcome.status is Status.FAILED
-    assert "SIGABRT" in str(done.outcome.reason)
+    assert re.fullmatch(
+        r"the worker was ended by SIGABRT in answer \(workers/naughty\.py, line \d+\)", str(done.outcome.reason)
+    )
+    assert done.outcome.log_tail == ["GGML_ASSERT(n > 0) failed"]
     assert done.outcome.captured == {}
+
+
+def test_a_crash_names_its_place_and_a_remedy_and_takes_no_line_of_the_log_for_its_cause(work: Work) -> None:
+    done = work("crash")
+    assert re.fullmatch(
+        r"the worker was ended by SIGSEGV in (.+, called from )?string_at \(ctypes/__init__\.py, line \d+\) — the "
+        r"engine's build may not suit this machine: try it out with fidelab doctor --trial, .*",
+        str(done.outcome.reason),
+    )
+    assert done.outcome.log_tail == []
+    assert "CUDA out of memory was fine" in done.log
 
 
 def test_an_engine_that_exits_is_an_outcome_that_names_the_status(work: Work) -> None:

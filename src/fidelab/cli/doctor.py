@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from fidelab.cli import compare as flags
@@ -14,7 +16,12 @@ def register(app: typer.Typer) -> None:
     app.command("doctor")(doctor)
 
 
-def doctor(as_json: flags.Json = False) -> None:
+def doctor(
+    trial: Annotated[
+        bool, typer.Option("--trial", help="Also let each installed engine run each of its KV formats; takes minutes.")
+    ] = False,
+    as_json: flags.Json = False,
+) -> None:
     """Check this machine: what works, what does not, and what to do about it.
 
     Exits with 1 where the main job, a comparison of the embedded model's k16v8, could not run.
@@ -26,7 +33,7 @@ def doctor(as_json: flags.Json = False) -> None:
     from fidelab.doctor import examine
     from fidelab.doctor.text import show
 
-    diagnosis = examine()
+    diagnosis = examine(trial=trial)
     show(diagnosis, as_json=as_json)
     if not diagnosis.ready:
         raise typer.Exit(1)

@@ -76,22 +76,27 @@ def install_engine(
         str | None,
         typer.Option(help="The Python to make it with. \\[default: the one that runs fidelab]", show_default=False),
     ] = None,
+    pythonpath: Annotated[
+        list[Path] | None, typer.Option(help="Folder of shims that the engine needs in order to run. Repeatable.")
+    ] = None,
 ) -> None:
-    """Make an environment for an engine, with the versions that fidelab is tested with.
+    """Make an environment for an engine, with the versions that fidelab is tested with, and try the engine out.
 
     Without --cuda, --rocm or --cpu it is for what this machine has.
+    The trial prefills and decodes with each KV format; an engine that does not run is not installed.
 
     [bold]Example[/bold]
 
       fidelab engines install vllm --cpu
     """
-    from fidelab.environments.environment import engines_dir, interpreter
+    from fidelab.environments.environment import engines_dir, interpreter, shim
     from fidelab.environments.install import install
     from fidelab.environments.recipes import machine_variant, recipe
 
     found = recipe(name, _variant(cuda, rocm, cpu) or machine_variant())
     maker = interpreter(python) if python else sys.executable
-    made = install(found, path or engines_dir() / found.name, note, python=maker)
+    shims = [shim(str(folder)) for folder in pythonpath or ()]
+    made = install(found, path or engines_dir() / found.name, note, python=maker, pythonpath=shims)
     if path is not None:
         note(f"runs use it with --python {made.python}")
     print(made.python)

@@ -50,8 +50,12 @@ class Diagnosis:
         }
 
 
-def examine() -> Diagnosis:
-    """Examine this machine; takes seconds, writes nothing, asks no network, never raises for what it finds."""
+def examine(*, trial: bool = False) -> Diagnosis:
+    """Examine this machine; takes seconds, writes nothing, asks no network, never raises for what it finds.
+
+    ``trial``: also let each engine prefill and decode with each of its KV formats, as after its installation.  That
+    takes minutes, and leaves logs of what failed in the cache.
+    """
     from fidelab.doctor import machine, parts, software
 
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # packages talk while they are imported
@@ -64,7 +68,7 @@ def examine() -> Diagnosis:
                 *machine.devices(unusable),
                 *machine.folders(),
                 *machine.models(),
-                *guarded_section("engines", lambda: parts.engines_and_formats(unusable)),
+                *guarded_section("engines", lambda: parts.engines_and_formats(unusable, trial=trial)),
                 *guarded_section("axes", lambda: parts.axes(unusable)),
             )
         )

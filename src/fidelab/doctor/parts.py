@@ -33,13 +33,14 @@ _SLACK = 1.001  # a GPU may round the bound itself otherwise
 # main job cannot run, and what fails here follows from them.
 
 
-def engines_and_formats(unusable: Collection[str]) -> list[Check]:
-    """Each engine, then the formats of those that work."""
+def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> list[Check]:
+    """Each engine, then the formats of those that work; ``trial``: those that another package brings are tried out."""
     from fidelab.engines import ENGINES
 
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
-    with ThreadPoolExecutor() as pool:  # those in environments of their own are asked in processes
-        found = list(pool.map(lambda name: _engine(ENGINES, name, unusable), names))
+    # Those in environments of their own are asked in processes; trials of two engines at once would disturb each other.
+    with ThreadPoolExecutor(max_workers=1 if trial else None) as pool:
+        found = list(pool.map(lambda name: _engine(ENGINES, name, unusable, trial), names))
     formats = [check for _, its_formats in found for check in its_formats] if _COMPUTES.isdisjoint(unusable) else []
     return [*(check for check, _ in found), *formats]
 
@@ -69,13 +70,13 @@ def try_format(name: str, device: str) -> str | None:
     return None if good else "values come back beyond the error that the format allows"
 
 
-def _engine(registry: Registry, name: str, unusable: Collection[str]) -> tuple[Check, list[Check]]:
+def _engine(registry: Registry, name: str, unusable: Collection[str], trial: bool) -> tuple[Check, list[Check]]:
     """The check of an engine, and those of the KV formats of one that works."""
     check = partial(Check, name, "engines", needed=name == _ENGINE and not unusable)
     try:
         engine: type[Engine] = registry.load(name)
         if getattr(engine, "packages", ()):
-            return _brought(name)
+            return _brought(name, trial)
         if getattr(engine, "served", False):
             return check("ok", "asks a server that somebody else runs"), []
         versions, names = engine.versions(), [str(kv) for kv in engine.kv_names()]
@@ -88,9 +89,12 @@ def _engine(registry: Registry, name: str, unusable: Collection[str]) -> tuple[C
     return check("ok", _listed(versions)), _formats(name, names)
 
 
-def _brought(name: str) -> tuple[Check, list[Check]]:
+def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
     """An engine of another package, in the environment where runs would find it."""
     from fidelab.environments.listing import places
+    from fidelab.environments.recipes import install_command
+    from fidelab.environments.trial import try_out
+    from fidelab.models.cache import cache_dir
 
     found = places(name, _LIMIT)
     place = next((place for place in found if place.problem is None), found[0])
@@ -100,10 +104,19 @@ def _brought(name: str) -> tuple[Check, list[Check]]:
         return Check(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"
     detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.where}"
+    group = f"KV formats ({name})"
     formats = [
-        Check(kv, f"KV formats ({name})", "missing" if kv in place.refused else "ok", place.refused.get(kv, "runs"))
+        Check(kv, group, "missing" if kv in place.refused else "ok", place.refused.get(kv, "runs"))
         for kv in place.kv_names
     ]
+    if trial and place.environment is not None:
+        remedy = f"build it anew: {install_command(name)}"
+        tried = try_out(place.environment, cache_dir() / "logs")
+        results = [
+            Check(kv, group, "broken" if why else "ok", why or "runs", remedy if why else None)
+            for kv, why in tried.items()
+        ]
+        formats = [*results, *(check for check in formats if check.name not in tried)]
     return Check(name, "engines", "ok", one_line(detail)), formats
 
 

@@ -22,7 +22,7 @@ from fidelab.models.cache import cache_dir
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
 
-__all__ = ["Environment", "engines_dir", "interpreter", "locate", "provided_here"]
+__all__ = ["Environment", "engines_dir", "interpreter", "locate", "provided_here", "shim"]
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def locate(
     """
     cls: type[Engine] = ENGINES.load(engine)
     parts = _split(prefix)
-    shims = tuple(_shim(folder) for folder in pythonpath)
+    shims = tuple(shim(folder) for folder in pythonpath)
     if parts:
         if shims:
             raise UsageError(
@@ -155,7 +155,12 @@ def _split(prefix: str | Sequence[str] | None) -> tuple[str, ...]:
         raise UsageError(f"prefix {prefix!r}: {str(error).lower()}; quote it as for a shell") from None
 
 
-def _shim(folder: str) -> str:
+def shim(folder: str) -> str:
+    """The absolute path of a user's shim folder.
+
+    Raises:
+        InputError: there is none.
+    """
     path = Path(folder).expanduser().absolute()
     if not path.is_dir():
         raise InputError(f"shim folder {folder}: {'not a folder' if path.exists() else 'does not exist'}")

@@ -1,7 +1,7 @@
 """Make and remove an engine's environment.
 
-An environment cannot be moved, so it is built in place: the marker file says that it is unfinished until it has passed
-its check, and what failed or was interrupted is removed again.
+An environment cannot be moved, so it is built in place: the marker file says that it is unfinished until the engine has
+been tried out in it (:mod:`fidelab.environments.trial`), and what failed or was interrupted is removed again.
 """
 
 from __future__ import annotations
@@ -12,15 +12,18 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO
 
 from fidelab.core import canonical_json, digest
+from fidelab.engines import ENGINES
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.environments.marker import MARKER, read_marker, write_marker
 from fidelab.environments.recipes import Recipe
+from fidelab.environments.trial import try_out
 from fidelab.errors import EngineError, OutputError, UsageError
 from fidelab.models.cache import cache_dir
 
@@ -28,22 +31,30 @@ __all__ = ["install", "remove"]
 
 Say = Callable[[str], None]
 
+_ALL = "all"  # stands for a name where no KV format runs
+
 _PIP = {"PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_NO_INPUT": "1", "PIP_PROGRESS_BAR": "off", "PYTHONNOUSERSITE": "1"}
 
 
-def install(recipe: Recipe, folder: Path, say: Say, *, python: str = sys.executable) -> Environment:
+def install(
+    recipe: Recipe, folder: Path, say: Say, *, python: str = sys.executable, pythonpath: Sequence[str] = ()
+) -> Environment:
     """The environment of a recipe in ``folder``; one that is complete and of the same recipe stays as it is.
+
+    It is complete when the engine has prefilled and decoded in it.  Where it does not, it is built once more with the
+    recipe's fallback; KV formats other than the native one may fail, which is said and kept in the marker.
 
     Args:
         recipe: what goes into it.
         folder: where; absent, empty, or one that was made here before.
         say: gets a line for each step.
         python: the interpreter to make it with.
+        pythonpath: shim folders that the engine needs in order to run.
 
     Raises:
         UsageError: the folder holds something else.
         OutputError: it cannot be written.
-        EngineError: a step failed; pip's output is kept in a file that the message names.
+        EngineError: a step failed, or the engine does not run; the output is kept in a file that the message names.
     """
     folder = folder.expanduser().absolute()
     found = Environment(recipe.engine, str(folder / "bin" / "python"))
@@ -55,7 +66,7 @@ def install(recipe: Recipe, folder: Path, say: Say, *, python: str = sys.executa
                 say(f"{recipe.name} is already in {folder}")
                 return found
             _clear(folder)
-            _build(recipe, folder, found, say, python)
+            _build(recipe, folder, replace(found, pythonpath=tuple(pythonpath)), say, python)
     except OSError as error:
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
@@ -81,7 +92,7 @@ def remove(folder: Path) -> None:
 
 def _is_current(recipe: Recipe, folder: Path) -> bool:
     marker = read_marker(folder)
-    return marker is not None and marker.get("recipe_sha256") == _digest(recipe)
+    return marker is not None and marker.get("recipe_sha256") == _digest(recipe) and "failing" in marker
 
 
 def _clear(folder: Path) -> None:
@@ -104,14 +115,45 @@ def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: s
                 _pip(recipe, found, ["install", *step.flags(), *step.requirements()], log)
             if recipe.absent:
                 _pip(recipe, found, ["uninstall", "--yes", *recipe.absent], log)
-        versions = _check(recipe, found)
+            versions, failing = _check(recipe, found), _failing(recipe, found, say)
+            if failing and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
+                say(f"{_first(failing)}; building it again for any CPU")
+                _rebuild(recipe, found, log)
+                versions, failing = _check(recipe, found), _failing(recipe, found, say)
+        native = ENGINES.load(recipe.engine).native_kv
+        if _ALL in failing or native in failing:
+            raise EngineError(f"{recipe.name} is not installed: {_first(failing)}")
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        write_marker(folder, {**about, "versions": versions, "created": created})
+        write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing})
     except BaseException:  # whole or not at all, Ctrl-C included
         shutil.rmtree(folder, ignore_errors=True)
         raise
     _log(folder).unlink(missing_ok=True)
+    for name, why in failing.items():
+        say(f"KV format {name} does not run: {why}")
     say(", ".join(f"{package} {version}" for package, version in versions.items()))
+
+
+def _failing(recipe: Recipe, found: Environment, say: Say) -> dict[str, str]:
+    """The KV formats that do not run in the new environment, and why; :data:`_ALL` where there is none that does."""
+    tried = try_out(found, cache_dir() / "logs", say)
+    failing = {name: why for name, why in tried.items() if why is not None}
+    if len(failing) == len(tried):
+        first = next(iter(failing.values()), "the engine can run none of its KV formats on this machine")
+        return {_ALL: first, **failing}
+    return failing
+
+
+def _first(failing: Mapping[str, str]) -> str:
+    name, why = next(iter(failing.items()))
+    return f"KV format {name} does not run: {why}" if name != _ALL else f"the engine does not run: {why}"
+
+
+def _rebuild(recipe: Recipe, found: Environment, log: IO[bytes]) -> None:
+    """Build the recipe's own packages once more, with the variables of its fallback."""
+    again = replace(recipe, variables=recipe.fallback)
+    for step in recipe.steps:
+        _pip(again, found, ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()], log)
 
 
 def _make(python: str, folder: Path, log: IO[bytes]) -> None:
@@ -170,7 +212,7 @@ def _summary(requirements: Sequence[str]) -> str:
 def _digest(recipe: Recipe) -> str:
     """Of what decides about the environment's content: another wording does not make it anew."""
     steps = [[*step.flags(), *step.requirements()] for step in recipe.steps]
-    return digest(canonical_json([steps, recipe.absent, recipe.build, recipe.variables]))
+    return digest(canonical_json([steps, recipe.absent, recipe.build, recipe.variables, recipe.fallback]))
 
 
 def _lock(folder: Path) -> Path:

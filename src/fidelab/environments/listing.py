@@ -81,15 +81,20 @@ def places(engine: str, limit: float = 120.0) -> list[Place]:
             command = install_command(engine)
             found.append(Place(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
         elif os.access(python, os.X_OK):
-            found.append(_ask(engine, name, Environment(engine, str(python)), limit))
+            failing = (read_marker(folder) or {}).get("failing", {})
+            found.append(_ask(engine, name, Environment(engine, str(python)), limit, failing))
     return found or [Place(engine, engine, None, problem="not installed", remedy=install_command(engine))]
 
 
-def _ask(engine: str, name: str, environment: Environment, limit: float) -> Place:
+def _ask(
+    engine: str, name: str, environment: Environment, limit: float, failing: Mapping[str, str] | None = None
+) -> Place:
+    """``failing``: the formats that did not run when the environment was made, and why."""
     try:
         with ask(environment, limit) as asked:
             versions, names = asked.versions(), asked.kv_names()
-            return Place(engine, name, environment, versions, names, _refused(asked, names), asked.about)
+            refused = {**(failing or {}), **_refused(asked, names)}
+            return Place(engine, name, environment, versions, names, refused, asked.about)
     except FidelabError as error:
         problem = str(error)
     except (Exception, SystemExit) as error:  # what importing somebody else's package may raise

@@ -50,7 +50,8 @@ class Recipe:
     """One environment: ``name`` is also its folder's; ``absent`` are packages that break it.
 
     ``build``: what it has to be built for (cuda, hip, cpu), where pip may bring another; ``variables`` are set for
-    pip unless the user has set them.
+    pip unless the user has set them.  ``fallback``: variables of a conservative build, for where the first one does not
+    run; none: there is only one.
     """
 
     name: str
@@ -62,7 +63,13 @@ class Recipe:
     build: str | None = None
     hint: str = ""
     variables: Mapping[str, str] = field(default_factory=dict)
+    fallback: Mapping[str, str] = field(default_factory=dict)
 
+
+# On CPUs with AMX, GCC 12 gets llama.cpp's tile configuration wrong (half of it is left as it lies on the stack): the
+# first batch of tokens ends in a general protection fault.  Without the macro, ggml builds its AVX-512 kernels instead;
+# on other CPUs nothing changes.  Those who know their compiler set CMAKE_ARGS themselves.
+_NO_AMX = "-DCMAKE_C_FLAGS=-U__AMX_INT8__ -DCMAKE_CXX_FLAGS=-U__AMX_INT8__"
 
 _LLAMA = (f"llama-cpp-python[server]=={_LLAMA_CPP_PYTHON}", "numpy")
 
@@ -112,7 +119,7 @@ RECIPES: Mapping[str, Recipe] = {
             "built from source, 5 to 15 minutes and more",
             build="cuda",
             hint="building it for CUDA needs a C++ compiler and the CUDA toolkit (nvcc)",
-            variables={"CMAKE_ARGS": "-DGGML_CUDA=on -DGGML_CUDA_FA_ALL_QUANTS=on"},  # K and V formats apart
+            variables={"CMAKE_ARGS": f"-DGGML_CUDA=on -DGGML_CUDA_FA_ALL_QUANTS=on {_NO_AMX}"},  # K, V apart
         ),
         Recipe(
             "llamacpp-rocm",
@@ -122,16 +129,18 @@ RECIPES: Mapping[str, Recipe] = {
             "built from source, 5 to 15 minutes and more",
             build="hip",
             hint="building it for ROCm needs a C++ compiler and the ROCm toolkit (hipcc)",
-            variables={"CMAKE_ARGS": "-DGGML_HIP=on -DGGML_CUDA_FA_ALL_QUANTS=on"},
+            variables={"CMAKE_ARGS": f"-DGGML_HIP=on -DGGML_CUDA_FA_ALL_QUANTS=on {_NO_AMX}"},
         ),
         Recipe(
             "llamacpp-cpu",
             "llamacpp",
             "cpu",
-            (Step(_LLAMA),),
+            (Step(_LLAMA, fresh=True),),
             "built from source, 5 to 15 minutes",
             build="cpu",
             hint="building it needs a C++ compiler",
+            variables={"CMAKE_ARGS": _NO_AMX},
+            fallback={"CMAKE_ARGS": "-DGGML_NATIVE=OFF"},
         ),
     )
 }

@@ -36,6 +36,8 @@ Weights = dict[str, NDArray[np.float32]]
 
 def make_tiny(
     folder: Path,
+    gguf_type: str = "F16",
+    /,
     *,
     vocab: int = 512,
     layers: int = 2,
@@ -47,7 +49,8 @@ def make_tiny(
     seed: int = 0,
 ) -> Path:
     """Write the model into ``folder`` and return that: safetensors in bfloat16, config and tokenizer for Transformers,
-    vLLM and SGLang, and ``model.gguf`` in float16 for llama.cpp.  Equal arguments give equal bytes.
+    vLLM and SGLang, and ``model.gguf`` for llama.cpp, with matrices of ``gguf_type``: float16, which holds the same
+    numbers, or a quantized one such as ``Q8_0``.  Equal arguments give equal bytes.
 
     A token of one sequence takes ``layers · kv_heads · 2 · head_dim`` values of cache.  Token ids: two special ones,
     the 256 bytes, then pairs of printable characters.
@@ -95,7 +98,7 @@ def make_tiny(
     _write_json(folder / "config.json", config)
     _write_tokenizer(folder, pieces, merges, positions)
     _write_safetensors(folder / "model.safetensors", weights)
-    _write_gguf(folder / GGUF_NAME, config, weights, pieces, merges)
+    _write_gguf(folder / GGUF_NAME, config, weights, pieces, merges, gguf_type)
     return folder
 
 
@@ -165,10 +168,16 @@ def _write_tokenizer(folder: Path, pieces: list[str], merges: list[tuple[str, st
 
 
 def _write_gguf(
-    path: Path, config: Mapping[str, Any], weights: Weights, pieces: list[str], merges: list[tuple[str, str]]
+    path: Path,
+    config: Mapping[str, Any],
+    weights: Weights,
+    pieces: list[str],
+    merges: list[tuple[str, str]],
+    matrices: str,
 ) -> None:
     import gguf
 
+    kind = gguf.GGMLQuantizationType[matrices]
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(config["max_position_embeddings"])
@@ -183,7 +192,7 @@ def _write_gguf(
     writer.add_rope_freq_base(_THETA)
     writer.add_layer_norm_rms_eps(_EPSILON)
     writer.add_vocab_size(len(pieces))
-    writer.add_file_type(gguf.LlamaFileType.MOSTLY_F16)
+    writer.add_file_type(gguf.LlamaFileType[f"MOSTLY_{matrices}"])
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(pieces)
@@ -198,7 +207,10 @@ def _write_gguf(
         for part, n in heads.items():
             if f".{part}." in target:
                 x = x.reshape(n, 2, -1, x.shape[-1]).swapaxes(1, 2).reshape(x.shape)
-        writer.add_tensor(target, x if x.ndim == 1 else x.astype(np.float16))  # llama.cpp wants norms in float32
+        if x.ndim == 1:  # llama.cpp wants norms in float32
+            writer.add_tensor(target, x)
+        else:
+            writer.add_tensor(target, gguf.quants.quantize(x, kind), raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -1,11 +1,17 @@
-"""Known messages of engines → likely cause and remedy, so that a failed arm explains itself."""
+"""Known messages of engines → likely cause and remedy, so that a failed arm explains itself; where a crash happened."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
+import shutil
 import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
 
-__all__ = ["explain", "explain_exit"]
+__all__ = ["crashed_in_code", "explain", "explain_exit", "kernel_fault", "split_dump"]
 
 _CAUSES: tuple[tuple[str, str], ...] = (
     # memory and disk
@@ -107,7 +113,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     # engines' own limits
     (
         r"CPU FP8 KV cache requires Intel AMX",
-        "this CPU has no AMX, which SGLang's FP8 cache wants: use auto or bfloat16",
+        "SGLang's FP8 cache wants AMX on CPUs, and a build with kernels for it: use auto or bfloat16",
     ),
     (
         r"parameters were filled by no checkpoint tensor",
@@ -141,8 +147,14 @@ def explain(lines: list[str]) -> str | None:
     return None
 
 
-def explain_exit(returncode: int) -> str:
-    """What an exit status says."""
+def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = None) -> str:
+    """What an exit status says, and of a crash where it happened.
+
+    Args:
+        returncode: as ``subprocess`` has it: a signal's number is negative.
+        dump: what faulthandler wrote (see :func:`split_dump`): names the Python function.
+        fault: what the kernel wrote (see :func:`kernel_fault`): names the library.
+    """
     if returncode >= 0:
         return f"the worker exited with status {returncode}"
     try:
@@ -150,4 +162,107 @@ def explain_exit(returncode: int) -> str:
     except ValueError:  # a real-time signal
         name = f"signal {-returncode}"
     hint = " (often the kernel's out-of-memory killer)" if -returncode == signal.SIGKILL else ""
-    return f"the worker was ended by {name}{hint}"
+    places = [place for place in (fault, _python_function(dump)) if place]
+    where = f" in {', called from '.join(places)}" if places else ""
+    return f"the worker was ended by {name}{hint}{where}"
+
+
+# ------------------------------------------------------------------------------------------------------------ crashes
+
+_DUMP = "Fatal Python error: "
+_FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<function>\S+)')
+_WRONG_CODE = (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE)
+# Words of the kernel's line for each signal; x86 says more than "segfault".
+_TRAPS = {
+    signal.SIGSEGV: ("segfault", "general protection"),
+    signal.SIGILL: ("invalid opcode",),
+    signal.SIGFPE: ("divide error", "trap"),
+    signal.SIGBUS: ("bus error", "alignment"),
+}
+# "traps: python3[8257] general protection fault ip:… in libc.so.6[16d809,7fc54c844000+156000]": the offset of the
+# instruction in the library is there since Linux 6.1.
+_FAULT = re.compile(r"\[(?P<task>\d+)\]:? .* in (?P<library>[^\[\s]+)\[(?:(?P<offset>[0-9a-f]+),)?[0-9a-f]+\+")
+_KMSG = Path("/dev/kmsg")
+_RECORD = 8192  # bytes; the kernel hands over one record per read
+_SKEW = 1.0  # seconds by which the clock of the kernel's log may be off
+
+
+def crashed_in_code(returncode: int) -> bool:
+    """Whether wrong machine code or data ended the process.
+
+    What its log says before that is no cause of it.
+    """
+    return -returncode in _WRONG_CODE
+
+
+def split_dump(lines: Sequence[str]) -> tuple[list[str], list[str]]:
+    """A log, and what faulthandler wrote at its end when the process crashed."""
+    at = next((i for i, line in enumerate(lines) if line.startswith(_DUMP)), len(lines))
+    return list(lines[:at]), list(lines[at:])
+
+
+def kernel_fault(pid: int, returncode: int, since: float, libraries: Path | None = None) -> str | None:
+    """The library, and its function where ``nm`` can tell, in which a process crashed, by the kernel's own log.
+
+    Args:
+        pid: the process; its threads have numbers of their own, higher than this.
+        returncode: as ``subprocess`` has it.
+        since: the process' start (``time.monotonic``), seconds; older records are of others.
+        libraries: a folder that may hold the library; the kernel writes its name alone.
+
+    ``None`` where the log cannot be read (most users may not) or says nothing.
+    """
+    if not crashed_in_code(returncode):
+        return None
+    words = _TRAPS[signal.Signals(-returncode)]
+    for record in reversed(_kernel_log()):
+        head, _, text = record.partition(";")
+        seconds = int(head.split(",")[2]) / 1e6
+        match = _FAULT.search(text)
+        if match and seconds > since - _SKEW and int(match["task"]) >= pid and any(word in text for word in words):
+            function = None
+            if match["offset"] and libraries is not None:
+                function = _function(libraries, match["library"], int(match["offset"], 16))
+            return f"{function} ({match['library']})" if function else match["library"]
+    return None
+
+
+def _function(folder: Path, library: str, offset: int) -> str | None:
+    """The function of a library that holds this offset, where the library lies below the folder and ``nm`` is here."""
+    tool = shutil.which("nm")
+    path = next((p for p in folder.rglob(library) if p.is_file()), None) if tool and "/" not in library else None
+    if tool is None or path is None:
+        return None
+    table = [tool, "--dynamic", "--defined-only", "--demangle", "--print-size", "--numeric-sort", str(path)]
+    with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
+        listed = subprocess.run(table, capture_output=True, text=True, timeout=30, check=True).stdout
+        for line in listed.splitlines():
+            start, size, _, *name = line.split(maxsplit=3)
+            if name and int(start, 16) <= offset < int(start, 16) + int(size, 16):
+                return name[0].partition("(")[0]
+    return None
+
+
+def _kernel_log() -> list[str]:
+    """Every record that is kept: ``level,number,µs since boot,…;text``."""
+    records: list[str] = []
+    with contextlib.suppress(OSError):
+        log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
+        try:
+            while True:  # ends with BlockingIOError
+                with contextlib.suppress(BrokenPipeError):  # records that were overwritten meanwhile
+                    records.append(os.read(log, _RECORD).decode("utf-8", "replace"))
+        finally:
+            os.close(log)
+    return records
+
+
+def _python_function(dump: Sequence[str]) -> str | None:
+    """The innermost Python function of the crashed thread; of one that is not Python's, that of the main thread."""
+    begins = [i for i, line in enumerate(dump) if line.startswith(("Current thread ", "Thread "))]
+    current = [i for i in begins if dump[i].startswith("Current")]
+    for line in dump[(current or begins[-1:] or [0])[0] :]:
+        if match := _FRAME.match(line):
+            parts = Path(match["file"]).parts[-2:]
+            return f"{match['function']} ({'/'.join(parts)}, line {match['line']})"
+    return None

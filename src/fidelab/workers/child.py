@@ -8,6 +8,7 @@ engine prints there is sent to standard error, which the parent keeps as the arm
 from __future__ import annotations
 
 import errno
+import faulthandler
 import os
 import queue
 import signal
@@ -95,6 +96,7 @@ class _Sink:
 
 def main() -> int:
     """Say hello, read one job, do it and what is asked after it."""
+    _watch_crashes()
     outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
     outbox.send(Hello(pid=os.getpid()))
@@ -118,6 +120,18 @@ def main() -> int:
         outbox.send(Failed(Status.FAILED, reason_of(error)))
         return 1
     return 0
+
+
+def _watch_crashes() -> None:
+    """A crash writes where it happened: the Python function into our log, the library into the kernel's.
+
+    faulthandler ends by raising the signal once more.  Where that is ignored, the faulty instruction runs again, and
+    the kernel, which cannot ignore it, ends the process and writes its line; it writes none for a signal that somebody
+    handles.
+    """
+    for number in (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE):
+        signal.signal(number, signal.SIG_IGN)
+    faulthandler.enable()
 
 
 def _work(job: Job, outbox: _Outbox, further: Further) -> None:

@@ -19,7 +19,7 @@ from typing import Any, Self
 from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.errors import EngineError
-from fidelab.workers.causes import explain, explain_exit
+from fidelab.workers.causes import crashed_in_code, explain, explain_exit, kernel_fault, split_dump
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
@@ -44,6 +44,11 @@ _GRACE = 5.0  # seconds between asking a process group to end and killing it
 _EXIT_WAIT = 120.0  # seconds that a worker may take to exit once it has said everything
 _DRAIN_WAIT = 2.0  # seconds to read what an exited worker left in the pipe, where another process holds that open
 _MEMORY_WAIT = 60.0  # seconds to wait for device memory to come back
+_LOG_LINES = 12  # of a log that are kept
+_WRONG_BUILD = (
+    "the engine's build may not suit this machine: try it out with fidelab doctor --trial, and where that fails, "
+    "install it anew (fidelab engines install)"
+)
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
 
 
@@ -102,6 +107,7 @@ class Worker:
         self._log_start = 0
         self._targets: list[Path] = []
         self._said_all = False  # Done or Failed was heard
+        self._crashed = self._killed = False  # by its own code, by any signal: nothing in the log is the cause
         self._over = False
 
     def __enter__(self) -> Self:
@@ -188,7 +194,7 @@ class Worker:
                 return False
             if line is None:
                 if not self._said_all:
-                    self._fail(explain_exit(self._process.wait()))
+                    self._fail(self._obituary(self._process.wait()))
                 return False
             try:
                 heard = decode(line)
@@ -228,6 +234,16 @@ class Worker:
                 outcome.ran = dict(ran)
                 self._said_all = True
 
+    def _obituary(self, returncode: int) -> str:
+        """Why the process ended without a word, and where."""
+        assert self._process is not None
+        _, dump = split_dump(_tail(self._log, self._log_start))
+        python = Path(shutil.which(self._command[0]) or self._command[0])
+        fault = kernel_fault(self._process.pid, returncode, self._spawned, python.parent.parent)
+        self._crashed = crashed_in_code(returncode)
+        self._killed = returncode < 0 and -returncode != signal.SIGABRT  # whoever aborts says why
+        return explain_exit(returncode, dump, fault)
+
     def _fail(self, reason: str) -> None:
         self.outcome.status, self.outcome.reason = Status.FAILED, reason
 
@@ -246,10 +262,11 @@ class Worker:
             _await_memory(self)
         if outcome.failed and outcome.status is Status.OK:
             self._fail("; ".join(dict.fromkeys(outcome.failed.values())))
-        if self._process is not None:
-            outcome.log_tail = _tail(self._log, self._log_start)
-        if outcome.status is Status.FAILED and (cause := explain([*outcome.log_tail, outcome.reason or ""])):
-            outcome.reason = f"{outcome.reason} — {cause}"
+        if self._process is not None and not self._killed:
+            outcome.log_tail = split_dump(_tail(self._log, self._log_start))[0][-_LOG_LINES:]
+        if outcome.status is Status.FAILED:
+            cause = _WRONG_BUILD if self._crashed else explain([*outcome.log_tail, outcome.reason or ""])
+            outcome.reason = f"{outcome.reason} — {cause}" if cause else outcome.reason
 
 
 def run_worker(
@@ -359,10 +376,10 @@ def _await_memory(worker: Worker) -> None:
         time.sleep(0.5)
 
 
-def _tail(log: Path, start: int, lines: int = 12) -> list[str]:
+def _tail(log: Path, start: int) -> list[str]:
     """The last lines behind byte ``start``: an earlier attempt's are not this one's."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - 16_384))
         text = file.read().decode("utf-8", "replace")
-        return [line.rstrip() for line in text.splitlines() if line.strip()][-lines:]
+        return [line.rstrip() for line in text.splitlines() if line.strip()]
     return []

@@ -1,0 +1,120 @@
+"""Try an engine out: a real prefill and a real decode in its environment, once for each KV format.
+
+That an engine can be imported says little: a library that a compiler got wrong crashes with its first batch of tokens.
+The model is small, has random weights and is made here, so that a trial needs no network.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from fidelab.captures.container import to_float32
+from fidelab.captures.reader import Capture, find_captures
+from fidelab.core import Arm, KVSpec, Status, usable_cores
+from fidelab.environments.answers import ask
+from fidelab.environments.environment import Environment
+from fidelab.errors import CaptureError
+from fidelab.probes import Generate, Prefill, Probe, probe_record
+from fidelab.workers.messages import Job, ProbeTask
+from fidelab.workers.parent import run_worker
+
+__all__ = ["try_out"]
+
+_PREFILL = 64  # tokens: more than one, since the kernels of one token and of many differ
+_DECODE = 8
+_POSITIONS = 256
+_DEADLINE = 600.0  # seconds for one format, load and compilation included
+_THREADS = 4
+
+
+def try_out(
+    environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None
+) -> dict[str, str | None]:
+    """Each KV format that the engine says it can run here → why it does not; ``None`` where it does.
+
+    Args:
+        environment: where the engine lives.
+        logs: a folder for the workers' logs; those of formats that ran are removed again.
+        say: gets a line for each format.
+
+    Raises:
+        EngineError: the engine cannot be asked, or the model that it is tried out with cannot be made.
+    """
+    from fidelab.models.tiny import GGUF_NAME, make_tiny
+
+    found: dict[str, str | None] = {}
+    with tempfile.TemporaryDirectory(prefix="fidelab-trial-") as scratch, ask(environment) as asked:
+        model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS)
+        path = model / GGUF_NAME if asked.form == "gguf" else model
+        device = "cpu" if asked.about.device == "cpu" else "cuda"
+        for name in asked.kv_names():
+            arm = Arm(
+                name=name,
+                engine=environment.engine,
+                model="a small model of random weights",
+                path=str(path),
+                weights="",
+                kv=KVSpec.parse(name),
+                dtype="bfloat16",
+                device=device,
+                threads=min(_THREADS, usable_cores()),
+            )
+            if asked.supports(arm).ok:
+                say(f"trying {name}")
+                found[name] = _fault(arm, environment, Path(scratch) / f"store-{len(found)}", logs)
+    return found
+
+
+def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str | None:
+    """Why the arm does not prefill and decode."""
+    log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
+    log.unlink(missing_ok=True)
+    tasks = [ProbeTask(probe_record(probe), str(store / probe.axis), {"trial": probe.axis}) for probe in _probes()]
+    job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": ""}, env=_variables(arm.threads))
+    outcome = run_worker(
+        job,
+        log=log,
+        env={**_variables(arm.threads), **environment.variables()},
+        deadline=_DEADLINE,
+        listen=lambda _message: None,
+        command=environment.command("fidelab.workers.child"),
+    )
+    reason = outcome.reason if outcome.status is not Status.OK else _unusable(store)
+    if reason is None:
+        log.unlink(missing_ok=True)
+        return None
+    return f"{reason}; log: {log}"
+
+
+def _probes() -> tuple[Probe, Probe]:
+    tokens = tuple(2 + i % 256 for i in range(_PREFILL))
+    return (
+        Prefill("prefill", (tokens,), 0, _PREFILL - 2, ((0,) * (_PREFILL - 1),)),
+        Generate("decode", (tokens,), _DECODE, stop=()),
+    )
+
+
+def _unusable(store: Path) -> str | None:
+    """What is wrong with the answers; ``None`` where they hold the tokens asked for, and finite numbers alone."""
+    found = {}
+    try:
+        found = {capture.axis: capture for capture in map(Capture, find_captures(store))}
+        for capture in found.values():
+            if fault := capture.items[0]["failed"]:
+                return str(fault)
+            for name in capture.names(0):
+                if not np.isfinite(to_float32(capture.array(0, name))).all():
+                    return f"{capture.axis} gave {name} that are not finite"
+        if len(found) == len(_probes()) and len(found["decode"].ids(0)) == _DECODE:
+            return None
+    except CaptureError as error:
+        return str(error)
+    return f"it answered {', '.join(found) or 'nothing'}, with less than was asked"
+
+
+def _variables(threads: int) -> Mapping[str, str]:
+    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
