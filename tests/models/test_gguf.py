@@ -139,3 +139,25 @@ def test_embedded_model_answers_and_ends_its_turn(smollm2: Model) -> None:
     out = model.generate(**ids, max_new_tokens=40, do_sample=False)[0, ids["input_ids"].shape[1] :].tolist()
     assert out[-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
     assert "Paris" in tokenizer.decode(out)
+
+
+@pytest.mark.parametrize("place", ["config.json", "tokenizer_config.json"])
+def test_code_that_lies_beside_a_gguf_file_is_neither_run_nor_asked_about(place: str, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "tiny.gguf")
+    (tmp_path / "evil.py").write_text("open(__file__ + '.ran', 'w')\nclass Evil: pass\n")
+    names = {
+        "AutoTokenizer": ["evil.Evil", "evil.Evil"],
+        "AutoConfig": "evil.Evil",
+        "AutoModelForCausalLM": "evil.Evil",
+    }
+    (tmp_path / place).write_text(json.dumps({"auto_map": names, "model_type": "evil", "tokenizer_class": "Evil"}))
+    script = (
+        "import sys; from pathlib import Path; from fidelab.models.gguf import to_safetensors; "
+        "to_safetensors(Path(sys.argv[1]), Path(sys.argv[2]))"
+    )
+    arguments = [sys.executable, "-c", script, str(tmp_path / "tiny.gguf"), str(tmp_path / "hf")]
+    done = subprocess.run(arguments, input="y\ny\n", capture_output=True, text=True, check=False)
+    assert "custom code" not in done.stdout + done.stderr
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.rglob("*.ran"))
+    assert (tmp_path / "hf" / "model.safetensors").is_file()

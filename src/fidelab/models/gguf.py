@@ -43,12 +43,16 @@ def _convert(gguf: Path, out: Path) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
     _log.info("converting %s to safetensors (once)", gguf)
-    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    # Transformers also reads what lies beside the file, and would run code that a config there names.
+    alone = out.parent / "alone"
+    alone.mkdir(parents=True, exist_ok=True)
+    (alone / gguf.name).symlink_to(gguf)
+    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     try:
         with redirect_stderr(io.StringIO()):  # progress bars, some of which have no switch
-            tokenizer = AutoTokenizer.from_pretrained(gguf.parent, **source)
+            tokenizer = AutoTokenizer.from_pretrained(alone, **source)
             model = AutoModelForCausalLM.from_pretrained(
-                gguf.parent, **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+                alone, **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
             )
             _mend_digits(tokenizer, gguf)
             model.save_pretrained(out)
