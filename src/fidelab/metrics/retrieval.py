@@ -4,9 +4,9 @@ A *cell* is a length and a position; its trials are what is resampled.  A trial'
 needles that it returns (0 or 1 with one needle).  A cell is informative where the reference returned any.
 
 METRICS' score is one-sided: what a candidate loses in one cell it cannot win back in another, and cells count by the
-reference's luck.  It lies below 100 for arms that do not differ at all: on average at 82 with nine cells of three
-trials that either arm answers with even odds.  :func:`chance_score` says what chance alone makes of the trials at
-hand; :func:`accuracy_difference` has a sign and is 0 on average.
+reference's luck.  It lies below 100 for arms that do not differ at all: with nine cells of three trials on average at
+82 where either arm finds half of the needles, at 86 where it finds 70%.  :func:`chance_score` says what chance alone
+makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0 on average.
 
 Intervals of the score:
 
@@ -61,7 +61,7 @@ _BETWEEN = (
     "see|sign|such|sure|that|the|trace|whether|word"
 )
 _DENIED_BEFORE = re.compile(rf"{_NOT}(?:\s+(?:{_BETWEEN}))*[\s\"'*`(]*\Z")
-_DENIED_BEHIND = re.compile(rf"[\"'*`)]*\s+(?:is|was|does|did|has|can|could)\s*{_NOT}")
+_DENIED_BEHIND = re.compile(rf"[\"'*`)]*\s+(?:(?:is|was|does|did|has|could)\s*{_NOT}|cannot\b|can't\b)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 
 
