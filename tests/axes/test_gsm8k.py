@@ -77,6 +77,11 @@ def test_settings_are_the_comparability_key_and_no_rows_are_stored(tmp_path: Pat
     assert (probe.rows, probe.max_tokens, probe.batch, probe.stop) == (False, 32, 4, (STOP,))
 
 
+def test_a_limit_chooses_among_the_files_problems(tmp_path: Path) -> None:
+    axis = GSM8K(GSM8K.Settings(data=str(_problems(tmp_path, *range(5))), limit=2))
+    assert axis.available(AxisInputs(Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), None)) == 5
+
+
 def test_chat_puts_the_examples_as_turns(tmp_path: Path) -> None:
     class Turns:
         def render(self, messages: Sequence[Any]) -> str:

@@ -186,6 +186,13 @@ class Axis:
         """
         return {"": self.probe(inputs)}
 
+    def available(self, inputs: AxisInputs) -> int | None:
+        """How many items a ``limit`` in the settings chooses from, the prompts unless an axis says otherwise.
+
+        ``None``: that cannot be said.
+        """
+        return len(inputs.prompts)
+
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
         """Further questions, made from the reference's answers to :meth:`probes`."""
         return {}

@@ -83,8 +83,10 @@ def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
         if check.id in found:
             results.append(_judged(check, found[check.id]))
         elif check.id not in asked and check.kind in settings["kinds"].split(", "):
-            nothing = Judged(None, settings.get(f"{WITHOUT}{check.id}", "not asked in these captures"))
-            results.append(Result(check, nothing, nothing))
+            unasked = None if "limit" in settings else "not asked in these captures"
+            if reason := settings.get(f"{WITHOUT}{check.id}", unasked):
+                nothing = Judged(None, reason)
+                results.append(Result(check, nothing, nothing))
     return results
 
 

@@ -88,6 +88,9 @@ class GSM8K(Axis):
             notes=tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems),
         )
 
+    def available(self, inputs: AxisInputs) -> int:
+        return len(load_problems(self.settings.data))
+
     def score(self, pair: Pair, seed: int) -> AxisScore:
         items = _read(pair)
         usable = [item for item in items if not item.failed]
