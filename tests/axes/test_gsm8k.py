@@ -78,7 +78,7 @@ def test_settings_are_the_comparability_key_and_no_rows_are_stored(tmp_path: Pat
 
 
 def test_a_limit_chooses_among_the_files_problems(tmp_path: Path) -> None:
-    axis = GSM8K(GSM8K.Settings(data=str(_problems(tmp_path, *range(5))), limit=2))
+    axis = GSM8K(GSM8K.Settings.model_validate({"data": str(_problems(tmp_path, *range(5))), "limit": 2}))
     assert axis.available(AxisInputs(Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), None)) == 5
 
 
