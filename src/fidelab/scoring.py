@@ -137,7 +137,7 @@ class _Summary:
             if score.not_measurable:
                 found[name] |= {"status": Status.NOT_MEASURABLE, "reason": score.not_measurable}
             elif not score.usable.any():
-                found[name] |= {"status": Status.FAILED, "reason": "no item was usable"}
+                found[name] |= {"status": Status.FAILED, "reason": "; ".join(score.fails) or "no item was usable"}
         return Axes.model_validate(found)
 
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:

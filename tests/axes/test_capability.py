@@ -191,6 +191,21 @@ def test_the_table_lists_what_was_lost_first_with_answers_and_reason(tmp_path: P
     assert _table(axis, "Checks by kind")["arithmetic"]["lost"] == 1
 
 
+def test_a_limit_leaves_the_first_checks_of_each_kind_and_says_nothing_of_the_others(tmp_path: Path) -> None:
+    axis = _axis(_score(tmp_path, RIGHT, RIGHT, kinds=["knowledge", "arithmetic", "vision"], limit=2))
+    assert [*_table(axis)] == ["arithmetic-1", "arithmetic-2", "knowledge-1", "knowledge-2", "vision-1", "vision-2"]
+    assert (axis.n_items, _figures(axis)["not applicable"]) == (4, 2)
+
+
+def test_what_stands_in_the_reasoning_alone_is_no_answer(tmp_path: Path) -> None:
+    test = _changed(
+        arithmetic_1="<think>42?</think>41", arithmetic_2="<think>97?</think>-13", knowledge_1="<think>Canberra"
+    )
+    rows = _table(_axis(_score(tmp_path, RIGHT, test, **WORDS)))
+    outcomes = {name: rows[name]["outcome"] for name in ("arithmetic-1", "arithmetic-2", "knowledge-1")}
+    assert outcomes == {"arithmetic-1": "lost", "arithmetic-2": "both pass", "knowledge-1": "lost"}
+
+
 def test_a_batch_must_write_the_same_tokens_as_single_requests(tmp_path: Path) -> None:
     test = {**RIGHT, "parallel-3 in batch": "as alwayS", "parallel-4 in batch": "as"}
     rows = _table(_axis(_score(tmp_path, RIGHT, test, **WORDS)))

@@ -77,6 +77,11 @@ def test_settings_are_the_comparability_key_and_no_rows_are_stored(tmp_path: Pat
     assert (probe.rows, probe.max_tokens, probe.batch, probe.stop) == (False, 32, 4, (STOP,))
 
 
+def test_a_limit_chooses_among_the_files_problems(tmp_path: Path) -> None:
+    axis = GSM8K(GSM8K.Settings.model_validate({"data": str(_problems(tmp_path, *range(5))), "limit": 2}))
+    assert axis.available(AxisInputs(Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), None)) == 5
+
+
 def test_chat_puts_the_examples_as_turns(tmp_path: Path) -> None:
     class Turns:
         def render(self, messages: Sequence[Any]) -> str:
@@ -118,10 +123,12 @@ def _capture(store: Path, name: str, probe: Generate, answers: Sequence[str | Se
     return Capture(writer.finish("logprobs", {}, {}))
 
 
-def _pair(store: Path, gold: Sequence[str], ref: Sequence[Any], test: Sequence[Any], stop: int = STOP) -> Pair:
+def _pair(
+    store: Path, gold: Sequence[str], ref: Sequence[Any], test: Sequence[Any], stop: int = STOP, opened: str = ""
+) -> Pair:
     probe = Generate(
         "gsm8k",
-        tuple((1, i) for i in range(len(gold))),
+        tuple((1, i, *opened.encode()) for i in range(len(gold))),
         400,
         (stop,),
         settings=(("n_predict", 400), ("shots", 0), ("template", "raw")),
@@ -169,6 +176,7 @@ def test_the_difference_is_paired_and_in_points(tmp_path: Path) -> None:
 def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
     assert (_figure(score, "lost").value, _figure(score, "gained").value) == (6, 2)
+    assert _figure(score, "right in the reference").value == 26
     assert _figure(score, "McNemar p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
 
 
@@ -212,6 +220,26 @@ def test_the_stop_token_is_no_part_of_the_text(tmp_path: Path) -> None:
     answer = [*b"#### 4", ord("7")]  # a stop that reads as a digit
     pair = _pair(tmp_path, ["4"], [answer], ["#### 4"], stop=ord("7"))
     assert _figure(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 1.0
+
+
+def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) -> None:
+    ref = ["<think>5, no</think>#### 7"] * 2
+    score = _score(tmp_path, ["7", "7"], ref, ["<think>it is 7</think>I do not know.", "<think>It is 7, or"])
+    assert (_figure(score, "reference accuracy").value, _figure(score, "accuracy").value) == (1.0, 0.0)
+    assert (_figure(score, "no number").value, _figure(score, "numbers in the reasoning alone").value) == (2, 2)
+    assert score.figures["panels"][1].pairs[1].candidate == "<think>It is 7, or"
+
+
+def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_path: Path) -> None:
+    score = _score(tmp_path, ["7"] * 2, ["<think>It is 7, or"] * 2, ["#### 7"] * 2)
+    assert score.not_measurable.endswith(
+        "2 of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
+    )
+
+
+def test_reasoning_that_the_prompt_begins_is_no_answer(tmp_path: Path) -> None:
+    pair = _pair(tmp_path, ["7"], ["So 7"], ["So 7"], opened="<think>\n")
+    assert _figure(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 0.0
 
 
 def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from fidelab.models import Model, resolve
 from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
-from tests.runs.harness import Done, cli
+from tests.runs.harness import Done, cli, write_inputs
 
 PIECES = [f"<0x{i:02X}>" for i in range(256)]
 PLAIN = [10, 11, 12, 13, 14, 15, 16, 17, 18, 19]
@@ -226,6 +226,43 @@ def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
     assert _figure(score, "excess drift").ci == pytest.approx((-most, most))
 
 
+def _answered(store: Path, prompts: Sequence[int], ref: Sequence[int], test: Sequence[int]) -> AxisScore:
+    """Answers of one token, the same to each prompt as it is and with a typo; ``prompts``: which are alike."""
+    asked = [key for p in range(len(prompts)) for key in [(p, ""), (p, "typo")]]
+    probe = _probe(asked, len(prompts))
+    probe = replace(probe, prompts=tuple((7, prompts[p], len(name)) for p, name in asked))
+    sides = ([[ids[p]] * 5 for p, _ in asked] for ids in (ref, test))
+    captures = (_capture(store, kv, probe, side) for kv, side in zip(("f32", "int4"), sides, strict=True))
+    return _score(Pair.match(*captures))
+
+
+def test_an_arm_that_answers_every_prompt_alike_has_no_score_and_fails(tmp_path: Path) -> None:
+    score = _answered(tmp_path, range(10), range(1, 11), [99] * 9 + [5])
+    assert score.fails == (
+        "answers do not depend on the prompt: PLAD finds the same one for 9 of 10 prompts (reference: 1)",
+    )
+    assert (score.figures["score"], score.figures["ci"], score.draws(0)) == (None, None, None)
+    assert not score.usable.any()
+    assert _rows(score)["typo"]["score"] is None
+    assert _figure(score, "excess drift").value is None
+    assert _figure(score, "prompts with the most frequent answer").value == 0.9
+
+
+def test_prompts_that_are_alike_may_be_answered_alike(tmp_path: Path) -> None:
+    score = _answered(tmp_path, [1] * 9 + [2], [1] * 9 + [2], [8] * 9 + [9])
+    assert (score.fails, score.figures["score"]) == ((), 100.0)
+
+
+def test_a_candidate_may_give_the_one_answer_that_the_reference_gives(tmp_path: Path) -> None:
+    assert _answered(tmp_path, range(6), [4] * 6, [5] * 6).fails == ()
+
+
+def test_answers_that_share_nothing_with_the_references_are_counted(tmp_path: Path) -> None:
+    score = _answered(tmp_path, range(4), [1, 2, 3, 4], [1, 7, 8, 4])
+    assert (score.figures["score"], score.fails) == (100.0, ())
+    assert _figure(score, "prompts answered unlike the reference").value == 0.5
+
+
 def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
     ref = {(p, "typo"): 1 for p in range(8)}
     candidate = _score(_pair(tmp_path, ref, {key: 3 + key[0] % 2 for key in ref}))
@@ -405,7 +442,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     (cwd / "answers.json").write_text(json.dumps([[f"10{i}", letter * 20] for i, letter in enumerate("xabc")]))
     (cwd / "plad.yaml").write_text(
         "model: fake\nengine: fake\nengine_args: {answers: answers.json}\nprompts: prompts.txt\n"
-        f"reference: exact\ncontrol: '{CONTROL}'\ncandidates: [exact, '{BASES}', '{ALL}', missing]\n"
+        f"reference: exact\ncontrol: '{CONTROL}'\ncandidates: [exact, '{BASES}', '{ALL}', missing, garbage]\n"
         "floor: 0.5\naxes: {plad: {n_predict: 8}}\n"
     )
     done = cli("run", "plad.yaml", cwd=cwd)
@@ -439,6 +476,24 @@ def test_the_reference_as_candidate_is_identical(run: Done) -> None:
 def test_no_output_is_a_failed_axis_that_says_so(run: Done) -> None:
     plad = run.arm("missing")["axes"]["plad"]
     assert (plad["status"], plad["n_failed"], plad["score"]) == ("failed", 12, None)
+
+
+def test_constant_garbage_is_a_failed_axis_without_a_composite(run: Done) -> None:
+    arm = run.arm("garbage")
+    plad = arm["axes"]["plad"]
+    reason = "answers do not depend on the prompt: PLAD finds the same one for 3 of 3 prompts (reference: 1)"
+    assert (plad["status"], plad["reason"], plad["score"], arm["composite"]) == ("failed", reason, None, None)
+
+
+def test_constant_garbage_is_a_reason_to_fail(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    (tmp_path / "plad.yaml").write_text(
+        "model: fake\nengine: fake\ntext: text.txt\nprompts: prompts.txt\nreference: exact\ncontrol: none\n"
+        "candidates: [garbage]\nfloor: 0\naxes: {plad: {n_predict: 8}, kld: {windows: 8, n_ctx: 16}}\n"
+    )
+    verdict = cli("run", "plad.yaml", cwd=tmp_path).arm("garbage")["verdict"]
+    assert verdict["band"] == "FAIL"
+    assert any(fact.startswith("answers do not depend on the prompt") for fact in verdict["because"])
 
 
 def test_the_floor_repeats_whole_prompts_and_finds_nothing(run: Done) -> None:

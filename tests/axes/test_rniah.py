@@ -211,6 +211,30 @@ def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -
     assert _score(tmp_path / "compat", _axis(compat="refract"), ref, test).figures["score"] == pytest.approx(200 / 3)
 
 
+def test_a_code_in_the_reasoning_or_denied_is_lost_on_either_side_but_in_compat(tmp_path: Path) -> None:
+    answers = ["<think>{}?</think>I do not know.", "It is not {}", "<think>hm</think>{}"]
+    score = _score(tmp_path / "a", _axis(positions=[0.5]), [True] * 3, answers)
+    assert (_figures(score)["lost"], _figures(score)["found by the reference"]) == (2, 3)
+    assert _figures(_score(tmp_path / "b", _axis(positions=[0.5]), answers, [True] * 3))["found by the reference"] == 1
+    plain = _score(tmp_path / "c", _axis(positions=[0.5], compat="refract"), [True] * 3, answers)
+    assert (_figures(plain)["lost"], plain.figures["score"]) == (0, 100.0)
+
+
+def test_the_style_is_chosen_by_what_is_answered_not_by_the_reasoning(tmp_path: Path) -> None:
+    [code] = draw_needles(1, 1, 0, 0)[0].codes
+    found = _auto(tmp_path, [f"<think>Is it {code}?", f"not {code}", "?"], [600])
+    assert dict(found["main"].settings)["style"] == "cloze"
+
+
+def test_what_chance_alone_makes_of_the_score_stands_beside_it(tmp_path: Path) -> None:
+    score = _score(tmp_path, _axis(), [True, True, False] * 3, [False, True, True] * 3)
+    figures = _figures(score)
+    assert score.figures["score"] == 100.0  # as often lost as gained in each cell
+    assert figures["score expected by chance"] == pytest.approx(100 - 100 / 6, abs=1)
+    assert figures["accuracy difference"] == 0.0
+    assert _figures(_score(tmp_path / "b", _axis(), [False] * 9, [True] * 9))["score expected by chance"] is None
+
+
 def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [False] * 9, [True] * 9)
     assert "accuracy 0 in all 3 cells" in score.not_measurable

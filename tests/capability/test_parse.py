@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from fidelab.capability.parse import (
+    REASONING,
+    after_reasoning,
     after_thinking,
     first_number,
     json_value,
@@ -33,6 +35,9 @@ from fidelab.capability.parse import (
         ("84-97=-13", "-13"),
         ("84 - 97", "97"),
         ("−13", "-13"),
+        ("\u201113", "-13"),
+        ("1\u202f024", "1024"),
+        ("1 024", "1"),
         ("-13.5 degrees", "-13.5"),
         ("0.1 + 0.25 = 0.35", "0.35"),
         ("$.35", "0.35"),
@@ -130,3 +135,31 @@ def test_a_program_is_the_block_that_defines_the_function(text: str, found: tupl
 )
 def test_an_answer_follows_the_end_of_thinking(text: str, rest: str | None) -> None:
     assert after_thinking(text, "</think>") == rest
+
+
+@pytest.mark.parametrize(("begin", "end"), REASONING, ids=[begin for begin, _ in REASONING])
+def test_reasoning_is_no_part_of_an_answer_in_any_notation(begin: str, end: str) -> None:
+    assert after_reasoning(f"{begin}It is 5.{end}It is 7.") == "It is 7."
+    assert after_reasoning(f"It is 5.{end}It is 7.") == "It is 7."  # begun in the prompt
+    assert after_reasoning(f"Well. {begin}It is 5, or") == "Well. "  # cut off
+    assert after_reasoning("It is 5, or", f"user: how many? {begin}\n") == ""
+    assert after_reasoning("It is 7.", f"user: how many? {begin}\n\n{end}\n\n") == "It is 7."  # switched off
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("It is 7.", "It is 7."),
+        ("<think>a</think>b<think>c</think>d", "bd"),
+        ("<think>a<think>b</think>c</think>d", "d"),
+        ("<think>a</think>", ""),
+        ("2 < 3 and [think] so", "2 < 3 and [think] so"),
+        (
+            "<|channel|>analysis<|message|>5<|end|><|start|>assistant<|channel|>commentary<|message|>6<|end|>"
+            "<|start|>assistant<|channel|>final<|message|>7",
+            "7",
+        ),
+    ],
+)
+def test_only_blocks_of_reasoning_go(text: str, answer: str) -> None:
+    assert after_reasoning(text) == answer

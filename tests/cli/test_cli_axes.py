@@ -40,6 +40,8 @@ def test_a_limit_with_an_axis_cuts_that_axis_alone() -> None:
     [
         ("kld", "1", "--limit belongs to axis trajectory"),
         ("kld", "gsm8k=1", "--limit belongs to axis gsm8k"),
+        ("core", "kld=3", r"--limit kld=3: axis kld has no limit; it gets smaller with --set axes.kld.windows=8"),
+        ("full", "rniah=3", "with --set axes.rniah.lengths=.512., --set axes.rniah.trials=1"),
         ("core", "many", "--limit 'many': write a number"),
         ("core", "kld=", "write a number"),
         (" , ", "1", "--axes is empty"),
@@ -70,3 +72,14 @@ def test_any_setting_can_be_set(tmp_path: Path) -> None:
     assert (settings["axes"]["kld"]["windows"], settings["seed"]) == (3, 7)
     refused = cli(*words, "--set", "axes.kld.colour=red", cwd=tmp_path)
     assert (refused.code, len(refused.err.splitlines())) == (2, 1)
+
+
+def test_a_limit_beyond_what_there_is_says_so_in_one_line(tmp_path: Path) -> None:
+    write_inputs(tmp_path)
+    words = ("compare", "fake", *SMALL, "--kv", "tilt", "--axes", "trajectory,plad,capability", "--no-floor")
+    done = cli(*words, "--limit", 99, "--limit", "plad=8", "--limit", "capability=9", cwd=tmp_path)
+    assert done.code == 0
+    assert [line for line in done.err.splitlines() if "there are only" in line] == [
+        "trajectory: limit 99, but there are only 8: all are asked",
+        "capability: limit 9, but there are only 8: all are asked",
+    ]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.metrics.drift import LOWEST_CELL, cell_scores, drift, sign_test
+from fidelab.metrics.drift import LOWEST_CELL, cell_scores, drift, ignores_prompts, sign_test
 
 
 def _levenshtein(a: Sequence[int], b: Sequence[int]) -> int:
@@ -74,3 +74,22 @@ def test_sign_test_is_the_binomial_test_of_the_signs() -> None:
 
 def test_sign_test_takes_rounding_for_a_tie() -> None:
     assert sign_test([(0.3 - 0.2) - (0.2 - 0.1)] * 20) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("same_ref", "same_test", "n", "ignores"),
+    [
+        (1, 10, 10, True),
+        (5, 9, 10, True),
+        (1, 8, 10, False),
+        (6, 10, 10, False),  # the reference has a favourite, too
+        (1, 3, 3, True),
+        (1, 2, 2, False),
+        (0, 0, 0, False),
+    ],
+)
+def test_answers_ignore_prompts_where_nearly_all_are_one_and_the_references_are_not(
+    same_ref: int, same_test: int, n: int, ignores: bool
+) -> None:
+    ref, test = ([[7, 7] if i < same else [i, 9] for i in range(n)] for same in (same_ref, same_test))
+    assert ignores_prompts(ref, test) is ignores

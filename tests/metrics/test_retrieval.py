@@ -13,6 +13,7 @@ from fidelab.metrics.intervals import binomial_interval
 from fidelab.metrics.retrieval import (
     Cells,
     accuracy_difference,
+    chance_score,
     hits,
     judged,
     retrieval_interval,
@@ -44,6 +45,53 @@ def _cells(*cells: tuple[Sequence[float], Sequence[float]]) -> Cells:
 )
 def test_a_hit_is_the_code_in_any_letters(answer: str, hit: bool) -> None:
     assert hits(answer, CODE) is hit
+
+
+@pytest.mark.parametrize("dash", "\u2010\u2011\u2012\u2013\u2014\u2015\u2212\u00ad\uff0d")
+def test_any_dash_joins_the_parts_of_a_code(dash: str) -> None:
+    assert hits(f"It is APRICOT{dash}7{dash}BLUE.", CODE)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "It is not APRICOT-7-BLUE",
+        "It isn\u2019t **APRICOT-7-BLUE**.",
+        "I do not know if the rare paint color is APRICOT-7-BLUE.",
+        "There is no mention of 'APRICOT-7-BLUE' here.",
+        "The text does not mention APRICOT-7-BLUE.",
+        "Not APRICOT\u20117\u2011BLUE; never APRICOT-7-BLUE",
+        "APRICOT-7-BLUE is not the rare paint color.",
+        '"APRICOT-7-BLUE" cannot be found',
+    ],
+)
+def test_a_code_that_is_denied_is_no_hit(answer: str) -> None:
+    assert not hits(answer, CODE)
+    if "\u2011" not in answer:
+        assert hits(answer, CODE, "refract")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "No, it is APRICOT-7-BLUE",
+        "It is not blue but APRICOT-7-BLUE",
+        "I am not sure. APRICOT-7-BLUE",
+        "It is not CACTUS-1-TEAL \u2013 APRICOT-7-BLUE",
+        "It is not APRICOT-7-BLUE? It is APRICOT-7-BLUE.",
+        "not only APRICOT-7-BLUE",
+        "no other color matters than APRICOT-7-BLUE",
+        "APRICOT-7-BLUE is the color, CACTUS-1-TEAL is not",
+        "The knot is APRICOT-7-BLUE",
+    ],
+)
+def test_a_negation_elsewhere_denies_no_code(answer: str) -> None:
+    assert hits(answer, CODE)
+
+
+def test_a_wrong_code_that_is_denied_undoes_nothing() -> None:
+    assert returned("It is not X-9-Y but A-1-B", ["A-1-B"], ["X-9-Y"]) == 1.0
+    assert returned("It is not X-9-Y but A-1-B", ["A-1-B"], ["X-9-Y"], "refract") == 0.0
 
 
 @pytest.mark.parametrize(
@@ -103,6 +151,37 @@ def test_the_score_is_what_a_loop_over_cells_gives() -> None:
         kept = [(b.mean(), c.mean()) for b, c in zip(base, cand, strict=True) if b.mean() > 0]
         expected = 100 * (1 - sum(max(0.0, b - c) for b, c in kept) / len(kept))
         assert retrieval_score(_cells(*zip(base, cand, strict=True))) == pytest.approx(expected)
+
+
+# ------------------------------------------------------------------------------------------- chance
+
+
+@pytest.mark.parametrize("compat", [None, "refract"])
+def test_the_chance_score_is_the_mean_over_all_ways_to_swap_the_answers(compat: str | None) -> None:
+    cells = _cells(([1, 1, 0], [0, 1, 1]), ([0, 0.5], [1, 0]), ([0, 0], [0, 1]), ([1], [1]))
+    scores = []
+    for swaps in itertools.product([False, True], repeat=len(cells.cell)):
+        swapped = Cells(np.where(swaps, cells.cand, cells.base), np.where(swaps, cells.base, cells.cand), cells.cell)
+        scores.append(retrieval_score(swapped, compat))
+    assert chance_score(cells, compat=compat) == pytest.approx(np.mean([s for s in scores if s is not None]), abs=1.0)
+
+
+def test_arms_that_do_not_differ_have_the_chance_score_on_average() -> None:
+    rng, cell = np.random.default_rng(5), np.repeat(np.arange(9), 3)
+    found = []
+    for seed in range(300):
+        base, cand = (rng.random((2, 27)) < 0.5).astype(float)
+        cells = Cells(base, cand, cell)
+        found.append((retrieval_score(cells), chance_score(cells, seed), accuracy_difference(cells).estimate))
+    score, chance, difference = np.mean(np.array(found, dtype=np.float64), axis=0)
+    assert score == pytest.approx(82, abs=1)  # as the module says
+    assert chance == pytest.approx(score, abs=1)
+    assert difference == pytest.approx(0, abs=2)
+
+
+def test_equal_answers_leave_nothing_to_chance() -> None:
+    assert chance_score(_cells(([1, 0, 1 / 3], [1, 0, 1 / 3]), ([0], [0]))) == 100.0
+    assert chance_score(_cells(([0], [1]))) is None
 
 
 # ------------------------------------------------------------------------------------------- intervals

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
+from fidelab.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.metrics.composite import normal_draws
@@ -32,16 +33,28 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
-from fidelab.probes import Probe, Timed
+from fidelab.probes import Generate, Probe, Timed
 
 if TYPE_CHECKING:
     from fidelab.inputs.corpus import Text
     from fidelab.inputs.prompts import Prompt
     from fidelab.inputs.tokens import Tokenizer
 
-__all__ = ["Axis", "AxisInputs", "AxisScore", "AxisSettings", "part_name", "parts_of", "spread"]
+__all__ = [
+    "Axis",
+    "AxisInputs",
+    "AxisScore",
+    "AxisSettings",
+    "answer_text",
+    "part_name",
+    "parts_of",
+    "spread",
+    "written_text",
+]
 
 Floats = NDArray[np.float64]
+
+_TAIL = 16  # tokens at a prompt's end in which reasoning may begin
 
 
 class AxisSettings(BaseModel):
@@ -173,6 +186,13 @@ class Axis:
         """
         return {"": self.probe(inputs)}
 
+    def available(self, inputs: AxisInputs) -> int | None:
+        """How many items a ``limit`` in the settings chooses from, the prompts unless an axis says otherwise.
+
+        ``None``: that cannot be said.
+        """
+        return len(inputs.prompts)
+
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
         """Further questions, made from the reference's answers to :meth:`probes`."""
         return {}
@@ -199,6 +219,20 @@ def part_name(axis: str, part: str) -> str:
 def parts_of(axis: str, captures: Mapping[str, Path]) -> dict[str, Path]:
     """The captures of one axis by part."""
     return {name[len(axis) + 1 :]: path for name, path in captures.items() if name.split(".", 1)[0] == axis}
+
+
+def written_text(capture: Capture, item: int) -> str:
+    """All that was generated, without the token that ended it."""
+    ids, probe = capture.ids(item), capture.probe
+    ended = isinstance(probe, Generate) and ids and ids[-1] in probe.stop
+    return capture.text(ids[:-1] if ended else ids)
+
+
+def answer_text(capture: Capture, item: int) -> str:
+    """What was generated, without the ending token and without reasoning: what an axis reads an answer from."""
+    probe = capture.probe
+    prompt = capture.text(probe.prompts[item][-_TAIL:]) if isinstance(probe, Generate) else ""
+    return after_reasoning(written_text(capture, item), prompt)
 
 
 def spread(n: int, share: float) -> list[int]:

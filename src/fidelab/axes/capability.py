@@ -40,6 +40,7 @@ class CapabilitySettings(AxisSettings):
     """Which checks, and how long answers may be; part of the comparability key."""
 
     kinds: tuple[Kind, ...] = Field(default=KINDS, min_length=1, description="kinds of checks")
+    limit: int | None = Field(default=None, ge=1, description="first checks of each kind only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     n_predict: int = Field(default=48, ge=1, description="tokens generated for a short answer")
     code_tokens: int = Field(default=256, ge=1, description="tokens generated for a program or a tool call")
@@ -67,9 +68,7 @@ class Capability(Axis):
         s = self.settings
         asked: dict[str, list[tuple[Tokens, str]]] = {}
         without: dict[str, str] = {}
-        for check in CHECKS:
-            if check.kind not in s.kinds:
-                continue
+        for check in (check for kind in KINDS if kind in s.kinds for check in _of_kind(kind)[: s.limit]):
             try:
                 item = self._item(check, inputs)
             except NotApplicable as reason:
@@ -81,6 +80,8 @@ class Capability(Axis):
             raise InputError(f"capability: nothing can be asked: {'; '.join(dict.fromkeys(without.values()))}")
         used = "raw" if s.template == "raw" else inputs.tokenizer.template
         common = {"kinds": ", ".join(k for k in KINDS if k in s.kinds), "set": SET_VERSION, "template": used, **without}
+        if s.limit is not None:
+            common["limit"] = str(s.limit)
         return {
             part: Generate(
                 axis=part_name(self.name, part),
@@ -94,6 +95,9 @@ class Capability(Axis):
             )
             for part, items in asked.items()
         }
+
+    def available(self, inputs: AxisInputs) -> int:
+        return max(map(len, map(_of_kind, self.settings.kinds)))
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         results = read_results(pairs)
@@ -162,6 +166,10 @@ class Capability(Axis):
             middle = (fits + too_long) // 2
             fits, too_long = (middle, too_long) if len(ids(middle)) <= most else (fits, middle)
         return ids(fits)
+
+
+def _of_kind(kind: Kind) -> list[Check]:
+    return [check for check in CHECKS if check.kind == kind]
 
 
 # -------------------------------------------------------------------------------------------- reporting

@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fidelab.axes.base import answer_text, written_text
 from fidelab.capability.checks import CHECKS, SET_VERSION, Check, Judged, Kind
 from fidelab.capability.parse import after_thinking
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.errors import CaptureError
-from fidelab.probes import Generate, Timed
+from fidelab.probes import Timed
 
 __all__ = ["ORDER", "PARTS", "WITHOUT", "Result", "read_results"]
 
@@ -82,8 +83,10 @@ def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
         if check.id in found:
             results.append(_judged(check, found[check.id]))
         elif check.id not in asked and check.kind in settings["kinds"].split(", "):
-            nothing = Judged(None, settings.get(f"{WITHOUT}{check.id}", "not asked in these captures"))
-            results.append(Result(check, nothing, nothing))
+            unasked = None if "limit" in settings else "not asked in these captures"
+            if reason := settings.get(f"{WITHOUT}{check.id}", unasked):
+                nothing = Judged(None, reason)
+                results.append(Result(check, nothing, nothing))
     return results
 
 
@@ -112,7 +115,7 @@ def _usable(places: Sequence[tuple[Capture, int]]) -> bool:
 
 def _side(check: Check, places: Sequence[tuple[Capture, int]], ends: str | None) -> tuple[Judged, str]:
     """One side's verdict and what it wrote.  ``ends``: the marker behind which an answer follows its thinking."""
-    text = _text(*places[0])
+    text = written_text(*places[0])
     if check.judge is None and not _usable(places):
         return Judged(False, "no usable answer"), text
     if check.judge is None:
@@ -121,15 +124,8 @@ def _side(check: Check, places: Sequence[tuple[Capture, int]], ends: str | None)
             return Judged(True), text
         pairs = enumerate(zip(alone, batched, strict=False))
         fork = next((n for n, (a, b) in pairs if a != b), min(len(alone), len(batched)))
-        return Judged(False, f"differs from token {fork} on"), f"alone: {text}\nin a batch: {_text(*places[1])}"
+        return Judged(False, f"differs from token {fork} on"), f"alone: {text}\nin a batch: {written_text(*places[1])}"
     if ends is None:
-        return check.judge(text), text
+        return check.judge(answer_text(*places[0])), text
     rest = after_thinking(text, ends)
     return Judged(False, "thinking did not end in an answer") if rest is None else check.judge(rest), text
-
-
-def _text(capture: Capture, item: int) -> str:
-    """An answer without the token that ended it."""
-    ids, probe = capture.ids(item), capture.probe
-    ended = isinstance(probe, Generate) and ids and ids[-1] in probe.stop
-    return capture.text(ids[:-1] if ended else ids)

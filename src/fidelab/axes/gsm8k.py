@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, answer_text, written_text
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import canonical_json
@@ -25,7 +25,7 @@ from fidelab.metrics.intervals import (
     paired_difference,
     wilson_interval,
 )
-from fidelab.probes import Generate, Tokens
+from fidelab.probes import Generate
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 
@@ -88,6 +88,9 @@ class GSM8K(Axis):
             notes=tuple(canonical_json({"gold": str(problem.gold), "id": problem.id}) for problem in problems),
         )
 
+    def available(self, inputs: AxisInputs) -> int:
+        return len(load_problems(self.settings.data))
+
     def score(self, pair: Pair, seed: int) -> AxisScore:
         items = _read(pair)
         usable = [item for item in items if not item.failed]
@@ -121,11 +124,13 @@ class GSM8K(Axis):
             "figures": _figures(usable, difference),
             "panels": _panels(items),
         }
-        reason = (
-            f"the reference solves {able} of {len(known)} problems; below {_MEASURABLE:.0%} a loss cannot be seen"
-            if weak
-            else ""
-        )
+        reason, cut = "", sum(item.ref.unfinished for item in known)
+        if weak:
+            reason = (
+                f"the reference solves {able} of {len(known)} problems; below {_MEASURABLE:.0%} a loss cannot be seen"
+            )
+        if weak and cut:
+            reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
         return AxisScore(
             **{**vars(score), "figures": figures, "not_measurable": reason, "lowers": () if weak else _harm(difference)}
         )
@@ -133,12 +138,16 @@ class GSM8K(Axis):
 
 @dataclass(frozen=True)
 class _Answer:
-    """What one side wrote: ids without the stop, text up to a question of its own, the number in it."""
+    """What one side wrote: ids, text up to a question of its own, the number that it answers with.
+
+    ``unfinished``: there are numbers in its reasoning alone.
+    """
 
     ids: Sequence[int]
     text: str
     value: Decimal | None
     right: bool
+    unfinished: bool = False
 
 
 @dataclass(frozen=True)
@@ -172,19 +181,20 @@ def _read(pair: Pair) -> list[_Item]:
     for r, t in pair.items:
         note = loads(probe.notes[r])
         gold = Decimal(note["gold"])
-        ref, test = _answer(pair.ref, r, probe.stop, gold), _answer(pair.test, t, probe.stop, gold)
+        ref, test = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
         items.append(_Item(r, note["id"], gold, ref, test))
     return items
 
 
-def _answer(capture: Capture, item: int, stop: Tokens, gold: Decimal) -> _Answer:
+def _answer(capture: Capture, item: int, gold: Decimal) -> _Answer:
     """One side's answer; a failed item has no ids."""
     if capture.items[item]["failed"] is not None or "ids" not in capture.names(item):
         return _Answer((), "", None, False)
     ids = capture.ints(item, "ids")
-    text = own_words(capture.text(ids[:-1] if ids and ids[-1] in stop else ids))
+    whole, text = written_text(capture, item), own_words(answer_text(capture, item))
     value = extract_answer(text)
-    return _Answer(ids, text, value, value == gold)
+    unfinished = value is None and extract_answer(own_words(whole)) is not None
+    return _Answer(ids, whole if unfinished else text, value, value == gold, unfinished)
 
 
 def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] | None]:
@@ -204,8 +214,10 @@ def _figures(usable: Sequence[_Item], difference: PairedDifference | None) -> li
         Figure(name="margin of error", value=(interval[1] - interval[0]) / 2 if interval else None, unit="points"),
         Figure(name="McNemar p", value=mcnemar_exact(lost, gained) if usable else None, unit="p"),
         Figure(name="lost", value=lost, unit="count"),
+        Figure(name="right in the reference", value=sum(item.ref.right for item in usable), unit="count"),
         Figure(name="gained", value=gained, unit="count"),
         Figure(name="no number", value=sum(item.test.value is None for item in usable), unit="count"),
+        Figure(name="numbers in the reasoning alone", value=sum(item.test.unfinished for item in usable), unit="count"),
     ]
 
 

@@ -19,7 +19,7 @@ from fidelab.errors import CaptureError, InputError, UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.drift import LOWEST_CELL, cell_scores, drift, sign_test
+from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.probes import Generate, Probe, Tokens
 from fidelab.results.axis_record import Figure
@@ -31,6 +31,7 @@ _SHOWN = 8  # cells per arm whose answers the report shows
 _LONGEST = 96  # tokens of an answer that it shows
 
 _UNPERTURBED = ""
+_UNLIKE = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
 
 
 class PLADSettings(AxisSettings):
@@ -59,7 +60,10 @@ class PLADSettings(AxisSettings):
 
 
 class PLAD(Axis):
-    """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's do."""
+    """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's do.
+
+    An arm that answers whatever prompt with the same text does not drift either: it has no score, and fails.
+    """
 
     name: ClassVar[str] = "plad"
     title: ClassVar[str] = "PLAD: how much more do answers drift when a prompt is perturbed?"
@@ -125,7 +129,10 @@ class PLAD(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)
-        usable = [not cell.failed for cell in cells]
+        plain = _plain_answers(pair, cells)
+        constant = _constant(*plain)
+        counted = [] if constant else cells
+        usable = [not (cell.failed or constant) for cell in cells]
         score = AxisScore(
             figures={},
             num=cell_scores([cell.ref_drift for cell in cells], [cell.test_drift for cell in cells]) / 100.0,
@@ -137,23 +144,26 @@ class PLAD(Axis):
             identical=all(usable) and all(cell.ref == cell.test for cell in cells),
             proportion=True,
             scale=100.0,
+            fails=constant,
         )
         asked = pair.ref.manifest["settings"]
-        whole = _Summary.of(cells, seed)
+        whole = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
         figures: dict[str, Any] = {
             "score": score.score(),
             "ci": score.score_interval(seed),
             "n_items": len(cells),
-            "n_failed": usable.count(False),
+            "n_failed": sum(cell.failed for cell in cells),
             "figures": [
                 Figure(name="excess drift", value=whole.excess, ci=whole.interval, unit="share"),
                 Figure(name="sign test", value=whole.p, unit="p"),
                 Figure(name="drift of the reference", value=whole.ref, unit="share"),
                 Figure(name="drift of the candidate", value=whole.test, unit="share"),
+                Figure(name="prompts with the most frequent answer", value=_frequent(plain[1]), unit="share"),
+                Figure(name="prompts answered unlike the reference", value=_unlike(*plain), unit="share"),
                 Figure(name="skipped", value=sum(skipped.values()), unit="count"),
             ],
-            "panels": [_table(cells, skipped, seed), *_texts(pair, cells)],
+            "panels": [_table(counted, skipped, seed), *_texts(pair, counted)],
             "details": {name: asked[name] for name in ("n_predict", "prompts", "seed", "template")},
         }
         return AxisScore(**{**vars(score), "figures": figures})
@@ -208,11 +218,42 @@ def _cells(pair: Pair) -> list[_Cell]:
     return found
 
 
-def _notes(capture: Capture) -> list[dict[str, Any]]:
+def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
+    """Both sides' answers to the prompts as they are, one of prompts that are alike, failed ones left out."""
+    probe, notes = _asked(pair.ref), _notes(pair.ref)
+    asked = {n["prompt"]: ids for n, ids in zip(notes, probe.prompts, strict=True) if n["perturbation"] == _UNPERTURBED}
+    good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
+    answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
+    return [ref for ref, _ in answers], [test for _, test in answers]
+
+
+def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:
+    """What to say of an arm whose answers do not depend on the prompt."""
+    what = (
+        f"answers do not depend on the prompt: PLAD finds the same one for {commonest(test)} of {len(test)} prompts "
+        f"(reference: {commonest(ref)})"
+    )
+    return (what,) if ignores_prompts(ref, test) else ()
+
+
+def _frequent(answers: Sequence[list[int]]) -> float | None:
+    return commonest(answers) / len(answers) if answers else None
+
+
+def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
+    """Share of prompts to which the arms give answers that share next to nothing."""
+    return float(np.mean([drift(a, b) >= _UNLIKE for a, b in zip(ref, test, strict=True)])) if ref else None
+
+
+def _asked(capture: Capture) -> Generate:
     probe = capture.probe
     if not isinstance(probe, Generate) or len(probe.notes) != len(probe.prompts):
         raise CaptureError(f"capture {capture.folder} does not say which prompt is a perturbation of which")
-    return [json.loads(note) for note in probe.notes]
+    return probe
+
+
+def _notes(capture: Capture) -> list[dict[str, Any]]:
+    return [json.loads(note) for note in _asked(capture).notes]
 
 
 def _skipped(ref: Capture) -> dict[str, int]:

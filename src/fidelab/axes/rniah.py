@@ -12,7 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name, spread
+from fidelab.axes.base import (
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    answer_text,
+    part_name,
+    spread,
+    written_text,
+)
 from fidelab.axes.rniah_panels import Trial, needle_panels
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -24,6 +33,7 @@ from fidelab.metrics.composite import normal_draws
 from fidelab.metrics.retrieval import (
     Cells,
     accuracy_difference,
+    chance_score,
     judged,
     retrieval_interval,
     retrieval_replicates,
@@ -95,6 +105,10 @@ class RNIAHSettings(AxisSettings):
 class RNIAH(Axis):
     """Share of hidden facts that the candidate loses, by prompt length and place.
 
+    The score, which enters the composite, is METRICS' (§4) one-sided one: below 100 for arms that do not differ, by how
+    much says the figure "score expected by chance".  The accuracy difference has a sign, is 0 on average without a
+    difference, and alone can cost the verdict a band.
+
     Parts: ``main``; with style ``auto`` the reference alone is asked the shortest length as a ``question`` first, and
     what it answers decides how ``main`` asks all arms.
     """
@@ -117,7 +131,8 @@ class RNIAH(Axis):
         if self.settings.style != "auto" or "question" not in reference:
             return {}
         asked, first = self._plan(inputs), reference["question"]
-        found = any(_returned(first, item, note) for item, note in enumerate(_notes(first)))
+        notes = enumerate(_notes(first))
+        found = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
         style: Style = "question" if found else "cloze"
         return {"main": asked.probe("main", style, asked.lengths)}
 
@@ -132,8 +147,9 @@ class RNIAH(Axis):
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         pair = pairs["main"]
-        trials = sorted(_trials(pair), key=lambda t: (*t.place, t.trial))
-        return _scored(trials, _setting(pair, "style"), _setting(pair, "compat"), seed)
+        compat = _setting(pair, "compat")
+        trials = sorted(_trials(pair, compat), key=lambda t: (*t.place, t.trial))
+        return _scored(trials, _setting(pair, "style"), compat, seed)
 
     def _plan(self, inputs: AxisInputs) -> _Plan:
         s, tokenizer = self.settings, inputs.tokenizer
@@ -238,21 +254,16 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
     return [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
 
 
-def _text(capture: Capture, item: int) -> str:
-    """The answer without the token that ended it."""
-    ids, probe = capture.ids(item), capture.probe
-    stop = probe.stop if isinstance(probe, Generate) else ()
-    return capture.text(ids[:-1] if ids and ids[-1] in stop else ids)
-
-
-def _returned(capture: Capture, item: int, note: Mapping[str, Any]) -> float:
-    """What an answer is worth, 0 … 1."""
-    text = _text(capture, item)
+def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
+    """What an answer is worth, 0 … 1; in compat mode with its reasoning."""
+    text = written_text(capture, item) if compat else answer_text(capture, item)
     # What fills a cloze ends with its sentence; a model that goes on repeats the haystack, distractors included.
-    return returned(judged(text) if note["wrong"] and note["style"] == "cloze" else text, note["codes"], note["wrong"])
+    if note["wrong"] and note["style"] == "cloze":
+        text = judged(text)
+    return returned(text, note["codes"], note["wrong"], compat)
 
 
-def _trials(pair: Pair) -> list[Trial]:
+def _trials(pair: Pair, compat: str | None) -> list[Trial]:
     """What was asked, and what both sides answered."""
     notes, found = _notes(pair.ref), []
     for ref, test in pair.items:
@@ -263,9 +274,9 @@ def _trials(pair: Pair) -> list[Trial]:
             position=note["position"],
             trial=note["trial"],
             codes=tuple(note["codes"]),
-            base=_returned(pair.ref, ref, note),
-            cand=_returned(pair.test, test, note),
-            texts=(_text(pair.ref, ref), _text(pair.test, test)),
+            base=_returned(pair.ref, ref, note, compat),
+            cand=_returned(pair.test, test, note, compat),
+            texts=(written_text(pair.ref, ref), written_text(pair.test, test)),
             failed=any(failure is not None for failure in failures),
             same=pair.ref.ids(ref) == pair.test.ids(test),
         )
@@ -342,6 +353,13 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
             name="accuracy difference",
             value=None if difference is None else difference.estimate,
             ci=None if difference is None else difference.interval,
+            unit="points",
+        ),
+        Figure(name="lost", value=int((cells.cand < cells.base).sum()), unit="count"),
+        Figure(name="found by the reference", value=int((cells.base > 0).sum()), unit="count"),
+        Figure(
+            name="score expected by chance",
+            value=None if reason else chance_score(cells, seed, compat=compat),
             unit="points",
         ),
         Figure(name="accuracy", value=score.mean(), ci=score.mean_interval(seed), unit="share"),

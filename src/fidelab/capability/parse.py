@@ -12,18 +12,45 @@ from collections.abc import Sequence
 from decimal import Decimal
 from typing import Any
 
-__all__ = ["after_thinking", "first_number", "json_value", "lines_of", "named", "python_source", "tool_call"]
+__all__ = [
+    "REASONING",
+    "after_reasoning",
+    "after_thinking",
+    "first_number",
+    "json_value",
+    "lines_of",
+    "named",
+    "python_source",
+    "tool_call",
+]
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-_NUMBER = (
-    rf"(?>(?:(?<![\w.)\]])[-+−])?(?<![\w.])(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?)"  # atomic: never half a number
+REASONING = (
+    ("<think>", "</think>"),  # DeepSeek-R1, Qwen3, SmolLM3, Kimi K2
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("◁think▷", "◁/think▷"),  # Kimi-VL
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<|START_THINKING|>", "<|END_THINKING|>"),  # Command A Reasoning
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),  # OpenThinker
+    ("<|channel|>analysis", "<|channel|>final<|message|>"),  # gpt-oss
 )
+"""What begins and what ends the reasoning that models write before they answer."""
+
+_GAP, _MINUS = "[,\u00a0\u2009\u202f]", "\u2010-\u2013\u2212"  # between thousands; what stands for a hyphen
+_DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
+# Atomic: never half a number.
+_NUMBER = rf"(?>(?:(?<![\w.)\]])[-+{_MINUS}])?(?<![\w.])(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?)"
 _OPERATOR = r"\s*(?:[-+*/%=^×÷−<>]|(?:plus|minus|times|divided|multiplied|modulo|mod|to|and|x|of)\b)"
 _LEADING = re.compile(rf"[\s*_`\"'$(]*({_NUMBER})(?!{_OPERATOR})")
 _FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(```|\Z)", re.DOTALL)
 _CODE_LINE = re.compile(r"(?:async )?def |class |import |from |@")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\s+|in\s+|called\s+)*$")
+_BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, strict=True))
+_BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in REASONING), re.DOTALL)
+_END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
 _BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSON value; a nest of them takes long
 _XML_CALL = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
 _XML_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
@@ -33,13 +60,14 @@ def first_number(text: str) -> Decimal | None:
     """The number that a text answers with.
 
     Of its first paragraph that has one: the number that opens it, unless an equation does (``17 + 25 = 42``); else the
-    last one.  Thousands commas, decimals, exponents and signs belong to a number; digits inside a word do not.
+    last one.  Thousands commas or thin spaces, decimals, exponents and signs belong to a number; digits inside a
+    word do not.
     """
     for paragraph in re.split(r"\n\s*\n", text):
         opening = _LEADING.match(paragraph)
         found = [opening[1]] if opening else re.findall(_NUMBER, paragraph)
         if found:
-            return Decimal(found[-1].replace(",", "").replace("−", "-"))
+            return Decimal(re.sub(f"[{_MINUS}]", "-", re.sub(_GAP, "", found[-1])))
     return None
 
 
@@ -97,6 +125,19 @@ def python_source(text: str, function: str) -> tuple[str, bool] | None:
     lines = text.splitlines()
     start = next((n for n, line in enumerate(lines) if _CODE_LINE.match(line)), None)
     return None if start is None else ("\n".join(lines[start:]), False)
+
+
+def after_reasoning(text: str, prompt: str = "") -> str:
+    """An answer without the reasoning in it (:data:`REASONING`).
+
+    A block that does not end takes all the rest, so that nothing may be left.  What precedes an end alone is reasoning
+    too: its beginning then stands in the prompt, or was not written.  ``prompt``: how the prompt ends; where that
+    begins reasoning, an answer that does not end it is nothing else.
+    """
+    opened = _OPENED.search(prompt)
+    rest = _BLOCK.sub("", opened[0] + text if opened else text)
+    ends = [match.end() for match in _END.finditer(rest)]
+    return rest[ends[-1] :] if ends else rest
 
 
 def after_thinking(text: str, end: str) -> str | None:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from fidelab.capability.parse import REASONING
 from fidelab.probes import Tokens
 
 if TYPE_CHECKING:
     from fidelab.inputs.tokens import Message, Tokenizer
 
 __all__ = ["NotApplicable", "thinking_prompt", "tool_prompt"]
-
-_ENDS = ("</think>", "</thinking>", "</thought>", "[/THINK]", "</seed:think>", "<|END_THINKING|>", "<|end_of_thought|>")
 
 
 class NotApplicable(Exception):
@@ -41,7 +40,7 @@ def thinking_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[
     if off == on:
         raise NotApplicable("the model's chat template has no switch for thinking")
     source = str(_library(tokenizer).chat_template)
-    end = next((end for end in _ENDS if end in source), None)
+    end = next((end for _, end in REASONING if end in source), None)
     if end is None:
         raise NotApplicable("the model's chat template does not say how thinking ends")
     return tokenizer.encode(on), end

@@ -10,6 +10,7 @@ import typer
 __all__ = ["axis_settings"]
 
 _PRESETS = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
+_FEWER = {"windows": "8", "lengths": "[512]", "trials": "1", "contexts": "[512]"}  # settings that say how much is asked
 _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
 
 Axes = Annotated[
@@ -60,8 +61,19 @@ def axis_settings(
         if not owners or owners[0] not in chosen:
             raise UsageError(f"--limit belongs to axis {axis or _PROMPTED[0]}, which --axes {axes} leaves out")
         for owner in owners:
+            _must_have_limit(owner, text)
             chosen[owner]["limit"] = int(number)
     return chosen
+
+
+def _must_have_limit(axis: str, text: str) -> None:
+    from fidelab.axes import AXES
+    from fidelab.errors import UsageError
+
+    fields = AXES.load(axis).Settings.model_fields
+    if "limit" not in fields:
+        ways = ", ".join(f"--set axes.{axis}.{name}={_FEWER[name]}" for name in fields if name in _FEWER)
+        raise UsageError(f"--limit {text}: axis {axis} has no limit; it gets smaller with {ways or 'its own settings'}")
 
 
 def _names(axes: str) -> list[str]:

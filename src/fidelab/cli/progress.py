@@ -64,6 +64,8 @@ class _Bars:
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
             self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)
+        for remark in plan.remarks:
+            self._console.print(remark, highlight=False, markup=False, soft_wrap=True)
         self._planned = {job.role: sum(capture.tokens for capture in job.missing()) for job in plan.jobs}
         self._task = self._bar.add_task("starting", total=sum(self._planned.values()) or 1)
         self._bar.start()
@@ -114,6 +116,8 @@ class _Lines:
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
             self._say(f"run {folder.path}")
+        for remark in plan.remarks:
+            self._say(remark)
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
         self._done, self._tokens = 0, tokens

@@ -22,13 +22,15 @@ __all__ = ["Problem", "ask", "extract_answer", "load_problems", "load_shots", "o
 _HUB = ("openai/gsm8k", "main/test-00000-of-00001.parquet")
 _MARK = "####"
 
-_MINUS = "-\u2212\u2013"  # hyphen, minus sign, en dash
+_MINUS = r"\-\u2010-\u2013\u2212\ufe63\uff0d"  # hyphens, figure and en dash, minus sign, their small and wide forms
+_GAP = "[ \u00a0\u2007\u2009\u202f]"  # plain, non-breaking, figure, thin and narrow space between thousands
 _NUMBER = re.compile(
     rf"""
     (?:(?<![\w)\]}}$€£])[{_MINUS}])?            # a sign, not the minus of 16-3
     [$€£]?(?:(?<=[$€£])[{_MINUS}])?             # $5, -$5, $-5
     (?P<digits>
         \d{{1,3}}(?:,\d{{2,3}})*,\d{{3}}(?!\d)  # 1,234  1,00,000
+        | (?<!\d)[1-9]\d{{0,2}}(?:{_GAP}\d{{3}})+(?!\d)  # 1 000
         | \d+
         | (?=\.\d)(?<!\d)                       # .5
     )
@@ -40,6 +42,8 @@ _NUMBER = re.compile(
     re.VERBOSE,
 )
 _MARKED = re.compile(rf"{_MARK}[\s*:=_(\\]*")  # with what markup may stand before the number
+_APART = re.compile(rf"({_MARK}(?:[^\S\n]|[*:=_(\\])*[{_MINUS}$€£]+)[^\S\n]+(?=[$€£.\d])")  # - 7, $ 7
+_SIGN = re.compile(f"[{_MINUS}]")
 _NEXT = re.compile(r"^[ \t]*Question:", re.MULTILINE)
 
 
@@ -98,10 +102,11 @@ def own_words(text: str) -> str:
 def extract_answer(text: str) -> Decimal | None:
     """The number after the first ``####`` that has one behind it, else the last number; ``None`` without a number.
 
-    Commas between groups of digits and currency signs go; so do a trailing period, a percent sign and other units.
-    A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is no sign.
+    Commas and spaces between groups of three digits and currency signs go; so do a trailing period, a percent sign
+    and other units.  A fraction ``3/4`` is one number.  A minus between two terms (``16-3``) is no sign, and one with
+    a space behind it (``- 7``) is one only right behind ``####``: elsewhere it begins an item of a list.
     """
-    text = text.replace("{,}", ",")  # LaTeX
+    text = _APART.sub(r"\1", text.replace("{,}", ","))  # {,}: LaTeX
     marked = (_NUMBER.match(text, mark.end()) for mark in _MARKED.finditer(text))
     found = next(filter(None, marked), None)
     if found is None:
@@ -110,10 +115,10 @@ def extract_answer(text: str) -> Decimal | None:
 
 
 def _value(found: re.Match[str]) -> Decimal:
-    digits, rest = found["digits"].replace(",", ""), found["rest"]
+    digits, rest = re.sub(rf",|{_GAP}", "", found["digits"]), found["rest"]
     over = rest.removeprefix("/")
     value = Decimal(digits) / Decimal(over) if over != rest else Decimal(f"{digits}{rest}")
-    return -value if any(sign in _MINUS for sign in found[0][: found.start("digits") - found.start()]) else value
+    return -value if _SIGN.search(found[0][: found.start("digits") - found.start()]) else value
 
 
 def _from_hub() -> list[dict[str, Any]]:

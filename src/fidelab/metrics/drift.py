@@ -6,6 +6,7 @@ prompt as it is and to the perturbed one; what counts is how much more the candi
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,12 +15,13 @@ from rapidfuzz.distance import Levenshtein
 
 from fidelab.metrics.intervals import mcnemar_exact
 
-__all__ = ["LOWEST_CELL", "cell_scores", "drift", "sign_test"]
+__all__ = ["LOWEST_CELL", "cell_scores", "commonest", "drift", "ignores_prompts", "sign_test"]
 
 Floats = NDArray[np.float64]
 
 _STEEPNESS = 5.0  # REFRACT's constant: a tenth of the answer costs 39 points
 _TIE = 1e-9  # differences of drifts are fractions of token counts; what is smaller is rounding
+_FEWEST, _NEARLY_ALL, _HALF = 3, 0.9, 0.5  # answers; shares of them that are one and the same
 
 LOWEST_CELL = float(100.0 * np.exp(-_STEEPNESS))  # the score of a cell whose excess is 1
 
@@ -42,6 +44,21 @@ def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
     excess = np.maximum(0.0, np.asarray(test, dtype=np.float64) - np.asarray(ref, dtype=np.float64))
     scores: Floats = 100.0 * np.exp(-_STEEPNESS * excess)
     return scores
+
+
+def commonest(answers: Sequence[Sequence[int]]) -> int:
+    """How many of the answers (token ids) are the most frequent one; 0 without any."""
+    return max(Counter(map(tuple, answers)).values(), default=0)
+
+
+def ignores_prompts(ref: Sequence[Sequence[int]], test: Sequence[Sequence[int]]) -> bool:
+    """The candidate answers different prompts with one and the same text where the reference does not.
+
+    Such an arm never drifts.  ``ref``, ``test``: both arms' answers to the same prompts, three or more, no two alike.
+    At least 90% of the candidate's are one text, and at most half of the reference's.
+    """
+    n = len(test)
+    return n >= _FEWEST and commonest(test) >= _NEARLY_ALL * n and commonest(ref) <= _HALF * n
 
 
 def sign_test(differences: ArrayLike) -> float:

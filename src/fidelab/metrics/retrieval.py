@@ -3,6 +3,11 @@
 A *cell* is a length and a position; its trials are what is resampled.  A trial's answer is worth the share of its
 needles that it returns (0 or 1 with one needle).  A cell is informative where the reference returned any.
 
+METRICS' score is one-sided: what a candidate loses in one cell it cannot win back in another, and cells count by the
+reference's luck.  It lies below 100 for arms that do not differ at all: with nine cells of three trials on average at
+82 where either arm finds half of the needles, at 86 where it finds 70%.  :func:`chance_score` says what chance alone
+makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0 on average.
+
 Intervals of the score:
 
 - From 20 trials per informative cell on: percentile bootstrap of trials within cells, 2,000 resamples that follow
@@ -34,6 +39,7 @@ from fidelab.metrics.intervals import (
 __all__ = [
     "Cells",
     "accuracy_difference",
+    "chance_score",
     "hits",
     "judged",
     "retrieval_interval",
@@ -45,20 +51,47 @@ __all__ = [
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 
-_SPREAD = 1e-9  # points: what rounding alone can make of resamples that all agree
+_SPREAD = 1e-9  # points, accuracies: what rounding alone can make of values that agree
+_SWAPS = 2000
+_DASHES = dict.fromkeys((0xAD, *range(0x2010, 0x2016), 0x2212, 0xFE63, 0xFF0D), "-") | {0x2019: "'"}
+_CLAUSE_END = re.compile(r"[.,;:!?\n]|\s-+\s|\bbut\b")
+_NOT = r"(?:\b(?:not|never|no|nor|neither|without|cannot)|n't)\b(?!\s+(?:only|just|merely)\b)"
+_BETWEEN = (
+    "a|an|any|as|be|by|called|code|color|colour|contain|find|if|in|is|it|know|mention|mentions|named|of|paint|rare|say|"
+    "see|sign|such|sure|that|the|trace|whether|word"
+)
+_DENIED_BEFORE = re.compile(rf"{_NOT}(?:\s+(?:{_BETWEEN}))*[\s\"'*`(]*\Z")
+_DENIED_BEHIND = re.compile(rf"[\"'*`)]*\s+(?:(?:is|was|does|did|has|could)\s*{_NOT}|cannot\b|can't\b)")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 
 
-def hits(answer: str, code: str) -> bool:
-    """The answer holds the code, whatever the case of its letters."""
-    return code.lower() in answer.lower()
+def hits(answer: str, code: str, compat: str | None = None) -> bool:
+    """The answer holds the code and does not deny it.
+
+    Case does not matter, nor which dash joins the parts of a code (U+2010 … U+2015, minus sign, soft hyphen).  A
+    mention is denied by a negation in its clause, either before it with nothing but words such as "the", "mention of",
+    "know whether it is" between ("It is not X", "there is no mention of X"), or with a verb right behind it ("X is not
+    the color").  One mention that is not denied is a hit.
+
+    ``compat="refract"``: a plain substring whatever the case, as in REFRACT and METRICS §4.
+    """
+    if compat:
+        return code.lower() in answer.lower()
+    text = answer.translate(_DASHES).lower()
+    mentions = re.finditer(re.escape(code.lower()), text)
+    return any(not _denied(text[: mention.start()], text[mention.end() :]) for mention in mentions)
 
 
-def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = ()) -> float:
-    """Share of ``codes`` (0…1) that the answer holds; 0 where it holds one of the ``wrong`` ones."""
-    if any(hits(answer, code) for code in wrong):
+def _denied(before: str, behind: str) -> bool:
+    clause = _CLAUSE_END.split(before)[-1]
+    return bool(_DENIED_BEFORE.search(clause) or _DENIED_BEHIND.match(behind))
+
+
+def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compat: str | None = None) -> float:
+    """Share of ``codes`` (0…1) that the answer :func:`hits`; 0 where it hits one of the ``wrong`` ones."""
+    if any(hits(answer, code, compat) for code in wrong):
         return 0.0
-    return sum(hits(answer, code) for code in codes) / len(codes)
+    return sum(hits(answer, code, compat) for code in codes) / len(codes)
 
 
 def judged(answer: str) -> str:
@@ -104,6 +137,30 @@ def retrieval_score(cells: Cells, compat: str | None = None) -> float | None:
         raise ValueError(f"compat is None or 'refract', not {compat!r}")
     counted = cells if compat else cells.informative()
     return 100.0 * (1.0 - _degradation(counted)) if len(counted.cell) else None
+
+
+def chance_score(cells: Cells, seed: int = 0, *, compat: str | None = None) -> float | None:
+    """Mean of :func:`retrieval_score` if the arms did not differ, 0…100; None where there is no score.
+
+    Then either answer of a trial could as well be the other arm's: the mean is over 2,000 draws that swap the two at
+    random, trial by trial.  Trials in which both returned the same leave nothing to chance.
+    """
+    if retrieval_score(cells, compat) is None:
+        return None
+    sides = [_swapped(cells, cells.cell == number, seed + number) for number in cells.numbers().tolist()]
+    base, cand = (np.stack(side, axis=1) for side in zip(*sides, strict=True))
+    counted = np.ones_like(base) if compat else (base > _SPREAD).astype(np.float64)
+    kept = counted.any(axis=1)
+    degradation = (counted * np.maximum(0.0, base - cand))[kept].sum(axis=1) / counted[kept].sum(axis=1)
+    return float(100.0 * (1.0 - degradation.mean()))
+
+
+def _swapped(cells: Cells, among: NDArray[np.bool_], seed: int) -> tuple[Floats, Floats]:
+    """Accuracies of base and cand in one cell under each draw, [2000] each."""
+    base, cand = cells.base[among], cells.cand[among]
+    swap = np.random.default_rng(seed).integers(0, 2, size=(_SWAPS, len(base)))
+    moved = swap @ (cand - base) / len(base)
+    return base.mean() + moved, cand.mean() - moved
 
 
 def retrieval_interval(

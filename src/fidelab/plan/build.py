@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from fidelab.axes.base import AxisInputs, part_name, parts_of
+from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.core import Arm
@@ -75,12 +75,14 @@ class Plan:
 
     ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``truth``, ``exact``, ``exact:<name>``,
     ``floor``.  ``unavailable``: axes whose
-    questions cannot be made, because what they are made from lies elsewhere, and why.
+    questions cannot be made, because what they are made from lies elsewhere, and why.  ``remarks``: what else is to be
+    said before the run, one line each.
     """
 
     settings: Settings
     jobs: tuple[PlannedJob, ...]
     unavailable: Mapping[str, str] = field(default_factory=dict)
+    remarks: tuple[str, ...] = ()
 
     def job(self, role: str) -> PlannedJob | None:
         """The job of a role, if the plan has it."""
@@ -106,7 +108,19 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     if not probes and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
-    return Plan(settings, tuple(with_probes(settings, job, probes) for job in numbered), unavailable)
+    remarks = tuple(filter(None, (_beyond(name, settings.axes[name], inputs) for name in probes)))
+    return Plan(settings, tuple(with_probes(settings, job, probes) for job in numbered), unavailable, remarks)
+
+
+def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
+    """What to say of a limit that was asked for and lies above what there is; of the axis' own ones nothing."""
+    limit = getattr(axis.settings, "limit", None)
+    if limit is None or "limit" not in axis.settings.model_fields_set or limit == axis.quick.get("limit"):
+        return ""
+    there = axis.available(inputs)
+    return (
+        "" if there is None or limit <= there else f"{name}: limit {limit}, but there are only {there}: all are asked"
+    )
 
 
 def _offset(settings: Settings, job: PlannedJob) -> int:
