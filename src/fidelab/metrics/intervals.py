@@ -9,7 +9,7 @@ what is resampled.  Which interval holds follows from what the ratio can be and 
 - A mean, 6 units or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, §12.5), 2,000
   resamples.  Percentiles of the resamples are too narrow even at 100 units.  The standard error is the
   jackknife's, so that one large unit does not hide the error that it makes.  Of a *cost* (bounds 0 and inf,
-  such as KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 8)``: few units of a skewed
+  such as KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 10)``: few units of a skewed
   distribution show less skew than it has.
 - A mean, 2 to 5 units: Student's t; of a cost on the log scale with 1.3 times the reach, for the same reason.
 - A share (``proportion``), one item per unit: Gaffke's bound (N. Gaffke, *Mathematical Methods of Statistics* 14,
@@ -66,7 +66,7 @@ _RESAMPLES = 2000
 # Where skew has to be expected: units that count as unseen in the tail, and the widening of Student's t.  Both are the
 # least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
 # 7% (σ = 1) of log-normal samples.
-_SKEW_UNITS = 8
+_SKEW_UNITS = 10
 _SKEW_REACH = 1.3
 _LARGEST_LOG = 700.0  # of a factor that a float still holds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
