@@ -48,6 +48,7 @@ __all__ = [
     "RatioItems",
     "binomial_interval",
     "bootstrap_replicates",
+    "critical_value",
     "mcnemar_exact",
     "paired_difference",
     "ratio_estimate",
@@ -384,14 +385,28 @@ def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, ske
     )
 
 
+def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
+    """Half-width of a mean's interval in standard errors, from n ≥ 2 units, where resamples are not known yet.
+
+    Student's t; of a cost as its interval is made (module docstring), but for the skew that its resamples show.
+    """
+    q = 0.5 + level / 2
+    t = float(special.stdtrit(n - 1, q))
+    if not cost:
+        return t
+    if n < MIN_STUDENTIZED_UNITS:
+        return _SKEW_REACH * t
+    return (t + float(special.stdtrit(n - 1, 1 - (1 - q) * n / (n + _SKEW_UNITS)))) / 2
+
+
 def _student_t(estimate: _Estimate, level: float) -> Interval:
-    reach = float(special.stdtrit(estimate.n - 1, 0.5 + level / 2)) * estimate.error
+    reach = critical_value(estimate.n, level) * estimate.error
     return estimate.value - reach, estimate.value + reach
 
 
 def _log_t(estimate: _Estimate, level: float) -> Interval:
     """Student's t on the log scale, wider."""
-    t = _SKEW_REACH * float(special.stdtrit(estimate.n - 1, 0.5 + level / 2))
+    t = _SKEW_REACH * critical_value(estimate.n, level)
     factor = math.exp(min(t * estimate.error / estimate.value, _LARGEST_LOG))
     return estimate.value / factor, estimate.value * factor
 
@@ -403,7 +418,7 @@ def _logit_t(estimate: _Estimate, bounds: Interval, level: float) -> Interval:
     if len(estimate.sides) > 1 or (side.num == floor * side.den).any() or (side.num == ceiling * side.den).any():
         return -math.inf, math.inf
     share = (estimate.value - floor) / width
-    t = _SKEW_REACH * float(special.stdtrit(estimate.n - 1, 0.5 + level / 2))
+    t = _SKEW_REACH * critical_value(estimate.n, level)
     reach = t * estimate.error / width / (share * (1 - share))
     lo, hi = special.expit(special.logit(share) + np.array([-reach, reach])).tolist()
     return floor + width * lo, floor + width * hi
