@@ -187,8 +187,8 @@ def pair() -> Iterator[Case]:
 def _pair(rng: Rng, n: int, lost: float, gained: float) -> Methods:
     chance = rng.random(n)
     a, b = chance >= lost, chance < 1 - gained
-    items = [RatioItems.of(side, 1.0, np.arange(n)) for side in (a, b)]
-    found = paired_difference(*items, resample_weights_of(n), bounds=(0.0, 1.0), proportion=True).interval
+    test, ref = (RatioItems.of(side, 1.0, np.arange(n)) for side in (a, b))
+    found = paired_difference(test, ref, resample_weights_of(n), bounds=(0.0, 1.0), proportion=True).interval
     return {"fidelab": known(found), **_plain(a.astype(float) - b, np.ones(n))}
 
 

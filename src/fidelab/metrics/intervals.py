@@ -258,7 +258,7 @@ def paired_difference(
         raise ValueError("no denominator on one side: there is nothing to compare")
     width = bounds[1] - bounds[0] if bounds else math.inf
     floors = bounds or (-math.inf, math.inf)
-    sides = (a.by_unit(), b.by_unit())
+    sides: tuple[RatioItems, ...] = (a.by_unit(), b.by_unit())
     if (a.den == b.den).all():  # the difference is one ratio itself, and no digits cancel
         sides, floors = (RatioItems(a.num - b.num, a.den, a.units).by_unit(),), (-width, width)
     difference, n, estimate = scale * (ratio_a - ratio_b), len(sides[0].num), _Estimate.of(sides)
