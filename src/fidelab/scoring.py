@@ -177,12 +177,11 @@ class _Summary:
         lost = [name for name in faults if name in COMPOSITE_AXES]
         if not counted or lost or any(score.score() is None for score in counted.values()):
             return None  # the mean of what happened to be usable would flatter
-        draws = {name: score.draws(self.seed) for name, score in counted.items()}
+        intervals = {name: score.score_interval(self.seed) for name, score in counted.items()}
         whole = composite(
             {name: score.score() for name, score in counted.items()},
-            {name: values for name, values in draws.items() if values is not None},
+            {name: ends for name, ends in intervals.items() if ends is not None},
             bands=self.experiment.bands,
-            seed=self.seed,
         )
         return Composite(
             value=whole.value,

@@ -2,8 +2,9 @@
 
 Scores are computed again from the run's captures, and nothing is written.  What follows from them rests on three
 assumptions: more windows are like the pilot's, a unit (document, block of windows, prompt) spans as many windows as in
-the pilot, and time and disk grow in proportion.  Half-widths are Student's t on the linearised standard error, for the
-pilot as for the plan; a report's intervals are bootstrapped and differ a little.
+the pilot, and time and disk grow in proportion.  Half-widths are Student's t on the linearised standard error, of a
+mean KL wider as its interval is, for the pilot as for the plan; the intervals of a report differ a little, those of
+shares from few units more, because they need no spread to be wide.
 """
 
 from __future__ import annotations
@@ -262,7 +263,8 @@ def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Pr
     spread = ratio_spread(score.items(), score.scale)
     agree = spread is not None and score.proportion and spread.estimate / score.scale in score.bounds
     precision = 0.0 if spread is None else asked.of(spread.estimate)
-    yield _line(name, "mean", spread, precision, n, score.scale if agree else None)
+    cost = score.bounds == (0.0, math.inf)
+    yield _line(name, "mean", spread, precision, n, score.scale if agree else None, cost=cost)
     if spread is None or precision == 0 or control is None:
         return
     paired = paired_spread(score.items(control.usable), control.items(score.usable), score.scale)
@@ -272,17 +274,24 @@ def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Pr
 
 
 def _line(
-    arm: str, quantity: Literal["mean", "excess"], spread: Spread | None, precision: float, n: int, agree: float | None
+    arm: str,
+    quantity: Literal["mean", "excess"],
+    spread: Spread | None,
+    precision: float,
+    n: int,
+    agree: float | None,
+    *,
+    cost: bool = False,
 ) -> Line:
-    """``agree``: the scale of a share whose units all agree; ``n``: the pilot's items."""
+    """``agree``: the scale of a share whose units all agree; ``n``: the pilot's items; ``cost``: never negative."""
     if spread is None:
         reason = "the pilot has a single unit (document, block of windows, prompt), and one says nothing about spread"
         return Line(arm, quantity, "failed", f"{reason}: make a pilot with more windows or prompts")
     if precision == 0:
         return Line(arm, quantity, "failed", "a percentage of an estimate of 0 is 0: give --precision as a number")
     if agree is None:
-        reach = half_width(spread.sd, spread.units)
-        units, upper = units_for(spread.sd, precision), units_for(spread.upper_sd(), precision)
+        reach = half_width(spread.sd, spread.units, cost=cost)
+        units, upper = (units_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
     else:
         reach = agree * agreement_reach(spread.units)
         units = upper = units_to_agree(precision / agree)

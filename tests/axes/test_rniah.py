@@ -238,7 +238,7 @@ def test_what_chance_alone_makes_of_the_score_stands_beside_it(tmp_path: Path) -
 def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [False] * 9, [True] * 9)
     assert "accuracy 0 in all 3 cells" in score.not_measurable
-    assert (score.figures["score"], score.figures["ci"], score.draws(0)) == (None, None, None)
+    assert (score.figures["score"], score.figures["ci"], score.score_interval(0)) == (None, None, None)
 
 
 def test_a_failed_trial_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -271,13 +271,6 @@ def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: 
     assert excess is not None
     assert excess["mean"] == pytest.approx(-100 / 3)
     assert excess["ci"][0] < -100 / 3 < excess["ci"][1]
-
-
-def test_draws_spread_as_the_interval_does(tmp_path: Path) -> None:
-    score = _score(tmp_path, _axis(), [True] * 9, [*[False] * 4, *[True] * 5])
-    draws = score.draws(0)
-    assert draws is not None
-    assert np.quantile(draws, [0.025, 0.975]) == pytest.approx(score.figures["ci"], abs=2.0)
 
 
 def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path: Path) -> None:

@@ -90,11 +90,19 @@ def test_kld_over_all_tokens_is_the_kl(tmp_path: Path) -> None:
     assert figures["rms_dp"] == pytest.approx(np.sqrt((change**2).mean()), rel=1e-5)
 
 
+def test_flips_of_reported_tokens_are_those_of_the_whole_rows(tmp_path: Path) -> None:
+    figures = _kld(tmp_path, V).figures
+    p, q = np.concatenate(REF), np.concatenate(TEST)
+    margin = p.max(-1) - p[np.arange(len(p)), q.argmax(-1)]
+    assert figures["real_flips"] == (margin >= 0.1).mean() > 0
+    assert figures["tokens_to_flip"] == pytest.approx(1 / (p.argmax(-1) != q.argmax(-1)).mean())
+
+
 def test_a_bound_has_no_score_no_upper_end_and_no_excess(tmp_path: Path) -> None:
     score = _kld(tmp_path, 3)
     assert score.figures["score"] is None
     assert score.mean_interval(0) is None
-    assert score.draws(0) is None
+    assert score.score_interval(0) is None
     assert score.excess_over(score, 0) is None
     assert verdict(None, 0, len(score.num)).label == "no verdict"
 

@@ -15,16 +15,20 @@ from torch import Tensor
 
 from fidelab.metrics import divergence
 from fidelab.metrics.divergence import (
+    Flips,
     Head,
     RowComparison,
     compare_rows,
+    compare_topk,
     head_logits,
     kl_by_confidence,
     kl_by_position,
     kld_score,
+    summarise_flips,
     summarise_kl,
     topk_lower_bound,
 )
+from fidelab.metrics.intervals import RatioItems, ratio_interval
 
 Floats = NDArray[np.float64]
 NAN, INF = math.nan, math.inf
@@ -362,6 +366,99 @@ def test_rms_dp_is_a_root_mean_square_over_known_tokens() -> None:
     kl = np.zeros(3)
     got = summarise_kl(kl, kl > 0, kl == 0, np.array([0.3, -0.4, NAN]))
     assert got.rms_dp == pytest.approx(math.sqrt((0.09 + 0.16) / 2))
+
+
+def test_the_margin_is_the_references_own_log_ratio_of_both_top_tokens() -> None:
+    ref, test = random_pair(200, 1009, 0.5)
+    rows = compare(ref, test)
+    p = torch.log_softmax(ref.double(), -1).numpy()
+    at = np.arange(len(p))
+    expected = p.max(-1) - p[at, test.numpy().argmax(-1)]
+    np.testing.assert_allclose(rows.margin, expected, atol=1e-5)
+    assert 0 < (~rows.top1).sum() < len(rows)
+    assert (rows.margin[rows.top1] == 0.0).all()
+
+
+def test_a_failed_row_has_no_margin() -> None:
+    ref, test = random_pair(3, 11)
+    test[1, 4] = NAN
+    assert np.isnan(compare(ref, test).margin).tolist() == [False, True, False]
+
+
+def rows_of(top1: list[bool], margin: list[float]) -> RowComparison:
+    n = len(top1)
+    some = np.full(n, 0.5)
+    return RowComparison(
+        kl=np.where(np.isnan(margin), np.nan, 0.1),
+        failed=np.isnan(margin),
+        top1=np.array(top1),
+        confidence=some,
+        dp=some,
+        nll_ref=some,
+        nll_test=some,
+        margin=np.array(margin),
+    )
+
+
+def test_a_flip_is_real_from_a_margin_of_a_tenth_nat_on() -> None:
+    rows = rows_of([True, False, False, False, True], [0.0, 0.09, 0.1, 2.0, 0.0])
+    found = summarise_flips(rows, np.arange(5))
+    assert found.real_flips == pytest.approx(0.4)
+    assert found.real_flips_ci == ratio_interval(
+        RatioItems.of([0.0, 0.0, 1.0, 1.0, 0.0], 1.0, np.arange(5)), bounds=(0.0, 1.0), proportion=True
+    )
+    assert found.tokens_to_flip == pytest.approx(5 / 3)
+
+
+def test_flips_leave_failed_positions_out() -> None:
+    found = summarise_flips(rows_of([True, False, False], [0.0, 0.5, NAN]), np.arange(3))
+    assert (found.real_flips, found.tokens_to_flip) == (0.5, 2.0)
+
+
+def test_without_a_flip_the_tokens_to_the_first_have_only_a_lower_end() -> None:
+    found = summarise_flips(rows_of([True] * 8, [0.0] * 8), np.repeat(np.arange(4), 2))
+    low = 0.025**0.25  # four documents that agree
+    assert found.top1_ci == pytest.approx((low, 1.0))
+    assert found.tokens_to_flip is None
+    assert found.tokens_to_flip_ci is not None
+    assert found.tokens_to_flip_ci[0] == pytest.approx(1 / (1 - low))
+    assert found.tokens_to_flip_ci[1] is None
+
+
+def test_the_ends_of_tokens_to_flip_are_those_of_the_agreement() -> None:
+    rng = np.random.default_rng(0)
+    top1 = rng.random(4000) < 0.9
+    found = summarise_flips(rows_of(top1.tolist(), np.where(top1, 0.0, 1.0).tolist()), np.repeat(np.arange(10), 400))
+    assert found.top1_ci is not None
+    assert found.tokens_to_flip_ci == pytest.approx(tuple(1 / (1 - end) for end in found.top1_ci))
+    assert found.tokens_to_flip == pytest.approx(1 / (1 - top1.mean()))
+
+
+def test_an_unknown_margin_leaves_real_flips_unknown() -> None:
+    ids, other = np.array([[0, 1], [2, 3]]), np.array([[0, 1], [5, 3]])
+    values = np.log([[0.6, 0.3], [0.6, 0.3]])
+    rows = compare_topk((ids, values), (other, values), np.array([-1, -1]))
+    assert rows.margin.tolist() == [0.0, pytest.approx(NAN, nan_ok=True)]
+    found = summarise_flips(rows, np.arange(2))
+    assert (found.real_flips, found.real_flips_ci, found.tokens_to_flip) == (None, None, 2.0)
+
+
+def test_a_coarser_candidate_flips_sooner() -> None:
+    # Gaussian noise on the logits: KL grows as its square, flips with it
+    generator = torch.Generator().manual_seed(0)
+    ref = 3 * torch.randn(600, 997, generator=generator)
+    noise = torch.randn(600, 997, generator=generator)
+    found = [compare(ref, ref + scale * noise) for scale in (0.1, 0.2, 0.4, 0.8)]
+    tokens = [summarise_flips(rows, np.arange(600)).tokens_to_flip for rows in found]
+    kls = [rows.kl.mean() for rows in found]
+    assert kls == sorted(kls)
+    assert None not in tokens
+    assert tokens == sorted(tokens, reverse=True)  # type: ignore[type-var]
+
+
+@pytest.mark.parametrize("n", [0, 3])
+def test_no_usable_position_has_no_flips(n: int) -> None:
+    assert summarise_flips(rows_of([False] * n, [NAN] * n), np.zeros(n, dtype=int)) == Flips()
 
 
 @pytest.mark.parametrize("n", [0, 3])

@@ -134,21 +134,62 @@ def test_correlated_items_are_covered_because_units_are_resampled() -> None:
 # ----------------------------------------------------------------------------------- interval, its rules
 
 
-def by_hand(values: NDArray[np.float64], weights: NDArray[np.float64]) -> tuple[float, float]:
-    """Bootstrap-t of a mean, resample by resample."""
+def by_hand(values: NDArray[np.float64], weights: NDArray[np.float64], upper: float = 0.025) -> tuple[float, float]:
+    """Bootstrap-t of a mean, resample by resample; a mean off without spread is infinitely off."""
     found = []
     for row in weights:
         sample = np.repeat(values, row.astype(int))
-        if sample.std() > 0:
-            found.append((sample.mean() - values.mean()) / stats.sem(sample))
-    low, high = np.quantile(found, [0.025, 0.975])
+        off = sample.mean() - values.mean()
+        found.append(math.copysign(math.inf, off) if np.ptp(sample) == 0 else off / stats.sem(sample))
+    low, high = np.quantile(found, upper, method="lower"), np.quantile(found, 0.975, method="higher")
     return values.mean() - high * stats.sem(values), values.mean() - low * stats.sem(values)
 
 
-@pytest.mark.parametrize("n", [6, 12, 19])
-def test_from_6_to_19_units_the_interval_is_the_bootstrap_t(n: int) -> None:
+@pytest.mark.parametrize("n", [6, 12, 19, 20, 60])
+def test_from_6_units_on_the_interval_is_the_bootstrap_t(n: int) -> None:
     values = np.random.default_rng(1).exponential(size=n)
     assert ratio_interval(plain(values), 3) == pytest.approx(by_hand(values, resample_weights(n, seed=3)))
+
+
+@pytest.mark.parametrize("n", [6, 19, 20, 60])
+def test_the_upper_end_of_a_cost_takes_a_smaller_tail(n: int) -> None:
+    values = np.random.default_rng(1).exponential(size=n)
+    expected = by_hand(values, resample_weights(n, seed=3), 0.025 * n / (n + 12))
+    assert ratio_interval(plain(values), 3, bounds=(0, math.inf)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_below_6_units_a_cost_has_a_wider_t_on_the_log_scale(n: int) -> None:
+    values = np.random.default_rng(1).exponential(size=n)
+    factor = math.exp(1.3 * stats.t.ppf(0.975, n - 1) * stats.sem(values) / values.mean())
+    expected = (values.mean() / factor, values.mean() * factor)
+    assert ratio_interval(plain(values), bounds=(0, math.inf)) == pytest.approx(expected)
+
+
+def misses(n: int, sigma: float, runs: int = 700) -> float:
+    """How often the upper end of a log-normal cost of mean 1 is too low; documents of unequal sizes."""
+    rng, weights, missed = np.random.default_rng(20260301), resample_weights(n), 0
+    for _ in range(runs):
+        den = rng.lognormal(0.0, 0.6, n)
+        items = RatioItems.of(den * rng.lognormal(-(sigma**2) / 2, sigma, n), den, np.arange(n))
+        interval = ratio_interval(items, weights, bounds=(0, math.inf))
+        assert interval is not None
+        missed += interval[1] < 1.0
+    return missed / runs
+
+
+@pytest.mark.parametrize("n", [3, 19, 20])
+@pytest.mark.parametrize(("sigma", "goal"), [(0.5, 0.04), (1.0, 0.07)])
+def test_the_upper_end_of_a_skewed_cost_is_seldom_too_low(n: int, sigma: float, goal: float) -> None:
+    assert misses(n, sigma) <= goal + 0.01  # 700 runs know it to about that
+
+
+def test_where_resamples_do_not_tell_an_end_of_a_cost_is_finite_and_on_the_safe_side() -> None:
+    values = np.array([0.0] * 7 + [0.001])  # a third of the resamples are all 0
+    interval = ratio_interval(plain(values), bounds=(0, math.inf))
+    students = stats.t.interval(0.95, 7, loc=values.mean(), scale=stats.sem(values))
+    assert interval is not None
+    assert students[1] < interval[1] < math.inf
 
 
 def test_the_upper_end_is_seldom_too_low_for_skewed_costs() -> None:
@@ -166,12 +207,6 @@ def test_below_6_units_the_interval_is_students() -> None:
     values = np.random.default_rng(1).normal(size=5)
     expected = stats.t.interval(0.95, 4, loc=values.mean(), scale=stats.sem(values))
     assert ratio_interval(plain(values)) == pytest.approx(expected)
-
-
-def test_from_20_units_on_the_interval_is_the_bootstraps_percentiles() -> None:
-    values = np.random.default_rng(2).exponential(size=20)
-    means = resample_weights(20, seed=9) @ values / 20
-    assert ratio_interval(plain(values), 9) == pytest.approx(np.quantile(means, [0.025, 0.975]))
 
 
 def test_the_standard_error_of_a_plain_mean_is_the_textbooks() -> None:
@@ -208,7 +243,7 @@ def test_a_falling_transform_returns_its_ends_in_order(n: int) -> None:
 
 def test_the_interval_is_clipped_to_the_ratios_bounds() -> None:
     items = plain([0.0, 0.0, 0.0, 1.0])
-    free, clipped = ratio_interval(items), ratio_interval(items, bounds=(0, math.inf))
+    free, clipped = ratio_interval(items), ratio_interval(items, bounds=(0, 2))
     assert free is not None
     assert free[0] < 0
     assert clipped == (0.0, free[1])
@@ -232,6 +267,95 @@ def test_the_exact_bound_counts_units_not_items() -> None:
 def test_the_exact_bound_scales_to_other_bounds() -> None:
     got = ratio_interval(plain(np.full(10, 100.0)), bounds=(0, 100), proportion=True)
     assert got == pytest.approx((100 * 0.025**0.1, 100.0))
+
+
+@pytest.mark.parametrize(("k", "n"), [(9, 10), (18, 19), (1, 2), (30, 40), (2, 200)])
+def test_right_and_wrong_answers_have_the_exact_binomial_interval(k: int, n: int) -> None:
+    exact = stats.binomtest(k, n).proportion_ci(0.95, "exact")
+    values = np.arange(n) < k
+    assert ratio_interval(plain(values.astype(float)), bounds=(0, 1), proportion=True) == pytest.approx(tuple(exact))
+
+
+def gaffke(values: NDArray[np.float64], sizes: NDArray[np.float64], draws: int = 200_000) -> tuple[float, float]:
+    """Gaffke's bound on a weighted share, by weights of its own: a further unit at 0, and at 1."""
+    weights = np.random.default_rng(99).dirichlet(np.ones(len(values) + 1), draws)
+    size = (sizes**2).sum() / sizes.sum()
+    ends = []
+    for further, q in ((0.0, 0.025), (1.0, 0.975)):
+        x, d = np.append(values, further), np.append(sizes, size)
+        ends.append(float(np.quantile((weights @ (x * d)) / (weights @ d), q)))
+    return ends[0], ends[1]
+
+
+@pytest.mark.parametrize("n", [3, 10, 40])
+def test_shares_of_one_item_per_unit_have_gaffkes_bound(n: int) -> None:
+    rng = np.random.default_rng(1)
+    values, sizes = np.minimum(rng.exponential(size=n), 1.0), rng.integers(10, 65, n).astype(float)
+    got = ratio_interval(RatioItems.of(values * sizes, sizes, np.arange(n)), bounds=(0, 1), proportion=True)
+    assert got == pytest.approx(gaffke(values, sizes), abs=0.01)
+
+
+@pytest.mark.parametrize("n", [2, 5, 6, 10, 19, 20])
+def test_a_worse_share_never_has_a_higher_end(n: int) -> None:
+    found = [ratio_interval(plain([1.0] * (n - 1) + [x]), bounds=(0, 1), proportion=True) for x in (0, 0.5, 0.98, 1)]
+    ends = np.array([end for end in found if end is not None])
+    assert len(ends) == 4
+    assert (np.diff(ends, axis=0) >= -1e-3).all()  # weights are drawn
+
+
+def trajectory(rng: np.random.Generator) -> RatioItems:
+    length = rng.integers(16, 65, 10).astype(float)
+    return RatioItems.of(np.minimum(rng.exponential(128, 10), length), length, np.arange(10))
+
+
+def test_shares_of_ten_prompts_cover_95_in_100() -> None:
+    many = [trajectory(np.random.default_rng(seed)) for seed in range(20_000)]
+    truth = sum(items.num.sum() for items in many) / sum(items.den.sum() for items in many)
+    rng, held = np.random.default_rng(20260301), 0
+    for _ in range(400):
+        interval = ratio_interval(trajectory(rng), bounds=(0, 1), proportion=True)
+        assert interval is not None
+        held += interval[0] <= truth <= interval[1]
+    assert held / 400 >= 0.95
+
+
+def documents(flips: list[int], positions: int = 500) -> RatioItems:
+    """Top-1 agreement: so many positions of each document changed."""
+    agree = np.concatenate([np.arange(positions) >= n for n in flips]).astype(float)
+    return RatioItems.of(agree, 1.0, np.repeat(np.arange(len(flips)), positions))
+
+
+@pytest.mark.parametrize("n", [4, 8, 30])
+def test_agreement_in_every_document_is_known_better_than_by_whole_documents(n: int) -> None:
+    flips = np.random.default_rng(1).poisson(25, n)
+    items = documents(flips.tolist())
+    got = ratio_interval(items, bounds=(0, 1), proportion=True)
+    assert got is not None
+    share = 1 - flips.sum() / (500 * n)
+    assert got[0] < share < got[1]
+    assert got[0] > gaffke(1 - flips / 500, np.ones(n))[0] + 0.02
+
+
+@pytest.mark.parametrize("n", [4, 8, 15])
+def test_a_flip_in_one_document_alone_does_not_tighten_the_agreement(n: int) -> None:
+    none, one = (
+        ratio_interval(documents(flips), bounds=(0, 1), proportion=True) for flips in ([0] * n, [1] + [0] * (n - 1))
+    )
+    assert none is not None
+    assert one is not None
+    assert one[0] <= none[0] + 0.02  # weights are drawn
+
+
+@pytest.mark.parametrize("n", [4, 12])
+def test_intervals_of_agreement_cover_95_in_100(n: int) -> None:
+    rng, held, weights = np.random.default_rng(20260301), 0, resample_weights(n)
+    for _ in range(400):
+        flips = rng.binomial(250, np.minimum(0.04 * rng.lognormal(-0.045, 0.3, n), 1.0))
+        items = RatioItems.of(np.repeat((250 - flips) / 2, 2), 125.0, np.repeat(np.arange(n), 2))
+        interval = ratio_interval(items, weights, bounds=(0, 1), proportion=True)
+        assert interval is not None
+        held += interval[0] <= 0.96 <= interval[1]
+    assert held / 400 >= 0.94
 
 
 @pytest.mark.parametrize("n", [5, 40])
@@ -276,11 +400,35 @@ def test_noise_around_no_shift_does_not_exclude_zero_more_than_5_in_100(n: int) 
     assert wrong / 300 <= 0.09
 
 
-def test_from_6_to_19_units_the_paired_interval_is_the_bootstrap_t_of_the_differences() -> None:
+@pytest.mark.parametrize("n", [6, 12, 25])
+def test_from_6_units_on_the_paired_interval_is_the_bootstrap_t_of_the_differences(n: int) -> None:
     rng = np.random.default_rng(8)
-    a, b = rng.normal(size=12), rng.normal(size=12)
-    expected = by_hand(a - b, resample_weights(12, seed=2))
+    a, b = rng.normal(size=n), rng.normal(size=n)
+    expected = by_hand(a - b, resample_weights(n, seed=2))
     assert paired_difference(plain(a), plain(b), 2).interval == pytest.approx(expected)
+
+
+def test_both_sides_of_ratios_with_other_denominators_see_the_same_resamples() -> None:
+    rng = np.random.default_rng(9)
+    a, b = (RatioItems.of(rng.gamma(4, 1, 12), rng.uniform(1, 3, 12), np.arange(12)) for _ in range(2))
+    left = [np.delete(np.arange(12), unit) for unit in range(12)]
+
+    def ratio(side: RatioItems, at: NDArray[np.intp]) -> float:
+        return float(side.num[at].sum() / side.den[at].sum())
+
+    center = ratio(a, np.arange(12)) - ratio(b, np.arange(12))
+    error = 0.0  # the jackknife's, around the estimate
+    for at in left:
+        error += 11 / 12 * (ratio(a, at) - ratio(b, at) - center) ** 2
+    t = []
+    for row in resample_weights(12, seed=2):
+        at = np.repeat(np.arange(12), row.astype(int))
+        ra, rb = ratio(a, at), ratio(b, at)
+        shares = (a.num - ra * a.den)[at] / a.den[at].sum() - (b.num - rb * b.den)[at] / b.den[at].sum()
+        t.append((ra - rb - center) / math.sqrt(12 / 11 * float((shares**2).sum())))
+    low, high = np.quantile(t, 0.025, method="lower"), np.quantile(t, 0.975, method="higher")
+    expected = (center - high * math.sqrt(error), center - low * math.sqrt(error))
+    assert paired_difference(a, b, 2).interval == pytest.approx(expected)
 
 
 def test_below_6_units_the_paired_interval_is_students_on_the_differences() -> None:
@@ -288,14 +436,6 @@ def test_below_6_units_the_paired_interval_is_students_on_the_differences() -> N
     a, b = rng.normal(size=5), rng.normal(size=5)
     expected = stats.ttest_rel(a, b).confidence_interval(0.95)
     assert paired_difference(plain(a), plain(b)).interval == pytest.approx((expected.low, expected.high))
-
-
-def test_from_20_units_on_both_sides_see_the_same_resamples() -> None:
-    rng = np.random.default_rng(9)
-    a, b = rng.normal(size=25), rng.normal(size=25)
-    weights = resample_weights(25, seed=2)
-    expected = np.quantile(weights @ (a - b) / 25, [0.025, 0.975])
-    assert paired_difference(plain(a), plain(b), 2).interval == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("scale", [100.0, -100.0])
@@ -329,6 +469,32 @@ def test_all_lost_excludes_zero_exactly_where_mcnemar_does(n: int) -> None:
     got = paired_difference(plain(np.zeros(n)), plain(np.ones(n)), bounds=(0, 1), proportion=True)
     assert got.estimate == -1.0
     assert got.excludes_zero == (mcnemar_exact(0, n) < 0.05)
+
+
+@pytest.mark.parametrize("n", [10, 40, 200])
+@pytest.mark.parametrize(("lost", "gained"), [(3, 0), (5, 0), (6, 0), (7, 1), (8, 1), (10, 0), (0, 6)])
+def test_right_and_wrong_answers_differ_exactly_where_mcnemar_says_so(n: int, lost: int, gained: int) -> None:
+    a, b = np.ones(n), np.ones(n)
+    a[:lost] = 0.0
+    b[lost : lost + gained] = 0.0
+    got = paired_difference(plain(a), plain(b), bounds=(0, 1), proportion=True, scale=100)
+    assert got.p == mcnemar_exact(lost, gained)
+    assert got.excludes_zero == (got.p < 0.05)
+
+
+@pytest.mark.parametrize(("lost", "gained", "n"), [(3, 0, 10), (6, 2, 20), (20, 9, 100)])
+def test_their_interval_is_gaffkes_bound_of_the_differences(lost: int, gained: int, n: int) -> None:
+    difference = np.array([-1.0] * lost + [1.0] * gained + [0.0] * (n - lost - gained))
+    # the differences as shares between -1 and 1
+    low, high = gaffke((difference + 1) / 2, np.ones(n))
+    got = paired_difference(
+        plain((difference > -1).astype(float)), plain((difference < 1).astype(float)), bounds=(0, 1), proportion=True
+    )
+    assert got.interval == pytest.approx((2 * low - 1, 2 * high - 1), abs=0.004)
+
+
+def test_shares_between_0_and_1_have_no_mcnemar_p() -> None:
+    assert paired_difference(plain([0.5, 1.0]), plain([1.0, 1.0]), bounds=(0, 1), proportion=True).p is None
 
 
 @pytest.mark.parametrize("n", [3, 30])

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fidelab.metrics.intervals import binomial_interval
+from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.metrics.retrieval import (
     Cells,
     accuracy_difference,
@@ -17,7 +17,6 @@ from fidelab.metrics.retrieval import (
     hits,
     judged,
     retrieval_interval,
-    retrieval_replicates,
     retrieval_score,
     returned,
 )
@@ -220,36 +219,10 @@ def test_the_interval_covers_what_unlike_cells_would_give_on_average() -> None:
     assert held / 400 >= 0.95
 
 
-def _many(seed: int, n: int = 40) -> Cells:
-    rng = np.random.default_rng(seed)
-    chances = (0.05, 0.5, 0.9)
-    return _cells(*((np.ones(n).tolist(), (rng.random(n) > chance).astype(float).tolist()) for chance in chances))
-
-
-def test_many_trials_are_resampled_within_their_cells() -> None:
-    cells = _many(0)
-    draws = retrieval_replicates(cells)
-    assert draws is not None
-    accuracies = cells.accuracies()[1]
-    within = 100 * np.sqrt((accuracies * (1 - accuracies) / 40).sum()) / 3  # between cells there is far more
-    assert draws.shape == (2000,)
-    assert draws.std() == pytest.approx(within, rel=0.1)
-    assert retrieval_interval(cells) == pytest.approx(np.quantile(draws, [0.025, 0.975]))
-
-
-def test_resamples_are_those_of_the_seed_for_every_candidate() -> None:
-    cells = _many(0)
-    first, again, other = (retrieval_replicates(cells, seed) for seed in (1, 1, 2))
-    assert first is not None
-    assert other is not None
-    assert (first == again).all()
-    assert (first != other).any()
-
-
-def test_many_trials_that_agree_have_the_exact_bound_not_zero_width() -> None:
-    cells = _cells(([1.0] * 30, [1.0] * 30), ([1.0] * 30, [0.0] * 30))
-    low, high = binomial_interval(30, 60)
-    assert retrieval_interval(cells) == pytest.approx((100 * low, 100 * high))
+def test_many_trials_have_the_exact_bound_too() -> None:
+    cells = _cells(([1.0] * 30, [1.0] * 30), ([1.0] * 30, [1.0] * 29 + [0.0]))
+    exact = stats.binomtest(1, 60).proportion_ci(0.95, "exact")
+    assert retrieval_interval(cells) == pytest.approx((100 * (1 - exact.high), 100 * (1 - exact.low)))
 
 
 def test_the_interval_holds_a_score_that_noise_in_both_directions_leaves_at_100() -> None:
@@ -286,13 +259,13 @@ def test_a_third_of_all_needles_lost_in_three_cells_is_no_chance() -> None:
     assert difference.interval[1] < -5
 
 
-def test_the_difference_of_many_trials_is_resampled_within_cells() -> None:
-    cells = _many(3)
-    accuracies = cells.accuracies()[1]
-    half = 1.96 * 100 * np.sqrt((accuracies * (1 - accuracies) / 40).sum()) / 3
-    interval = accuracy_difference(cells).interval
-    assert interval is not None
-    assert interval[1] - interval[0] == pytest.approx(2 * half, rel=0.15)
+@pytest.mark.parametrize("lost", range(2, 9))
+def test_needles_are_lost_beyond_chance_only_where_mcnemar_says_so(lost: int) -> None:
+    cand = np.ones((3, 20))
+    cand[0, :lost] = 0.0
+    difference = accuracy_difference(_cells(*(([1.0] * 20, row.tolist()) for row in cand)))
+    assert difference.excludes_zero == (mcnemar_exact(lost, 0) < 0.05)
+    assert difference.p == mcnemar_exact(lost, 0)
 
 
 def test_small_cells_of_shares_stay_within_their_bounds() -> None:

@@ -78,6 +78,13 @@ def test_the_half_width_at_the_pilots_own_size_is_t_times_its_standard_error() -
     assert half_width(found.sd, found.units) == pytest.approx(stats.t.ppf(0.975, 17) * error)
 
 
+@pytest.mark.parametrize("n", [2, 5, 6, 20, 1000])
+def test_a_cost_takes_more_units_for_the_same_precision(n: int) -> None:
+    reach = half_width(1.0, n, cost=True)
+    assert reach > half_width(1.0, n)
+    assert units_for(1.0, reach, cost=True) == n
+
+
 def test_one_unit_has_no_spread() -> None:
     one = RatioItems.of([1.0, 2.0], 1.0, [7, 7])
     assert ratio_spread(one) is None
@@ -159,12 +166,12 @@ def test_experiments_of_the_number_planned_reach_the_precision_asked(cost: str, 
     pilot = ratio_spread(experiment(rng, cost, 100_000))
     assert pilot is not None
     precision = share * pilot.estimate
-    n = units_for(pilot.sd, precision)
+    n = units_for(pilot.sd, precision, cost=True)
     assert 20 <= n <= 1000
     weights = resample_weights(n)
     widths = []
     for _ in range(300):
-        interval = ratio_interval(experiment(rng, cost, n), weights)
+        interval = ratio_interval(experiment(rng, cost, n), weights, bounds=(0.0, math.inf))
         assert interval is not None
         widths.append((interval[1] - interval[0]) / 2)
     assert np.median(widths) == pytest.approx(precision, rel=0.1)

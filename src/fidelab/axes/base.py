@@ -1,4 +1,4 @@
-"""The axis contract, and what all axes share: intervals, paired excess, replicates for the composite.
+"""The axis contract, and what all axes share: intervals and the paired excess.
 
 An axis is made from its settings, builds probes, and scores pairs of captures into an :class:`AxisScore`: the
 figures for the report, and items with sufficient statistics from which every interval follows.
@@ -23,12 +23,9 @@ from pydantic import BaseModel, ConfigDict
 from fidelab.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.metrics.composite import normal_draws
 from fidelab.metrics.intervals import (
-    MIN_BOOTSTRAP_UNITS,
     RatioItems,
     Transform,
-    bootstrap_replicates,
     paired_difference,
     ratio_estimate,
     ratio_interval,
@@ -138,16 +135,6 @@ class AxisScore:
             return None
         difference = paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
         return {"mean": difference.estimate, "ci": difference.interval}
-
-    def draws(self, seed: int) -> Floats | None:
-        """Draws of the score under its own uncertainty, for the composite's interval."""
-        items = self.items()
-        value, interval = self.score(), self.score_interval(seed)
-        if self.transform is None or value is None or interval is None:
-            return None
-        if len(np.unique(items.units)) >= MIN_BOOTSTRAP_UNITS:
-            return np.array([self.transform(ratio) for ratio in bootstrap_replicates(items, seed)])
-        return normal_draws(value, interval, seed=seed)
 
 
 class Axis:

@@ -20,6 +20,7 @@ from fidelab.metrics.divergence import (
     kl_by_confidence,
     kl_by_position,
     kld_score,
+    summarise_flips,
     summarise_kl,
 )
 from fidelab.metrics.intervals import standard_error
@@ -93,6 +94,7 @@ class KLD(Axis):
                 "kl": rows.kl,
                 "top1_agrees": rows.top1,
                 "reference_confidence": rows.confidence,
+                "margin": rows.margin.astype(np.float32),
             },
         )
         return _with_figures(score, rows, positions, pair, seed)
@@ -110,6 +112,7 @@ def _with_figures(
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
     figures: dict[str, Any] = {
         **vars(summary),
+        **vars(summarise_flips(rows, score.units, seed)),
         "score": score.score(),
         "ci": score.score_interval(seed),
         "mean_ci": AxisScore.mean_interval(score, seed),  # of the bound itself, where it is one

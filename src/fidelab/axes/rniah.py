@@ -29,14 +29,12 @@ from fidelab.core import canonical_json
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
 from fidelab.inputs.needles import FIXED_CODE, Needles, Style, build_prompt, draw_needles
-from fidelab.metrics.composite import normal_draws
 from fidelab.metrics.retrieval import (
     Cells,
     accuracy_difference,
     chance_score,
     judged,
     retrieval_interval,
-    retrieval_replicates,
     retrieval_score,
     returned,
 )
@@ -300,7 +298,7 @@ class _RetrievalScore(AxisScore):
         return None if self.not_measurable else retrieval_score(self.cells(), self.compat)
 
     def score_interval(self, seed: int) -> tuple[float, float] | None:
-        return None if self.not_measurable else retrieval_interval(self.cells(), seed, compat=self.compat)
+        return None if self.not_measurable else retrieval_interval(self.cells(), compat=self.compat)
 
     def excess_over(self, control: AxisScore, seed: int) -> dict[str, Any] | None:
         """Accuracy minus the control's, over the trials usable on both (points)."""
@@ -309,13 +307,6 @@ class _RetrievalScore(AxisScore):
             return None
         difference = accuracy_difference(Cells(control.num[both], self.num[both], self.cell[both]), seed)
         return {"mean": difference.estimate, "ci": difference.interval}
-
-    def draws(self, seed: int) -> NDArray[np.float64] | None:
-        value, interval = self.score(), self.score_interval(seed)
-        if value is None or interval is None:
-            return None
-        found = retrieval_replicates(self.cells(), seed, compat=self.compat)
-        return normal_draws(value, interval, seed=seed) if found is None else found
 
 
 def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int) -> AxisScore:

@@ -30,6 +30,7 @@ from fidelab.metrics.divergence import (
     kl_by_confidence,
     kl_by_position,
     kld_score,
+    summarise_flips,
     summarise_kl,
 )
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, standard_error
@@ -166,6 +167,7 @@ def _columns(arm: _Arm, windows: NDArray[np.int32], places: NDArray[np.int32]) -
         "kl": arm.rows.kl,
         "top1_agrees": arm.rows.top1,
         "reference_confidence": arm.rows.confidence,
+        "margin": arm.rows.margin.astype(np.float32),
     }
 
 
@@ -200,6 +202,7 @@ def _axis(arm: _Arm, places: NDArray[np.int32], seed: int) -> KldAxis:
     return KldAxis(
         status=Status.IDENTICAL if identical else Status.OK,
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
+        **vars(summarise_flips(rows, arm.units, seed)),
         score=ratio_estimate(items, kld_score),
         ci=ratio_interval(items, seed, transform=kld_score, bounds=_BOUNDS),
         mean_ci=ratio_interval(items, seed, bounds=_BOUNDS),

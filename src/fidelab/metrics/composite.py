@@ -13,7 +13,6 @@ from enum import StrEnum
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy import special
 
 from fidelab.errors import UnknownNameError
 
@@ -28,7 +27,6 @@ __all__ = [
     "harmonic_mean",
     "kl_band",
     "lower",
-    "normal_draws",
     "verdict",
 ]
 
@@ -65,6 +63,8 @@ class Bands:
 
 BANDS = {"fidelab": Bands(95.0, 85.0, 70.0), "refract": Bands(90.0, 80.0, 60.0)}
 
+_LEAST_SCORE = 1e-9  # stands for 0 where its reciprocal is wanted
+
 # Upper bounds (nats, exclusive) of the mean KL for each band; from the last one on is FAIL.
 _KL_EDGES = (0.01, 0.05, 0.1)
 
@@ -91,7 +91,7 @@ class Composite:
 
     Attributes:
         value: 0…100; None when no axis was measured.
-        interval: 95% interval; None where an axis measured brought no replicates, or a score is NaN.
+        interval: 95% interval; None where an axis measured brought none, or a score is NaN.
         band: None unless all four axes were measured.
         too_close_to_call: the band is known and the interval reaches into another one.
         missing: the axes that were not measured.
@@ -106,24 +106,20 @@ class Composite:
 
 def composite(
     scores: Mapping[str, float | None],
-    replicates: Mapping[str, Floats] | None = None,
+    intervals: Mapping[str, tuple[float, float]] | None = None,
     *,
     bands: str = "fidelab",
-    level: float = 0.95,
-    n_draws: int = 2000,
-    seed: int = 0,
 ) -> Composite:
     """Harmonic mean of the axis scores (0…100, None = not measured), with interval and band (METRICS §6).
 
-    ``replicates``: per axis, draws ``[R]`` of its *score* under its own uncertainty, of any number:
-    transformed bootstrap replicates, or :func:`normal_draws` of an interval.  One form, so that it does not
-    matter here how an axis knew its spread.  Each axis is drawn from on its own: two axes over the same
-    prompts and the same seed share their resamples, and pairing those up would correlate them.
+    ``intervals``: of each axis' score, 95%.  The composite's follows from them as of independent estimates: with
+    x = 1/score and its ends, the sum S of the x reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²``
+    (Zou & Donner, Statistics in Medicine 27, 2008), and the mean is k/S.
 
     Raises:
         UnknownNameError: an axis or a band table that does not exist.
     """
-    for axis in (*scores, *(replicates or {})):
+    for axis in (*scores, *(intervals or {})):
         if axis not in AXES:
             raise UnknownNameError("composite axis", axis, AXES)
     if bands not in BANDS:
@@ -135,7 +131,7 @@ def composite(
         return Composite(None, None, None, False, missing)
     interval = None
     if not math.isnan(value):
-        interval = _composite_interval(tuple(measured), replicates or {}, level, n_draws, seed)
+        interval = _composite_interval(measured, intervals or {})
     if missing:
         return Composite(value, interval, None, False, missing)
     table = BANDS[bands]
@@ -144,28 +140,16 @@ def composite(
 
 
 def _composite_interval(
-    axes: tuple[str, ...], replicates: Mapping[str, Floats], level: float, n_draws: int, seed: int
+    scores: Mapping[str, float], intervals: Mapping[str, tuple[float, float]]
 ) -> tuple[float, float] | None:
-    known = {axis: values[np.isfinite(values)] for axis, values in replicates.items()}
-    if any(not len(known.get(axis, ())) for axis in axes):
+    if any(axis not in intervals for axis in scores):
         return None
-    rng = np.random.default_rng([seed, len(axes)])
-    drawn = np.stack([rng.choice(known[axis], n_draws) for axis in axes], axis=1)
-    lo, hi = np.quantile(_harmonic(drawn), [0.5 - level / 2, 0.5 + level / 2]).tolist()
-    return lo, hi
-
-
-def normal_draws(
-    score: float, interval: tuple[float, float], *, level: float = 0.95, n_draws: int = 2000, seed: int = 0
-) -> Floats:
-    """Draws ``[n_draws]`` of a score that has an interval but no bootstrap, clipped to 0…100.
-
-    A normal with its own width on each side of ``score``, so that a lopsided interval (``[70.8, 100]`` around
-    100) comes back as the draws' percentiles.
-    """
-    z = np.random.default_rng(seed).standard_normal(n_draws)
-    reach = np.maximum(np.where(z < 0, score - interval[0], interval[1] - score), 0.0)
-    return np.clip(score + z * reach / special.ndtri(0.5 + level / 2), 0.0, 100.0)
+    rows = [(intervals[axis][0], score, intervals[axis][1]) for axis, score in scores.items()]
+    most, x, least = (1.0 / np.maximum(np.array(column), _LEAST_SCORE) for column in zip(*rows, strict=True))
+    high = x.sum() - math.hypot(*np.maximum(x - least, 0.0))
+    low = x.sum() + math.hypot(*np.maximum(most - x, 0.0))
+    ends = (len(x) / low, len(x) / high)
+    return (0.0 if min(low for low, _, _ in rows) <= 0 else ends[0]), min(ends[1], 100.0)
 
 
 # --------------------------------------------------------------------------------------------- verdict

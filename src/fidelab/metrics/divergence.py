@@ -19,8 +19,12 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 from torch.nn.functional import linear
 
+from fidelab.metrics.intervals import Interval, RatioItems, ratio_interval
+
 __all__ = [
+    "REAL_FLIP",
     "BinnedMeans",
+    "Flips",
     "Head",
     "KLSummary",
     "RowComparison",
@@ -30,12 +34,16 @@ __all__ = [
     "kl_by_confidence",
     "kl_by_position",
     "kld_score",
+    "summarise_flips",
     "summarise_kl",
     "topk_lower_bound",
 ]
 
 Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
+
+REAL_FLIP = 0.1
+"""Nats: a smaller margin of the reference is a near tie (METRICS §2)."""
 
 # Elements of one work buffer.  On a CPU three in float32 and one in float64 (10 MiB) stay in the caches from
 # pass to pass, and allocating them once spares the page faults that cost more than the arithmetic.
@@ -97,6 +105,8 @@ class RowComparison:
         dp: Q(actual) − P(actual) for the actual next token; NaN where failed or where there is no such token.
         nll_ref: −log P(actual), nats; NaN where that side is broken or where there is no such token.
         nll_test: −log Q(actual), nats; likewise.
+        margin: log P of the reference's most likely token minus log P of the candidate's, nats, ≥ 0: how clearly
+            the reference prefers its own; 0 where they agree, NaN where the row failed or that is not known.
     """
 
     kl: Floats
@@ -106,6 +116,7 @@ class RowComparison:
     dp: Floats
     nll_ref: Floats
     nll_test: Floats
+    margin: Floats
 
     def __len__(self) -> int:
         return len(self.kl)
@@ -151,8 +162,8 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
     block = max(1, min(n, (_CPU_BLOCK if device.type == "cpu" else _DEVICE_BLOCK) // vocab))
     work = _Work(block, vocab, device)
     top1 = torch.empty(n, dtype=torch.bool, device=device)
-    # per row: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token
-    found = torch.empty((5, n), dtype=torch.float64, device=device)
+    # per row: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely token
+    found = torch.empty((6, n), dtype=torch.float64, device=device)
     for start in range(0, n, block):
         at = slice(start, min(start + block, n))
         best_q, sum_q = work.load(work.q, test_logits[at, :vocab])
@@ -162,8 +173,9 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
         found[1, at], found[2, at] = sum_p.log(), sum_q.log()
         found[3, at] = work.p[:rows].gather(1, pick[at])[:, 0].double()
         found[4, at] = work.q[:rows].gather(1, pick[at])[:, 0].double()
+        found[5, at] = work.p[:rows].gather(1, best_q[:, None])[:, 0].double()
         found[0, at] = work.expected_gap(rows) / sum_p + found[2, at] - found[1, at]
-    kl, norm_p, norm_q, score_p, score_q = found.cpu().numpy()
+    kl, norm_p, norm_q, score_p, score_q, flipped = found.cpu().numpy()
     failed = ~np.isfinite(kl)
     no_goal = ~has_goal.cpu().numpy()
     nll_ref, nll_test = (np.where(no_goal, np.nan, norm - a) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
@@ -175,6 +187,7 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
         dp=np.where(failed, np.nan, np.exp(-nll_test) - np.exp(-nll_ref)),
         nll_ref=nll_ref,
         nll_test=nll_test,
+        margin=np.where(failed, np.nan, 0.0 - flipped),
     )
 
 
@@ -265,18 +278,19 @@ def compare_topk(
     What depends on the actual token, ``targets [n]``, is NaN where a side does not report it; ``dp`` then in all rows,
     since the mean over those that report it would be one over likely tokens.
     """
-    columns = np.full((5, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides
+    columns = np.full((6, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides, margin
     top1 = np.zeros(len(targets), dtype=bool)
     for row, target in enumerate(targets.tolist()):
         p, q = ({k: v for k, v in zip(*side, strict=True) if k >= 0} for side in _row_of(ref, test, row))
-        columns[3:, row] = -p.get(target, math.nan), -q.get(target, math.nan)
+        columns[3:5, row] = -p.get(target, math.nan), -q.get(target, math.nan)
         if not (p and q):
             continue
         columns[0, row] = topk_lower_bound(list(p), list(p.values()), list(q), list(q.values()))
         columns[1, row] = math.exp(max(p.values()))
         top1[row] = _likeliest(p) == _likeliest(q)
-    kl, confidence, dp, nll_ref, nll_test = columns
-    if np.isfinite(columns[3:, targets >= 0]).all():
+        columns[5, row] = max(p.values()) - p.get(_likeliest(q), math.nan)
+    kl, confidence, dp, nll_ref, nll_test, margin = columns
+    if np.isfinite(columns[3:5, targets >= 0]).all():
         dp = np.exp(-nll_test) - np.exp(-nll_ref)
     failed = ~np.isfinite(kl)
     return RowComparison(
@@ -287,6 +301,7 @@ def compare_topk(
         dp=np.where(failed, np.nan, dp),
         nll_ref=nll_ref,
         nll_test=nll_test,
+        margin=np.where(failed, np.nan, margin),
     )
 
 
@@ -351,6 +366,54 @@ def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummar
         n_positions=len(kl),
         n_failed=n_failed,
     )
+
+
+@dataclass(frozen=True)
+class Flips:
+    """Changed most likely tokens over the usable positions; intervals are 95%, by units.
+
+    Attributes:
+        top1_ci: of the share that did not change.
+        real_flips: share that changed although the reference's margin is :data:`REAL_FLIP` or more; None where a
+            margin is not known.
+        real_flips_ci: its interval.
+        tokens_to_flip: 1 / (1 − top1), the mean number of tokens up to and with the first change, as of independent
+            positions; None where nothing changed.
+        tokens_to_flip_ci: from the ends of ``top1_ci``; its upper end is None where they include no change at all.
+    """
+
+    top1_ci: Interval | None = None
+    real_flips: float | None = None
+    real_flips_ci: Interval | None = None
+    tokens_to_flip: float | None = None
+    tokens_to_flip_ci: tuple[float, float | None] | None = None
+
+
+def summarise_flips(rows: RowComparison, units: NDArray[Any], seed: int = 0) -> Flips:
+    """Flips of rows that belong to ``units [n]`` (documents)."""
+    usable = ~rows.failed & np.isfinite(rows.kl)
+    if not usable.any():
+        return Flips()
+    agree, margin, units = rows.top1[usable], rows.margin[usable], units[usable]
+    same = RatioItems.of(agree, 1.0, units)
+    ci = ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True)
+    found = Flips(
+        top1_ci=ci,
+        tokens_to_flip=_tokens_to_flip(float(agree.mean())),
+        tokens_to_flip_ci=None if ci is None else (_tokens_to_flip(ci[0]) or 1.0, _tokens_to_flip(ci[1])),
+    )
+    if np.isnan(margin).any():
+        return found
+    real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, units)
+    return replace(
+        found,
+        real_flips=float(real.num.mean()),
+        real_flips_ci=ratio_interval(real, seed, bounds=(0.0, 1.0), proportion=True),
+    )
+
+
+def _tokens_to_flip(top1: float) -> float | None:
+    return 1.0 / (1.0 - top1) if top1 < 1.0 else None
 
 
 def kld_score(mean: float) -> float:

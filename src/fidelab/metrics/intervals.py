@@ -2,43 +2,53 @@
 
 Every estimate is a ratio of sums over items, ``Σ num / Σ den``: a mean KL has den = 1, the trajectory score
 has the longest length.  Items that belong together (positions of one article) share a *unit*, and units are
-what is resampled.
+what is resampled.  Which interval holds follows from what the ratio can be and from n, the number of units;
+``benchmarks/coverage.py`` prints how often each misses, beside the plain forms that miss too often.
 
-- From 20 units on: percentile bootstrap over units, 2,000 resamples.  The resamples follow from the number of
-  units and the seed alone, so all candidates see the same ones.
-- From 6 to 19: a studentized interval, the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*,
-  §12.5) with the linearised (delta method) standard error of the ratio: costs per unit are skewed, and Student's
-  t then puts the upper end, which verdicts rest on, too low about twice as often.
-- From 2 to 5: Student's t with n − 1 degrees of freedom on the same standard error; a bootstrap of so few units
-  says little about the shape of their distribution.
 - One unit: None.  Never a width of zero for want of data.
-- A bounded ratio whose items all sit at the same bound: the exact binomial bound with n = number of units.
+- A mean, 6 units or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, §12.5), 2,000
+  resamples.  Percentiles of the resamples are too narrow even at 100 units.  The standard error is the
+  jackknife's, so that one large unit does not hide the error that it makes.  Of a *cost* (bounds 0 and inf,
+  such as KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 12)``: few units of a skewed
+  distribution show less skew than it has.
+- A mean, 2 to 5 units: Student's t; of a cost on the log scale with 1.3 times the reach, for the same reason.
+- A share (``proportion``), one item per unit: Gaffke's bound (N. Gaffke, *Mathematical Methods of Statistics* 14,
+  2005; E. Learned-Miller & P. Thomas, arXiv:1905.06208).  Each end adds a further unit at the bound on that side, as
+  large as a token's unit is on average, and takes the quantile under Dirichlet weights.  Of 0/1 items that is exactly
+  the Clopper-Pearson interval, of their paired difference it excludes 0 exactly where McNemar's exact test has
+  p < 0.05, and it needs no spread among the items.
+- A share, several items per unit (positions of a document): a unit would have to turn over as a whole to reach
+  a bound, so each end is the tighter one of Gaffke's and the bootstrap-t's with the tail of a cost.  Resamples
+  without a spread count as infinite, so where few units leave the bound, Gaffke's end holds.  Below 6 units:
+  Student's t on the logit scale with 1.3 times the reach where no unit lies at a bound, else Gaffke's.
+- A share whose items all sit at the same bound: the exact binomial bound with n = number of units.
   An *unbounded* mean whose items are all exactly 0 keeps [0, 0]: the output was bit-identical, and there is
   no binomial bound for an unbounded quantity.
 
-Intervals are computed on the ratio, clipped to its bounds, and only then transformed, so that a transform
-(``100·exp(−x)``) never sees a value that the ratio cannot take.  Two estimates are compared by
-:func:`paired_difference` alone; the overlap of two intervals says nothing.
+Resamples follow from the number of units and the seed alone, so all candidates see the same ones.  Intervals are
+computed on the ratio, clipped to its bounds, and only then transformed, so that a transform (``100·exp(−x)``)
+never sees a value that the ratio cannot take.  Two estimates are compared by :func:`paired_difference` alone; the
+overlap of two intervals says nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import special
+from scipy import optimize, special
 
 __all__ = [
-    "MIN_BOOTSTRAP_UNITS",
     "MIN_STUDENTIZED_UNITS",
     "PairedDifference",
     "RatioItems",
     "binomial_interval",
     "bootstrap_replicates",
+    "critical_value",
     "mcnemar_exact",
     "paired_difference",
     "ratio_estimate",
@@ -52,8 +62,15 @@ Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 Transform = Callable[[float], float]
 
-MIN_BOOTSTRAP_UNITS = 20
 MIN_STUDENTIZED_UNITS = 6
+_RESAMPLES = 2000
+# Where skew has to be expected: units that count as unseen in the tail, and the widening of Student's t.  Both are the
+# least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
+# 7% (σ = 1) of log-normal samples.
+_SKEW_UNITS = 12
+_SKEW_REACH = 1.3
+_LARGEST_LOG = 700.0  # of a factor that a float still holds
+_ROUNDING = 1e-12  # of a value: below it, spread is rounding
 
 
 def _identity(value: float) -> float:
@@ -105,7 +122,7 @@ def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float
 # -------------------------------------------------------------------------------------------- resamples
 
 
-def resample_weights(n_units: int, n_resamples: int = 2000, seed: int = 0) -> Floats:
+def resample_weights(n_units: int, n_resamples: int = _RESAMPLES, seed: int = 0) -> Floats:
     """How often each unit is drawn in each resample: ``[n_resamples, n_units]`` whole numbers.
 
     Each row sums to ``n_units``.  The same arguments give the same resamples: candidates with the same units
@@ -145,7 +162,10 @@ def standard_error(items: RatioItems) -> float | None:
     ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D`` (the sandwich form; for den = 1 the usual one of a mean).
     """
     residuals = _residuals(items.by_unit())
-    return None if residuals is None else _spread(residuals)
+    if residuals is None:
+        return None
+    n = len(residuals)
+    return float(np.sqrt(n / (n - 1) * np.sum(residuals**2)))
 
 
 def ratio_interval(
@@ -157,30 +177,28 @@ def ratio_interval(
     bounds: Interval | None = None,
     proportion: bool = False,
 ) -> Interval | None:
-    """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over units, or None (METRICS §1).
+    """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over units, or None (module docstring).
 
     Args:
         resamples: the matrix of :func:`resample_weights` or its seed; used from 6 units on.
         transform: monotone, rising or falling; the two ends are put in order.
         bounds: what the *ratio* (before the transform) can be: (0, inf) for a mean KL, (0, 1) for a share.
-        proportion: the ratio of every item lies in ``bounds`` (finite).  Where all items sit at one and the
-            same bound, the exact Clopper-Pearson bound with n = units replaces an interval of zero width.
+        proportion: the ratio of every item lies in ``bounds`` (finite).
 
     Returns None for fewer than two units and where Σ den is 0.
     """
     _check_bounds(bounds, proportion)
-    units = items.by_unit()
-    n = len(units.num)
-    residuals = _residuals(units)
-    if residuals is None:
+    estimate = _Estimate.of((items.by_unit(),))
+    if estimate is None:
         return None
     floor, ceiling = bounds or (-math.inf, math.inf)
-    if proportion and (items.num == ceiling * items.den).all():
-        lo, hi = floor + (ceiling - floor) * binomial_interval(n, n, level)[0], ceiling
-    elif proportion and (items.num == floor * items.den).all():
-        lo, hi = floor, floor + (ceiling - floor) * binomial_interval(0, n, level)[1]
+    if not proportion:
+        lo, hi = _mean_interval(estimate, resamples, level, cost=(floor, ceiling) == (0.0, math.inf))
+    elif (k := _count(items, floor, ceiling, estimate.n)) is not None:
+        lo, hi = (floor + (ceiling - floor) * end for end in binomial_interval(k, estimate.n, level))
     else:
-        lo, hi = _interval([units], residuals, resamples, level)
+        several = len(items.units) > estimate.n
+        lo, hi = _share_interval(estimate, (floor, ceiling), resamples, level, several=several)
     ends = [transform(min(max(end, floor), ceiling)) for end in (lo, hi)]
     return min(ends), max(ends)
 
@@ -190,15 +208,22 @@ def ratio_interval(
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference of two ratios over the same items; ``interval`` is None for a single unit."""
+    """Difference of two ratios over the same items; ``interval`` is None for a single unit.
+
+    ``p``: McNemar's exact p-value where every item is 0 or 1 and a unit of its own, else None.
+    """
 
     estimate: float
     interval: Interval | None
     n_units: int
+    p: float | None = None
 
     @property
     def excludes_zero(self) -> bool:
-        """The two differ: the interval exists and 0 lies outside it."""
+        """The two differ: the interval exists and 0 lies outside it.
+
+        Of 0/1 items the interval itself is McNemar's exact test (:func:`paired_difference`).
+        """
         return self.interval is not None and not self.interval[0] <= 0.0 <= self.interval[1]
 
 
@@ -215,12 +240,12 @@ def paired_difference(
     """``scale·(Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` and its interval, under the same resamples.
 
     ``a`` and ``b`` hold the same items in the same order (candidate and control: the excess is a − b).  The
-    interval is of the kind that the number of units calls for (module docstring), on the difference.
+    interval is of the kind that items and units call for (module docstring), on the difference.
 
     ``scale`` is 100 for percentage points.  ``bounds`` are those of either ratio; the difference is clipped
-    to ± their width.  With ``proportion``, items that all agree get the exact binomial bound: if every item
-    ties, the share of units that do not is at most ``1 − 0.025^(1/n)``; if every item differs by the full
-    width, the interval excludes 0 exactly where McNemar's exact test does.
+    to ± their width.  With ``proportion``, items that all tie get the exact binomial bound: the share of units
+    that do not tie is at most ``1 − 0.025^(1/n)``.  Of items that are 0 or 1 (den 1, a unit each) the 95%
+    interval excludes 0 exactly where McNemar's exact test has p < 0.05.
 
     Raises:
         ValueError: the items are not the same, or one side has no denominator.
@@ -228,37 +253,29 @@ def paired_difference(
     _check_bounds(bounds, proportion)
     if a.units.shape != b.units.shape or not (a.units == b.units).all():
         raise ValueError("paired items differ in number or units: keep the items that both sides have")
-    units_a, units_b = a.by_unit(), b.by_unit()
-    ratio_a, ratio_b = ratio_estimate(units_a), ratio_estimate(units_b)
+    ratio_a, ratio_b = ratio_estimate(a), ratio_estimate(b)
     if ratio_a is None or ratio_b is None:
         raise ValueError("no denominator on one side: there is nothing to compare")
-    n = len(units_a.num)
-    residuals_a, residuals_b = _residuals(units_a), _residuals(units_b)
-    difference = ratio_a - ratio_b
-    if residuals_a is None or residuals_b is None:
-        return PairedDifference(scale * difference, None, n)
     width = bounds[1] - bounds[0] if bounds else math.inf
-    exact = _agreeing_pairs(a, b, width, n, level) if proportion else None
-    if exact is not None:
-        lo, hi = exact
+    floors = bounds or (-math.inf, math.inf)
+    sides: tuple[RatioItems, ...] = (a.by_unit(), b.by_unit())
+    if (a.den == b.den).all():  # the difference is one ratio itself, and no digits cancel
+        sides, floors = (RatioItems(a.num - b.num, a.den, a.units).by_unit(),), (-width, width)
+    difference, n, estimate = scale * (ratio_a - ratio_b), len(sides[0].num), _Estimate.of(sides)
+    counts = _discordant(a, b, bounds, n) if proportion and bounds else None
+    p = None if counts is None else mcnemar_exact(*counts)
+    if estimate is None:
+        return PairedDifference(difference, None, n, p)
+    if counts is not None:
+        lo, hi = (width * end for end in _discordant_interval(*counts, n, level))
+    elif not proportion:
+        lo, hi = _mean_interval(estimate, resamples, level)
+    elif (a.num * b.den == b.num * a.den).all():
+        lo, hi = (width * end for end in _discordant_interval(0, 0, n, level))
     else:
-        lo, hi = _interval([units_a, units_b], residuals_a - residuals_b, resamples, level)
+        lo, hi = _share_interval(estimate, floors, resamples, level, several=len(a.units) > n)
     ends = [scale * min(max(end, -width), width) for end in (lo, hi)]
-    return PairedDifference(scale * difference, (min(ends), max(ends)), n)
-
-
-def _agreeing_pairs(a: RatioItems, b: RatioItems, width: float, n: int, level: float) -> Interval | None:
-    """The exact bound where all items tie, or all differ by the full width in one direction; else None."""
-    gap, full = a.num * b.den - b.num * a.den, width * a.den * b.den
-    least = 2 * binomial_interval(n, n, level)[0] - 1  # the units not seen may differ the other way round
-    if (gap == 0).all():
-        most = binomial_interval(0, n, level)[1]
-        return -width * most, width * most
-    if (gap == full).all():
-        return width * least, width
-    if (gap == -full).all():
-        return -width, -width * least
-    return None
+    return PairedDifference(difference, (min(ends), max(ends)), n, p)
 
 
 # ------------------------------------------------------------------------------------------------ pieces
@@ -280,45 +297,192 @@ def _residuals(units: RatioItems) -> Floats | None:
     return residuals
 
 
-def _interval(sides: Sequence[RatioItems], residuals: Floats, resamples: Floats | int, level: float) -> Interval:
-    """Interval of one ratio, or of the first minus the second, from sums per unit: by the number of units."""
-    n = len(residuals)
-    signs = (1.0, -1.0)[: len(sides)]
-    center = sum(sign * float(side.num.sum() / side.den.sum()) for sign, side in zip(signs, sides, strict=True))
+@dataclass(frozen=True, eq=False)
+class _Estimate:
+    """One ratio, or the first minus the second: sums per unit, value, jackknife's standard error (0: no spread)."""
+
+    sides: tuple[RatioItems, ...]
+    value: float
+    error: float
+
+    @classmethod
+    def of(cls, sides: tuple[RatioItems, ...]) -> _Estimate | None:
+        """None for a single unit or no denominator."""
+        value, left_out, n = 0.0, np.zeros(len(sides[0].num)), len(sides[0].num)
+        for sign, side in zip((1.0, -1.0), sides, strict=False):
+            residuals = _residuals(side)
+            if residuals is None:
+                return None
+            value += sign * float(side.num.sum() / side.den.sum())
+            rest = 1.0 - side.den / side.den.sum()  # what is left of the denominator without the unit
+            left_out += sign * np.divide(residuals, rest, out=np.zeros(n), where=rest > 0)
+        error = math.sqrt((n - 1) / n * float(np.sum(left_out**2)))
+        size = max(float(np.abs(side.num).sum() / side.den.sum()) for side in sides)
+        return cls(sides, value, error if error > _ROUNDING * size else 0.0)
+
+    @property
+    def n(self) -> int:
+        return len(self.sides[0].num)
+
+    def t(self, weights: Floats) -> Floats:
+        """Studentized error of each resample ``[R]``; infinite where a resample errs without a spread of its own."""
+        # the error of unit u in a resample is linear in these columns: Σ_k c_k·v_uk
+        columns, factors, off = list[Floats](), list[Floats](), np.zeros(len(weights))
+        for sign, side in zip((1.0, -1.0), self.sides, strict=False):
+            residuals = side.num - side.num.sum() / side.den.sum() * side.den
+            total = weights @ side.den
+            shift = np.divide(weights @ residuals, total, out=np.zeros(len(total)), where=total > 0)
+            inverse = np.divide(sign, total, out=np.zeros(len(total)), where=total > 0)
+            columns += [residuals, side.den]
+            factors += [inverse, -inverse * shift]
+            off += sign * shift
+        v, c, k = np.stack(columns), np.stack(factors), len(columns)
+        products = (weights @ (v[:, None] * v[None]).reshape(k * k, self.n).T).reshape(-1, k, k)
+        squares = np.einsum("kr,lr,rkl->r", c, c, products)
+        least = _ROUNDING * np.einsum("kr,rkk->r", c**2, products)
+        spreads = np.sqrt(self.n / (self.n - 1) * np.where(squares > least, squares, 0.0))
+        off[np.abs(off) <= _ROUNDING * self.error] = 0.0
+        with np.errstate(divide="ignore", invalid="ignore"):
+            found: Floats = np.where(off == 0.0, 0.0, off / spreads)
+        return found
+
+
+def _mean_interval(estimate: _Estimate, resamples: Floats | int, level: float, *, cost: bool = False) -> Interval:
+    """Of a mean without bounds; ``cost``: it is never negative."""
+    if estimate.error == 0.0:
+        return estimate.value, estimate.value
+    lo, hi = _bootstrap_t(estimate, resamples, level, (False, cost))
+    least, most = _log_t(estimate, level) if cost and estimate.value > 0 else _student_t(estimate, level)
+    return (lo if math.isfinite(lo) else least), (hi if math.isfinite(hi) else most)
+
+
+def _share_interval(
+    estimate: _Estimate, bounds: Interval, resamples: Floats | int, level: float, *, several: bool
+) -> Interval:
+    """Of a share, or of a difference of shares; ``several``: items per unit."""
+    seed = resamples if isinstance(resamples, int) else 0
+    least, most = _gaffke(estimate, bounds, seed, level)
+    if not several or estimate.error == 0.0:
+        return least, most
+    if estimate.n >= MIN_STUDENTIZED_UNITS:
+        lo, hi = _bootstrap_t(estimate, resamples, level, (True, True))
+    else:
+        lo, hi = _logit_t(estimate, bounds, level)
+    return max(lo, least), min(hi, most)
+
+
+def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, skewed: tuple[bool, bool]) -> Interval:
+    """Ends of the bootstrap-t, infinite where resamples do not tell; ``skewed``: the ends to be on the safe side."""
+    n = estimate.n
     if n < MIN_STUDENTIZED_UNITS:
-        return _t_interval(center, residuals, level)
-    weights = _weights(resamples, n)
-    ratios = [bootstrap_replicates(side, weights) for side in sides]
-    replicates = sum((sign * ratio for sign, ratio in zip(signs, ratios, strict=True)), np.zeros(len(weights)))
-    if n >= MIN_BOOTSTRAP_UNITS:
-        return _percentiles(replicates, level)
-    shares = np.zeros(weights.shape)  # each unit's share in the error of each replicate
-    with np.errstate(divide="ignore", invalid="ignore"):
-        for sign, side, ratio in zip(signs, sides, ratios, strict=True):
-            shares += sign * (side.num - ratio[:, None] * side.den) / (weights @ side.den)[:, None]
-        spreads = np.sqrt(n / (n - 1) * (weights * shares**2).sum(axis=1))
-        t = (replicates - center) / spreads
-    t = t[np.isfinite(t)]
-    if len(t) < len(weights) / 2:  # most resamples have no spread of their own
-        return _t_interval(center, residuals, level)
-    low, high = np.quantile(t, [0.5 - level / 2, 0.5 + level / 2]).tolist()
-    spread = _spread(residuals)
-    return center - high * spread, center - low * spread
+        return -math.inf, math.inf
+    t = estimate.t(_weights(resamples, n))
+    low, high = ((1 - level) / 2 * (n / (n + _SKEW_UNITS) if end else 1.0) for end in skewed)
+    # order statistics: between a finite and an infinite one nothing can be interpolated
+    return (
+        estimate.value - estimate.error * float(np.quantile(t, 1 - low, method="higher")),
+        estimate.value - estimate.error * float(np.quantile(t, high, method="lower")),
+    )
 
 
-def _spread(residuals: Floats) -> float:
-    n = len(residuals)
-    return float(np.sqrt(n / (n - 1) * np.sum(residuals**2)))
+def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
+    """Half-width of a mean's interval in standard errors, from n ≥ 2 units, where resamples are not known yet.
+
+    Student's t; of a cost as its interval is made (module docstring), but for the skew that its resamples show.
+    """
+    q = 0.5 + level / 2
+    t = float(special.stdtrit(n - 1, q))
+    if not cost:
+        return t
+    if n < MIN_STUDENTIZED_UNITS:
+        return _SKEW_REACH * t
+    return (t + float(special.stdtrit(n - 1, 1 - (1 - q) * n / (n + _SKEW_UNITS)))) / 2
 
 
-def _t_interval(center: float, residuals: Floats, level: float) -> Interval:
-    reach = float(special.stdtrit(len(residuals) - 1, 0.5 + level / 2)) * _spread(residuals)
-    return center - reach, center + reach
+def _student_t(estimate: _Estimate, level: float) -> Interval:
+    reach = critical_value(estimate.n, level) * estimate.error
+    return estimate.value - reach, estimate.value + reach
 
 
-def _percentiles(replicates: Floats, level: float) -> Interval:
-    lo, hi = np.nanquantile(replicates, [0.5 - level / 2, 0.5 + level / 2]).tolist()
-    return lo, hi
+def _log_t(estimate: _Estimate, level: float) -> Interval:
+    """Student's t on the log scale, wider."""
+    t = _SKEW_REACH * critical_value(estimate.n, level)
+    factor = math.exp(min(t * estimate.error / estimate.value, _LARGEST_LOG))
+    return estimate.value / factor, estimate.value * factor
+
+
+def _logit_t(estimate: _Estimate, bounds: Interval, level: float) -> Interval:
+    """Student's t on the logit scale, wider; infinite for a difference and where a unit lies at a bound."""
+    floor, ceiling = bounds
+    side, width = estimate.sides[0], ceiling - floor
+    if len(estimate.sides) > 1 or (side.num == floor * side.den).any() or (side.num == ceiling * side.den).any():
+        return -math.inf, math.inf
+    share = (estimate.value - floor) / width
+    t = _SKEW_REACH * critical_value(estimate.n, level)
+    reach = t * estimate.error / width / (share * (1 - share))
+    lo, hi = special.expit(special.logit(share) + np.array([-reach, reach])).tolist()
+    return floor + width * lo, floor + width * hi
+
+
+def _gaffke(estimate: _Estimate, bounds: Interval, seed: int, level: float) -> Interval:
+    """Gaffke's bound on either side (module docstring); a second side is at the opposite bound."""
+    n, ends = estimate.n, list[float]()
+    draws = np.random.default_rng([seed, n, 1]).standard_exponential((_RESAMPLES, n))  # Dirichlet weights, × sum
+    # the further unit's weight, beta(1, n), takes its quantiles instead of being drawn: it moves the ends most
+    odds = (1.0 - (np.arange(_RESAMPLES) + 0.5) / _RESAMPLES) ** (-1.0 / n) - 1.0
+    for lower in (True, False):
+        drawn = np.zeros(_RESAMPLES)
+        for sign, side in zip((1.0, -1.0), estimate.sides, strict=False):
+            further = odds * draws.sum(axis=1) * float(np.sum(side.den**2) / side.den.sum())
+            bound = bounds[0] if lower == (sign > 0) else bounds[1]
+            drawn += sign * (draws @ side.num + bound * further) / (draws @ side.den + further)
+        tail = (1 - level) / 2 if lower else (1 + level) / 2
+        ends.append(float(np.quantile(drawn, tail, method="lower" if lower else "higher")))
+    return ends[0], ends[1]
+
+
+def _count(items: RatioItems, floor: float, ceiling: float, n: int) -> int | None:
+    """Units at the ceiling where items all agree, or are all at a bound, alike in size and a unit each; else None."""
+    top, bottom = items.num == ceiling * items.den, items.num == floor * items.den
+    if top.all() or bottom.all():
+        return n if top.all() else 0
+    one_each = len(items.num) == n and (items.den == items.den[0]).all()
+    return int(top.sum()) if one_each and (top | bottom).all() else None
+
+
+def _discordant(a: RatioItems, b: RatioItems, bounds: Interval, n: int) -> tuple[int, int] | None:
+    """Units lost and gained from b to a, of items at a bound, alike in size and a unit each; else None."""
+    if len(a.num) != n or not (np.append(a.den, b.den) == a.den[0]).all():
+        return None
+    if not all(np.isin(side.num, [bound * a.den[0] for bound in bounds]).all() for side in (a, b)):
+        return None
+    return int((a.num < b.num).sum()), int((a.num > b.num).sum())
+
+
+def _discordant_interval(lost: int, gained: int, n: int, level: float) -> Interval:
+    """Gaffke's bound of (gained − lost)/n.
+
+    With weights that follow Dirichlet(lost, gained + 1, n − lost − gained) for the upper end, the gained share B of the
+    discordant weight S is beta(gained + 1, lost), and ``S·(2B − 1)`` lies below 0 with McNemar's one-sided p.
+    """
+    return -_discordant_end(gained, lost, n, level), _discordant_end(lost, gained, n, level)
+
+
+def _discordant_end(lost: int, gained: int, n: int, level: float) -> float:
+    q = (1 + level) / 2
+    ties = n - lost - gained
+    if lost == 0:
+        return float(special.betaincinv(gained + 1, ties, q)) if ties else 1.0
+    if ties == 0:
+        return 2 * float(special.betaincinv(gained + 1, lost, q)) - 1
+    middles = (np.arange(512) + 0.5) / 512
+    sums = special.betaincinv(lost + gained + 1, ties, middles)
+
+    def excess(x: float) -> float:
+        below = special.betainc(gained + 1, lost, np.clip((1 + x / sums) / 2, 0.0, 1.0))
+        return float(below.mean()) - q
+
+    return float(optimize.brentq(excess, -1.0, 1.0))
 
 
 # ---------------------------------------------------------------------------------------------- counts

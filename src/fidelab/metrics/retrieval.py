@@ -8,33 +8,22 @@ reference's luck.  It lies below 100 for arms that do not differ at all: with ni
 82 where either arm finds half of the needles, at 86 where it finds 70%.  :func:`chance_score` says what chance alone
 makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0 on average.
 
-Intervals of the score:
-
-- From 20 trials per informative cell on: percentile bootstrap of trials within cells, 2,000 resamples that follow
-  from the seed and the cell alone, so that all candidates see the same ones.
-- Below: such a resample knows nothing of a cell whose trials agree (of one trial per cell: nothing at all), and three
-  lost of three would be certain.  So the binomial's exact bound (Clopper-Pearson) is taken over all trials of the
-  informative cells, with the mean degradation as their share lost.  That is on the safe side: a sum of independent
-  values in [0, 1] is no more spread in its tails than a binomial of the same mean (W. Hoeffding, 1956 and 1963).
+The interval of the score is the binomial's exact bound (Clopper-Pearson) over all trials of the informative cells, with
+the mean degradation as their share lost.  That is on the safe side: a sum of independent values in [0, 1] is no more
+spread in its tails than a binomial of the same mean (W. Hoeffding, 1956 and 1963).  Resampling trials within a cell
+would see nothing where a cell's trials agree, and with few trials most do.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.metrics.intervals import (
-    MIN_BOOTSTRAP_UNITS,
-    PairedDifference,
-    RatioItems,
-    binomial_interval,
-    paired_difference,
-    resample_weights,
-)
+from fidelab.metrics.intervals import PairedDifference, RatioItems, binomial_interval, paired_difference
 
 __all__ = [
     "Cells",
@@ -43,7 +32,6 @@ __all__ = [
     "hits",
     "judged",
     "retrieval_interval",
-    "retrieval_replicates",
     "retrieval_score",
     "returned",
 ]
@@ -163,60 +151,34 @@ def _swapped(cells: Cells, among: NDArray[np.bool_], seed: int) -> tuple[Floats,
     return base.mean() + moved, cand.mean() - moved
 
 
-def retrieval_interval(
-    cells: Cells, seed: int = 0, *, compat: str | None = None, level: float = 0.95
-) -> Interval | None:
+def retrieval_interval(cells: Cells, *, compat: str | None = None, level: float = 0.95) -> Interval | None:
     """95% interval of :func:`retrieval_score` (module docstring); None for fewer than two trials that count.
 
-    It always holds the score: a resample can only add to a degradation that is cut at 0 in each cell.
+    Which cells are informative is taken as given: they are fixed by design.
     """
     score = retrieval_score(cells, compat)
     counted = cells.informative()
     n = len(counted.cell)
     if score is None or n < 2:
         return None
-    draws = retrieval_replicates(cells, seed, compat=compat)
-    if draws is not None:
-        low, high = _percentiles(draws, level)
-    else:
-        count = min(_degradation(counted) * n, n)  # need not be whole
-        most, least = reversed(binomial_interval(count, n, level))
-        low, high = (100.0 * (1.0 - _weight(cells, compat) * end) for end in (most, least))
+    count = min(_degradation(counted) * n, n)  # need not be whole
+    most, least = reversed(binomial_interval(count, n, level))
+    low, high = (100.0 * (1.0 - _weight(cells, compat) * end) for end in (most, least))
     return min(low, score), max(high, score)
-
-
-def retrieval_replicates(cells: Cells, seed: int = 0, *, compat: str | None = None) -> Floats | None:
-    """The score under 2,000 resamples of trials within cells [2000]; None where the exact bound is to be taken.
-
-    Which cells are informative is not drawn again: they are fixed by design.
-    """
-    drawn = _resampled(cells.informative(), seed)
-    if drawn is None:
-        return None
-    base, cand = drawn
-    draws: Floats = 100.0 * (1.0 - _weight(cells, compat) * np.maximum(0.0, base - cand).mean(axis=1))
-    return draws if np.ptp(draws) > _SPREAD else None
 
 
 def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> PairedDifference:
     """Accuracy of the candidate minus the reference's, over the trials of all cells (points, −100…100).
 
     All cells, because choosing them by what the reference returned would count its luck as the candidate's loss.
-    Trials are resampled within cells from 20 per cell on; below, all trials together, which adds the spread between
-    cells and so is on the safe side; where all agree, the exact bounds of :func:`paired_difference`.
+    A trial is a unit, whatever its cell, which adds the spread between cells and so is on the safe side.
 
     Raises:
         ValueError: there is no trial.
     """
     units, ones = np.arange(len(cells.cell)), np.ones(len(cells.cell))
     cand, base = RatioItems(cells.cand, ones, units), RatioItems(cells.base, ones, units)
-    pooled = paired_difference(cand, base, seed, level=level, scale=100.0, bounds=(0.0, 1.0), proportion=True)
-    drawn = _resampled(cells, seed)
-    if drawn is None:
-        return pooled
-    _, counts = np.unique(cells.cell, return_counts=True)
-    draws = 100.0 * (drawn[1] - drawn[0]) @ (counts / counts.sum())
-    return replace(pooled, interval=_percentiles(draws, level)) if np.ptp(draws) > _SPREAD else pooled
+    return paired_difference(cand, base, seed, level=level, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 
 def _degradation(cells: Cells) -> float:
@@ -224,22 +186,6 @@ def _degradation(cells: Cells) -> float:
     return float(np.maximum(0.0, base - cand).mean())
 
 
-def _resampled(cells: Cells, seed: int) -> tuple[Floats, Floats] | None:
-    """Accuracies of base and cand per cell under each resample, [2000, k] each; None for a cell of few trials."""
-    groups = [(number, np.flatnonzero(cells.cell == number)) for number in cells.numbers().tolist()]
-    if not groups or min(len(group) for _, group in groups) < MIN_BOOTSTRAP_UNITS:
-        return None
-    weights = [(group, resample_weights(len(group), seed=seed + number) / len(group)) for number, group in groups]
-    base = np.stack([drawn @ cells.base[group] for group, drawn in weights], axis=1)
-    cand = np.stack([drawn @ cells.cand[group] for group, drawn in weights], axis=1)
-    return base, cand
-
-
 def _weight(cells: Cells, compat: str | None) -> float:
     """Share of the counted cells that can degrade at all: in compat mode uninformative ones count, and cannot."""
     return len(cells.informative().numbers()) / len(cells.numbers()) if compat else 1.0
-
-
-def _percentiles(draws: Floats, level: float) -> Interval:
-    low, high = np.quantile(draws, [0.5 - level / 2, 0.5 + level / 2]).tolist()
-    return low, high

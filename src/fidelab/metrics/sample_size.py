@@ -4,9 +4,10 @@ The 95% interval of ``Σ num / Σ den`` over n units (METRICS §1) reaches about
 
     ``h(n) = t(0.975; n − 1) · s / √n``,    s = se · √m
 
-on either side, with se the linearised standard error of the ratio in a pilot of m units.  The t quantile depends on
-n too, so the least n with ``h(n) ≤ precision`` is searched for; h falls in n.  (Cochran, *Sampling Techniques*,
-3rd ed. 1977: chapter 4 for n from an advance estimate of the variance, chapter 6 for the variance of a ratio.)
+on either side, with se the linearised standard error of the ratio in a pilot of m units.  Of a cost (a mean KL) t is
+wider, as its interval is (:func:`fidelab.metrics.intervals.critical_value`).  The t quantile depends on n too, so the
+least n with ``h(n) ≤ precision`` is searched for; h falls in n.  (Cochran, *Sampling Techniques*, 3rd ed. 1977:
+chapter 4 for n from an advance estimate of the variance, chapter 6 for the variance of a ratio.)
 
 A small pilot knows s badly.  Its one-sided 95% upper bound is ``s · √((m − 1) / χ²(0.05; m − 1))``, exact for normal
 units; the costs of units are skewed, which makes it optimistic.
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import special
 
-from fidelab.metrics.intervals import RatioItems, binomial_interval, ratio_estimate, standard_error
+from fidelab.metrics.intervals import RatioItems, binomial_interval, critical_value, ratio_estimate, standard_error
 
 __all__ = ["Spread", "agreement_reach", "half_width", "paired_spread", "ratio_spread", "units_for", "units_to_agree"]
 
@@ -74,14 +75,14 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> Spread | 
     return Spread(scale * (ratio_a - ratio_b), scale * sd, n)
 
 
-def half_width(sd: float, n: int, level: float = 0.95) -> float:
-    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 units."""
-    return float(special.stdtrit(n - 1, 0.5 + level / 2)) * sd / math.sqrt(n)
+def half_width(sd: float, n: int, level: float = 0.95, *, cost: bool = False) -> float:
+    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 units; of a ``cost`` wider."""
+    return critical_value(n, level, cost=cost) * sd / math.sqrt(n)
 
 
-def units_for(sd: float, precision: float, level: float = 0.95) -> int:
+def units_for(sd: float, precision: float, level: float = 0.95, *, cost: bool = False) -> int:
     """The least number of units, 2 at least, whose half-width is ``precision`` > 0 at most."""
-    return _least(lambda n: half_width(sd, n, level) <= precision)
+    return _least(lambda n: half_width(sd, n, level, cost=cost) <= precision)
 
 
 def agreement_reach(n: int, level: float = 0.95) -> float:
