@@ -13,15 +13,33 @@ from fidelab.report.numbers import (
     format_figure,
     format_figure_margin,
     format_kld,
-    format_margin,
+    format_odds,
+    format_odds_span,
     format_range,
+    format_run,
+    format_run_span,
     format_score,
+    format_span,
     one_line,
 )
-from fidelab.results.axis_record import Figure, KldAxis
+from fidelab.results.axis_record import Figure, KldAxis, KldContext
 from fidelab.results.record import ArmRecord
 
-__all__ = ["STATUS", "Estimate", "excess_of", "figure_of", "kld_of", "kv_of", "options", "plain", "scored", "shared"]
+__all__ = [
+    "STATUS",
+    "Estimate",
+    "changed_of",
+    "excess_of",
+    "figure_of",
+    "flips_of",
+    "kld_of",
+    "kv_of",
+    "options",
+    "plain",
+    "run_of",
+    "scored",
+    "shared",
+]
 
 STATUS = {
     Status.OK: "ok",
@@ -35,7 +53,7 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its margin, as text."""
+    """A value and its interval, as text."""
 
     value: str = ABSENT
     margin: str = ABSENT
@@ -46,9 +64,7 @@ class Estimate:
         return self.value == ABSENT
 
     def __str__(self) -> str:
-        if self.margin == ABSENT:
-            return self.value
-        return f"{self.value} {self.margin}" if self.margin.startswith("±") else f"{self.value} ({self.margin})"
+        return self.value if self.margin == ABSENT else f"{self.value} ({self.margin})"
 
 
 def kv_of(arm: ArmRecord) -> str:
@@ -66,11 +82,12 @@ def options(given: Any) -> str:
     return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in given.items())}]"
 
 
-def kld_of(axis: KldAxis | None) -> Estimate:
-    """Mean KL (nats) and its margin."""
+def kld_of(axis: KldAxis | KldContext | None, *, bound: bool = False) -> Estimate:
+    """Mean KL (nats) and its interval; ``bound``: it is a lower bound, as a context cannot tell by itself."""
     if axis is None or axis.mean is None:
         return Estimate()
-    return Estimate(format_kld(axis.mean, bound=axis.estimator is Estimator.TOPK), format_margin(axis.mean_ci))
+    bound = bound or (isinstance(axis, KldAxis) and axis.estimator is Estimator.TOPK)
+    return Estimate(format_kld(axis.mean, bound=bound), format_span(axis.mean_ci))
 
 
 def excess_of(axis: KldAxis | None) -> Estimate:
@@ -79,7 +96,30 @@ def excess_of(axis: KldAxis | None) -> Estimate:
     if axis is None or axis.excess_over_control is None or axis.estimator is Estimator.TOPK:
         return Estimate()
     excess = axis.excess_over_control
-    return Estimate(format_kld(excess.mean, signed=True), format_margin(excess.ci))
+    return Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci, signed=True))
+
+
+def changed_of(axis: KldAxis | None) -> Estimate:
+    """How many of the most likely tokens change."""
+    if axis is None or axis.top1 is None:
+        return Estimate()
+    interval = None if axis.top1_ci is None else (1 - axis.top1_ci[1], 1 - axis.top1_ci[0])
+    return Estimate(format_odds(1 - axis.top1), format_odds_span(interval, 1 - axis.top1))
+
+
+def flips_of(axis: KldAxis | None) -> Estimate:
+    """How many change that were no near tie."""
+    if axis is None or axis.real_flips is None:
+        return Estimate()
+    return Estimate(format_odds(axis.real_flips), format_odds_span(axis.real_flips_ci, axis.real_flips))
+
+
+def run_of(axis: KldAxis | None) -> Estimate:
+    """Expected tokens until the most likely one changes."""
+    if axis is None or axis.tokens_to_flip is None:
+        least = axis.tokens_to_flip_ci if axis is not None else None
+        return Estimate() if least is None else Estimate(f"> {format_run(least[0])}")
+    return Estimate(format_run(axis.tokens_to_flip), format_run_span(axis.tokens_to_flip_ci))
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:

@@ -1,8 +1,8 @@
 """A report as terminal text: what failed, one table, one sentence per candidate, floor and control.
 
 Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; in
-a narrower terminal the tail (p99, max) and top-1 are left out.  Tables of benches may be wider and lose columns, too.
-A line says what is missing.
+a narrower terminal real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
+columns, too.  A line says what is missing.
 """
 
 from __future__ import annotations
@@ -19,13 +19,16 @@ from fidelab.report.tables import Table as Others
 from fidelab.report.text_benches import print_benches, print_performance, stacked
 from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.text_plot import plot_frontier
-from fidelab.report.view import ArmRow, Estimate, View, build_view
+from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.record import Report
 
 __all__ = ["literal", "render_text", "wrap_name"]
 
 _WIDE = 98
 _NAME_WIDTH = 17
+_NARROW_NAME = 15
+_VERDICT_WIDTH = 13
+_TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _AXIS_WIDTH = 17
 _STYLES = {
@@ -51,17 +54,17 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
+    for said in view.modified:
+        line(said, "yellow")
     speed = view.performance
     if view.fidelity:
+        line(view.compared)
         console.print(_table(view, console, wide))
     if speed is not None:
         print_performance(view, speed, console)
-    if view.others is not None:
-        console.print(_others(view.others, console))
-    for table in view.tables:
-        if table.key == "attribution":
-            line(table.title)
-            console.print(_others(table, console))
+    for table in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+        line(table.title)
+        console.print(_others(table, console))
     for matrix in view.isolation:
         line(matrix.table.title)
         console.print(_others(matrix.table, console))
@@ -79,7 +82,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    if missing := [*dropped, *(["p99, max and top-1"] if view.fidelity and not wide else [])]:
+    if missing := [*dropped, *([_TAIL] if view.fidelity and not wide else [])]:
         line(f"narrow terminal: {', '.join(missing)} are left out")
     if plot:
         line("")
@@ -94,28 +97,19 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
 
 def _table(view: View, console: Console, wide: bool) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if wide else 0, 0, 0), show_lines=False)
-    table.add_column("arm", overflow="fold", max_width=_NAME_WIDTH)
-    table.add_column("verdict", overflow="fold")
-    for header in ("KLD\nnats", "over\ncontrol"):
+    name_width = _NAME_WIDTH if wide else _NARROW_NAME
+    table.add_column("arm", overflow="fold", max_width=name_width)
+    table.add_column("verdict", overflow="fold", max_width=_VERDICT_WIDTH)
+    flips = ("real\nflips", "tokens\nto flip") if wide else ()
+    for header in ("KLD\nnats", "over\ncontrol", "changed\ntokens", *flips, "bytes/\ntoken"):
         table.add_column(header, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("p99\nmax", justify="right", no_wrap=True)
-        table.add_column("top-1", justify="right", no_wrap=True)
-    for header in ("traj.\n0-100", "comp.\n0-100"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("bytes/\ntoken", justify="right", no_wrap=True)
     for row in view.rows:
-        tail = [stacked(Estimate(row.p99, row.max)), row.top1] if wide else []
-        cells = [
-            *(stacked(estimate) for estimate in (row.kld, row.excess)),
-            *tail,
-            *(stacked(estimate) for estimate in (row.trajectory, row.composite)),
-            row.cache_bytes,
-        ]
+        figures = (row.kld, row.excess, row.changed, *((row.flips, row.run) if wide else ()))
         table.add_row(
-            literal(wrap_name(row.name, _NAME_WIDTH), console),
+            literal(wrap_name(row.name, name_width), console),
             literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(cell, console) for cell in cells),
+            *(literal(stacked(estimate), console) for estimate in figures),
+            literal(row.cache_bytes, console),
         )
     return table
 
@@ -127,8 +121,8 @@ def _others(shown: Others, console: Console) -> Table:
     for column in shown.columns[1:]:
         table.add_column(Text(column), justify="right", overflow="fold", max_width=_AXIS_WIDTH)
     for name, *cells in shown.rows:
-        stacked = (cell.replace(" (", "\n(", 1).replace(" ±", "\n±", 1) for cell in cells)
-        table.add_row(literal(wrap_name(name, _NAME_WIDTH), console), *(literal(cell, console) for cell in stacked))
+        lines = (cell.replace(" (", "\n(", 1) for cell in cells)
+        table.add_row(literal(wrap_name(name, _NAME_WIDTH), console), *(literal(cell, console) for cell in lines))
     return table
 
 

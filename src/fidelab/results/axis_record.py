@@ -20,6 +20,7 @@ __all__ = [
     "FreeDict",
     "Interval",
     "KldAxis",
+    "KldContext",
     "OtherAxis",
     "Outcome",
     "Score",
@@ -113,8 +114,31 @@ class _Axis(Outcome):
         return self
 
 
+class KldContext(Record):
+    """KLD at one context."""
+
+    n_ctx: Count
+    """Tokens per window."""
+    mean: Nats | None = None
+    """Mean KL (nats); a lower bound where the estimator is topk."""
+    mean_ci: Interval | None = None
+    """95% interval of the mean (nats)."""
+    top1: Share | None = None
+    """Share of positions whose most likely token is the reference's (0-1)."""
+    n_positions: Count
+    """Positions asked for."""
+    n_documents: Count | None = None
+    """Documents with a usable position; null where the text has none that are known."""
+    windows: Count
+    """Windows."""
+
+
 class KldAxis(_Axis):
-    """KL divergence from the reference over the full vocabulary, in nats per scored position."""
+    """KL divergence from the reference over the full vocabulary, in nats per scored position.
+
+    Of several contexts, figures are those of the worst one: by the band that its upper end and its failed positions
+    give, then by the upper end (the mean, where there is no interval).
+    """
 
     mean: Nats | None = None
     """Mean KL (nats); a lower bound where the estimator is topk."""
@@ -136,6 +160,16 @@ class KldAxis(_Axis):
     """Largest KL of one position (nats)."""
     top1: Share | None = None
     """Share of positions whose most likely token is the reference's (0-1)."""
+    top1_ci: Interval | None = None
+    """95% interval of ``top1``."""
+    real_flips: Share | None = None
+    """Share of positions (0-1) whose most likely token changed although the reference's margin was 0.1 nats or more."""
+    real_flips_ci: Interval | None = None
+    """95% interval of ``real_flips``."""
+    tokens_to_flip: float | None = None
+    """Expected tokens until the most likely one changes, 1 / (1 - top1); null where none changed."""
+    tokens_to_flip_ci: tuple[float, float | None] | None = None
+    """From the ends of ``top1_ci``; an upper end of null has no bound."""
     rms_dp: Share | None = None
     """Root mean square change of the actual next token's probability (0-1)."""
     n_positions: Count | None = None
@@ -148,6 +182,12 @@ class KldAxis(_Axis):
     """Mean KL (nats) by the reference's largest probability (0-1)."""
     n_units: Count | None = None
     """Resampling units behind the interval (documents, or blocks of windows)."""
+    n_ctx: Count | None = None
+    """Tokens per window behind these figures: the context at which this arm is worst."""
+    n_documents: Count | None = None
+    """Documents with a usable position; null where the text has none that are known."""
+    contexts: tuple[KldContext, ...] = ()
+    """Every context measured, the shortest first."""
 
 
 class TrajectoryAxis(_Axis):
