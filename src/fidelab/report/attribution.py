@@ -63,4 +63,4 @@ def _part(part: Part | None) -> str:
 def _contrast(contrast: Contrast | None) -> str:
     if contrast is None:
         return ABSENT
-    return str(Estimate(format_kld(contrast.mean, signed=True), format_span(contrast.ci, signed=True)))
+    return str(Estimate(format_kld(contrast.mean, signed=True), format_span(contrast.ci)))

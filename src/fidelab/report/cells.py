@@ -17,7 +17,6 @@ from fidelab.report.numbers import (
     format_odds_span,
     format_range,
     format_run,
-    format_run_span,
     format_score,
     format_span,
     one_line,
@@ -53,10 +52,11 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its interval, as text."""
+    """A value and its interval, as text; ``order``: a number to sort by where the text is none."""
 
     value: str = ABSENT
     margin: str = ABSENT
+    order: str = ""
 
     @property
     def absent(self) -> bool:
@@ -96,30 +96,33 @@ def excess_of(axis: KldAxis | None) -> Estimate:
     if axis is None or axis.excess_over_control is None or axis.estimator is Estimator.TOPK:
         return Estimate()
     excess = axis.excess_over_control
-    return Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci, signed=True))
+    return Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci))
 
 
 def changed_of(axis: KldAxis | None) -> Estimate:
     """How many of the most likely tokens change."""
     if axis is None or axis.top1 is None:
         return Estimate()
-    interval = None if axis.top1_ci is None else (1 - axis.top1_ci[1], 1 - axis.top1_ci[0])
-    return Estimate(format_odds(1 - axis.top1), format_odds_span(interval, 1 - axis.top1))
+    return _odds(1 - axis.top1, axis.top1_ci and (1 - axis.top1_ci[1], 1 - axis.top1_ci[0]))
 
 
 def flips_of(axis: KldAxis | None) -> Estimate:
     """How many change that were no near tie."""
-    if axis is None or axis.real_flips is None:
-        return Estimate()
-    return Estimate(format_odds(axis.real_flips), format_odds_span(axis.real_flips_ci, axis.real_flips))
+    return Estimate() if axis is None or axis.real_flips is None else _odds(axis.real_flips, axis.real_flips_ci)
+
+
+def _odds(share: float, interval: tuple[float, float] | None) -> Estimate:
+    return Estimate(format_odds(share), format_odds_span(interval, share), f"{share:g}")
 
 
 def run_of(axis: KldAxis | None) -> Estimate:
-    """Expected tokens until the most likely one changes."""
-    if axis is None or axis.tokens_to_flip is None:
-        least = axis.tokens_to_flip_ci if axis is not None else None
-        return Estimate() if least is None else Estimate(f"> {format_run(least[0])}")
-    return Estimate(format_run(axis.tokens_to_flip), format_run_span(axis.tokens_to_flip_ci))
+    """Expected tokens until the most likely one changes; what bounds it is the interval of the changes."""
+    if axis is None or (axis.tokens_to_flip is None and axis.tokens_to_flip_ci is None):
+        return Estimate()
+    if axis.tokens_to_flip is not None:
+        return Estimate(format_run(axis.tokens_to_flip), order=f"{axis.tokens_to_flip:g}")
+    least = axis.tokens_to_flip_ci[0] if axis.tokens_to_flip_ci else 0.0
+    return Estimate(f"> {format_run(least)}", order=f"{least:g}")
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:

@@ -119,7 +119,8 @@ def _speed(speed: Performance) -> list[str]:
 def _beside(table: Table) -> list[str]:
     """A table of further figures under its title."""
     rows = ((_name(name), *map(escaped, cells)) for name, *cells in table.rows)
-    return [f"{escaped(table.title)}:", _table([escaped(column) for column in table.columns], 1, rows)]
+    columns = [escaped(column.replace("\\|", "\\ |")) for column in table.columns]  # as in code spans
+    return [f"{escaped(table.title)}:", _table(columns, 1, rows)]
 
 
 def _isolation(matrix: Matrix) -> list[str]:

@@ -20,7 +20,6 @@ __all__ = [
     "format_range",
     "format_ratio",
     "format_run",
-    "format_run_span",
     "format_score",
     "format_share",
     "format_span",
@@ -42,17 +41,17 @@ def format_kld(value: float | None, *, signed: bool = False, bound: bool = False
     return ("≥ " if bound else "") + sign + _significant(abs(value), digits)
 
 
-def format_span(interval: tuple[float, float] | None, *, signed: bool = False) -> str:
+def format_span(interval: tuple[float, float] | None) -> str:
     """``low–high`` of an interval in nats, which may be skewed; absent is ``–``.
 
-    Two significant digits, three where two would make both ends the same.  ``to`` stands between ends that may have
-    signs.
+    Two significant digits, three where two would make both ends the same.  ``to`` stands between ends that may have a
+    sign.
     """
     if interval is None:
         return ABSENT
-    low, high = (format_kld(end, signed=signed, digits=2) for end in interval)
+    low, high = (format_kld(end, digits=2) for end in interval)
     if low == high:
-        low, high = (format_kld(end, signed=signed) for end in interval)
+        low, high = (format_kld(end) for end in interval)
     return f"{low} to {high}" if interval[0] < 0 else f"{low}–{high}"
 
 
@@ -103,23 +102,17 @@ def format_odds_span(interval: tuple[float, float] | None, share: float | None) 
         return ABSENT
     low, high = interval
     if share == 0:
-        return f"at most {format_odds(high)}"
+        return f"≤ {format_odds(high)}"
     if share > 0.5:
         return f"{100 * low:.0f}–{100 * high:.0f}%"
-    return format_run_span((1 / high, 1 / low if low else None))
+    return f"{format_run(1 / high)}–{format_run(1 / low) if low else '∞'}"
 
 
 def format_run(value: float | None) -> str:
-    """A length in tokens, with one decimal below 10."""
-    return ABSENT if value is None else f"{value:.1f}" if value < 9.95 else f"{value:,.0f}"
-
-
-def format_run_span(interval: tuple[float, float | None] | None) -> str:
-    """``16–19``; ``16–∞`` where the upper end has no bound."""
-    if interval is None:
+    """A length in tokens: ``5.1``, ``17``, ``1,234``, ``33k``."""
+    if value is None:
         return ABSENT
-    low, high = interval
-    return f"{format_run(low)}–{'∞' if high is None else format_run(high)}"
+    return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}" if value < 9999.5 else f"{value / 1000:,.0f}k"
 
 
 def format_bytes(value: float | None) -> str:

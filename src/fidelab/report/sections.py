@@ -164,11 +164,7 @@ def _figures(name: str, entries: Sequence[_Entry]) -> Table:
     for entry in entries:
         axis, mine = entry.axis, {figure.name: figure for figure in entry.axis.figures}
         excess = axis.excess_over_control
-        over = (
-            Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci, signed=True))
-            if excess
-            else Estimate()
-        )
+        over = Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci)) if excess else Estimate()
         rows.append(
             (
                 entry.name,

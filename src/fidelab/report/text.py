@@ -1,7 +1,7 @@
 """A report as terminal text: what failed, one table, one sentence per candidate, floor and control.
 
-Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; in
-a narrower terminal real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
+Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
+there is less room real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
 columns, too.  A line says what is missing.
 """
 
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -24,10 +25,9 @@ from fidelab.results.record import Report
 
 __all__ = ["literal", "render_text", "wrap_name"]
 
-_WIDE = 98
 _NAME_WIDTH = 17
-_NARROW_NAME = 15
-_VERDICT_WIDTH = 13
+_LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, False))
+"""Padding, widths of name and verdict, whether real flips and tokens to the first flip are shown; roomiest first."""
 _TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _AXIS_WIDTH = 17
@@ -44,7 +44,6 @@ _STYLES = {
 def render_text(report: Report, console: Console, *, folder: Path | None = None, plot: bool = False) -> None:
     """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie."""
     view = build_view(report)
-    wide = console.width >= _WIDE
 
     def line(text: str, style: str = "") -> None:
         console.print(literal(text, console, style), overflow="fold")
@@ -56,15 +55,16 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
             line(f"  {failure}")
     for said in view.modified:
         line(said, "yellow")
-    speed = view.performance
+    speed, whole = view.performance, True
     if view.fidelity:
         line(view.compared)
-        console.print(_table(view, console, wide))
+        table, whole = _fitted(view, console)
+        console.print(table)
     if speed is not None:
         print_performance(view, speed, console)
-    for table in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
-        line(table.title)
-        console.print(_others(table, console))
+    for shown in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+        line(shown.title)
+        console.print(_others(shown, console))
     for matrix in view.isolation:
         line(matrix.table.title)
         console.print(_others(matrix.table, console))
@@ -82,7 +82,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    if missing := [*dropped, *([_TAIL] if view.fidelity and not wide else [])]:
+    if missing := [*dropped, *([] if whole else [_TAIL])]:
         line(f"narrow terminal: {', '.join(missing)} are left out")
     if plot:
         line("")
@@ -95,21 +95,28 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)
 
 
-def _table(view: View, console: Console, wide: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if wide else 0, 0, 0), show_lines=False)
-    name_width = _NAME_WIDTH if wide else _NARROW_NAME
+def _fitted(view: View, console: Console) -> tuple[Table, bool]:
+    """The main table in the roomiest layout that there is room for, and whether it shows all columns."""
+    for layout in _LAYOUTS:
+        table = _table(view, console, *layout)
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            break
+    return table, layout[-1]
+
+
+def _table(view: View, console: Console, padding: int, name_width: int, verdict_width: int, tail: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0), show_lines=False)
     table.add_column("arm", overflow="fold", max_width=name_width)
-    table.add_column("verdict", overflow="fold", max_width=_VERDICT_WIDTH)
-    flips = ("real\nflips", "tokens\nto flip") if wide else ()
+    table.add_column("verdict", overflow="fold", max_width=verdict_width)
+    flips = ("real\nflips", "tokens\nto flip") if tail else ()
     for header in ("KLD\nnats", "over\ncontrol", "changed\ntokens", *flips, "bytes/\ntoken"):
         table.add_column(header, justify="right", no_wrap=True)
     for row in view.rows:
-        figures = (row.kld, row.excess, row.changed, *((row.flips, row.run) if wide else ()))
+        figures = (row.kld, row.excess, row.changed, *((row.flips, row.run) if tail else ()))
         table.add_row(
             literal(wrap_name(row.name, name_width), console),
             literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(stacked(estimate), console) for estimate in figures),
-            literal(row.cache_bytes, console),
+            *(literal(figure, console) for figure in (*map(stacked, figures), row.cache_bytes)),
         )
     return table
 
@@ -127,4 +134,4 @@ def _others(shown: Others, console: Console) -> Table:
 
 
 def _verdict(row: ArmRow) -> str:
-    return f"{row.verdict}\n{row.note}" if row.note else row.verdict
+    return "\n".join([row.verdict, *(row.note.split(", ") if row.note else [])])

@@ -362,7 +362,7 @@ def _repeated(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:
             n = sum(context.n_positions for context in axis.contexts) or n
             return f"{n - (axis.n_failed or 0):,} of {n:,} positions"
         case TrajectoryAxis(n_items=int(n)):
-            return f"{n - (axis.n_failed or 0):,} of {n:,} prompts"
+            return f"{n - (axis.n_failed or 0):,} of {n:,} prompt{'' if n == 1 else 's'}"
     return name
 
 
