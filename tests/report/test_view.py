@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
+
 import pytest
+from rich.console import Console
 
 from fidelab.core import Estimator, Status
+from fidelab.report.html import render_html
+from fidelab.report.markdown import render_markdown
+from fidelab.report.notebook import render_notebook
 from fidelab.report.numbers import (
     format_bytes,
     format_figure,
@@ -21,9 +28,10 @@ from fidelab.report.numbers import (
     printable,
 )
 from fidelab.report.sections import sections_of
+from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.axis_record import Axes, Excess, Figure, KldContext, OtherAxis
-from fidelab.results.record import Comparison, Composite, Verdict
+from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
@@ -331,6 +339,40 @@ def test_what_is_ruled_out_stands_below_no_verdict() -> None:
     row = candidate("q4", 0.07, "PASS", 1, "x", verdict=Verdict(at_best="DEGRADED", sentence="no verdict"))
     shown = build_view(sample_report(candidates=(row,))).candidates[0]
     assert (shown.verdict, shown.note, shown.key) == ("no verdict", "at best DEGRADED", "none")
+
+
+SHIM = "ran with vllm modified: 1 file differs from the package, first a.py, shim patched (sha256 0123abcd)"
+
+
+def printed(report: Report) -> str:
+    file = io.StringIO()
+    render_text(report, Console(file=file, width=200))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
+)
+def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> None:
+    ran = {
+        "provenance": {"torch": "stock", "vllm": "modified: 1 file differs from the package, first a.py"},
+        "pythonpath": [{"folder": "patched", "sha256": "0123abcd4567"}],
+    }
+    shimmed = candidate("q4", 0.02, "PASS", 1, "safe", ran=Ran.model_validate(ran))
+    shown, plain = (
+        face(sample_report(candidates=(arm,))) for arm in (shimmed, candidate("q4", 0.02, "PASS", 1, "safe"))
+    )
+    for mark in ("modified", SHIM):
+        assert mark in shown.split('type="application/json"')[0]
+    assert "ran with" not in plain
+    assert list(sample_report(candidates=(shimmed,)).to_pandas()["modified"].dropna()) == [
+        SHIM.removeprefix("ran with ").replace(", shim", "; shim")
+    ]
+
+
+def test_folders_of_own_builds_stay_at_home() -> None:
+    ran = Ran.model_validate({"provenance": {"torch": "built from /home/somebody/torch@0123"}})
+    assert ran.modified == ("torch built from torch@0123",)
 
 
 def test_contexts_stand_beside_each_other() -> None:

@@ -46,8 +46,7 @@ def render_markdown(report: Report) -> str:
     )
     parts = [
         _opening(report, view),
-        _bullets(f"failed: {escaped(line)}" for line in view.failures),
-        _bullets(escaped(line) for line in view.modified),
+        _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(verdicts if view.fidelity else ()),
         *(part for matrix in view.isolation for part in _isolation(matrix)),
         *(_speed(view.performance) if view.performance else ()),
@@ -67,17 +66,18 @@ def _opening(report: Report, view: View) -> str:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
         return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings)}."
+    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings, view.text)}."
 
 
-def _protocol(settings: Mapping[str, Any]) -> str:
+def _protocol(settings: Mapping[str, Any], text: str) -> str:
     """Text, windows and prompts, as far as the settings name them."""
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
     if "windows" in (kld := _mapping(axes.get("kld"))):
-        size = f" of {_setting(kld['n_ctx'])} tokens" if "n_ctx" in kld else ""
+        size = f" of {_setting(kld['n_ctx'])} tokens" if isinstance(kld.get("n_ctx"), int) else ""
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
-        parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}")
+        scored = f", {text}" if text else ""
+        parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
     if greedy := _mapping(axes.get("trajectory")):
         limit = f"{_setting(greedy['limit'])} prompts" if greedy.get("limit") is not None else "all prompts"
         length = f" with up to {_setting(greedy['n_predict'])} tokens each" if "n_predict" in greedy else ""

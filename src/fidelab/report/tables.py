@@ -136,7 +136,7 @@ def contexts_of(report: Report) -> Table | None:
             *(str(kld_of(found[arm.name].get(n), bound=axis.estimator is Estimator.TOPK)) for n in sizes),
         )
         for arm in arms
-        if (axis := arm.axes.kld)
+        if (axis := arm.axes.kld) and axis.contexts
     )
     title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
     return Table("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), rows)

@@ -130,6 +130,7 @@ class View:
     settings: str
     command: str
     compared: str
+    text: str
     reference: Point | None
     performance: Performance | None
     fidelity: bool
@@ -172,7 +173,7 @@ def build_view(report: Report) -> View:
         ),
         modified=tuple(
             shared(
-                [(one_line(arm.name), f"modified: {', '.join(found)}") for _, arm in arms if (found := _modified(arm))]
+                [(one_line(arm.name), f"ran with {', '.join(found)}") for _, arm in arms if (found := _modified(arm))]
             )
         ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
@@ -191,6 +192,7 @@ def build_view(report: Report) -> View:
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
         command=report.command,
         compared=_compared(report, performance, fidelity),
+        text=_text(report),
         reference=None if size is None else Point(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
         fidelity=fidelity,
@@ -261,17 +263,20 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         beside = f" and {n} other configuration{'' if n == 1 else 's'}" if n else ""
         return f"{_capital(performance.measured)} of {name}{beside}"
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    scored_text = next((_text(arm.axes.kld) for arm in arms if arm.axes.kld and arm.axes.kld.n_positions), None)
     prompts = next((arm.axes.trajectory.n_items for arm in arms if arm.axes.trajectory), None)
-    what = [scored_text] if scored_text else []
+    what = [text] if (text := _text(report)) else []
     what += [f"{prompts:,} prompt{'' if prompts == 1 else 's'}"] if prompts else []
     others = list(dict.fromkeys(one_line(name) for arm in arms for name in arm.axes.others()))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
     return f"{line} on {_and([*what, *others])}" if what or others else line
 
 
-def _text(axis: KldAxis) -> str:
-    """``4,080 positions in 31 documents``, of several contexts one after the other."""
+def _text(report: Report) -> str:
+    """``4,080 positions in 31 documents``, of several contexts one after the other; empty where no text was scored."""
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    axis = next((arm.axes.kld for arm in arms if arm.axes.kld and arm.axes.kld.n_positions), None)
+    if axis is None:
+        return ""
     if len(axis.contexts) < 2:
         return _positions(axis.n_positions, axis.n_documents)
     return ", ".join(f"{_positions(c.n_positions, c.n_documents)} at {c.n_ctx:,} tokens" for c in axis.contexts)

@@ -108,7 +108,7 @@ class Ran(Record):
         folders = [shim for shim in shims if isinstance(shim, dict)] if isinstance(shims, list) else []
         return (
             *(f"{name} {_without_folders(str(text))}" for name, text in packages if text != STOCK),
-            *(f"shim {shim.get('folder')} (sha256 {str(shim.get('sha256'))[:8]})" for shim in folders),
+            *(f"shim {shim.get('folder') or '.'} (sha256 {str(shim.get('sha256'))[:8]})" for shim in folders),
         )
 
 
