@@ -66,7 +66,9 @@ def _opening(report: Report, view: View) -> str:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
         return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings, view.text)}."
+    return (
+        f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings, view.text)}."
+    )
 
 
 def _protocol(settings: Mapping[str, Any], text: str) -> str:

@@ -187,7 +187,7 @@ def _name(axis: str, field: str) -> str:
 
 
 def _is_interval(annotation: Any) -> bool:
-    return bool(_present(annotation) == Interval)
+    return _present(annotation) in (Interval, tuple[float, float | None])
 
 
 def _dtype(annotation: Any) -> str | None:
@@ -205,7 +205,7 @@ def _present(annotation: Any) -> Any:
     return next(kind for kind in kinds if kind is not NoneType) if NoneType in kinds else annotation
 
 
-def _ends(name: str, interval: tuple[float, float] | None) -> dict[str, float | None]:
+def _ends(name: str, interval: tuple[float, float | None] | None) -> dict[str, float | None]:
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
 
