@@ -36,7 +36,7 @@ class Table:
 
 _KLD_COLUMNS = (
     *("mean", "std. error", "median", "p90", "p95", "p99", "p99.9", "max"),
-    *("top-1", "RMS Δp", "context", "positions", "documents", "failed", "from"),
+    *("top-1", "RMS Δp", "context", "positions", "failed", "from"),
 )
 _TRAJECTORY_COLUMNS = (
     *("score", "over control", "exact match", "first divergence", "near ties", "positions equal"),
@@ -74,7 +74,6 @@ def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
         format_share(axis.rms_dp),
         format_count(axis.n_ctx),
         format_count(axis.n_positions),
-        format_count(axis.n_documents),
         format_count(axis.n_failed),
         axis.estimator.value if axis.estimator else ABSENT,
     )
