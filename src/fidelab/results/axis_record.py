@@ -21,6 +21,7 @@ __all__ = [
     "Interval",
     "KldAxis",
     "KldContext",
+    "OpenInterval",
     "OtherAxis",
     "Outcome",
     "Score",
@@ -32,6 +33,11 @@ def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
     if interval[0] > interval[1]:
         raise ValueError(f"the lower bound {interval[0]} lies above the upper bound {interval[1]}")
     return interval
+
+
+def _open_ordered(interval: tuple[float, float | None]) -> tuple[float, float | None]:
+    low, high = interval
+    return (low, high) if high is None else _ordered((low, high))
 
 
 def _strict_json(value: Any) -> Any:
@@ -49,6 +55,8 @@ Share = Annotated[float, Field(ge=0, le=1)]
 Nats = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
+OpenInterval = Annotated[tuple[float, float | None], AfterValidator(_open_ordered)]
+"""An interval whose upper end may be missing: without limit."""
 Free = Annotated[Any, AfterValidator(_strict_json)]
 FreeDict = Annotated[dict[str, Any], AfterValidator(_strict_json)]
 
@@ -161,15 +169,15 @@ class KldAxis(_Axis):
     top1: Share | None = None
     """Share of positions whose most likely token is the reference's (0-1)."""
     top1_ci: Interval | None = None
-    """95% interval of ``top1``."""
+    """95% interval of ``top1``, by resampling units."""
     real_flips: Share | None = None
-    """Share of positions (0-1) whose most likely token changed although the reference's margin was 0.1 nats or more."""
+    """Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats or more."""
     real_flips_ci: Interval | None = None
     """95% interval of ``real_flips``."""
     tokens_to_flip: float | None = None
-    """Expected tokens until the most likely one changes, 1 / (1 - top1); null where none changed."""
-    tokens_to_flip_ci: tuple[float, float | None] | None = None
-    """From the ends of ``top1_ci``; an upper end of null has no bound."""
+    """Expected tokens until the first changed most likely token, 1/(1 - top1); null where none changed."""
+    tokens_to_flip_ci: OpenInterval | None = None
+    """95% interval of ``tokens_to_flip``; its upper end is null where no change at all is possible, too."""
     rms_dp: Share | None = None
     """Root mean square change of the actual next token's probability (0-1)."""
     n_positions: Count | None = None

@@ -2,9 +2,10 @@
 
 Columns of an axis follow from its record: ``<axis>_<field>`` for every field that is one number or word, with
 ``…_ci_low`` and ``…_ci_high`` for the ends of a 95% interval, and ``<axis>_excess_…`` for the paired cost beyond the
-control.  Three differ: ``kld_ci_…`` is the interval of the mean KL, ``kld_score_ci_…`` that of the score, and ``top1``
-the KLD axis' top-1 agreement.  Figures of axes without a model of their own are columns too, ``<axis>_<figure>`` with
-``_`` for spaces.  Benches follow, as far as an arm has them: :mod:`fidelab.results.bench_columns`.
+control.  Some differ: ``kld_ci_…`` is the interval of the mean KL, ``kld_score_ci_…`` that of the score, and ``top1``
+the KLD axis' top-1 agreement, ``top1_ci_…`` its interval.  Figures of axes without a model of their own are columns
+too, ``<axis>_<figure>`` with ``_`` for spaces.  Benches follow, as far as an arm has them:
+:mod:`fidelab.results.bench_columns`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args
 
 from fidelab.errors import UsageError
-from fidelab.results.axis_record import Axes, Excess, Figure, Interval, OtherAxis
+from fidelab.results.axis_record import Axes, Excess, Figure, Interval, OpenInterval, OtherAxis
 from fidelab.results.bench_columns import bench_figures
 from fidelab.results.record import ArmRecord, Report
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__ = ["Column", "build_frame", "columns"]
 
 _TEXT, _FLOAT, _COUNT, _FLAG = "string", "float64", "Int64", "boolean"
-_SHORT = {"kld_mean_ci": "kld_ci", "kld_ci": "kld_score_ci", "kld_top1": "top1"}
+_SHORT = {"kld_mean_ci": "kld_ci", "kld_ci": "kld_score_ci", "kld_top1": "top1", "kld_top1_ci": "top1_ci"}
 
 
 @dataclass(frozen=True)
@@ -187,7 +188,7 @@ def _name(axis: str, field: str) -> str:
 
 
 def _is_interval(annotation: Any) -> bool:
-    return _present(annotation) in (Interval, tuple[float, float | None])
+    return _present(annotation) in (Interval, OpenInterval)
 
 
 def _dtype(annotation: Any) -> str | None:
