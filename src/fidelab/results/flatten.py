@@ -150,9 +150,9 @@ def _kld(record: KldAxis, better: Better | None) -> Iterator[tuple[str, Metric |
         found = _maybe(value, "nats", better, record.mean_ci if name == "mean" else None)
         yield name, found and replace(found, doubt=doubt)
     yield "top-1", _maybe(record.top1, "share", "higher", record.top1_ci)
+    yield "RMS Δp", _maybe(record.rms_dp, "share", "lower")
     yield "real flips", _maybe(record.real_flips, "share", "lower", record.real_flips_ci)
     yield "tokens to flip", _maybe(record.tokens_to_flip, "tokens", None)  # top-1 again, which judges
-    yield "RMS Δp", _maybe(record.rms_dp, "share", "lower")
 
 
 def _figure(axis: str, figure: Figure, bound: bool) -> Metric | None:
