@@ -48,7 +48,7 @@ NATIVE_K = replace(FP8, k="bf16")
         ),
         (
             replace(NATIVE_K, band="FAIL", kld=3.47, top1=0.087, real_flips=0.84, n_ctx=512),
-            "values break: costs 3.47 nats (too little text for an interval); 91% of the top tokens change, 84% beyond "
+            "values break: costs 3.47 nats (without an interval); 91% of the top tokens change, 84% beyond "
             "a near tie; try wider values",
         ),
         (

@@ -116,7 +116,7 @@ def _facts(arm: ArmFacts) -> list[str]:
     if arm.kld is not None and arm.estimator == Estimator.TOPK:
         facts.append(f"costs at least {format_kld(arm.kld)} nats")
     elif arm.kld is not None:
-        known = format_span(arm.kld_ci) if arm.kld_ci is not None else "too little text for an interval"
+        known = format_span(arm.kld_ci) if arm.kld_ci is not None else "without an interval"
         facts.append(f"costs {format_kld(arm.kld)} nats ({known})")
     return facts
 
