@@ -47,7 +47,7 @@ def main() -> int:
     frame = report.to_pandas()
     print(frame[SHOWN].to_string(index=False))
 
-    print("\n# The smallest cache that is near-lossless\n")
+    print("\n# The smallest cache with the verdict EXCELLENT\n")
     print(smallest(frame))
 
     print("\n# The positions that change most\n")

@@ -20,7 +20,8 @@ from fidelab.engines import ENGINES
 from fidelab.isolating import isolate
 from fidelab.measuring import ArmResult, Measured, Scorer, engaged
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
-from fidelab.metrics.composite import composite, verdict
+from fidelab.metrics.composite import Band, composite, cost_alike, verdict
+from fidelab.metrics.composite import Verdict as Ruling
 from fidelab.plan.resolve import TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.axis_record import Axes, Bins
@@ -158,6 +159,7 @@ class _Summary:
                         difference=difference["mean"],
                         ci=low_high,
                         differs=low_high is not None and not low_high[0] <= 0 <= low_high[1],
+                        equivalent=cost_alike(low_high, worse.scores["kld"].figures["mean"]),
                     )
                 )
         return found
@@ -193,26 +195,27 @@ class _Summary:
     def _verdict(self, this: Measured) -> Verdict:
         kld = this.scores.get("kld")
         facts = self._facts(this)
+        modified = Ran.model_validate(dict(this.result.ran or {})).modified
+        said: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
         if facts.forced and this.status is Status.NOT_ENGAGED:
-            return Verdict(band="FAIL", sentence=sentence(facts), because=(facts.reason,))
+            return Verdict(band="FAIL", because=(facts.reason,), **said)
         if kld is None or this.status not in (Status.OK, Status.IDENTICAL):
-            return Verdict(band=None, sentence=sentence(facts), because=(facts.reason or "no full-vocabulary KLD",))
+            return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **said)
         ruling = self._ruling(this)
-        band = None if ruling.band is None else ruling.band.value
-        return Verdict(band=band, sentence=sentence(facts), because=ruling.because)
+        return Verdict(band=_word(ruling.band), at_best=_word(ruling.at_best), because=ruling.because, **said)
 
-    def _ruling(self, this: Measured) -> Any:
+    def _ruling(self, this: Measured) -> Ruling:
         kld = this.scores["kld"]
         interval = kld.mean_interval(self.seed)
         failed = int((~kld.usable).sum())
         upper = None if interval is None else interval[1]
-        return verdict(upper, failed, len(kld.usable), lowered_because=_harms(this.scores), failed_because=this.broken)
+        harms = _harms(this.scores)
+        return verdict(upper, failed, len(kld.usable), harms, this.broken, kld_least=kld.figures.get("mean"))
 
     def _facts(self, this: Measured) -> ArmFacts:
         kv = this.result.arm.kv
         kld = this.scores.get("kld")
         figures = kld.figures if kld is not None else {}
-        interval = figures.get("mean_ci")
         ruling = self._ruling(this) if kld is not None else None
         control_kld = self.control.scores.get("kld") if self.control and self.control is not this else None
         other = self._native_keys_arm(this)
@@ -222,9 +225,13 @@ class _Summary:
             v=kv.v.name,
             status=this.status,
             reason=this.reason or "",
-            band=ruling.band.value if ruling is not None and ruling.band is not None else None,
+            band=_word(ruling.band) if ruling is not None else None,
+            at_best=_word(ruling.at_best) if ruling is not None else None,
             kld=figures.get("mean"),
-            kld_upper=interval[1] if interval else None,
+            kld_ci=figures.get("mean_ci"),
+            top1=figures.get("top1"),
+            real_flips=figures.get("real_flips"),
+            n_ctx=self._reach(figures),
             estimator=figures.get("estimator"),
             n_positions=figures.get("n_positions"),
             n_failed=figures.get("n_failed", 0),
@@ -238,11 +245,14 @@ class _Summary:
             forced=dict(this.result.arm.options).get("force") == "yes",
         )
 
+    def _reach(self, figures: Mapping[str, Any]) -> int | None:
+        """The longest context that was measured, tokens: what the axis says of its parts, else what was asked for."""
+        asked = self.experiment.axes.get("kld", {}).get("n_ctx")
+        found = [context["n_ctx"] for context in figures.get("contexts", ())] or asked
+        return max(found, default=None) if isinstance(found, list | tuple) else found
+
     def _band(self, this: Measured | None) -> str | None:
-        if this is None or "kld" not in this.scores:
-            return None
-        band = self._ruling(this).band
-        return None if band is None else str(band.value)
+        return None if this is None or "kld" not in this.scores else _word(self._ruling(this).band)
 
     def _native_keys_arm(self, this: Measured) -> Measured | None:
         """An arm of this run with the same values and native keys."""
@@ -267,6 +277,11 @@ def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -
         f"benches.{name}": {**{key: experiment.benches[name].get(key) for key in protocol}, **work, **machine}
         for name, protocol in protocols.items()
     }
+
+
+def _word(band: Band | None) -> Any:
+    """The band as the record names it."""
+    return None if band is None else band.value
 
 
 def _is_bound(score: AxisScore) -> bool:

@@ -196,12 +196,22 @@ def test_the_papers_rows_get_their_composite_and_both_bands(
     assert lines["band, refract 90/80/60"][1:3] == (refract, refract)
 
 
-def test_a_mean_kl_without_an_interval_gives_no_verdict_however_good(tmp_path: Path) -> None:
-    for mean in (0.0001, 2.0):
-        verdict = candidate(tmp_path, with_axis("kld", mean_kld=mean)).verdict
-        assert verdict is not None
-        assert verdict.band is None
-        assert verdict.sentence.startswith("no verdict: the file holds a mean KL")
+@pytest.mark.parametrize(("mean", "at_best"), [(0.0001, None), (0.02, "PASS"), (0.0999, "DEGRADED")])
+def test_a_mean_kl_without_an_interval_gives_no_verdict_however_good(
+    mean: float, at_best: str | None, tmp_path: Path
+) -> None:
+    verdict = candidate(tmp_path, with_axis("kld", mean_kld=mean)).verdict
+    assert verdict is not None
+    assert (verdict.band, verdict.at_best) == (None, at_best)
+    best = f", at best {at_best}" if at_best else ""
+    assert verdict.sentence.startswith(f"no verdict{best}: the file holds a mean KL")
+
+
+def test_a_large_mean_kl_without_an_interval_fails(tmp_path: Path) -> None:
+    verdict = candidate(tmp_path, with_axis("kld", mean_kld=2.0)).verdict
+    assert verdict is not None
+    assert verdict.band == "FAIL"
+    assert "costs 2.00 nats (without an interval)" in verdict.sentence
 
 
 @pytest.mark.parametrize(
@@ -301,7 +311,7 @@ def test_nan_and_infinities_are_read_as_absent_and_counted(tmp_path: Path) -> No
 def test_what_comes_in_is_a_run_that_the_report_command_shows(tmp_path: Path) -> None:
     done = cli("import", "refract", write(tmp_path, refract_report()), cwd=tmp_path)
     assert done.code == 0
-    for shown in ("trajectory score", "62.5000", "50.0000", "90/80/60", "95/85/70", "no verdict"):
+    for shown in ("trajectory score", "62.5000", "50.0000", "90/80/60", "95/85/70", "costs 0.700 nats (without an interval)"):
         assert shown in done.out
     again = cli("report", done.folder, "--json", cwd=tmp_path)
     assert again.code == 0

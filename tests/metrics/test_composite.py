@@ -13,6 +13,7 @@ from fidelab.metrics.composite import (
     BANDS,
     Band,
     composite,
+    cost_alike,
     harmonic_mean,
     kl_band,
     lower,
@@ -220,6 +221,67 @@ def test_without_full_vocabulary_kld_there_is_no_verdict() -> None:
     got = verdict(None, 0, 0)
     assert (got.band, got.label) == (None, "no verdict")
     assert "full vocabulary" in got.because[0]
+
+
+@pytest.mark.parametrize(
+    ("least", "band", "at_best"),
+    [
+        (0.0, None, None),
+        (0.00999, None, None),
+        (0.01, None, Band.PASS),
+        (0.05, None, Band.DEGRADED),
+        (0.0999, None, Band.DEGRADED),
+        (0.1, Band.FAIL, None),
+        (3.47, Band.FAIL, None),
+        (None, None, None),
+    ],
+)
+def test_without_an_upper_bound_the_mean_rules_bands_out(
+    least: float | None, band: Band | None, at_best: Band | None
+) -> None:
+    got = verdict(None, 0, 1000, kld_least=least)
+    assert (got.band, got.at_best) == (band, at_best)
+
+
+def test_no_upper_bound_lies_below_the_mean() -> None:
+    assert verdict(0.001, 0, 1000, kld_least=0.2).band is Band.FAIL
+    assert verdict(0.06, 0, 1000, kld_least=0.02) == verdict(0.06, 0, 1000)
+
+
+@pytest.mark.parametrize(
+    ("least", "n_failed", "harms", "band", "at_best"),
+    [
+        (0.001, 0, ["R-NIAH"], None, Band.PASS),
+        (0.001, 3, [], None, Band.DEGRADED),
+        (None, 3, [], None, Band.DEGRADED),
+        (0.06, 0, ["R-NIAH"], Band.FAIL, None),
+        (0.02, 3, ["R-NIAH"], None, Band.DEGRADED),
+    ],
+)
+def test_harms_and_failed_positions_lower_what_is_still_possible(
+    least: float | None, n_failed: int, harms: list[str], band: Band | None, at_best: Band | None
+) -> None:
+    got = verdict(None, n_failed, 1000, harms, kld_least=least)
+    assert (got.band, got.at_best) == (band, at_best)
+    assert set(harms) <= set(got.because)
+
+
+@pytest.mark.parametrize(
+    ("difference", "larger", "alike"),
+    [
+        ((-0.001, 0.001), 0.01, True),  # at the margin, 10%
+        ((-0.001, 0.0011), 0.01, False),
+        ((-0.0011, 0.001), 0.01, False),
+        ((0.0002, 0.0005), 0.01, True),  # certain, and small
+        ((-0.001, 0.001), 0.002, False),  # the same difference of smaller costs
+        ((0.0, 0.0), 0.0, True),
+        (None, 0.01, False),  # nothing is known of the difference
+    ],
+)
+def test_costs_are_alike_where_the_difference_certainly_is_small(
+    difference: tuple[float, float] | None, larger: float, alike: bool
+) -> None:
+    assert cost_alike(difference, larger) is alike
 
 
 def test_garbage_fails_whatever_the_kl_says() -> None:

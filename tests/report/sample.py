@@ -25,7 +25,7 @@ MODEL = "SmolLM2-135M-Instruct"
 
 def kld_axis(mean: float, half: float, control: float | None = None, **changes: Any) -> KldAxis:
     """An axis whose other figures follow from the mean."""
-    excess = None
+    excess, changed = None, mean / (1 + mean)
     if control is not None:
         excess = Excess(mean=mean - control, ci=(mean - control - half, mean - control + half))
     fields: dict[str, Any] = {
@@ -41,7 +41,12 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
         "p99": mean * 9,
         "p999": mean * 30,
         "max": mean * 100,
-        "top1": 1 / (1 + mean),
+        "top1": 1 - changed,
+        "top1_ci": (1 - 1.25 * changed, 1 - 0.8 * changed) if changed else (0.999, 1.0),
+        "real_flips": changed / 4,
+        "real_flips_ci": (changed / 5, changed / 3) if changed else (0.0, 0.001),
+        "tokens_to_flip": 1 / changed if changed else None,
+        "tokens_to_flip_ci": (0.8 / changed, 1.25 / changed) if changed else (1000.0, None),
         "rms_dp": mean / (1 + mean),
         "n_positions": 8160,
         "n_failed": 0,
@@ -53,7 +58,9 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
             count=tuple(0 if bin == 5 else 1020 for bin in range(8)),
         ),
         "by_confidence": Bins(edges=(0, 0.5, 1), mean=(mean, mean), count=(4000, 4160)),
-        "n_units": 32,
+        "n_units": 31,
+        "n_ctx": 512,
+        "n_documents": 31,
     }
     return KldAxis(**{**fields, **changes})
 
@@ -254,7 +261,7 @@ def sample_report(**changes: Any) -> Report:
                 0.000712,
                 "EXCELLENT",
                 34560,
-                "safe: costs 0.000712 nats, near-lossless",
+                "safe: costs 0.000712 nats; 1 top token in 1,405 changes",
                 axes=Axes.model_validate(k16v8),
             ),
             candidate(
@@ -262,7 +269,7 @@ def sample_report(**changes: Any) -> Report:
                 0.0312,
                 "PASS",
                 23040,
-                "safe: costs 0.0312 nats, within the good range",
+                "safe: costs 0.0312 nats; 1 top token in 33 changes",
                 axes=Axes.model_validate(fp8),
             ),
             candidate(
@@ -283,6 +290,8 @@ def sample_report(**changes: Any) -> Report:
             broken("fp8_e5m2", Status.NOT_ENGAGED, "the cache holds bf16"),
             broken("nvfp4", Status.NOT_SUPPORTED, "hf has: bf16, f16, f32, fp8_e4m3, int4"),
         ),
-        "floor": Axes(kld=kld_axis(0, 0, n_positions=2040), trajectory=trajectory_axis(100, 0)),
+        "floor": Axes(
+            kld=kld_axis(0, 0, n_positions=2040), trajectory=trajectory_axis(100, 0, exact_match_rate=1.0, n_items=3)
+        ),
     }
     return Report(**{**fields, **changes})

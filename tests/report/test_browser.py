@@ -56,8 +56,9 @@ def test_no_text_of_the_data_runs_and_the_console_is_silent(tmp_path: Path, them
 DRIVER = """
 const result = {};
 const click = (element) => element.click();
-const heads = [...document.querySelectorAll("#figures thead th")];
-const rows = () => [...document.querySelectorAll("#figures tbody tr")];
+const table = document.querySelector("#figures table");
+const heads = [...table.querySelectorAll("thead th")];
+const rows = () => [...table.querySelectorAll("tbody tr")];
 const arms = () => rows().map((row) => row.cells[0].firstChild.textContent);
 const order = (n) => { click(heads[n].querySelector("button")); return [heads[n].ariaSort, ...arms()]; };
 result.start = arms();
@@ -65,6 +66,7 @@ result.rising = order(2);
 result.falling = order(2);
 result.again = order(2);
 result.verdicts = order(1);
+result.changed = order(4);
 result.names = order(0);
 result.others = heads.filter((head) => head.ariaSort !== "none").length;
 const paper = () => getComputedStyle(document.body).backgroundColor;
@@ -119,6 +121,7 @@ def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path:
     assert result["rising"] == ["ascending", *costly, *absent]
     assert result["falling"] == ["descending", *reversed(costly), *absent]
     assert result["again"] == ["none", *arms]
+    assert result["changed"] == ["ascending", *costly, *absent]
     assert result["verdicts"][1:5] == ["f32", "bf16", "k16v8", "f16/f16"]
     assert result["names"] == ["ascending", *sorted(arms)]
     assert result["others"] == 1

@@ -94,7 +94,7 @@ def test_sentences_figures_failures_floor_control_and_command_are_shown() -> Non
     assert [arm.name for arm in report.candidates if arm.verdict and arm.verdict.sentence not in text] == []
     for shown in (
         "0.000712",
-        "± 0.00014",
+        "0.00057–0.00085",
         "12 of 8,160 positions failed",
         "floor (reference",
         "control bf16",

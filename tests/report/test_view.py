@@ -2,26 +2,37 @@
 
 from __future__ import annotations
 
+import io
+from collections.abc import Callable
+
 import pytest
+from rich.console import Console
 
 from fidelab.core import Estimator, Status
+from fidelab.report.html import render_html
+from fidelab.report.markdown import render_markdown
+from fidelab.report.notebook import render_notebook
 from fidelab.report.numbers import (
     format_bytes,
     format_figure,
     format_figure_margin,
     format_kld,
-    format_margin,
+    format_odds,
+    format_odds_span,
     format_range,
+    format_run,
     format_score,
     format_share,
+    format_span,
     one_line,
     printable,
 )
 from fidelab.report.sections import sections_of
+from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
-from fidelab.results.axis_record import Axes, Excess, Figure, OtherAxis
-from fidelab.results.record import Verdict
-from tests.report.sample import arm, candidate, kld_axis, sample_report
+from fidelab.results.axis_record import Axes, Excess, Figure, KldContext, OtherAxis
+from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
+from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
 
@@ -65,12 +76,48 @@ def test_a_lower_bound_is_marked() -> None:
     assert format_kld(0.5, bound=True) == "≥ 0.500"
 
 
-def test_a_margin_is_half_the_interval() -> None:
-    assert format_margin((0.1, 0.3)) == "± 0.10"
+@pytest.mark.parametrize(
+    ("interval", "text"),
+    [
+        ((0.085, 0.126), "0.085–0.13"),
+        ((0.0, 0.012), "0–0.012"),
+        ((2e-5, 0.0001), "2.0e-5–0.00010"),
+        ((0.02001, 0.02049), "0.0200–0.0205"),  # two digits would make both the same
+        ((-0.002, 0.001), "−0.0020 to 0.0010"),
+        ((0.0, 0.0), "0–0"),
+        (None, "–"),  # no interval is not one of zero width
+    ],
+)
+def test_an_interval_of_nats_shows_both_ends(interval: tuple[float, float] | None, text: str) -> None:
+    assert format_span(interval) == text
 
 
-def test_no_interval_is_not_zero_width() -> None:
-    assert format_margin(None) == "–"
+@pytest.mark.parametrize(
+    ("share", "interval", "text", "span"),
+    [
+        (1 / 17, (1 / 19, 1 / 16), "1 in 17", "16–19"),
+        (0.2, (0.18, 0.25), "1 in 5.0", "4.0–5.6"),
+        (1 / 1234, (0.0, 0.001), "1 in 1,234", "1,000–∞"),
+        (0.0, (0.0, 0.004), "none", "≤ 1 in 250"),
+        (0.913, (0.88, 0.94), "91%", "88–94%"),
+        (0.999, None, "> 99%", "–"),
+        (1.0, (0.9, 1.0), "100%", "90–100%"),
+        (None, None, "–", "–"),
+    ],
+)
+def test_changes_are_counted_one_in_so_many(
+    share: float | None, interval: tuple[float, float] | None, text: str, span: str
+) -> None:
+    assert (format_odds(share), format_odds_span(interval, share)) == (text, span)
+
+
+def test_a_length_in_tokens_is_as_exact_as_it_can_be() -> None:
+    assert [format_run(value) for value in (7.96, 17.4, 1234.0, 33334.0, None)] == ["8.0", "17", "1,234", "33k", "–"]
+
+
+def test_without_a_flip_the_run_is_longer_than_its_lower_end() -> None:
+    runs = {row.name: row.run.value for row in build_view(sample_report()).rows}
+    assert (runs["fp8_e4m3"], runs["f16/f16"], runs["q8_0"]) == ("33", "> 1,000", "–")
 
 
 @pytest.mark.parametrize(
@@ -131,14 +178,14 @@ def test_topk_figures_are_lower_bounds_and_have_no_excess() -> None:
     axes = Axes(kld=kld_axis(0.02, 0.001, control=0.01, estimator=Estimator.TOPK))
     view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
     row = view.candidates[0]
-    assert (row.kld.value, row.p99, row.excess.value) == ("≥ 0.0200", "≥ 0.180", "–")
+    assert (row.kld.value, row.excess.value) == ("≥ 0.0200", "–")
     assert [point.name for point in view.points] == ["bf16"]
 
 
 def test_a_negative_excess_is_shown_as_such() -> None:
     axes = Axes(kld=kld_axis(0.02, 0.001, excess_over_control=Excess(mean=-0.001, ci=(-0.002, 0))))
     view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
-    assert str(view.candidates[0].excess) == "−0.00100 ± 0.0010"
+    assert str(view.candidates[0].excess) == "−0.00100 (−0.0020 to 0)"
 
 
 def test_failed_items_are_listed_with_their_counts() -> None:
@@ -191,7 +238,7 @@ def test_figures_are_written_by_their_unit(value: float | None, unit: str, text:
 
 
 def test_intervals_of_figures_are_written_by_their_unit() -> None:
-    assert [format_figure_margin((-1.0, 3.0), unit) for unit in ("nats", "points")] == ["± 2.0", "−1.0 to 3.0"]
+    assert [format_figure_margin((-1.0, 3.0), unit) for unit in ("nats", "points")] == ["−1.0 to 3.0", "−1.0 to 3.0"]
     assert format_figure_margin(None, "share") == "–"
 
 
@@ -201,7 +248,7 @@ def test_texts_keep_their_lines_but_no_control_characters() -> None:
 
 def test_one_line_says_what_was_compared() -> None:
     assert build_view(sample_report()).compared == (
-        "7 configurations compared with reference f32 on 8,160 positions of text, 10 prompts, rniah and plad"
+        "7 configurations compared with reference f32 on 8,160 positions in 31 documents, 10 prompts, rniah and plad"
     )
 
 
@@ -240,15 +287,117 @@ def test_axes_of_control_and_floor_have_rows_too() -> None:
     assert [line.style for line in sections_of(report)[0].curves[0].lines] == ["s0 d0", "s1 d0", "control", "floor"]
 
 
+FLOOR = "floor (reference against itself): "
+HERE = ", on this machine and thread count"
+
+
+def floor_of(**axes: object) -> str:
+    return build_view(sample_report(floor=Axes.model_validate(axes))).floor.removeprefix(FLOOR)
+
+
+def test_what_repeats_is_counted() -> None:
+    kld = kld_axis(0, 0, n_positions=510)
+    assert floor_of(kld=kld, trajectory=trajectory_axis(100, 0, exact_match_rate=1.0, n_items=3)) == (
+        f"3 of 3 prompts and 510 of 510 positions repeat{HERE}"
+    )
+    assert floor_of(kld=kld_axis(0, 0, n_positions=510, n_failed=2)) == f"508 of 510 positions repeat{HERE}"
+    contexts = tuple(KldContext(n_ctx=n, n_positions=n, windows=1) for n in (255, 1023))
+    assert floor_of(kld=kld_axis(0, 0, n_positions=255, contexts=contexts)) == f"1,278 of 1,278 positions repeat{HERE}"
+
+
+def test_a_floor_that_does_not_repeat_is_told_by_its_cost() -> None:
+    greedy = trajectory_axis(95, 3, exact_match_rate=0.5, n_items=8)
+    assert floor_of(kld=kld_axis(0.001, 0.0005), trajectory=greedy) == (
+        "4 of 8 prompts repeat, trajectory 95.0 (92–98); KLD 0.00100 (0.00050–0.0015) nats"
+    )
+    assert floor_of(kld=kld_axis(0, 0, n_positions=510), trajectory=greedy) == (
+        f"510 of 510 positions repeat{HERE}; 4 of 8 prompts repeat, trajectory 95.0 (92–98)"
+    )
+
+
 def test_the_floor_of_general_axes_is_told() -> None:
     same = OtherAxis(status=Status.IDENTICAL, score=100.0)
     other = OtherAxis(status=Status.OK, score=98.0)
-    alone = build_view(sample_report(floor=Axes.model_validate({"rniah": same}))).floor
-    assert alone == "floor (reference against itself): rniah 100.0; it repeats exactly"
-    both = build_view(sample_report(floor=Axes.model_validate({"rniah": same, "plad": other}))).floor
-    assert both == "floor (reference against itself): rniah 100.0, plad 98.0"
-    unscored = build_view(sample_report(floor=Axes.model_validate({"perplexity": OtherAxis(status=Status.OK)}))).floor
-    assert unscored == "floor (reference against itself): see the other axes"
+    assert floor_of(rniah=same) == f"rniah repeats{HERE}"
+    assert floor_of(rniah=same, plad=other) == f"rniah repeats{HERE}; plad 98.0"
+    assert floor_of(perplexity=OtherAxis(status=Status.OK)) == "perplexity: see the other axes"
+
+
+def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:
+    def pair(better: str, worse: str, **found: bool) -> Comparison:
+        return Comparison(axis="kld", better=better, worse=worse, difference=0.1, ci=(0.0, 0.2), **found)
+
+    pairs = (pair("a", "b", differs=True), pair("b", "c", equivalent=True), pair("c", "d"))
+    assert build_view(sample_report(comparisons=pairs)).ranking == (
+        "cost by paired KLD differences: a < b ≈ c ? d (≈: shown to be equal within 10%; ?: cannot be told)"
+    )
+    both = (pair("a", "b", differs=True, equivalent=True),)  # a difference that is certain, and small
+    assert build_view(sample_report(comparisons=both)).ranking == "cost by paired KLD differences: a < b"
+
+
+def test_what_is_ruled_out_stands_below_no_verdict() -> None:
+    row = candidate("q4", 0.07, "PASS", 1, "x", verdict=Verdict(at_best="DEGRADED", sentence="no verdict"))
+    shown = build_view(sample_report(candidates=(row,))).candidates[0]
+    assert (shown.verdict, shown.note, shown.key) == ("no verdict", "at best DEGRADED", "none")
+
+
+SHIM = "ran with vllm modified: 1 file differs from the package, first a.py, shim patched (sha256 0123abcd)"
+
+
+def printed(report: Report) -> str:
+    file = io.StringIO()
+    render_text(report, Console(file=file, width=200))
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
+)
+def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> None:
+    ran = {
+        "provenance": {"torch": "stock", "vllm": "modified: 1 file differs from the package, first a.py"},
+        "pythonpath": [{"folder": "patched", "sha256": "0123abcd4567"}],
+    }
+    shimmed = candidate("q4", 0.02, "PASS", 1, "safe", ran=Ran.model_validate(ran))
+    shown, plain = (
+        face(sample_report(candidates=(arm,))) for arm in (shimmed, candidate("q4", 0.02, "PASS", 1, "safe"))
+    )
+    for mark in ("modified", SHIM):
+        assert mark in shown.split('type="application/json"')[0]
+    assert "ran with" not in plain
+    assert list(sample_report(candidates=(shimmed,)).to_pandas()["modified"].dropna()) == [
+        SHIM.removeprefix("ran with ").replace(", shim", "; shim")
+    ]
+
+
+def test_folders_of_own_builds_stay_at_home() -> None:
+    ran = Ran.model_validate({"provenance": {"torch": "built from /home/somebody/torch@0123"}})
+    assert ran.modified == ("torch built from torch@0123",)
+
+
+def test_contexts_stand_beside_each_other() -> None:
+    found = [(512, 0.0073, 31), (2048, 0.0133, 6)]
+    contexts = tuple(
+        KldContext(n_ctx=n, mean=mean, mean_ci=(mean / 2.5, mean * 2), n_positions=4080, n_documents=many, windows=16)
+        for n, mean, many in found
+    )
+    axes = Axes(kld=kld_axis(0.0133, 0.002, contexts=contexts))
+    view = build_view(sample_report(candidates=(candidate("q4", 0.0133, "PASS", 1, "x", axes=axes),), control=None))
+    assert view.beside[0].columns == ("arm", "512 tokens", "2,048 tokens")
+    assert view.beside[0].rows == (("q4", "0.00730 (0.0029–0.015)", "0.0133 (0.0053–0.027)"),)
+    assert (
+        "4,080 positions in 31 documents at 512 tokens, 4,080 positions in 6 documents at 2,048 tokens" in view.compared
+    )
+
+
+def test_the_composite_is_shown_where_all_its_axes_ran_or_its_bands_were_asked_for() -> None:
+    def last(settings: dict[str, str], band: str | None) -> str:
+        whole = Composite.model_validate({"value": 88.1, "ci": (84.2, 91.0), "band": band})
+        report = sample_report(settings=settings, candidates=(candidate("q4", 0.1, "FAIL", 1, "x", composite=whole),))
+        return build_view(report).beside[-1].columns[-1]
+
+    assert last({}, None) == last({"bands": "fidelab"}, None) == "trajectory"
+    assert last({}, "PASS") == last({"bands": "refract"}, None) == "composite"
 
 
 def test_what_holds_for_several_arms_is_said_once() -> None:
@@ -266,12 +415,12 @@ def test_other_axes_are_summed_up_by_their_score_or_their_first_figure() -> None
     first = Axes.model_validate({"rniah": scored, "perplexity": unscored})
     second = Axes.model_validate({"rniah": lost})
     report = sample_report(candidates=(arm("q8_0", axes=first), arm("q4_0", axes=second)), control=None)
-    table = build_view(report).others
-    assert table is not None
+    [table] = build_view(report).beside
     assert table.columns == ("arm", "rniah", "perplexity: ln ratio")
-    assert table.rows == (("q8_0", "90.0 (80–95)", "0.0100 ± 0.0050"), ("q4_0", "failed", "–"))
+    assert table.rows == (("q8_0", "90.0 (80–95)", "0.0100 (0.0050–0.015)"), ("q4_0", "failed", "–"))
     assert [section.title for section in sections_of(report)] == ["Is it so?", "perplexity"]
 
 
 def test_without_other_axes_there_is_no_summary_of_them() -> None:
-    assert build_view(sample_report(candidates=(candidate("q8_0", 0.1, "FAIL", 1, "no"),), control=None)).others is None
+    alone = arm("q8_0", axes=Axes(kld=kld_axis(0.1, 0.01)))
+    assert build_view(sample_report(candidates=(alone,), control=None)).beside == ()

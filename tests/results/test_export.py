@@ -13,9 +13,9 @@ from fidelab.core import Status
 from fidelab.errors import UsageError
 from fidelab.results.axis_record import Axes, Figure, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.export import columns
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.record import ArmRecord, Report, Verdict
 from tests.report.hostile import TEXTS, hostile_report
-from tests.report.sample import arm, kld_axis, sample_report
+from tests.report.sample import arm, candidate, kld_axis, sample_report
 
 
 def kld(record: ArmRecord) -> KldAxis:
@@ -67,6 +67,8 @@ def test_every_arm_has_a_row_in_reading_order() -> None:
         ("kld_mean", lambda r: kld(r).mean),
         ("kld_ci_low", lambda r: (kld(r).mean_ci or [None])[0]),
         ("kld_ci_high", lambda r: (kld(r).mean_ci or [None])[-1]),
+        ("kld_real_flips_ci_low", lambda r: (kld(r).real_flips_ci or [None])[0]),
+        ("kld_tokens_to_flip_ci_high", lambda r: (kld(r).tokens_to_flip_ci or [None])[-1]),
         ("kld_p99", lambda r: kld(r).p99),
         ("kld_n_failed", lambda r: kld(r).n_failed),
         ("kld_estimator", lambda r: r.axes.kld and r.axes.kld.estimator.value),
@@ -85,6 +87,12 @@ def test_a_column_holds_the_records_values(column: str, value: Callable[[ArmReco
     expected = [value(record) for record in arms(report)]
     assert given(report.to_pandas(), column)[:-1] == expected
     assert any(item is not None for item in expected)
+
+
+def test_what_is_ruled_out_has_a_column() -> None:
+    unsure = candidate("q4", 0.07, "PASS", 1, "x", verdict=Verdict(at_best="DEGRADED", sentence="no verdict"))
+    frame = sample_report(candidates=(unsure,)).to_pandas()
+    assert list(frame["at_best"].dropna()) == ["DEGRADED"]
 
 
 def test_the_floor_has_figures_but_no_outcome_of_an_arm() -> None:

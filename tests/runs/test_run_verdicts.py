@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.inputs.needles import draw_needles
-from tests.runs.harness import Done, cli, write_inputs
+from tests.runs.harness import Done, cli, compare, write_inputs
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +85,44 @@ def test_an_axis_that_cannot_be_measured_is_not_in_the_composite(tmp_path: Path)
     arm = cli("run", "run.yaml", cwd=tmp_path).arm("tilt")
     assert (arm["status"], arm["axes"]["rniah"]["status"]) == ("ok", "not_measurable")
     assert arm["composite"]["value"] == pytest.approx(arm["axes"]["kld"]["score"])
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """One window: a mean KL and no interval of it."""
+    formats = [f"tilt[q={q}]" for q in (0.51, 0.6, 0.66, 0.02)]  # 0.0002, 0.0204, 0.0541 and 1.27 nats
+    return compare(tmp_path_factory.mktemp("short"), *formats, windows=1, flags=("--control", "none"))
+
+
+def test_without_an_interval_the_mean_says_what_the_verdict_is_at_best(short: Done) -> None:
+    arms = [short.arm(f"tilt[q={q}]") for q in (0.51, 0.6, 0.66, 0.02)]
+    assert {arm["axes"]["kld"]["mean_ci"] for arm in arms} == {None}
+    assert [(arm["verdict"]["band"], arm["verdict"]["at_best"]) for arm in arms] == [
+        (None, None),
+        (None, "PASS"),
+        (None, "DEGRADED"),
+        ("FAIL", None),
+    ]
+    assert "costs 1.27 nats (without an interval)" in arms[-1]["verdict"]["sentence"]
+    for word in ("at best PASS", "at best DEGRADED", "FAIL"):
+        assert word in " ".join(short.out.split())
+
+
+def test_without_intervals_no_order_is_claimed(short: Done) -> None:
+    report = short.report
+    assert [(pair["differs"], pair["equivalent"]) for pair in report["comparisons"]] == [(False, False)] * 3
+    line = next(line for line in short.out.splitlines() if line.startswith("cost by paired"))
+    assert "≈" not in line
+    assert "<" not in line
+
+
+def test_equal_arms_are_shown_to_be_equal(tmp_path: Path) -> None:
+    done = compare(tmp_path, "tilt[q=0.6]", "tilt[q=0.4]", flags=("--control", "none"))
+    [pair] = done.report["comparisons"]  # by symmetry of the closed form both cost 0.0204 nats at every position
+    assert (pair["differs"], pair["equivalent"]) == (False, True)
+    assert "≈" in done.out
+
+
+def test_a_sentence_names_the_longest_context_measured(contradicted: Done) -> None:
+    said = contradicted.arm("tilt[q=0.55]")["verdict"]["sentence"]
+    assert said.endswith("up to 16 tokens of context, not measured beyond")

@@ -24,6 +24,7 @@ from fidelab.core import Estimator, Status
 from fidelab.errors import UsageError
 from fidelab.imports.dump_folder import DumpFolder, open_dump, pair_windows
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
+from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
     RowComparison,
     compare_rows,
@@ -219,7 +220,7 @@ def _comparisons(arms: Sequence[_Arm], labels: Sequence[str], seed: int) -> Iter
     scored = [
         (float(arm.items().num.mean()), label, arm) for arm, label in zip(arms, labels, strict=True) if arm.usable.any()
     ]
-    for (_, better, a), (_, worse, b) in pairwise(sorted(scored, key=lambda entry: entry[0])):
+    for (_, better, a), (mean, worse, b) in pairwise(sorted(scored, key=lambda entry: entry[0])):
         if not (a.usable & b.usable).any():
             continue
         found = paired_difference(b.items(a.usable), a.items(b.usable), seed, bounds=_BOUNDS)
@@ -230,6 +231,7 @@ def _comparisons(arms: Sequence[_Arm], labels: Sequence[str], seed: int) -> Iter
             difference=found.estimate,
             ci=found.interval,
             differs=found.excludes_zero,
+            equivalent=cost_alike(found.interval, mean),
         )
 
 

@@ -19,7 +19,7 @@ from fidelab.metrics.composite import verdict
 from fidelab.report.html import write_html
 from fidelab.report.sentence import ArmFacts, sentence
 from fidelab.results.axis_record import KldAxis
-from fidelab.results.record import ArmRecord, Band, Comparison, Report, Verdict
+from fidelab.results.record import ArmRecord, Comparison, Report, Verdict
 from fidelab.results.store import RunFolder
 
 __all__ = ["Imported", "Source", "kld_verdict", "leave_run", "window_blocks"]
@@ -52,23 +52,26 @@ def kld_verdict(
     ``k`` and ``v`` are the cache's formats where they are what was changed; the sentence may advise on them.
     """
     interval = axis.mean_ci if axis is not None else None
+    mean = axis.mean if axis is not None else None
     n_failed, n_positions = (axis.n_failed or 0, axis.n_positions or 0) if axis is not None else (0, 0)
-    ruling = verdict(None if interval is None else interval[1], n_failed, n_positions)
-    band: Band | None = None if ruling.band is None else ruling.band.value
+    ruling = verdict(None if interval is None else interval[1], n_failed, n_positions, kld_least=mean)
     facts = ArmFacts(
         k=k,
         v=v,
         status=status,
         reason=reason,
-        band=band,
-        kld=axis.mean if axis is not None else None,
-        kld_upper=None if interval is None else interval[1],
+        band=ruling.band,
+        at_best=ruling.at_best,
+        kld=mean,
+        kld_ci=interval,
+        top1=axis.top1 if axis is not None else None,
         estimator=axis.estimator if axis is not None else None,
         n_positions=n_positions or None,
         n_failed=n_failed,
     )
-    because = (reason, *ruling.because[1:]) if band is None else ruling.because
-    return Verdict(band=band, sentence=sentence(facts), because=because)
+    because = (reason, *ruling.because[1:]) if ruling.band is None else ruling.because
+    fields = {"band": ruling.band, "at_best": ruling.at_best, "sentence": sentence(facts), "because": because}
+    return Verdict.model_validate(fields)
 
 
 def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:

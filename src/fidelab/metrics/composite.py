@@ -1,7 +1,8 @@
 """The composite score, the only table of bands, and the verdict (METRICS §6).
 
 The composite is the source's summary of four axes; it is shown and never decides.  The verdict is ours: the
-upper 95% bound of the mean KL, lowered where something else shows harm.
+upper 95% bound of the mean KL, lowered where something else shows harm.  Without such a bound the mean itself, or a
+lower bound of it, still says what the verdict is at best, and where it is FAIL.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ __all__ = [
     "Composite",
     "Verdict",
     "composite",
+    "cost_alike",
     "harmonic_mean",
     "kl_band",
     "lower",
@@ -67,6 +69,7 @@ _LEAST_SCORE = 1e-9  # stands for 0 where its reciprocal is wanted
 
 # Upper bounds (nats, exclusive) of the mean KL for each band; from the last one on is FAIL.
 _KL_EDGES = (0.01, 0.05, 0.1)
+_ALIKE = 0.1  # of the larger mean: costs that differ by less are taken for the same
 
 # ------------------------------------------------------------------------------------------- composite
 
@@ -167,10 +170,14 @@ def lower(band: Band) -> Band:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why."""
+    """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why.
+
+    ``at_best``: the best band still possible where there is no verdict; None where none is ruled out.
+    """
 
     band: Band | None
     because: tuple[str, ...]
+    at_best: Band | None = None
 
     @property
     def label(self) -> str:
@@ -184,6 +191,8 @@ def verdict(
     n_positions: int,
     lowered_because: Sequence[str] = (),
     failed_because: Sequence[str] = (),
+    *,
+    kld_least: float | None = None,
 ) -> Verdict:
     """The verdict on one candidate (METRICS §6).
 
@@ -194,6 +203,8 @@ def verdict(
         lowered_because: found harms that cost a band (R-NIAH or task loss, perplexity against KLD, earlier
             degeneration).  They cost one band together, however many there are.
         failed_because: what makes the output unusable (garbage).
+        kld_least: the mean KL itself, or a lower bound of it (``topk``), nats: no upper bound can lie below it.
+            Without ``kld_upper`` it can rule bands out, and give none but FAIL.
 
     Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``,
     is FAIL, also where no KLD could be computed: what is known to be broken does not go without a verdict.
@@ -203,12 +214,25 @@ def verdict(
     failures = [f"{n_failed} of {n_positions} positions failed"] if n_failed else []
     if failed_because or n_failed * 100 > n_positions:
         return Verdict(Band.FAIL, (*failures, *failed_because, *lowered_because))
-    if kld_upper is None:
-        reason = "no upper bound of a mean KL over the full vocabulary"
-        return Verdict(None, (reason, *failures, *lowered_because))
-    band = kl_band(kld_upper)
+    known = [value for value in (kld_upper, kld_least) if value is not None]
+    band = max(map(kl_band, known), key=_ORDER.index, default=Band.EXCELLENT)
     if lowered_because:
         band = lower(band)
     if n_failed:
         band = max(band, Band.DEGRADED, key=_ORDER.index)
-    return Verdict(band, (f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because))
+    if kld_upper is not None:
+        return Verdict(band, (f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because))
+    if band is Band.FAIL and kld_least is not None:
+        return Verdict(band, (f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because))
+    reason = "no upper bound of a mean KL over the full vocabulary"
+    at_best = None if band is Band.EXCELLENT else band
+    return Verdict(None, (reason, *failures, *lowered_because), at_best)
+
+
+def cost_alike(difference: tuple[float, float] | None, larger: float) -> bool:
+    """Shown to cost the same: the 95% interval of a paired difference lies within ± 10% of the larger mean.
+
+    Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs
+    span orders of magnitude.
+    """
+    return difference is not None and max(abs(end) for end in difference) <= _ALIKE * larger

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fidelab.report.cells import Estimate, kld_of, kv_of
-from fidelab.report.numbers import ABSENT, format_kld, format_margin, one_line
+from fidelab.report.numbers import ABSENT, format_kld, format_span, one_line
 from fidelab.report.tables import Table
 from fidelab.results.record import Attribution, Contrast, Part, Report
 
@@ -57,10 +57,10 @@ def _row(found: Attribution) -> tuple[str, ...]:
 def _part(part: Part | None) -> str:
     if part is None or part.mean is None:
         return ABSENT
-    return str(Estimate(format_kld(part.mean), format_margin(part.ci)))
+    return str(Estimate(format_kld(part.mean), format_span(part.ci)))
 
 
 def _contrast(contrast: Contrast | None) -> str:
     if contrast is None:
         return ABSENT
-    return str(Estimate(format_kld(contrast.mean, signed=True), format_margin(contrast.ci)))
+    return str(Estimate(format_kld(contrast.mean, signed=True), format_span(contrast.ci)))

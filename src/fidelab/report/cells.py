@@ -13,15 +13,32 @@ from fidelab.report.numbers import (
     format_figure,
     format_figure_margin,
     format_kld,
-    format_margin,
+    format_odds,
+    format_odds_span,
     format_range,
+    format_run,
     format_score,
+    format_span,
     one_line,
 )
-from fidelab.results.axis_record import Figure, KldAxis
+from fidelab.results.axis_record import Figure, KldAxis, KldContext
 from fidelab.results.record import ArmRecord
 
-__all__ = ["STATUS", "Estimate", "excess_of", "figure_of", "kld_of", "kv_of", "options", "plain", "scored", "shared"]
+__all__ = [
+    "STATUS",
+    "Estimate",
+    "changed_of",
+    "excess_of",
+    "figure_of",
+    "flips_of",
+    "kld_of",
+    "kv_of",
+    "options",
+    "plain",
+    "run_of",
+    "scored",
+    "shared",
+]
 
 STATUS = {
     Status.OK: "ok",
@@ -35,10 +52,11 @@ STATUS = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value and its margin, as text."""
+    """A value and its interval, as text; ``order``: a number to sort by where the text is none."""
 
     value: str = ABSENT
     margin: str = ABSENT
+    order: str = ""
 
     @property
     def absent(self) -> bool:
@@ -46,9 +64,7 @@ class Estimate:
         return self.value == ABSENT
 
     def __str__(self) -> str:
-        if self.margin == ABSENT:
-            return self.value
-        return f"{self.value} {self.margin}" if self.margin.startswith("±") else f"{self.value} ({self.margin})"
+        return self.value if self.margin == ABSENT else f"{self.value} ({self.margin})"
 
 
 def kv_of(arm: ArmRecord) -> str:
@@ -66,11 +82,12 @@ def options(given: Any) -> str:
     return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in given.items())}]"
 
 
-def kld_of(axis: KldAxis | None) -> Estimate:
-    """Mean KL (nats) and its margin."""
+def kld_of(axis: KldAxis | KldContext | None, *, bound: bool = False) -> Estimate:
+    """Mean KL (nats) and its interval; ``bound``: it is a lower bound, as a context cannot tell by itself."""
     if axis is None or axis.mean is None:
         return Estimate()
-    return Estimate(format_kld(axis.mean, bound=axis.estimator is Estimator.TOPK), format_margin(axis.mean_ci))
+    bound = bound or (isinstance(axis, KldAxis) and axis.estimator is Estimator.TOPK)
+    return Estimate(format_kld(axis.mean, bound=bound), format_span(axis.mean_ci))
 
 
 def excess_of(axis: KldAxis | None) -> Estimate:
@@ -79,7 +96,33 @@ def excess_of(axis: KldAxis | None) -> Estimate:
     if axis is None or axis.excess_over_control is None or axis.estimator is Estimator.TOPK:
         return Estimate()
     excess = axis.excess_over_control
-    return Estimate(format_kld(excess.mean, signed=True), format_margin(excess.ci))
+    return Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci))
+
+
+def changed_of(axis: KldAxis | None) -> Estimate:
+    """How many of the most likely tokens change."""
+    if axis is None or axis.top1 is None:
+        return Estimate()
+    return _odds(1 - axis.top1, axis.top1_ci and (1 - axis.top1_ci[1], 1 - axis.top1_ci[0]))
+
+
+def flips_of(axis: KldAxis | None) -> Estimate:
+    """How many change that were no near tie."""
+    return Estimate() if axis is None or axis.real_flips is None else _odds(axis.real_flips, axis.real_flips_ci)
+
+
+def _odds(share: float, interval: tuple[float, float] | None) -> Estimate:
+    return Estimate(format_odds(share), format_odds_span(interval, share), f"{share:g}")
+
+
+def run_of(axis: KldAxis | None) -> Estimate:
+    """Expected tokens until the most likely one changes; what bounds it is the interval of the changes."""
+    if axis is None or (axis.tokens_to_flip is None and axis.tokens_to_flip_ci is None):
+        return Estimate()
+    if axis.tokens_to_flip is not None:
+        return Estimate(format_run(axis.tokens_to_flip), order=f"{axis.tokens_to_flip:g}")
+    least = axis.tokens_to_flip_ci[0] if axis.tokens_to_flip_ci else 0.0
+    return Estimate(f"> {format_run(least)}", order=f"{least:g}")
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:

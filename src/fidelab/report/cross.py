@@ -17,8 +17,8 @@ from fidelab.report.numbers import (
     format_bytes,
     format_count,
     format_kld,
-    format_margin,
     format_share,
+    format_span,
     one_line,
 )
 from fidelab.report.text import literal, wrap_name
@@ -108,7 +108,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Conso
 
 def _cell(text: str, console: Console) -> Text:
     """A value and its interval stand on two lines."""
-    return literal(text.replace(" (", "\n(", 1).replace(" ±", "\n±", 1), console)
+    return literal(text.replace(" (", "\n(", 1), console)
 
 
 def _faults(report: CrossReport) -> list[tuple[str, Outcome]]:
@@ -174,12 +174,20 @@ def _candidate(row: EngineRow) -> list[str]:
     return [
         row.name,
         one_line(found.kv),
-        str(Estimate(format_kld(found.kld), format_margin(found.kld_ci))),
+        str(Estimate(format_kld(found.kld), format_span(found.kld_ci))),
         *(str(scored(found.scores.get(name), found.score_ci.get(name))) for name in _AXES),
         str(scored(composite.value, composite.ci)) if composite else ABSENT,
         _band(found),
-        (found.verdict.band if found.verdict else None) or ABSENT,
+        _verdict(found),
     ]
+
+
+def _verdict(found: Candidate) -> str:
+    said = found.verdict
+    if said is None:
+        return ABSENT
+    word = said.band or (f"at best\n{said.at_best}" if said.at_best else ABSENT)
+    return f"{word}\nmodified" if said.modified else word
 
 
 def _band(found: Candidate) -> str:
@@ -192,13 +200,11 @@ def _band(found: Candidate) -> str:
 
 
 def _agreement(row: EngineRow, first: bool, pair: Agreement | None) -> list[str]:
-    floor = str(Estimate(format_kld(row.floor), format_margin(row.floor_ci)))
+    floor = str(Estimate(format_kld(row.floor), format_span(row.floor_ci)))
     if pair is None:
         kl, top1, positions = ("itself" if first else ABSENT), ABSENT, ABSENT
     else:
-        kl = (
-            str(Estimate(format_kld(pair.kld), format_margin(pair.ci))) if pair.kld is not None else STATUS[pair.status]
-        )
+        kl = str(Estimate(format_kld(pair.kld), format_span(pair.ci))) if pair.kld is not None else STATUS[pair.status]
         top1, positions = format_share(pair.top1), format_count(pair.n_positions)
     return [row.name, kl, top1, positions, floor, row.estimator or ABSENT]
 

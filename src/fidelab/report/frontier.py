@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fidelab.report.charts import Band, Chart, Mark, Rule, Size, draw_bands, draw_rules
 from fidelab.report.labels import Labels, shorten
-from fidelab.report.numbers import format_bytes, format_kld, format_margin
+from fidelab.report.numbers import format_bytes, format_kld, format_span
 from fidelab.report.scales import Axis, Scale, Tick, round_step, scale_for
 from fidelab.report.view import Point
 
@@ -68,7 +68,7 @@ def draw_frontier(
                 label_y=label_y,
                 anchor=anchor,
                 name=name,
-                title=f"{point.name}: {format_kld(point.mean)} {format_margin(point.interval)} nats, "
+                title=f"{point.name}: {format_kld(point.mean)} ({format_span(point.interval)}) nats, "
                 f"{format_bytes(point.bytes)} bytes/token",
                 key=point.key,
                 arm=point.arm,

@@ -14,16 +14,21 @@ from typing import Any
 from fidelab.report.benches import Performance
 from fidelab.report.isolation import Matrix
 from fidelab.report.numbers import ABSENT, format_count, one_line
+from fidelab.report.tables import Table
 from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.record import Report
 
 __all__ = ["code_span", "escaped", "render_markdown"]
 
-_COLUMNS = ("arm", "verdict", "KLD (nats)", "over control", "p99", "top-1", "trajectory", "bytes/token")
+_COLUMNS = (
+    *("arm", "verdict", "KLD (nats)", "over control"),
+    *("changed tokens", "real flips", "tokens to flip", "bytes/token"),
+)
 _LEGEND = (
-    "KLD: mean KL divergence from the reference per position, ± half of its 95% interval; its upper end sets the "
-    "verdict. Over control: the paired excess over the arm that should cost nothing. Trajectory: share of greedy "
-    "tokens before the paths part, 0–100 with its 95% interval; it never sets the verdict."
+    "KLD: mean KL divergence from the reference per position with its 95% interval, whose upper end sets the verdict. "
+    "Over control: the paired excess over the arm that should cost nothing. Changed tokens: positions with another "
+    "most likely token; real flips: those where the reference's margin was 0.1 nats or more. Tokens to flip: expected "
+    "number until the first change."
 )
 _MARKUP = re.compile(r"[\\`*\[\]<~$&|]|(?<![^\W_])_|_(?![^\W_])")  # an underscore inside a word is none
 _ADDRESS = re.compile(r"://|www\.|@|\b(mailto|xmpp):", re.IGNORECASE)
@@ -34,13 +39,14 @@ def render_markdown(report: Report) -> str:
     view = build_view(report)
     verdicts = (
         _table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
+        *(part for table in view.beside for part in _beside(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
         _bullets(escaped(line) for line in (view.control, view.floor, view.ranking) if line),
     )
     parts = [
         _opening(report, view),
-        _bullets(f"failed: {escaped(line)}" for line in view.failures),
+        _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(verdicts if view.fidelity else ()),
         *(part for matrix in view.isolation for part in _isolation(matrix)),
         *(_speed(view.performance) if view.performance else ()),
@@ -60,17 +66,20 @@ def _opening(report: Report, view: View) -> str:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
         return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings)}."
+    return (
+        f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings, view.text)}."
+    )
 
 
-def _protocol(settings: Mapping[str, Any]) -> str:
+def _protocol(settings: Mapping[str, Any], text: str) -> str:
     """Text, windows and prompts, as far as the settings name them."""
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
     if "windows" in (kld := _mapping(axes.get("kld"))):
-        size = f" of {_setting(kld['n_ctx'])} tokens" if "n_ctx" in kld else ""
+        size = f" of {_setting(kld['n_ctx'])} tokens" if isinstance(kld.get("n_ctx"), int) else ""
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
-        parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}")
+        scored = f", {text}" if text else ""
+        parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
     if greedy := _mapping(axes.get("trajectory")):
         limit = f"{_setting(greedy['limit'])} prompts" if greedy.get("limit") is not None else "all prompts"
         length = f" with up to {_setting(greedy['n_predict'])} tokens each" if "n_predict" in greedy else ""
@@ -109,6 +118,13 @@ def _speed(speed: Performance) -> list[str]:
     return [table, speed.note if table else "", doubts]
 
 
+def _beside(table: Table) -> list[str]:
+    """A table of further figures under its title."""
+    rows = ((_name(name), *map(escaped, cells)) for name, *cells in table.rows)
+    columns = [escaped(column.replace("\\|", "\\ |")) for column in table.columns]  # as in code spans
+    return [f"{escaped(table.title)}:", _table(columns, 1, rows)]
+
+
 def _isolation(matrix: Matrix) -> list[str]:
     """A grid with its title, and what it says."""
     words, columns = matrix.words, [escaped(column) for column in matrix.table.columns]
@@ -122,7 +138,7 @@ def _name(name: str) -> str:
 
 def _cells(row: ArmRow) -> tuple[str, ...]:
     verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
-    figures = (str(row.kld), str(row.excess), row.p99, row.top1, str(row.trajectory), row.cache_bytes)
+    figures = (*map(str, (row.kld, row.excess, row.changed, row.flips, row.run)), row.cache_bytes)
     return (_name(row.name), *(escaped(cell) for cell in (verdict, *figures)))
 
 

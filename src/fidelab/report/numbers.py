@@ -14,12 +14,15 @@ __all__ = [
     "format_figure",
     "format_figure_margin",
     "format_kld",
-    "format_margin",
     "format_mib",
+    "format_odds",
+    "format_odds_span",
     "format_range",
     "format_ratio",
+    "format_run",
     "format_score",
     "format_share",
+    "format_span",
     "format_tokens",
     "one_line",
     "printable",
@@ -30,20 +33,26 @@ MINUS = "−"
 MIB = 2**20
 
 
-def format_kld(value: float | None, *, signed: bool = False, bound: bool = False) -> str:
+def format_kld(value: float | None, *, signed: bool = False, bound: bool = False, digits: int = 3) -> str:
     """Nats with 3 significant digits: ``0.0312``, ``2.94e-5``; ``≥`` before a lower bound."""
     if value is None:
         return ABSENT
     sign = MINUS if value < 0 else "+" if signed and value > 0 else ""
-    return ("≥ " if bound else "") + sign + _significant(abs(value), 3)
+    return ("≥ " if bound else "") + sign + _significant(abs(value), digits)
 
 
-def format_margin(interval: tuple[float, float] | None, decimals: int | None = None) -> str:
-    """``± half-width`` of an interval (two significant digits, or so many decimals); absent is ``–``."""
+def format_span(interval: tuple[float, float] | None) -> str:
+    """``low–high`` of an interval in nats, which may be skewed; absent is ``–``.
+
+    Two significant digits, three where two would make both ends the same.  ``to`` stands between ends that may have a
+    sign.
+    """
     if interval is None:
         return ABSENT
-    half = (interval[1] - interval[0]) / 2
-    return "± " + (_significant(half, 2) if decimals is None else f"{half:.{decimals}f}")
+    low, high = (format_kld(end, digits=2) for end in interval)
+    if low == high:
+        low, high = (format_kld(end) for end in interval)
+    return f"{low} to {high}" if interval[0] < 0 else f"{low}–{high}"
 
 
 def format_range(interval: tuple[float, float] | None) -> str:
@@ -76,6 +85,34 @@ def format_share(value: float | None) -> str:
     if text == "0.00" and value > 0:
         return "< 0.01%"
     return f"{text}%"
+
+
+def format_odds(share: float | None) -> str:
+    """A share 0-1 as ``1 in 17``; ``none`` of 0, a percentage where it is more than half."""
+    if share is None:
+        return ABSENT
+    if share > 0.5:
+        return f"{100 * share:.0f}%" if share == 1 or share < 0.995 else "> 99%"
+    return f"1 in {format_run(1 / share)}" if share else "none"
+
+
+def format_odds_span(interval: tuple[float, float] | None, share: float | None) -> str:
+    """What belongs to :func:`format_odds` of ``share``: ``16–19`` of ``1 in 17``."""
+    if interval is None or share is None:
+        return ABSENT
+    low, high = interval
+    if share == 0:
+        return f"≤ {format_odds(high)}"
+    if share > 0.5:
+        return f"{100 * low:.0f}–{100 * high:.0f}%"
+    return f"{format_run(1 / high)}–{format_run(1 / low) if low else '∞'}"
+
+
+def format_run(value: float | None) -> str:
+    """A length in tokens: ``5.1``, ``17``, ``1,234``, ``33k``."""
+    if value is None:
+        return ABSENT
+    return f"{value:.1f}" if value < 9.95 else f"{value:,.0f}" if value < 9999.5 else f"{value / 1000:,.0f}k"
 
 
 def format_bytes(value: float | None) -> str:
@@ -128,9 +165,9 @@ def format_figure(value: float | None, unit: str) -> str:
 
 
 def format_figure_margin(interval: tuple[float, float] | None, unit: str) -> str:
-    """``± half-width`` of nats, ``low to high`` of everything else; absent is ``–``."""
+    """``low–high`` of nats, ``low to high`` of everything else; absent is ``–``."""
     if interval is None or unit == "nats":
-        return format_margin(interval)
+        return format_span(interval)
     return f"{format_figure(interval[0], unit)} to {format_figure(interval[1], unit)}"
 
 

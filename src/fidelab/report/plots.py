@@ -33,8 +33,8 @@ __all__ = [
 WIDE, NARROW = Size(560, 330), Size(360, 300, labels=False)
 FRONTIER = (Size(1120, 430), Size(360, 400))
 MOST_LABELS = 6
-RULES = (Rule(0.01, "near-lossless"), Rule(0.05, "good"), Rule(0.1, "noticeable"))
-"""Edges of the KLD scale (METRICS §3), on which the verdicts rest."""
+RULES = (Rule(0.01, "EXCELLENT"), Rule(0.05, "PASS"), Rule(0.1, "DEGRADED"))
+"""Upper edges of the bands (METRICS §6), which an interval has to stay below."""
 KLD = "mean KL, nats"
 
 

@@ -13,7 +13,7 @@ from fidelab.report.numbers import (
     format_count,
     format_figure,
     format_kld,
-    format_margin,
+    format_span,
     one_line,
     printable,
 )
@@ -164,7 +164,7 @@ def _figures(name: str, entries: Sequence[_Entry]) -> Table:
     for entry in entries:
         axis, mine = entry.axis, {figure.name: figure for figure in entry.axis.figures}
         excess = axis.excess_over_control
-        over = Estimate(format_kld(excess.mean, signed=True), format_margin(excess.ci)) if excess else Estimate()
+        over = Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci)) if excess else Estimate()
         rows.append(
             (
                 entry.name,

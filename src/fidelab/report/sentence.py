@@ -1,7 +1,8 @@
-"""One plain sentence per candidate that says what to do.
+"""One plain sentence per candidate that says what to do, and what changes.
 
-The band is given, never computed here; words and formats follow from it.  A cost is blamed on the keys only
-where something points to them: the values are native, or an arm of the same run with native keys does well.
+The band is given, never computed here; words and formats follow from it.  What is not ruled out says up to which
+context that was measured.  A cost is blamed on the keys only where something points to them: the values are native, or
+an arm of the same run with native keys does well.
 """
 
 from __future__ import annotations
@@ -10,17 +11,11 @@ import re
 from dataclasses import dataclass
 
 from fidelab.core import Estimator, Status
-from fidelab.report.numbers import format_kld, one_line
+from fidelab.report.numbers import format_kld, format_odds, format_span, one_line
 
 __all__ = ["ArmFacts", "is_native", "sentence"]
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
-_SIZE = {
-    "EXCELLENT": "near-lossless",
-    "PASS": "within the good range",
-    "DEGRADED": "a noticeable change",
-    "FAIL": "a significant change",
-}
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
 
@@ -28,11 +23,12 @@ _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 class ArmFacts:
     """What is known about one candidate when its sentence is written.
 
-    ``band``: the verdict's, ``None`` where there is none.  ``kld``: mean (nats), ``kld_upper`` the upper end
-    of its 95% interval.  ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run
-    whose keys are native and whose values have this arm's format, if there is one.  ``native_keys_format``:
-    what to suggest where there is none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine
-    has one format for both.
+    ``band``: the verdict's, ``None`` where there is none; ``at_best``: what it could be then.  ``kld``: mean (nats),
+    ``kld_ci`` its 95% interval.  ``top1``: share of positions whose most likely token stays, ``real_flips``: share
+    where it changes although that was no near tie.  ``n_ctx``: the longest context measured, tokens.
+    ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
+    whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
+    none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine has one format for both.
     ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
     """
 
@@ -41,8 +37,12 @@ class ArmFacts:
     status: Status = Status.OK
     reason: str = ""
     band: str | None = None
+    at_best: str | None = None
     kld: float | None = None
-    kld_upper: float | None = None
+    kld_ci: tuple[float, float] | None = None
+    top1: float | None = None
+    real_flips: float | None = None
+    n_ctx: int | None = None
     estimator: str | None = None
     n_positions: int | None = None
     n_failed: int = 0
@@ -73,10 +73,11 @@ def sentence(arm: ArmFacts) -> str:
     if arm.status is Status.NOT_ENGAGED:
         return f"not engaged: this format did not run, so nothing is known about it: {reason}"
     if arm.status is Status.IDENTICAL:
-        return "safe: the format ran and its output is identical to the reference's"
+        return "; ".join(["safe: the format ran and its output is identical to the reference's", *_reach(arm)])
     if arm.band is None:
-        return f"no verdict: {_why_none(arm)}"
-    return "; ".join([f"{_head(arm)}: {', '.join(_facts(arm))}", *_remedies(arm)])
+        best = f", at best {arm.at_best}" if arm.at_best else ""
+        return f"no verdict{best}: {_why_none(arm)}"
+    return "; ".join([f"{_head(arm)}: {', '.join(_facts(arm))}", *_changes(arm), *_remedies(arm), *_reach(arm)])
 
 
 def _why_none(arm: ArmFacts) -> str:
@@ -112,12 +113,31 @@ def _facts(arm: ArmFacts) -> list[str]:
         facts.append(f"{arm.n_failed:,}{total} positions gave no number")
     if arm.lowered_by:
         facts.append(one_line(arm.lowered_by))
-    if arm.kld is not None:
-        most = f" (at most {format_kld(arm.kld_upper)})" if arm.kld_upper is not None else ""
-        facts.append(f"costs {format_kld(arm.kld)} nats{most}")
-    if not arm.n_failed and not arm.lowered_by:
-        facts.append(_SIZE[arm.band])
+    if arm.kld is not None and arm.estimator == Estimator.TOPK:
+        facts.append(f"costs at least {format_kld(arm.kld)} nats")
+    elif arm.kld is not None:
+        known = format_span(arm.kld_ci) if arm.kld_ci is not None else "without an interval"
+        facts.append(f"costs {format_kld(arm.kld)} nats ({known})")
     return facts
+
+
+def _changes(arm: ArmFacts) -> list[str]:
+    """How many of the most likely tokens change, and how many of those were no near tie."""
+    if arm.top1 is None:
+        return []
+    changed = 1 - arm.top1
+    if changed == 0:
+        return ["no top token changes"]
+    odds = format_odds(changed)
+    said = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
+    return [said if arm.real_flips is None else f"{said}, {format_odds(arm.real_flips)} beyond a near tie"]
+
+
+def _reach(arm: ArmFacts) -> list[str]:
+    """What a longer context costs is not known; what fails need not be known to fail there, too."""
+    if arm.n_ctx is None or arm.band == "FAIL":
+        return []
+    return [f"up to {arm.n_ctx:,} tokens of context, not measured beyond"]
 
 
 def _remedies(arm: ArmFacts) -> list[str]:

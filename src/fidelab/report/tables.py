@@ -12,8 +12,8 @@ from fidelab.report.numbers import (
     format_amount,
     format_bytes,
     format_count,
+    format_figure_margin,
     format_kld,
-    format_margin,
     format_score,
     format_share,
     one_line,
@@ -21,7 +21,7 @@ from fidelab.report.numbers import (
 from fidelab.results.axis_record import KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["Table", "summary_of", "tables_of"]
+__all__ = ["Table", "contexts_of", "summary_of", "tables_of"]
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Table:
 
 _KLD_COLUMNS = (
     *("mean", "std. error", "median", "p90", "p95", "p99", "p99.9", "max"),
-    *("top-1", "RMS Δp", "positions", "failed", "from"),
+    *("top-1", "RMS Δp", "context", "positions", "failed", "from"),
 )
 _TRAJECTORY_COLUMNS = (
     *("score", "over control", "exact match", "first divergence", "near ties", "positions equal"),
@@ -72,6 +72,7 @@ def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
         *(format_kld(value, bound=bound) for value in quantiles),
         format_share(axis.top1),
         format_share(axis.rms_dp),
+        format_count(axis.n_ctx),
         format_count(axis.n_positions),
         format_count(axis.n_failed),
         axis.estimator.value if axis.estimator else ABSENT,
@@ -80,7 +81,11 @@ def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
 
 def _trajectory_cells(axis: TrajectoryAxis) -> tuple[str, ...]:
     excess = axis.excess_over_control
-    over = Estimate(format_score(excess.mean, signed=True), format_margin(excess.ci, 1)) if excess else Estimate()
+    over = (
+        Estimate(format_score(excess.mean, signed=True), format_figure_margin(excess.ci, "points"))
+        if excess
+        else Estimate()
+    )
     return (
         str(scored(axis.score, axis.ci)),
         str(over),
@@ -117,23 +122,66 @@ def _timed(arms: Sequence[tuple[str, ArmRecord]]) -> Iterator[tuple[str, tuple[s
             yield arm.name, (format_amount(timing.load_seconds), format_amount(timing.seconds))
 
 
+def contexts_of(report: Report) -> Table | None:
+    """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    found = {arm.name: {c.n_ctx: c for c in arm.axes.kld.contexts} for arm in arms if arm.axes.kld}
+    sizes = sorted({n_ctx for contexts in found.values() for n_ctx in contexts})
+    if len(sizes) < 2:
+        return None
+    rows = tuple(
+        (
+            one_line(arm.name),
+            *(str(kld_of(found[arm.name].get(n), bound=axis.estimator is Estimator.TOPK)) for n in sizes),
+        )
+        for arm in arms
+        if (axis := arm.axes.kld) and axis.contexts
+    )
+    title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
+    return Table("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), rows)
+
+
 def summary_of(report: Report) -> Table | None:
-    """Arm × other axes: the score, or the first figure of an axis that has none; ``None`` without other axes."""
+    """Arm × axes besides KLD: the score, or the first figure of an axis that has none; ``None`` without such axes.
+
+    The composite closes the row where all its axes were measured, or where its bands were asked for.
+    """
     arms = [*report.candidates, *([report.control] if report.control else [])]
     names = list(dict.fromkeys(name for arm in arms for name in arm.axes.others()))
-    if not names:
+    greedy = any(arm.axes.trajectory for arm in arms)
+    if not (names or greedy):
         return None
-    columns = ["arm"]
+    columns = ["arm", *(["trajectory"] if greedy else [])]
     for name in names:
         found = [axis for arm in arms if (axis := arm.axes.others().get(name)) is not None]
         measured = [axis for axis in found if axis.status in (Status.OK, Status.IDENTICAL)]
         told = next((axis.figures[0].name for axis in measured if axis.score is None and axis.figures), None)
         columns.append(one_line(name if told is None else f"{name}: {told}"))
-    rows = tuple((one_line(arm.name), *(_brief(arm.axes.others().get(name)) for name in names)) for arm in arms)
-    return Table("others", "Other axes", tuple(columns), rows)
+    combined = _shows_composite(report)
+    rows = tuple(
+        (
+            one_line(arm.name),
+            *([_brief(arm.axes.trajectory)] if greedy else []),
+            *(_brief(arm.axes.others().get(name)) for name in names),
+            *([_composite(arm)] if combined else []),
+        )
+        for arm in arms
+    )
+    return Table("others", "Other axes", (*columns, *(["composite"] if combined else [])), rows)
 
 
-def _brief(axis: OtherAxis | None) -> str:
+def _shows_composite(report: Report) -> bool:
+    """It has a band where all four axes were measured; a band table that is not the default was asked for."""
+    found = [arm.composite for arm in report.candidates if arm.composite is not None]
+    asked = report.settings.get("bands", "fidelab") != "fidelab"
+    return bool(found) and (asked or any(composite.band is not None for composite in found))
+
+
+def _composite(arm: ArmRecord) -> str:
+    return ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci))
+
+
+def _brief(axis: TrajectoryAxis | OtherAxis | None) -> str:
     """What a narrow column has room for."""
     if axis is None:
         return ABSENT
@@ -141,4 +189,4 @@ def _brief(axis: OtherAxis | None) -> str:
         return STATUS[axis.status]
     if axis.score is not None:
         return str(scored(axis.score, axis.ci))
-    return figure_of(axis.figures[0]) if axis.figures else STATUS[axis.status]
+    return figure_of(axis.figures[0]) if isinstance(axis, OtherAxis) and axis.figures else STATUS[axis.status]

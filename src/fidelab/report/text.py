@@ -1,8 +1,8 @@
 """A report as terminal text: what failed, one table, one sentence per candidate, floor and control.
 
-Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; in
-a narrower terminal the tail (p99, max) and top-1 are left out.  Tables of benches may be wider and lose columns, too.
-A line says what is missing.
+Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
+there is less room real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
+columns, too.  A line says what is missing.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -19,13 +20,15 @@ from fidelab.report.tables import Table as Others
 from fidelab.report.text_benches import print_benches, print_performance, stacked
 from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.text_plot import plot_frontier
-from fidelab.report.view import ArmRow, Estimate, View, build_view
+from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.record import Report
 
 __all__ = ["literal", "render_text", "wrap_name"]
 
-_WIDE = 98
 _NAME_WIDTH = 17
+_LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, False))
+"""Padding, widths of name and verdict, whether real flips and tokens to the first flip are shown; roomiest first."""
+_TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _AXIS_WIDTH = 17
 _STYLES = {
@@ -41,7 +44,6 @@ _STYLES = {
 def render_text(report: Report, console: Console, *, folder: Path | None = None, plot: bool = False) -> None:
     """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie."""
     view = build_view(report)
-    wide = console.width >= _WIDE
 
     def line(text: str, style: str = "") -> None:
         console.print(literal(text, console, style), overflow="fold")
@@ -51,17 +53,18 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
-    speed = view.performance
+    for said in view.modified:
+        line(said, "yellow")
+    speed, whole = view.performance, True
     if view.fidelity:
-        console.print(_table(view, console, wide))
+        line(view.compared)
+        table, whole = _fitted(view, console)
+        console.print(table)
     if speed is not None:
         print_performance(view, speed, console)
-    if view.others is not None:
-        console.print(_others(view.others, console))
-    for table in view.tables:
-        if table.key == "attribution":
-            line(table.title)
-            console.print(_others(table, console))
+    for shown in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+        line(shown.title)
+        console.print(_others(shown, console))
     for matrix in view.isolation:
         line(matrix.table.title)
         console.print(_others(matrix.table, console))
@@ -79,7 +82,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    if missing := [*dropped, *(["p99, max and top-1"] if view.fidelity and not wide else [])]:
+    if missing := [*dropped, *([] if whole else [_TAIL])]:
         line(f"narrow terminal: {', '.join(missing)} are left out")
     if plot:
         line("")
@@ -92,30 +95,28 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)
 
 
-def _table(view: View, console: Console, wide: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1 if wide else 0, 0, 0), show_lines=False)
-    table.add_column("arm", overflow="fold", max_width=_NAME_WIDTH)
-    table.add_column("verdict", overflow="fold")
-    for header in ("KLD\nnats", "over\ncontrol"):
+def _fitted(view: View, console: Console) -> tuple[Table, bool]:
+    """The main table in the roomiest layout that there is room for, and whether it shows all columns."""
+    for layout in _LAYOUTS:
+        table = _table(view, console, *layout)
+        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+            break
+    return table, layout[-1]
+
+
+def _table(view: View, console: Console, padding: int, name_width: int, verdict_width: int, tail: bool) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0), show_lines=False)
+    table.add_column("arm", overflow="fold", max_width=name_width)
+    table.add_column("verdict", overflow="fold", max_width=verdict_width)
+    flips = ("real\nflips", "tokens\nto flip") if tail else ()
+    for header in ("KLD\nnats", "over\ncontrol", "changed\ntokens", *flips, "bytes/\ntoken"):
         table.add_column(header, justify="right", no_wrap=True)
-    if wide:
-        table.add_column("p99\nmax", justify="right", no_wrap=True)
-        table.add_column("top-1", justify="right", no_wrap=True)
-    for header in ("traj.\n0-100", "comp.\n0-100"):
-        table.add_column(header, justify="right", no_wrap=True)
-    table.add_column("bytes/\ntoken", justify="right", no_wrap=True)
     for row in view.rows:
-        tail = [stacked(Estimate(row.p99, row.max)), row.top1] if wide else []
-        cells = [
-            *(stacked(estimate) for estimate in (row.kld, row.excess)),
-            *tail,
-            *(stacked(estimate) for estimate in (row.trajectory, row.composite)),
-            row.cache_bytes,
-        ]
+        figures = (row.kld, row.excess, row.changed, *((row.flips, row.run) if tail else ()))
         table.add_row(
-            literal(wrap_name(row.name, _NAME_WIDTH), console),
+            literal(wrap_name(row.name, name_width), console),
             literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(cell, console) for cell in cells),
+            *(literal(figure, console) for figure in (*map(stacked, figures), row.cache_bytes)),
         )
     return table
 
@@ -127,10 +128,10 @@ def _others(shown: Others, console: Console) -> Table:
     for column in shown.columns[1:]:
         table.add_column(Text(column), justify="right", overflow="fold", max_width=_AXIS_WIDTH)
     for name, *cells in shown.rows:
-        stacked = (cell.replace(" (", "\n(", 1).replace(" ±", "\n±", 1) for cell in cells)
-        table.add_row(literal(wrap_name(name, _NAME_WIDTH), console), *(literal(cell, console) for cell in stacked))
+        lines = (cell.replace(" (", "\n(", 1) for cell in cells)
+        table.add_row(literal(wrap_name(name, _NAME_WIDTH), console), *(literal(cell, console) for cell in lines))
     return table
 
 
 def _verdict(row: ArmRow) -> str:
-    return f"{row.verdict}\n{row.note}" if row.note else row.verdict
+    return "\n".join([row.verdict, *(row.note.split(", ") if row.note else [])])

@@ -9,7 +9,7 @@ from rich.text import Text
 
 __all__ = ["literal", "wrap_name"]
 
-_ASCII = str.maketrans({"±": "+/-", "–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x"})
+_ASCII = str.maketrans({"–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf"})
 
 
 def literal(text: str, console: Console, style: str = "") -> Text:

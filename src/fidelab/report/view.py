@@ -14,10 +14,22 @@ from typing import Any
 from fidelab.core import Estimator, Status
 from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.benches import Performance, bench_failures, performance_of
-from fidelab.report.cells import STATUS, Estimate, excess_of, kld_of, kv_of, plain, scored, shared
+from fidelab.report.cells import (
+    STATUS,
+    Estimate,
+    changed_of,
+    excess_of,
+    flips_of,
+    kld_of,
+    kv_of,
+    plain,
+    run_of,
+    scored,
+    shared,
+)
 from fidelab.report.isolation import Matrix, isolation_of
-from fidelab.report.numbers import ABSENT, format_bytes, format_kld, format_share, one_line
-from fidelab.report.tables import Table, summary_of, tables_of
+from fidelab.report.numbers import ABSENT, format_bytes, one_line
+from fidelab.report.tables import Table, contexts_of, summary_of, tables_of
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.record import ArmRecord, Comparison, Report
 
@@ -47,7 +59,11 @@ class Group:
 
 @dataclass(frozen=True)
 class ArmRow:
-    """One arm in the main table; ``role`` is reference, control or candidate."""
+    """One arm in the main table; ``role`` is reference, control or candidate.
+
+    ``changed``: how many of the most likely tokens change, ``flips``: how many of those were no near tie, ``run``:
+    expected tokens until the first change.  ``modified``: what ran besides packages as released.
+    """
 
     role: str
     name: str
@@ -55,15 +71,14 @@ class ArmRow:
     model: str
     kv: str
     band: str
+    at_best: str
     status: str
     reason: str
     kld: Estimate
     excess: Estimate
-    p99: str
-    max: str
-    top1: str
-    trajectory: Estimate
-    composite: Estimate
+    changed: Estimate
+    flips: Estimate
+    run: Estimate
     cache_bytes: str
     sentence: str
     because: tuple[str, ...]
@@ -72,6 +87,7 @@ class ArmRow:
     """Word for a stylesheet: role, band in lower case, ``identical``, ``none`` or ``broken``."""
     saving: str = ""
     """Cache bytes against the reference's, in words; empty where either is unknown."""
+    modified: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
@@ -84,13 +100,15 @@ class ArmRow:
 
     @property
     def note(self) -> str:
-        """The second line of the verdict column: the status where the verdict does not say it."""
-        return self.status if self.status not in ("ok", self.verdict) else ""
+        """The second line of the verdict column: what it could be, the status where it does not say it, a build."""
+        best = f"at best {self.at_best}" if self.at_best and self.verdict == "no verdict" else ""
+        status = self.status if self.status not in ("ok", self.verdict) else ""
+        return ", ".join(part for part in (best, status, "modified" if self.modified else "") if part)
 
 
 @dataclass(frozen=True)
 class View:
-    """Everything a report shows, in reading order."""
+    """Everything a report shows, in reading order; ``beside`` stands below the main table."""
 
     title: str
     subtitle: str
@@ -98,12 +116,13 @@ class View:
     created: str
     version: str
     failures: tuple[str, ...]
+    modified: tuple[str, ...]
     rows: tuple[ArmRow, ...]
     floor: str
     control: str
     ranking: str
     tables: tuple[Table, ...]
-    others: Table | None
+    beside: tuple[Table, ...]
     isolation: tuple[Matrix, ...]
     truth: str
     points: tuple[Point, ...]
@@ -111,6 +130,7 @@ class View:
     settings: str
     command: str
     compared: str
+    text: str
     reference: Point | None
     performance: Performance | None
     fidelity: bool
@@ -151,12 +171,17 @@ def build_view(report: Report) -> View:
         failures=tuple(
             shared([(one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity)])
         ),
+        modified=tuple(
+            shared(
+                [(one_line(arm.name), f"ran with {', '.join(found)}") for _, arm in arms if (found := _modified(arm))]
+            )
+        ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor=_floor(report.floor),
         control=_control(report.control),
         ranking=_ranking(report.comparisons),
         tables=(*tables_of(arms), *([attribution] if (attribution := attribution_of(report)) else [])),
-        others=summary_of(report),
+        beside=tuple(table for table in (contexts_of(report), summary_of(report)) if table is not None),
         isolation=isolation_of(report),
         truth=truth_line(report),
         points=(
@@ -167,6 +192,7 @@ def build_view(report: Report) -> View:
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
         command=report.command,
         compared=_compared(report, performance, fidelity),
+        text=_text(report),
         reference=None if size is None else Point(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
         fidelity=fidelity,
@@ -183,32 +209,34 @@ def _engines(arms: Iterable[ArmRecord]) -> list[str]:
 
 
 def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
-    kld, trajectory, composite = arm.axes.kld, arm.axes.trajectory, arm.composite
-    band = (arm.verdict.band if arm.verdict else None) or ABSENT
-    bound = kld is not None and kld.estimator is Estimator.TOPK
+    kld, composite = arm.axes.kld, arm.composite
     return ArmRow(
         role=role,
         name=one_line(arm.name),
         engine=one_line(arm.engine),
         model=one_line(arm.model),
         kv=kv_of(arm),
-        band=band,
+        band=(arm.verdict.band if arm.verdict else None) or ABSENT,
+        at_best=(arm.verdict.at_best if arm.verdict else None) or "",
         status=STATUS[arm.status],
         reason=one_line(arm.reason or ""),
         kld=kld_of(kld),
         excess=excess_of(kld),
-        p99=format_kld(kld.p99 if kld else None, bound=bound),
-        max=format_kld(kld.max if kld else None, bound=bound),
-        top1=format_share(kld.top1 if kld else None),
-        trajectory=scored(trajectory.score, trajectory.ci) if trajectory else Estimate(),
-        composite=scored(composite.value, composite.ci) if composite else Estimate(),
+        changed=changed_of(kld),
+        flips=flips_of(kld),
+        run=run_of(kld),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
         sentence=_sentence(arm),
         because=tuple(one_line(fact) for fact in arm.verdict.because) if arm.verdict else (),
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
         saving="" if role == "reference" else _saving(arm, size),
+        modified=_modified(arm),
     )
+
+
+def _modified(arm: ArmRecord) -> tuple[str, ...]:
+    return tuple(map(one_line, arm.ran.modified)) if arm.ran else ()
 
 
 def _saving(arm: ArmRecord, size: float | None) -> str:
@@ -235,13 +263,29 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         beside = f" and {n} other configuration{'' if n == 1 else 's'}" if n else ""
         return f"{_capital(performance.measured)} of {name}{beside}"
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    rows = next((arm.axes.kld.n_positions for arm in arms if arm.axes.kld and arm.axes.kld.n_positions), None)
     prompts = next((arm.axes.trajectory.n_items for arm in arms if arm.axes.trajectory), None)
-    what = [f"{rows:,} positions of text"] if rows else []
+    what = [text] if (text := _text(report)) else []
     what += [f"{prompts:,} prompt{'' if prompts == 1 else 's'}"] if prompts else []
     others = list(dict.fromkeys(one_line(name) for arm in arms for name in arm.axes.others()))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
     return f"{line} on {_and([*what, *others])}" if what or others else line
+
+
+def _text(report: Report) -> str:
+    """``4,080 positions in 31 documents``, of several contexts one after the other; empty where no text was scored."""
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    axis = next((arm.axes.kld for arm in arms if arm.axes.kld and arm.axes.kld.n_positions), None)
+    if axis is None:
+        return ""
+    if len(axis.contexts) < 2:
+        return _positions(axis.n_positions, axis.n_documents)
+    return ", ".join(f"{_positions(c.n_positions, c.n_documents)} at {c.n_ctx:,} tokens" for c in axis.contexts)
+
+
+def _positions(n: int | None, documents: int | None) -> str:
+    if documents is None:
+        return f"{n or 0:,} positions of text"
+    return f"{n or 0:,} positions in {documents:,} document{'' if documents == 1 else 's'}"
 
 
 def _and(words: Sequence[str]) -> str:
@@ -300,23 +344,42 @@ def _repeats(axis: KldAxis | TrajectoryAxis | OtherAxis) -> bool:
 
 
 def _floor(floor: Axes) -> str:
-    parts = []
-    if floor.kld is not None and floor.kld.mean is not None:
-        parts.append(f"KLD {kld_of(floor.kld)} nats")
-    if floor.trajectory is not None and floor.trajectory.score is not None:
-        parts.append(f"trajectory {scored(floor.trajectory.score, floor.trajectory.ci)}")
-    others = floor.others()
-    parts += [f"{one_line(name)} {scored(a.score, a.ci)}" for name, a in others.items() if a.score is not None]
-    for label, axis in (("KLD", floor.kld), ("trajectory", floor.trajectory), *others.items()):
-        if axis is not None and axis.status not in (Status.OK, Status.IDENTICAL, Status.NOT_MEASURABLE):
-            parts.append(f"{one_line(label)} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
-    measured = [a for a in (floor.kld, floor.trajectory, *others.values()) if a and a.status in _MEASURED]
-    if not (parts or measured):
-        return "floor (reference against itself): not measured"
-    exact = bool(measured) and all(_repeats(axis) for axis in measured)
-    if not parts:
-        return f"floor (reference against itself): {'it repeats exactly' if exact else 'see the other axes'}"
-    return f"floor (reference against itself): {', '.join(parts)}{'; it repeats exactly' if exact else ''}"
+    """What repeats, counted; else how far the reference is from itself."""
+    axes = {"trajectory": floor.trajectory, "KLD": floor.kld, **floor.others()}
+    measured = [(one_line(name), axis) for name, axis in axes.items() if axis is not None and axis.status in _MEASURED]
+    same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
+    parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
+    if same:
+        verb = "repeat" if len(same) > 1 or same[0][:1].isdecimal() else "repeats"
+        parts = [f"{_and(same)} {verb}, on this machine and thread count", *parts]
+    parts += [
+        f"{one_line(name)} {STATUS[axis.status]}: {one_line(axis.reason or '')}"
+        for name, axis in axes.items()
+        if axis is not None and axis.status not in (*_MEASURED, Status.NOT_MEASURABLE)
+    ]
+    return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
+
+
+def _repeated(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:
+    """What is the same in both captures."""
+    match axis:
+        case KldAxis(n_positions=int(n)):
+            n = sum(context.n_positions for context in axis.contexts) or n
+            return f"{n - (axis.n_failed or 0):,} of {n:,} positions"
+        case TrajectoryAxis(n_items=int(n)):
+            return f"{n - (axis.n_failed or 0):,} of {n:,} prompt{'' if n == 1 else 's'}"
+    return name
+
+
+def _apart(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:
+    """How far the two captures are from each other."""
+    match axis:
+        case KldAxis() if axis.mean is not None:
+            return f"KLD {kld_of(axis)} nats"
+        case TrajectoryAxis(exact_match_rate=float(rate), n_items=int(n)):
+            usable = n - (axis.n_failed or 0)
+            return f"{round(rate * usable):,} of {n:,} prompts repeat, trajectory {scored(axis.score, axis.ci)}"
+    return f"{name} {scored(axis.score, axis.ci)}" if axis.score is not None else f"{name}: see the other axes"
 
 
 def _control(arm: ArmRecord | None) -> str:
@@ -328,21 +391,25 @@ def _control(arm: ArmRecord | None) -> str:
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
     if arm.axes.kld is not None and arm.axes.kld.mean is not None:
         parts.append(f"KLD {kld_of(arm.axes.kld)} nats")
-    if arm.axes.trajectory is not None and arm.axes.trajectory.score is not None:
-        parts.append(f"trajectory {scored(arm.axes.trajectory.score, arm.axes.trajectory.ci)}")
     return f"control {name}: {', '.join(parts) or 'not measured'}; over control: paired differences"
 
 
 def _ranking(comparisons: Sequence[Comparison]) -> str:
-    """Candidates by mean KL, best first: ``<`` where the paired difference excludes 0, ``≈`` where it does not."""
+    """Candidates by mean KL, best first, by the paired difference of neighbours."""
     if not comparisons:
         return ""
-    names = one_line(comparisons[0].better)
-    for pair in comparisons:
-        names += f" {'<' if pair.differs else '≈'} {one_line(pair.worse)}"
-    return f"cost by paired KLD differences: {names}" + (
-        "" if all(c.differs for c in comparisons) else " (≈: cannot tell)"
+    signs = ["<" if pair.differs else "≈" if pair.equivalent else "?" for pair in comparisons]
+    names = " ".join(
+        [
+            one_line(comparisons[0].better),
+            *(f"{sign} {one_line(pair.worse)}" for sign, pair in zip(signs, comparisons, strict=True)),
+        ]
     )
+    meant = "; ".join(f"{sign}: {meaning}" for sign, meaning in _SIGNS.items() if sign in signs)
+    return f"cost by paired KLD differences: {names}{f' ({meant})' if meant else ''}"
+
+
+_SIGNS = {"≈": "shown to be equal within 10%", "?": "cannot be told"}
 
 
 def _points(role: str, arm: ArmRecord, number: int = 0) -> list[Point]:

@@ -151,6 +151,8 @@ def _kld(record: KldAxis, better: Better | None) -> Iterator[tuple[str, Metric |
         yield name, found and replace(found, doubt=doubt)
     yield "top-1", _maybe(record.top1, "share", "higher", record.top1_ci)
     yield "RMS Δp", _maybe(record.rms_dp, "share", "lower")
+    yield "real flips", _maybe(record.real_flips, "share", "lower", record.real_flips_ci)
+    yield "tokens to flip", _maybe(record.tokens_to_flip, "tokens", None)  # top-1 again, which judges
 
 
 def _figure(axis: str, figure: Figure, bound: bool) -> Metric | None:

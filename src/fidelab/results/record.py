@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self
 
 from pydantic import (
@@ -49,6 +49,8 @@ __all__ = [
 ]
 
 SCHEMA: Final = "fidelab.report/0"
+STOCK: Final = "stock"
+"""``provenance`` of a package whose Python files are as released."""
 
 Band = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 
@@ -98,6 +100,22 @@ class Ran(Record):
         """The engine's own keys."""
         return dict(self.__pydantic_extra__)
 
+    @property
+    def modified(self) -> tuple[str, ...]:
+        """What ran besides packages as released, in words: by ``provenance``, and shims by ``pythonpath``."""
+        provenance, shims = self.__pydantic_extra__.get("provenance"), self.__pydantic_extra__.get("pythonpath")
+        packages = provenance.items() if isinstance(provenance, dict) else ()
+        folders = [shim for shim in shims if isinstance(shim, dict)] if isinstance(shims, list) else []
+        return (
+            *(f"{name} {_without_folders(str(text))}" for name, text in packages if text != STOCK),
+            *(f"shim {shim.get('folder') or '.'} (sha256 {str(shim.get('sha256'))[:8]})" for shim in folders),
+        )
+
+
+def _without_folders(text: str) -> str:
+    """Absolute paths by their last part: reports are published, folders are nobody's business."""
+    return " ".join(PurePath(word).name if PurePath(word).is_absolute() else word for word in text.split(" "))
+
 
 class Composite(Record):
     """Harmonic mean of the axes measured; shown, never a verdict."""
@@ -117,10 +135,14 @@ class Verdict(Record):
 
     band: Band | None = None
     """By the upper 95% bound of the mean KL; null is "no verdict"."""
+    at_best: Band | None = None
+    """The best band still possible where there is no verdict; null where none is ruled out."""
     sentence: str
     """One plain sentence that says what to do."""
     because: tuple[str, ...] = ()
     """The facts that set or lowered the band."""
+    modified: tuple[str, ...] = ()
+    """Packages that are not as released, and shims: what the verdict holds for."""
 
 
 class ArmRecord(Outcome):
@@ -171,6 +193,9 @@ class Comparison(Record):
     """95% interval of the paired difference; null with a single unit."""
     differs: bool = False
     """The interval excludes 0: the order is more than chance."""
+    equivalent: bool = False
+    """The interval lies within ± 10% of the larger mean: shown to cost the same.  Neither this nor ``differs``: it
+    cannot be told."""
 
 
 class Part(Record):
