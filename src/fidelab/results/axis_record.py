@@ -20,6 +20,7 @@ __all__ = [
     "FreeDict",
     "Interval",
     "KldAxis",
+    "KldContext",
     "OtherAxis",
     "Outcome",
     "Score",
@@ -113,8 +114,31 @@ class _Axis(Outcome):
         return self
 
 
+class KldContext(Record):
+    """KLD at one context."""
+
+    n_ctx: Count
+    """Tokens per window."""
+    mean: Nats | None = None
+    """Mean KL (nats); a lower bound where the estimator is topk."""
+    mean_ci: Interval | None = None
+    """95% interval of the mean (nats)."""
+    top1: Share | None = None
+    """Share of positions whose most likely token is the reference's (0-1)."""
+    n_positions: Count
+    """Positions asked for."""
+    n_documents: Count | None = None
+    """Documents with a usable position; null where the text has none that are known."""
+    windows: Count
+    """Windows."""
+
+
 class KldAxis(_Axis):
-    """KL divergence from the reference over the full vocabulary, in nats per scored position."""
+    """KL divergence from the reference over the full vocabulary, in nats per scored position.
+
+    Of several contexts, figures are those of the worst one: by the band that its upper end and its failed positions
+    give, then by the upper end (the mean, where there is no interval).
+    """
 
     mean: Nats | None = None
     """Mean KL (nats); a lower bound where the estimator is topk."""
@@ -148,6 +172,12 @@ class KldAxis(_Axis):
     """Mean KL (nats) by the reference's largest probability (0-1)."""
     n_units: Count | None = None
     """Resampling units behind the interval (documents, or blocks of windows)."""
+    n_ctx: Count | None = None
+    """Tokens per window behind these figures: the context at which this arm is worst."""
+    n_documents: Count | None = None
+    """Documents with a usable position; null where the text has none that are known."""
+    contexts: tuple[KldContext, ...] = ()
+    """Every context measured, the shortest first."""
 
 
 class TrajectoryAxis(_Axis):
