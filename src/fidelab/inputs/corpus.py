@@ -5,9 +5,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -202,31 +202,39 @@ def _place(protocol: Protocol, place: Place | None) -> Place:
     return "start"
 
 
-def _slots(documents: Sequence[int], n_tokens: int, n_ctx: int, scored: int) -> Iterator[tuple[tuple[bool, int], int]]:
-    """Places for windows that do not overlap, in the order of the text: rank (lower is better) and first token.
+def _slots(documents: Sequence[int], n_tokens: int, n_ctx: int, scored: int) -> dict[int, int]:
+    """Places for windows that do not overlap: first token → rank, the lowest first.
 
-    ``documents``: the first token of each; ``scored``: how far into a window the first predicted token is.  Rank:
-    whether the document ends before that token, and the how manieth window of the document it is.
+    ``documents``: the first token of each; ``scored``: how far into a window the first predicted token is.  Rank: which
+    window of its document it is; those of documents that end before that token come after all others.
     """
+    ranks: dict[int, int] = {}
     free = 0
     for begin, end in pairwise([*documents, n_tokens]):
-        if begin < free:
-            continue
-        for number in range(max(1, (end - begin) // n_ctx)):
-            at = begin + number * n_ctx
+        at = max(begin, free)
+        if end - at <= scored or (at > begin and end - at < n_ctx):
+            continue  # too short, or cut short by a window that reaches into it
+        for number in range(max(1, (end - at) // n_ctx)):
             if at + n_ctx <= n_tokens:
-                yield (at + scored >= end, number), at
-                free = at + n_ctx
+                ranks[at] = number
+                at = free = at + n_ctx
+    last = max(ranks.values(), default=0) + 1
+    for taken, until in pairwise([-n_ctx, *ranks, n_tokens]):
+        free = taken + n_ctx
+        for begin in documents[bisect.bisect_left(documents, free) : bisect.bisect_right(documents, until - n_ctx)]:
+            if begin >= free:
+                ranks[begin] = last
+                free = begin + n_ctx
+    return ranks
 
 
-def _spread(slots: Iterable[tuple[tuple[bool, int], int]], n_tokens: int, n_ctx: int, n: int) -> list[int]:
-    """The first tokens of ``n`` windows: the best ranks whole, of the last one as many as are lacking."""
-    ranked = sorted(slots)
-    if len(ranked) < n:
+def _spread(ranks: Mapping[int, int], n_tokens: int, n_ctx: int, n: int) -> list[int]:
+    """The first tokens of ``n`` windows: the lowest ranks whole, of the last one as many as are lacking."""
+    if len(ranks) < n:
         return [i * (n_tokens - n_ctx) // max(1, n - 1) for i in range(n)]
     chosen: list[int] = []
-    for _, group in groupby(ranked, key=lambda slot: slot[0]):
-        places = [at for _, at in group]
+    for rank in sorted({*ranks.values()}):
+        places = sorted(at for at, found in ranks.items() if found == rank)
         count = min(len(places), n - len(chosen))
         chosen += [places[(2 * i + 1) * len(places) // (2 * count)] for i in range(count)]
     return sorted(chosen)
