@@ -21,7 +21,7 @@ pytestmark = pytest.mark.model
 
 KV_HEADS, HEAD_DIM, LAYERS = 3, 64, 30
 AXES: dict[str, dict[str, Any]] = {
-    "kld": {"windows": 6},
+    "kld": {"windows": 6, "n_ctx": 512},
     "trajectory": {"limit": 3, "n_predict": 12},
     "perplexity": {"contexts": [256], "windows": 8},
 }

@@ -2,7 +2,8 @@
 
 Three KLs on the same rows, each over a reference of its own: the candidate on its engine (format and kernel), the
 control on its engine (kernel alone), the candidate's format under exact attention on the same weights (format alone).
-KL is not additive, so no sum is claimed; what can be said are the paired differences.
+KL is not additive, so no sum is claimed; what can be said are the paired differences.  Of several contexts all three
+are at the one in which the candidate is worst.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ def _measure(experiment: Experiment, witnesses: Sequence[ArmResult]) -> dict[str
 def _attribution(this: Measured, others: Mapping[str, Measured], seed: int) -> Attribution:
     name = this.result.arm.name
     arms = {"here": this, "kernel": others.get("control"), "format": others.get(f"{EXACT}:{name}")}
-    scores = {part: _score(arm) for part, arm in arms.items()}
+    here = _score(this)
+    scores = {part: _score(arm, None if here is None else here.part) for part, arm in arms.items()}
 
     def contrast(a: str, b: str) -> Contrast | None:
         first, second = scores[a], scores[b]
@@ -80,11 +82,12 @@ def _attribution(this: Measured, others: Mapping[str, Measured], seed: int) -> A
     )
 
 
-def _score(this: Measured | None) -> AxisScore | None:
+def _score(this: Measured | None, part: str | None = None) -> AxisScore | None:
+    """An arm's KLD, at one part of it where that is named."""
     score = this.scores.get(_AXIS) if this is not None else None
     if score is None or score.figures.get("estimator") is Estimator.TOPK:
         return None  # lower bounds have no differences
-    return score
+    return score if part is None else score.at(part)
 
 
 def _part(this: Measured | None, score: AxisScore | None) -> Part | None:

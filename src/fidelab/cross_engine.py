@@ -109,7 +109,7 @@ def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[Ag
     ``experiment``: whose KLD settings and seed hold.  ``arms``: name → result.
     """
     alone = experiment.model_copy(update={"axes": {"kld": experiment.axes["kld"]}})
-    results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if "kld" in arm.captures}
+    results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if parts_of("kld", arm.captures)}
     scorers = {
         name: Scorer(alone, list(results.values()), {}, strict=False, reference=arm.role)
         for name, arm in results.items()
@@ -235,7 +235,7 @@ def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experimen
 
 
 def _estimator(reference: ArmResult) -> str | None:
-    path = reference.captures.get("kld")
+    path = next(iter(parts_of("kld", reference.captures).values()), None)
     return None if path is None else str(Capture(path, verify=False).estimator)
 
 

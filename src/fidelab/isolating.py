@@ -7,12 +7,14 @@ the axis' curve "still clean": the outcome's mean is the budget minus the area u
 The floor of KLD is the largest of what the reference costs against itself, what the control costs, and what rounding
 in the compute type may cost by METRICS §3 (1e-3 nats in 16-bit types, 1e-8 in float32): two exact attentions that sum
 in another order differ by so much.  That of the onset is the number of tokens below which the axis sees no difference.
+
+Of several contexts KLD is taken at the one in which the dearest cell is worst.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -52,6 +54,7 @@ def isolate(experiment: Experiment, measured: Mapping[str, Measured]) -> Isolati
     factors = {key: tuple(values) for key, values in experiment.vary.items() if len(values) > 1}
     outcomes = []
     if "kld" in experiment.axes:
+        measured = _at_one_context(measured)
         floor, source = _kld_floor(experiment, measured)
         frame = Outcome(name="kld", unit="nats", floor=floor, floor_from=source)
         outcomes.append(_outcome(experiment, factors, measured, frame, None))
@@ -62,6 +65,18 @@ def isolate(experiment: Experiment, measured: Mapping[str, Measured]) -> Isolati
         outcomes.append(_outcome(experiment, factors, measured, frame, budget))
     fixed = {key: values[0] for key, values in experiment.vary.items() if len(values) == 1}
     return Isolation(factors=factors, fixed=fixed, outcomes=tuple(outcomes))
+
+
+def _at_one_context(measured: Mapping[str, Measured]) -> dict[str, Measured]:
+    """All KLD at the context of the dearest cell: what is compared are the same items."""
+    scored = {role: this.scores["kld"] for role, this in measured.items() if "kld" in this.scores}
+    cells = [score for role, score in scored.items() if role.startswith("candidate:") and score.mean() is not None]
+    part = max(cells, key=lambda score: score.mean() or 0.0).part if cells else ""
+    at = {role: found for role, score in scored.items() if (found := score.at(part)) is not None}
+    return {
+        role: replace(this, scores={**this.scores, "kld": at[role]}) if role in at else this
+        for role, this in measured.items()
+    }
 
 
 def _outcome(

@@ -5,6 +5,9 @@ assumptions: more windows are like the pilot's, a unit (document, block of windo
 the pilot, and time and disk grow in proportion.  Half-widths are Student's t on the linearised standard error, of a
 mean KL wider as its interval is, for the pilot as for the plan; the intervals of a report differ a little, those of
 shares from few units more, because they need no spread to be wide.
+
+Of several contexts an arm's figures are those of its worst one; windows are counted at the shortest, and those of the
+longer ones grow with them.
 """
 
 from __future__ import annotations
@@ -13,13 +16,13 @@ import contextlib
 import json
 import math
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.axes import AXES
-from fidelab.axes.base import Axis, AxisScore
+from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.config.load import load
@@ -203,7 +206,12 @@ class _Pilot:
         self.results = _results(folder)
         cls: type[Axis] = AXES.load(axis)
         self._scorer = cls(cls.Settings.model_validate(experiment.axes[axis]))
-        self.reference = self._capture("reference")
+        self._reference = self._captures("reference")
+
+    @property
+    def reference(self) -> Capture:
+        """The reference's answers; of several contexts, to the shortest."""
+        return min(self._reference.values(), key=lambda capture: len(capture.probe.items()[0]))
 
     @property
     def n_items(self) -> int:
@@ -212,14 +220,19 @@ class _Pilot:
 
     def score(self, role: str) -> AxisScore:
         """The arm of this role against the reference."""
-        return self._scorer.score(Pair.match(self.reference, self._capture(role)), self.experiment.seed)
+        theirs = self._captures(role)
+        pairs = {part: Pair.match(ref, theirs[part]) for part, ref in self._reference.items() if part in theirs}
+        if pairs.keys() != self._reference.keys():
+            raise InputError(f"the run's {role} has no answer on part of axis {self.axis}")
+        return self._scorer.score_parts(pairs, self.experiment.seed)
 
-    def _capture(self, role: str) -> Capture:
+    def _captures(self, role: str) -> dict[str, Capture]:
         result = self.results.get(role)
-        if result is None or self.axis not in result.captures:
+        found = {} if result is None else parts_of(self.axis, result.captures)
+        if result is None or not found:
             why = None if result is None else result.failures.get(self.axis) or result.reason
             raise InputError(f"the run's {role} has no answer on axis {self.axis}: {why or 'no capture'}")
-        return Capture(result.captures[self.axis])
+        return {part: Capture(path) for part, path in found.items()}
 
 
 def _results(folder: RunFolder) -> dict[str, ArmResult]:
@@ -265,6 +278,7 @@ def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Pr
     precision = 0.0 if spread is None else asked.of(spread.estimate)
     cost = score.bounds == (0.0, math.inf)
     yield _line(name, "mean", spread, precision, n, score.scale if agree else None, cost=cost)
+    control = None if control is None else control.at(score.part)
     if spread is None or precision == 0 or control is None:
         return
     paired = paired_spread(score.items(control.usable), control.items(score.usable), score.scale)
@@ -318,7 +332,9 @@ def _line(
 def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[Line], command: str) -> Advice:
     items = max(line.items_needed or 0 for line in lines)
     factor = items / pilot.n_items
-    captures = {role: r.captures[pilot.axis] for role, r in pilot.results.items() if pilot.axis in r.captures}
+    captures = {role: parts for role, r in pilot.results.items() if (parts := parts_of(pilot.axis, r.captures))}
+    asked = {role: {part_name(pilot.axis, part) for part in parts} for role, parts in captures.items()}
+    folders = {path for parts in captures.values() for path in parts.values()}
     supply = _supply(pilot)
     short = supply is not None and supply.holds < items
     longer = "wikitext-2" if short and pilot.axis == "kld" and pilot.experiment.text == "default" else None
@@ -328,8 +344,8 @@ def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[Line], command: st
         flag=_AXES[pilot.axis].flag,
         command=_command(command, pilot.axis, items, longer),
         supply=supply,
-        seconds=_seconds(folder, pilot.axis, list(captures), factor),
-        disk_bytes=math.ceil(factor * sum(Capture(path, verify=False).bytes for path in {*captures.values()})),
+        seconds=_seconds(folder, pilot.axis, asked, factor),
+        disk_bytes=math.ceil(factor * sum(Capture(path, verify=False).bytes for path in folders)),
     )
 
 
@@ -340,9 +356,10 @@ def _supply(pilot: _Pilot) -> Supply | None:
     try:
         tokenizer = Tokenizer.load(resolve(pilot.results["reference"].arm.path))
         if isinstance(probe, Prefill):
-            n_ctx, stride = asked["n_ctx"], asked["stride"]
-            cut = make_windows(tokenizer, load_text(experiment.text), n_ctx, 1, asked["protocol"], stride)
-            same, name = cut.windows[0] == probe.windows[0], f"text {experiment.text}"
+            n_ctx, stride, n = asked["n_ctx"], asked["stride"], len(probe.windows)
+            text = load_text(experiment.text)
+            cut = make_windows(tokenizer, text, n_ctx, n, asked["protocol"], stride, asked["place"])
+            same, name = cut.windows == probe.windows, f"text {experiment.text}"
             holds = (cut.text_tokens - n_ctx) // stride + 1
         else:
             prompts = load_prompts(None if experiment.prompts == "default" else Path(experiment.prompts))
@@ -354,19 +371,24 @@ def _supply(pilot: _Pilot) -> Supply | None:
     return Supply(name, holds) if same else None
 
 
-def _seconds(folder: RunFolder, axis: str, roles: Sequence[str], factor: float) -> float | None:
-    """Model loads as in the pilot, captures of this axis by proportion; the other axes' captures are kept."""
+def _seconds(folder: RunFolder, axis: str, roles: Mapping[str, Set[str]], factor: float) -> float | None:
+    """Model loads as in the pilot, captures of this axis by proportion; the other axes' captures are kept.
+
+    ``roles``: role → its captures of this axis.
+    """
     loads: dict[str, float] = {}
-    captured: dict[str, float] = {}
+    captured: dict[str, dict[str, float]] = {}
     for event in _events(folder):
         match event:
             case {"event": "opened", "role": str(role), "seconds": float(seconds)}:
                 loads[role] = seconds
-            case {"event": "captured", "role": str(role), "axis": found, "seconds": float(seconds)} if found == axis:
-                captured[role] = seconds
-    if not all(role in loads and role in captured for role in roles):
+            case {"event": "captured", "role": str(role), "axis": str(part), "seconds": float(seconds)} if (
+                part.partition(".")[0] == axis
+            ):
+                captured.setdefault(role, {})[part] = seconds
+    if not all(role in loads and captured.get(role, {}).keys() == roles[role] for role in roles):
         return None
-    return sum(loads[role] + factor * captured[role] for role in roles)
+    return sum(loads[role] + factor * sum(captured[role].values()) for role in roles)
 
 
 def _events(folder: RunFolder) -> Iterator[Any]:

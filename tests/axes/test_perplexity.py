@@ -99,7 +99,7 @@ def test_default_windows_score_about_8192_rows_of_the_same_text() -> None:
 
 def test_contexts_stand_in_the_comparability_key() -> None:
     [probe] = _probes("x" * 64, contexts=[16], mode="strided").values()
-    assert dict(probe.settings) == {"bos": None, "mode": "strided", "n_ctx": 16, "stride": 4}
+    assert dict(probe.settings) == {"bos": None, "mode": "strided", "n_ctx": 16, "place": "start", "stride": 4}
 
 
 @pytest.mark.parametrize(
@@ -122,6 +122,7 @@ def test_what_does_not_fit_is_said_with_its_setting(settings: dict[str, Any], li
     [
         ("{stride: 4}", "stride is for mode strided"),
         ("{mode: strided, contexts: [16, 32], stride: 16}", "stride 16 must be shorter than every context"),
+        ("{mode: strided, place: spread}", "strided windows overlap, from the text's start: leave out place"),
         ("{contexts: []}", "contexts"),
         ("{contexts: [4]}", "contexts"),
         ("{mode: strode}", "'chunked' or 'strided'"),

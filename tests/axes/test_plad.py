@@ -241,7 +241,7 @@ def test_an_arm_that_answers_every_prompt_alike_has_no_score_and_fails(tmp_path:
     assert score.fails == (
         "answers do not depend on the prompt: PLAD finds the same one for 9 of 10 prompts (reference: 1)",
     )
-    assert (score.figures["score"], score.figures["ci"], score.draws(0)) == (None, None, None)
+    assert (score.figures["score"], score.figures["ci"]) == (None, None)
     assert not score.usable.any()
     assert _rows(score)["typo"]["score"] is None
     assert _figure(score, "excess drift").value is None

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
+from fidelab.axes.base import AxisInputs, AxisScore
 from fidelab.axes.kld import KLD
 from fidelab.axes.trajectory import Trajectory
 from fidelab.captures.manifest import capture_key
@@ -19,7 +21,12 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.errors import InputError, UsageError
+from fidelab.inputs.corpus import Text
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import resolve
 from fidelab.probes import Generate, Prefill, Probe
+from fidelab.results.axis_record import Axes
 
 V = 8
 Rows = NDArray[np.float64]
@@ -119,6 +126,171 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
     assert difference is not None
     assert difference["mean"] == pytest.approx(candidate.figures["mean"] - control.figures["mean"], abs=1e-12)
     assert difference["ci"][0] > 0
+
+
+# ------------------------------------------------------------------------------------- kld, several contexts
+
+
+def _two_levels(kl: float) -> Rows:
+    """A row whose KL from the uniform one is ``kl``: half of the tokens have q / (V / 2) each."""
+    q = 0.5 + math.sqrt(1 - math.exp(-2 * kl)) / 2  # kl = -ln(4 q (1 - q)) / 2
+    rows: Rows = np.log(np.repeat([2 * q / V, 2 * (1 - q) / V], V // 2))
+    return rows
+
+
+def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], units: Sequence[int] | None = None) -> AxisScore:
+    """KLD of an arm that costs so much in each window, by context; every window is a document, or ``units`` say."""
+    pairs = {}
+    for n_ctx, costs in kls.items():
+        first, last = n_ctx // 2, n_ctx - 2
+        owners = units or range(len(costs))
+        probe = Prefill(
+            f"kld.{n_ctx}",
+            tuple(tuple((w + i) % V for i in range(n_ctx)) for w in range(len(costs))),
+            first,
+            last,
+            tuple((owner,) * (last - first + 1) for owner in owners),
+            (("n_ctx", n_ctx), ("unit", "document")),
+        )
+        rows = last - first + 1
+        answers = [np.tile(_two_levels(kl) if kl >= 0 else np.full(V, np.nan), (rows, 1)) for kl in costs]
+        sides = (("f32", [np.zeros((rows, V))] * len(costs)), ("int4", answers))
+        ref, test = (
+            _capture(tmp_path / str(n_ctx), name, probe, [{"logprobs": x.astype(np.float32)} for x in side])
+            for name, side in sides
+        )
+        pairs[str(n_ctx)] = Pair.match(ref, test)
+    return KLD(KLD.Settings()).score_parts(pairs, 0)
+
+
+def test_an_arms_figures_are_those_of_the_context_with_the_largest_upper_end(tmp_path: Path) -> None:
+    spread = [0.0, 0.06, 0.0, 0.06, 0.0, 0.06, 0.0, 0.06]  # mean 0.03, less than the other's, but a wide interval
+    score = _at_contexts(tmp_path, {8: [0.032] * 8, 16: spread})
+    short, long = score.figures["contexts"]
+    assert (short["n_ctx"], long["n_ctx"]) == (8, 16)
+    assert short["mean"] == pytest.approx(0.032, abs=1e-6)
+    assert long["mean"] == pytest.approx(0.03, abs=1e-6)
+    assert long["mean_ci"][1] > short["mean_ci"][1]
+    assert {name: score.figures[name] for name in ("n_ctx", "mean", "mean_ci", "n_positions")} == {
+        name: long[name] for name in ("n_ctx", "mean", "mean_ci", "n_positions")
+    }
+    assert score.mean() == long["mean"]
+    assert score.mean_interval(0) == long["mean_ci"]
+
+
+def test_without_an_interval_the_mean_tells_the_worst_context(tmp_path: Path) -> None:
+    score = _at_contexts(tmp_path, {8: [0.02], 16: [0.03], 32: [0.01]})
+    assert (score.figures["n_ctx"], score.figures["mean_ci"]) == (16, None)
+
+
+def test_a_context_in_which_positions_failed_is_worse_than_a_dear_one(tmp_path: Path) -> None:
+    score = _at_contexts(tmp_path, {8: [0.04] * 8, 16: [0.001] * 7 + [-1.0]})
+    assert (score.figures["n_ctx"], score.figures["n_failed"]) == (16, 7)
+
+
+def test_every_context_counts_its_positions_documents_and_windows(tmp_path: Path) -> None:
+    score = _at_contexts(tmp_path, {8: [0.01] * 5, 16: [0.02] * 5}, units=[1, 1, 2, 3, 3])
+    named = ("n_ctx", "n_positions", "n_documents", "windows")
+    assert [tuple(one[name] for name in named) for one in score.figures["contexts"]] == [(8, 15, 3, 5), (16, 35, 3, 5)]
+    axis = Axes.model_validate({"kld": {"status": "ok", **_recorded(score)}}).kld
+    assert axis is not None
+    assert (axis.n_ctx, axis.n_documents, len(axis.contexts)) == (16, 3, 2)
+
+
+def _recorded(score: AxisScore) -> dict[str, Any]:
+    return {name: value for name, value in score.figures.items() if not name.startswith("by_")}
+
+
+def test_blocks_of_windows_are_not_counted_as_documents(tmp_path: Path) -> None:
+    probe = replace(_prefill(3), settings=(("unit", "block"),))
+    rows = [{"logprobs": _rows(w, 3).astype(np.float32)} for w in range(3)]
+    score = KLD(KLD.Settings()).score(
+        Pair.match(_capture(tmp_path, "f32", probe, rows), _capture(tmp_path, "int4", probe, rows)), 0
+    )
+    assert (score.figures["n_documents"], score.figures["n_units"]) == (None, 3)
+
+
+def test_only_equal_answers_at_every_context_are_identical(tmp_path: Path) -> None:
+    assert _at_contexts(tmp_path / "a", {8: [0.0] * 3, 16: [0.0] * 3}).identical
+    assert not _at_contexts(tmp_path / "b", {8: [0.01] * 3, 16: [0.0] * 3}).identical
+
+
+def test_the_excess_pairs_both_arms_at_the_context_where_this_one_is_worst(tmp_path: Path) -> None:
+    candidate = _at_contexts(tmp_path / "a", {8: [0.01] * 8, 16: [0.05] * 8})
+    control = _at_contexts(tmp_path / "b", {8: [0.02] * 8, 16: [0.015] * 8})  # its own worst is the other context
+    assert control.figures["n_ctx"] == 8
+    excess = candidate.excess_over(control, 0)
+    assert excess is not None
+    assert excess["mean"] == pytest.approx(0.05 - 0.015, abs=1e-6)
+    turned = control.excess_over(candidate, 0)
+    assert turned is not None
+    assert turned["mean"] == pytest.approx(0.02 - 0.01, abs=1e-6)
+
+
+def test_an_arm_without_that_context_has_no_excess(tmp_path: Path) -> None:
+    both = _at_contexts(tmp_path / "a", {8: [0.01] * 8, 16: [0.05] * 8})
+    assert both.excess_over(_at_contexts(tmp_path / "b", {8: [0.01] * 8}), 0) is None
+
+
+def test_positions_of_all_contexts_are_kept_and_told_apart(tmp_path: Path) -> None:
+    columns = _at_contexts(tmp_path, {16: [0.05] * 2, 8: [0.01] * 2}).positions
+    assert {name: len(values) for name, values in columns.items()} == dict.fromkeys(columns, 2 * 3 + 2 * 7)
+    for n_ctx, kl in ((8, 0.01), (16, 0.05)):
+        here = columns["n_ctx"] == n_ctx
+        assert columns["kl"][here] == pytest.approx(np.full(here.sum(), kl), abs=1e-6)
+        assert set(columns["position"][here]) == set(range(n_ctx // 2, n_ctx - 1))
+
+
+def _kld_probes(content: str, limit: int | None = None, **settings: Any) -> dict[str, Prefill]:
+    inputs = AxisInputs(Tokenizer.load(resolve("fake")), Text("t", content, (), ""), (), limit)
+    found = KLD(KLD.Settings.model_validate(settings)).probes(inputs)
+    return {part: probe for part, probe in found.items() if isinstance(probe, Prefill)}
+
+
+def test_the_default_contexts_score_about_as_many_positions_each() -> None:
+    probes = _kld_probes("x" * 40_000)
+    assert {part: len(probe.windows) for part, probe in probes.items()} == {"512": 32, "2048": 8}
+    assert [probe.axis for probe in probes.values()] == ["kld.512", "kld.2048"]
+    counts = [len(probe.windows) * probe.n_rows for probe in probes.values()]
+    assert max(counts) < 1.01 * min(counts)
+
+
+def test_a_longer_context_keeps_six_windows_but_no_more_than_the_shortest_has() -> None:
+    for windows, longer in ((1, 1), (4, 4), (6, 6), (8, 6), (24, 6), (40, 10)):
+        found = {part: len(probe.windows) for part, probe in _kld_probes("x" * 60_000, windows=windows).items()}
+        assert found == {"512": windows, "2048": longer}
+
+
+def test_the_default_leaves_out_a_context_that_model_or_text_have_no_room_for() -> None:
+    for n, limit, fits in ((6 * 2048, 2048, True), (6 * 2048 - 1, 2048, False), (6 * 2048, 2047, False)):
+        assert list(_kld_probes("x" * n, limit, windows=8)) == (["512", "2048"] if fits else [""])
+
+
+def test_a_context_that_was_asked_for_is_not_left_out() -> None:
+    fake, axis = Tokenizer.load(resolve("fake")), KLD(KLD.Settings.model_validate({"n_ctx": "512,2048"}))
+    short = replace(fake, model=replace(fake.model, max_positions=1024))
+    with pytest.raises(UsageError, match="n_ctx 2048 is beyond the limit of fake"):
+        axis.probes(AxisInputs(short, Text("t", "x" * 60_000, (), ""), (), 1024))
+    with pytest.raises(InputError, match="6 windows of n_ctx 2048 need 12288"):
+        _kld_probes("x" * 10_000, n_ctx="512,2048", windows=8)
+
+
+@pytest.mark.parametrize("asked", [512, "512", [512], "512,512"])
+def test_a_single_context_is_the_axis_itself(asked: object) -> None:
+    assert KLD.Settings.model_validate({"n_ctx": asked}).model_dump()["n_ctx"] == 512
+    [(part, probe)] = _kld_probes("x" * 20_000, n_ctx=asked).items()
+    assert (part, probe.axis) == ("", "kld")
+
+
+def test_contexts_are_taken_rising_however_they_are_written() -> None:
+    for asked in ("2048, 16,512", [2048, 16, 512], ["16", 512, 2048, 2048]):
+        assert KLD.Settings.model_validate({"n_ctx": asked}).model_dump()["n_ctx"] == (16, 512, 2048)
+
+
+@pytest.mark.parametrize("asked", ["many", "", "512,", 4, "4,512", 16.5, [], True])
+def test_a_context_that_is_no_number_of_tokens_is_refused(asked: object) -> None:
+    with pytest.raises(ValidationError, match="write tokens per window, at least 8, or several: 512,2048"):
+        KLD.Settings.model_validate({"n_ctx": asked})
 
 
 # ------------------------------------------------------------------------------------------ trajectory

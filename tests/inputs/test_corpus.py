@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from fidelab.errors import InputError, UsageError
-from fidelab.inputs.corpus import Protocol, Text, load_text, make_windows
+from fidelab.inputs.corpus import Place, Protocol, Text, WindowSet, load_text, make_windows
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 
@@ -59,7 +61,8 @@ def test_other_text_has_no_documents(content: str, tmp_path: Path) -> None:
 def test_default_text_is_the_packages_own() -> None:
     text = load_text("default")
     assert text.name == "default"
-    assert len(text.doc_starts) > 1
+    titles = [text.content[start:].splitlines()[0] for start in text.doc_starts]
+    assert (titles[0], titles[-1]) == ("# The Eel's Errand", "# Report on the Fall of the Winter Garden")
 
 
 @pytest.mark.parametrize("content", ["", " \n\n"])
@@ -83,7 +86,7 @@ def test_missing_text_names_what_there_is() -> None:
 
 
 def test_windows_are_cut_from_the_text_tokenised_once(fake: Tokenizer) -> None:
-    found = make_windows(fake, _text("abcdefghijklm"), n_ctx=4, n_windows=3)
+    found = make_windows(fake, _text("abcdefghijklm"), n_ctx=4, n_windows=3, place="start")
     assert [fake.decode(window) for window in found.windows] == ["abcd", "efgh", "ijkl"]
     assert (found.text_tokens, found.bos) == (13, False)
 
@@ -116,9 +119,81 @@ def test_sliding_windows_begin_every_stride(fake: Tokenizer) -> None:
     assert [fake.decode(window) for window in found.windows] == ["abcd", "cdef", "efgh"]
 
 
+def _begins(text: Text, found: WindowSet) -> list[int]:
+    """Where the windows lie in a text of different bytes, or of documents of different letters."""
+    return [text.content.index(bytes(window).decode()) for window in found.windows]
+
+
+def _documents(*lengths: int) -> Text:
+    """Documents of so many tokens, no two places alike: their bytes are the base-62 digits of the place."""
+    digits = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ"
+    total = sum(lengths)
+    content = "".join(digits[i % 62] + digits[i // 62 % 62] + digits[i // 3844] for i in range(total // 3 + 1))[:total]
+    return _text(content, *(sum(lengths[:i]) for i in range(len(lengths))))
+
+
+@pytest.mark.parametrize("n_ctx", [8, 32])
+@pytest.mark.parametrize("n", range(1, 13))
+def test_spread_windows_do_not_overlap_and_lie_in_the_text(n: int, n_ctx: int, fake: Tokenizer) -> None:
+    text = _documents(7, 40, 9, 10, 100, 33, 5, 64, 70, 46)
+    begins = _begins(text, make_windows(fake, text, n_ctx, n))
+    assert begins == sorted(begins)
+    taken = [token for begin in begins for token in range(begin, begin + n_ctx)]
+    assert len(set(taken)) == len(taken) == n * n_ctx
+    assert taken[-1] < 384
+
+
+def test_spread_windows_begin_where_documents_do_one_to_a_document(fake: Tokenizer) -> None:
+    text = _documents(*[100] * 12)
+    for n in range(1, 13):
+        found = make_windows(fake, text, 32, n)
+        assert all(begin % 100 == 0 for begin in _begins(text, found))
+        assert len({unit for units in found.units for unit in units}) == n
+
+
+def test_chosen_documents_are_evenly_spread_over_the_text(fake: Tokenizer) -> None:
+    text = _documents(*[100] * 12)
+    assert _begins(text, make_windows(fake, text, 32, 4)) == [100, 400, 700, 1000]
+
+
+def test_a_long_document_gets_a_second_window_when_every_document_has_one(fake: Tokenizer) -> None:
+    text = _documents(40, 40, 120, 40)
+    assert _begins(text, make_windows(fake, text, 32, 5)) == [0, 40, 80, 112, 200]
+
+
+def test_windows_over_short_documents_come_last(fake: Tokenizer) -> None:
+    text = _documents(10, 10, 10, 10, 10, 50, 50)  # only the last two reach into the scored half of 32
+    assert _begins(text, make_windows(fake, text, 32, 2)) == [50, 100]
+    assert _begins(text, make_windows(fake, text, 32, 3)) == [0, 50, 100]
+
+
+def test_a_window_that_reaches_into_a_long_document_does_not_cost_its_others(fake: Tokenizer) -> None:
+    text = _documents(24, 200)
+    assert _begins(text, make_windows(fake, text, 32, 6)) == [0, 32, 64, 96, 128, 160]
+
+
+def test_a_text_that_just_suffices_is_taken_whole(fake: Tokenizer) -> None:
+    text = _documents(50, 50, 28)
+    assert _begins(text, make_windows(fake, text, 32, 4)) == [0, 32, 64, 96]
+
+
+def test_without_documents_windows_lie_at_even_distances(fake: Tokenizer) -> None:
+    text = replace(_documents(100), doc_starts=())
+    assert _begins(text, make_windows(fake, text, 10, 4)) == [0, 30, 60, 90]
+
+
+@pytest.mark.parametrize(
+    ("protocol", "place", "says"),
+    [("half", "end", "unknown place 'end': write spread or start"), ("sliding", "spread", "leave out place")],
+)
+def test_places_that_cannot_be_are_refused(protocol: str, place: str, says: str, fake: Tokenizer) -> None:
+    with pytest.raises(UsageError, match=says):
+        make_windows(fake, _text("x" * 99), 8, 1, protocol, None, place)  # type: ignore[arg-type]
+
+
 def test_unit_is_the_document_of_the_predicted_token(fake: Tokenizer) -> None:
     text = _text("..AAABB" + "C" * 9, 2, 5, 7)
-    found = make_windows(fake, text, n_ctx=8, n_windows=2, protocol="full")
+    found = make_windows(fake, text, n_ctx=8, n_windows=2, protocol="full", place="start")
     assert found.unit == "document"
     assert found.units == ((1, 1, 1, 2, 2, 3), (3,) * 6)
 
@@ -184,3 +259,24 @@ def test_default_text_is_long_enough_for_the_default_windows(smollm2: Model) -> 
     found = make_windows(Tokenizer.load(smollm2), load_text("default"), n_ctx=512, n_windows=32)
     assert len(found.windows) == 32
     assert found.unit == "document"
+
+
+@pytest.mark.model
+def test_default_text_has_ten_documents_that_hold_a_window_of_2048(smollm2: Model) -> None:
+    tokenizer, text = Tokenizer.load(smollm2), load_text("default")
+    found = make_windows(tokenizer, text, n_ctx=2048, n_windows=10)
+    owners = {unit for units in found.units for unit in units}
+    documents = [text.content[a:b] for a, b in pairwise([*text.doc_starts, len(text.content)])]
+    assert len(owners) == 10
+    assert min(len(tokenizer.encode(documents[owner - 1])) for owner in owners) >= 2200
+
+
+@pytest.mark.model
+def test_the_default_windows_reach_nearly_every_document(smollm2: Model) -> None:
+    tokenizer, text = Tokenizer.load(smollm2), load_text("default")
+    reached = {
+        place: len({unit for units in make_windows(tokenizer, text, 512, 32, place=place).units for unit in units})
+        for place in get_args(Place)
+    }
+    assert reached["spread"] > 1.4 * reached["start"]
+    assert reached["spread"] >= 0.9 * len(text.doc_starts)

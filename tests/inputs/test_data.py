@@ -12,11 +12,15 @@ from collections import Counter, defaultdict
 from functools import cache
 from typing import Any
 
+import pytest
+
 KINDS = {"fact", "reasoning", "code", "list", "dialogue", "summary"}
 LONG_PROMPT_WORDS = 340
 MIN_WORDS = 14_000
 MIN_DOCUMENTS = 40
 DOCUMENT_WORDS = (200, 600)
+LONG_DOCUMENT_WORDS = (1_500, 2_400)
+MIN_LONG_DOCUMENTS = 10
 # Raw over zlib-compressed bytes: this text measures 2.36; templates and filler go well above the limit.
 MAX_COMPRESSION_RATIO = 2.8
 # Over all words of the text: this text measures 0.9997.
@@ -34,8 +38,22 @@ def _prose() -> str:
 
 
 @cache
+def _long() -> str:
+    return _raw("long.md").decode("utf-8")
+
+
+def _split(text: str) -> list[str]:
+    return [part for part in re.split(r"(?m)^(?=# )", text) if part.strip()]
+
+
+@cache
+def _short_documents() -> list[str]:
+    return _split(_prose())
+
+
+@cache
 def _documents() -> list[str]:
-    return [part for part in re.split(r"(?m)^(?=# )", _prose()) if part.strip()]
+    return [*_short_documents(), *_split(_long())]
 
 
 @cache
@@ -52,13 +70,14 @@ def _grams(text: str, length: int) -> list[tuple[str, ...]]:
     return [tuple(words[i : i + length]) for i in range(len(words) - length + 1)]
 
 
-def test_prose_is_valid_utf8() -> None:
-    raw = _raw("prose.md")
+@pytest.mark.parametrize("name", ["prose.md", "long.md"])
+def test_prose_is_valid_utf8(name: str) -> None:
+    raw = _raw(name)
     assert raw.decode("utf-8", errors="strict").encode("utf-8") == raw
 
 
 def test_prose_has_no_replacement_or_control_characters() -> None:
-    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\ufeff\ufffd]", _prose())
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f\ufeff\ufffd]", _prose() + _long())
 
 
 def test_prose_has_enough_words() -> None:
@@ -66,7 +85,8 @@ def test_prose_has_enough_words() -> None:
 
 
 def test_prose_has_enough_documents() -> None:
-    assert len(_documents()) >= MIN_DOCUMENTS
+    assert len(_short_documents()) >= MIN_DOCUMENTS
+    assert len(_split(_long())) >= MIN_LONG_DOCUMENTS
 
 
 def test_every_document_starts_with_a_title_line_and_a_blank_line() -> None:
@@ -79,23 +99,24 @@ def test_document_titles_are_unique() -> None:
 
 
 def test_document_bodies_are_plain_paragraphs() -> None:
-    bodies = [line for doc in _documents() for line in doc.splitlines()[1:]]
+    bodies = [line for doc in _short_documents() for line in doc.splitlines()[1:]]
     assert [line[:60] for line in bodies if re.match(r"\s*([-*+] |\d+[.)] |#|>|```|\|)", line)] == []
 
 
 def test_every_document_has_a_sane_length() -> None:
-    low, high = DOCUMENT_WORDS
-    lengths = {doc.splitlines()[0]: len(doc.split()) for doc in _documents()}
-    assert {title: n for title, n in lengths.items() if not low <= n <= high} == {}
+    for documents, (low, high) in ((_short_documents(), DOCUMENT_WORDS), (_split(_long()), LONG_DOCUMENT_WORDS)):
+        lengths = {doc.splitlines()[0]: len(doc.split()) for doc in documents}
+        assert {title: n for title, n in lengths.items() if not low <= n <= high} == {}
 
 
-def test_prose_does_not_compress_like_filler() -> None:
-    raw = _raw("prose.md")
+@pytest.mark.parametrize("name", ["prose.md", "long.md"])
+def test_prose_does_not_compress_like_filler(name: str) -> None:
+    raw = _raw(name)
     assert len(raw) / len(zlib.compress(raw)) < MAX_COMPRESSION_RATIO
 
 
 def test_five_word_sequences_are_nearly_all_distinct() -> None:
-    grams = _grams(_prose(), 5)
+    grams = _grams(_prose() + _long(), 5)
     assert len(set(grams)) / len(grams) >= MIN_DISTINCT_5_GRAM_SHARE
 
 

@@ -25,7 +25,8 @@ def compare(cwd: Path, *flags: object) -> Done:
 
 @pytest.mark.skipif(not WIKI.is_file(), reason="needs WikiText-2's raw test text beside the project")
 def test_q8_0_costs_what_the_engines_own_tool_says(tmp_path: Path) -> None:
-    done = compare(tmp_path, "--kv", "q8_0", "--text", WIKI, "--windows", 16, "--control", "none")
+    same = ("--text", WIKI, "--windows", 16, "--set", "axes.kld.place=start")
+    done = compare(tmp_path, "--kv", "q8_0", *same, "--control", "none")
     assert done.code == 0, done.err
     kld = done.arm("q8_0")["axes"]["kld"]
     assert kld["n_positions"] == 16 * 255

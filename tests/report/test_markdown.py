@@ -128,6 +128,18 @@ def test_one_sentence_says_what_was_compared() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("n_ctx", "said"),
+    [
+        ([512, 2048, 8192], "32 windows of 512 tokens and fewer of 2,048 and 8,192;"),
+        (None, "32 windows of the shortest context;"),
+    ],
+)
+def test_windows_are_those_of_the_shortest_context(n_ctx: object, said: str) -> None:
+    axes = {"kld": {"windows": 32, "n_ctx": n_ctx}, "trajectory": {"n_predict": 64}}
+    assert said in render_markdown(sample_report(settings={"axes": axes})).split("\n\n")[0]
+
+
 def test_absolute_paths_are_shown_by_their_last_part() -> None:
     report = sample_report(
         reference=arm("f32", model="/home/somebody/m.gguf"), settings={"text": "/home/somebody/t.txt"}

@@ -56,6 +56,17 @@ def test_the_worst_are_the_largest_in_order(tmp_path: Path) -> None:
     assert {name: arm.worst for name, arm in found.items()} == {name: by_hand(table) for name, table in tables.items()}
 
 
+def test_of_several_contexts_the_named_one_counts(tmp_path: Path) -> None:
+    short, long = columns(seed=1), columns(40, seed=2)
+    contexts = {"n_ctx": np.repeat(np.array([512, 2048], dtype=np.int32), [N, 40])}
+    both = {name: np.concatenate([short[name], long[name]]) for name in short} | contexts
+    path = write_positions(tmp_path, {"a": both})
+    assert read_positions(path, {"a": 40}, {"a": 2048})["a"].worst == by_hand(long)
+    assert read_positions(path, {"a": N}, {"a": 512})["a"].worst == by_hand(short)
+    with pytest.raises(InputError, match="belongs to another run"):
+        read_positions(path, {"a": 40}, {"a": 512})
+
+
 def test_row_groups_and_arms_may_be_mixed(tmp_path: Path) -> None:
     tables = {"a": columns(seed=1), "b": columns(seed=2)}
     path = write_positions(tmp_path, tables)

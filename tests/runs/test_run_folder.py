@@ -129,7 +129,13 @@ def test_events_are_json_lines_that_tell_the_runs_story(grand: Done) -> None:
 
 def test_the_resolved_settings_spell_out_every_default(plain: Done) -> None:
     settings = yaml.safe_load((plain.folder / "config.resolved.yaml").read_text())
-    assert settings["axes"]["kld"] == {"windows": 8, "n_ctx": 16, "protocol": "half", "stride": None}
+    assert settings["axes"]["kld"] == {
+        "windows": 8,
+        "n_ctx": 16,
+        "protocol": "half",
+        "stride": None,
+        "place": None,
+    }
     assert settings["axes"]["trajectory"]["template"] == "chat"
     assert "auto" not in (settings["dtype"], settings["device"], settings["threads"])
     assert settings == plain.report["settings"]

@@ -79,6 +79,8 @@ class AxisScore:
     ``scale`` states the paired difference in the axis' own unit (nats, points).  ``figures`` are fields of the axis'
     record.  ``positions`` are columns for ``positions.parquet``, which holds the rows of axis kld.
 
+    ``parts``: the scores of an axis whose figures and items are those of one of its parts, ``part``.
+
     ``onsets`` [n] of axis degeneration: tokens before an item's text degenerates; its budget where it does not.
 
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: found harms, each
@@ -100,6 +102,12 @@ class AxisScore:
     not_measurable: str = ""
     lowers: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
+    part: str = ""
+    parts: Mapping[str, AxisScore] = field(default_factory=dict)
+
+    def at(self, part: str) -> AxisScore | None:
+        """The score of one part, of an axis that has one for each; else this one."""
+        return self.parts.get(part) if self.parts else self
 
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
         """The usable items (that are also ``among`` the given ones)."""
@@ -127,10 +135,14 @@ class AxisScore:
         )
 
     def excess_over(self, control: AxisScore, seed: int) -> dict[str, Any] | None:
-        """This minus the control over the items usable on both: mean and 95% interval of the paired difference."""
-        if len(self.num) != len(control.num):
+        """This minus the control over the items usable on both: mean and 95% interval of the paired difference.
+
+        Both at this arm's ``part``.
+        """
+        theirs = control.at(self.part)
+        if theirs is None or len(self.num) != len(theirs.num):
             return None
-        a, b = self.items(control.usable), control.items(self.usable)
+        a, b = self.items(theirs.usable), theirs.items(self.usable)
         if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
             return None
         difference = paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)

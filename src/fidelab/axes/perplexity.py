@@ -1,6 +1,7 @@
 """Perplexity through the cache under test, at several contexts (METRICS §7).
 
-``chunked``: windows do not overlap and the last half of each is scored, as llama.cpp's perplexity tool does.
+``chunked``: windows do not overlap and the last half of each is scored, as llama.cpp's perplexity tool does, whose
+windows lie one after another from the text's start (``place: start``).
 ``strided``: windows begin every ``stride`` tokens and the last ``stride`` tokens of each are scored, so every token
 counts once and has at least n_ctx − stride tokens before it; the first n_ctx − stride tokens of the text are context
 alone.  Both read the keys and values of their context from the cache, which is what makes the figure see it.
@@ -49,8 +50,14 @@ class PerplexitySettings(AxisSettings):
     stride: int | None = Field(default=None, ge=1, description="strided: tokens between windows; a quarter by default")
     windows: int | None = Field(default=None, ge=1, description="windows per context; about 8,192 rows by default")
 
+    place: Literal["spread", "start"] | None = Field(
+        default=None, description="chunked: windows spread over the documents (default), or from the text's start"
+    )
+
     @model_validator(mode="after")
     def _strides_fit(self) -> Self:
+        if self.place == "spread" and self.mode == "strided":
+            raise ValueError("strided windows overlap, from the text's start: leave out place")
         if self.stride is not None and self.mode == "chunked":
             raise ValueError("stride is for mode strided")
         if self.stride is not None and self.stride >= min(self.contexts or _DEFAULT_CONTEXTS):
@@ -131,7 +138,8 @@ class Perplexity(Axis):
                 f"perplexity: context {n_ctx} needs {(wanted - 1) * step + n_ctx} tokens (windows: {wanted}), but text "
                 f"{inputs.text.name} has {have}: fewer axes.perplexity.windows, shorter contexts or a longer text"
             )
-        cut = make_windows(inputs.tokenizer, inputs.text, n_ctx, wanted, "sliding" if strided else "half", step)
+        protocol: Literal["sliding", "half"] = "sliding" if strided else "half"
+        cut = make_windows(inputs.tokenizer, inputs.text, n_ctx, wanted, protocol, step, s.place)
         first, last = (n_ctx - 1 - step, n_ctx - 2) if strided else (cut.first, cut.last)
         return Prefill(
             axis=part_name(self.name, str(n_ctx)),
@@ -139,7 +147,13 @@ class Perplexity(Axis):
             first=first,
             last=last,
             units=tuple(units[first - cut.first : last - cut.first + 1] for units in cut.units),
-            settings=(("bos", inputs.tokenizer.bos_id), ("mode", s.mode), ("n_ctx", n_ctx), ("stride", step)),
+            settings=(
+                ("bos", inputs.tokenizer.bos_id),
+                ("mode", s.mode),
+                ("n_ctx", n_ctx),
+                ("place", cut.place),
+                ("stride", step),
+            ),
         )
 
 

@@ -43,9 +43,17 @@ Served = Annotated[
     typer.Option("--model", help="Engine openai: what the server calls the model.", show_default=False),
 ]
 TextFile = Annotated[str, typer.Option("--text", help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")]
-Windows = Annotated[int | None, typer.Option(help="KLD: number of windows. \\[default: 32]", show_default=False)]
+Windows = Annotated[
+    int | None, typer.Option(help="KLD: windows of the shortest context. \\[default: 32]", show_default=False)
+]
 NCtx = Annotated[
-    int | None, typer.Option("--n-ctx", help="KLD: tokens per window. \\[default: 512]", show_default=False)
+    str | None,
+    typer.Option(
+        "--n-ctx",
+        metavar="N[,N…]",
+        help="KLD: tokens per window, one context or several. \\[default: 512,2048]",
+        show_default=False,
+    ),
 ]
 Protocol = Annotated[
     str | None, typer.Option(help="KLD: rows scored: half, full or sliding. \\[default: half]", show_default=False)

@@ -10,7 +10,7 @@ reference's are no proof of anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -39,6 +39,8 @@ from fidelab.results.axis_record import Axes, Bins, KldAxis
 from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats
 
 __all__ = ["import_dumps"]
+
+Places = Mapping[str, NDArray[np.int32]]
 
 _CHUNK = 1 << 24  # elements of one side at a time: 64 MiB in float32
 _BOUNDS = (0.0, math.inf)
@@ -107,15 +109,18 @@ def import_dumps(
         progress(f"comparing {dump.path} with {ref}: {len(n_rows)} windows")
         rows = RowComparison.concat([_window(reference, dump, number) for number in reference.numbers])
         arms.append(_Arm(dump, rows, units))
-    windows = np.repeat(np.asarray(reference.numbers, np.int32), n_rows)
-    places = np.concatenate([np.arange(n, dtype=np.int32) for n in n_rows])
+    places = {
+        "window": np.repeat(np.asarray(reference.numbers, np.int32), n_rows),
+        "position": np.concatenate([np.arange(n, dtype=np.int32) for n in n_rows]),
+        "n_ctx": np.repeat(np.asarray(n_rows, np.int32), n_rows),  # every token of a window has its row
+    }
     bare: dict[str, Any] = {
         "engine": "unstated engine",
         "model": model or "unstated model",
         "kv": KVFormats(k="unstated", v="unstated"),
     }
     records = [_record(arm, label, bare, places, seed) for arm, label in zip(arms, labels, strict=True)]
-    positions = [(label, _columns(arm, windows, places)) for arm, label in zip(arms, labels, strict=True)]
+    positions = [(label, _columns(arm, places)) for arm, label in zip(arms, labels, strict=True)]
     report, folder = leave_run(
         _source(reference, dumps, labels, step),
         ArmRecord(status=Status.OK, name=ref.resolve().name or "reference", **bare),
@@ -161,10 +166,9 @@ def _window(ref: DumpFolder, test: DumpFolder, number: int) -> RowComparison:
     return RowComparison.concat(parts)
 
 
-def _columns(arm: _Arm, windows: NDArray[np.int32], places: NDArray[np.int32]) -> dict[str, NDArray[Any]]:
+def _columns(arm: _Arm, places: Places) -> dict[str, NDArray[Any]]:
     return {
-        "window": windows,
-        "position": places,
+        **places,
         "kl": arm.rows.kl,
         "top1_agrees": arm.rows.top1,
         "reference_confidence": arm.rows.confidence,
@@ -175,7 +179,7 @@ def _columns(arm: _Arm, windows: NDArray[np.int32], places: NDArray[np.int32]) -
 # ---------------------------------------------------------------------------------------------- records
 
 
-def _record(arm: _Arm, label: str, bare: dict[str, Any], places: NDArray[np.int32], seed: int) -> ArmRecord:
+def _record(arm: _Arm, label: str, bare: dict[str, Any], places: Places, seed: int) -> ArmRecord:
     axis = _axis(arm, places, seed)
     if axis.status is Status.IDENTICAL:
         verdict = kld_verdict(None, _UNPROVEN, status=Status.NOT_ENGAGED)
@@ -188,7 +192,7 @@ def _record(arm: _Arm, label: str, bare: dict[str, Any], places: NDArray[np.int3
     return ArmRecord(status=Status.OK, name=label, axes=Axes(kld=axis), composite=composite, verdict=verdict, **bare)
 
 
-def _axis(arm: _Arm, places: NDArray[np.int32], seed: int) -> KldAxis:
+def _axis(arm: _Arm, places: Places, seed: int) -> KldAxis:
     rows, items = arm.rows, arm.items()
     if not arm.usable.any():
         return KldAxis(
@@ -199,7 +203,7 @@ def _axis(arm: _Arm, places: NDArray[np.int32], seed: int) -> KldAxis:
             estimator=Estimator.LOGPROBS,
         )
     identical = bool(arm.usable.all() and (rows.kl == 0.0).all())
-    by_position, by_confidence = kl_by_position(places, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
+    by_position, by_confidence = kl_by_position(places["position"], rows.kl), kl_by_confidence(rows.confidence, rows.kl)
     return KldAxis(
         status=Status.IDENTICAL if identical else Status.OK,
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
@@ -210,6 +214,7 @@ def _axis(arm: _Arm, places: NDArray[np.int32], seed: int) -> KldAxis:
         stderr=standard_error(items),
         estimator=Estimator.LOGPROBS,
         n_units=len(np.unique(items.units)),
+        n_ctx=int(places["n_ctx"][0]) if len(np.unique(places["n_ctx"])) == 1 else None,
         by_position=Bins(edges=by_position.edges, mean=by_position.means, count=by_position.counts),
         by_confidence=Bins(edges=by_confidence.edges, mean=by_confidence.means, count=by_confidence.counts),
     )

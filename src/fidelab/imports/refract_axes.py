@@ -253,7 +253,7 @@ def read_rniah(file: RefractFile, seed: int) -> Recomputed | None:
         status=Status.NOT_MEASURABLE if ours is None else Status.OK,
         reason=reason if ours is None else None,
         score=ours,
-        ci=retrieval_interval(trials, seed) if counted else None,
+        ci=retrieval_interval(trials) if counted else None,
         n_items=len(entries),
         n_failed=len(entries) - len(known),
         figures=(

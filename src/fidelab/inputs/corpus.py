@@ -5,7 +5,9 @@ from __future__ import annotations
 import bisect
 import hashlib
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -14,10 +16,12 @@ from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.probes import Tokens
 
-__all__ = ["Protocol", "Text", "WindowSet", "load_text", "make_windows"]
+__all__ = ["Place", "Protocol", "Text", "WindowSet", "load_text", "make_windows"]
 
 Protocol = Literal["half", "full", "sliding"]
+Place = Literal["spread", "start"]
 
+_OWN = ("prose.md", "long.md")  # documents of about 470 tokens, and of 2,200 and more
 _WIKITEXT = ("Salesforce/wikitext", "wikitext-2-raw-v1/test-00000-of-00001.parquet")
 _WIKI_TITLE = re.compile(r"^ = (?!= )[^\r\n]+(?<! =) = \r?$", re.MULTILINE)
 _MARKDOWN_TITLE = re.compile(r"^# [^\r\n]+\r?$", re.MULTILINE)
@@ -52,6 +56,7 @@ class WindowSet:
     units: tuple[Tokens, ...]
     unit: Literal["document", "block"]
     protocol: Protocol
+    place: Place
     n_ctx: int
     stride: int
     bos: bool
@@ -63,6 +68,8 @@ class WindowSet:
 def load_text(name_or_path: str | Path) -> Text:
     """The corpus of that name: ``default`` (the package's own), ``wikitext-2`` (from the hub), or a file's.
 
+    The package's own text is its short documents, then its long ones.
+
     Documents begin at WikiText titles (`` = Title = ``) or, in a text that begins with one, at ``# Title``
     lines.
 
@@ -73,7 +80,7 @@ def load_text(name_or_path: str | Path) -> Text:
     if name == "wikitext-2":
         content = _wikitext()
     elif name == "default":
-        content = read_utf8(DATA / "prose.md", "text")
+        content = "\n".join(read_utf8(DATA / name, "text") for name in _OWN)
     else:
         path = Path(name).expanduser()
         if not path.is_file():
@@ -113,14 +120,19 @@ def make_windows(
     n_windows: int,
     protocol: Protocol = "half",
     stride: int | None = None,
+    place: Place | None = None,
 ) -> WindowSet:
-    """Tokenise the whole text once and cut it from its beginning.
+    """Tokenise the whole text once and cut windows from it.
 
-    ``half``: window i is tokens i·n_ctx … (i+1)·n_ctx − 1, rows n_ctx/2 … n_ctx − 2 are scored, as
-    llama.cpp's perplexity tool does; ``full``: the same windows, rows 1 … n_ctx − 2; ``sliding``: windows
-    begin every ``stride`` (default n_ctx/4) tokens and every row 0 … n_ctx − 1 is scored.  The last of these
-    predicts a token outside its window, which a divergence does not need; what needs the actual next token
-    must leave that row out.
+    ``half``: rows n_ctx/2 … n_ctx − 2 are scored; ``full``: rows 1 … n_ctx − 2; ``sliding``: windows begin every
+    ``stride`` (default n_ctx/4) tokens and every row 0 … n_ctx − 1 is scored.  The last of these predicts a token
+    outside its window, which a divergence does not need; what needs the actual next token must leave that row out.
+
+    ``place``, of windows that do not overlap: ``start``: window i is tokens i·n_ctx … (i+1)·n_ctx − 1, as
+    llama.cpp's perplexity tool does; ``spread`` (the default): over the whole text.  Windows then begin where
+    documents do, one to a document, evenly spread over those that reach into the scored rows; then there are second
+    windows of long documents, then windows over short ones.  Where the text has fewer of these places than windows,
+    or no documents, windows lie at even distances.
 
     Blocks of windows are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than
     the number of windows that share a token.
@@ -129,7 +141,7 @@ def make_windows(
         InputError: the text is too short (the message says how many tokens are needed).
         UsageError: a size that cannot be, or beyond the model's limit.
     """
-    step = _step(protocol, n_ctx, stride)
+    step, place = _step(protocol, n_ctx, stride), _place(protocol, place)
     _check_sizes(tokenizer, n_ctx, n_windows, step, protocol)
     by_document = bool(text.doc_starts) and tokenizer.offsets
     if by_document:
@@ -143,7 +155,10 @@ def make_windows(
             f"need {needed}: use fewer --windows or a longer text"
         )
     first, last = _rows(protocol, n_ctx)
-    begins = range(0, n_windows * step, step)
+    begins: Sequence[int] = range(0, n_windows * step, step)
+    if place == "spread":
+        documents = [bisect.bisect_left(starts, start) for start in text.doc_starts] if by_document else []
+        begins = _spread(_slots(documents, len(ids), n_ctx, first + 1), len(ids), n_ctx, n_windows)
     bos = () if tokenizer.bos_id is None else (tokenizer.bos_id,)
     if by_document:
         units = tuple(_document_units(text, starts, begin + first, begin + last) for begin in begins)
@@ -157,6 +172,7 @@ def make_windows(
         units=units,
         unit="document" if by_document else "block",
         protocol=protocol,
+        place=place,
         n_ctx=n_ctx,
         stride=step,
         bos=bool(bos),
@@ -174,6 +190,54 @@ def _step(protocol: Protocol, n_ctx: int, stride: int | None) -> int:
     if stride not in (None, n_ctx):
         raise UsageError(f"protocol {protocol} has windows that do not overlap: --stride is for protocol sliding")
     return n_ctx
+
+
+def _place(protocol: Protocol, place: Place | None) -> Place:
+    if place not in (None, *get_args(Place)):
+        raise UsageError(f"unknown place {place!r}: write {' or '.join(get_args(Place))}")
+    if protocol != "sliding":
+        return place or "spread"
+    if place == "spread":
+        raise UsageError("protocol sliding has windows that overlap, from the start of the text: leave out place")
+    return "start"
+
+
+def _slots(documents: Sequence[int], n_tokens: int, n_ctx: int, scored: int) -> dict[int, int]:
+    """Places for windows that do not overlap: first token → rank, the lowest first.
+
+    ``documents``: the first token of each; ``scored``: how far into a window the first predicted token is.  Rank: which
+    window of its document it is; those of documents that end before that token come after all others.
+    """
+    ranks: dict[int, int] = {}
+    free = 0
+    for begin, end in pairwise([*documents, n_tokens]):
+        at = max(begin, free)
+        if end - at <= scored or (at > begin and end - at < n_ctx):
+            continue  # too short, or cut short by a window that reaches into it
+        for number in range(max(1, (end - at) // n_ctx)):
+            if at + n_ctx <= n_tokens:
+                ranks[at] = number
+                at = free = at + n_ctx
+    last = max(ranks.values(), default=0) + 1
+    for taken, until in pairwise([-n_ctx, *ranks, n_tokens]):
+        free = taken + n_ctx
+        for begin in documents[bisect.bisect_left(documents, free) : bisect.bisect_right(documents, until - n_ctx)]:
+            if begin >= free:
+                ranks[begin] = last
+                free = begin + n_ctx
+    return ranks
+
+
+def _spread(ranks: Mapping[int, int], n_tokens: int, n_ctx: int, n: int) -> list[int]:
+    """The first tokens of ``n`` windows: the lowest ranks whole, of the last one as many as are lacking."""
+    if len(ranks) < n:
+        return [i * (n_tokens - n_ctx) // max(1, n - 1) for i in range(n)]
+    chosen: list[int] = []
+    for rank in sorted({*ranks.values()}):
+        places = sorted(at for at, found in ranks.items() if found == rank)
+        count = min(len(places), n - len(chosen))
+        chosen += [places[(2 * i + 1) * len(places) // (2 * count)] for i in range(count)]
+    return sorted(chosen)
 
 
 def _check_sizes(tokenizer: Tokenizer, n_ctx: int, n_windows: int, step: int, protocol: Protocol) -> None:

@@ -66,17 +66,18 @@ def compared(report: Report) -> list[tuple[str, ArmRecord]]:
 
 def _read(report: Report, path: Path | None) -> tuple[dict[str, ArmPositions], str]:
     """Positions of the arms that have a KL, and why there are none."""
-    expected = {
-        arm.name: kld.n_positions
+    found = {
+        arm.name: kld
         for _, arm in compared(report)
         if (kld := arm.axes.kld) and kld.mean is not None and kld.estimator is not Estimator.TOPK
     }
-    if not expected:
+    if not found:
         return {}, ""
     try:
         if path is None:
             raise InputError("no positions.parquet was given")
-        return read_positions(path, expected), ""
+        expected = {name: kld.n_positions for name, kld in found.items()}
+        return read_positions(path, expected, {name: kld.n_ctx for name, kld in found.items()}), ""
     except InputError as error:
         imported = "imported" in report.settings  # another tool's figures: there is nothing to score again
         return {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"

@@ -76,7 +76,7 @@ def _protocol(settings: Mapping[str, Any], text: str) -> str:
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
     if "windows" in (kld := _mapping(axes.get("kld"))):
-        size = f" of {_setting(kld['n_ctx'])} tokens" if isinstance(kld.get("n_ctx"), int) else ""
+        size = _windows_of(kld["n_ctx"]) if "n_ctx" in kld else ""
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
@@ -85,6 +85,15 @@ def _protocol(settings: Mapping[str, Any], text: str) -> str:
         length = f" with up to {_setting(greedy['n_predict'])} tokens each" if "n_predict" in greedy else ""
         parts.append(f"trajectory over {limit}{length}")
     return f": {'; '.join(parts)}" if parts else ""
+
+
+def _windows_of(n_ctx: Any) -> str:
+    """Windows are counted at the shortest context."""
+    shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
+    if shortest is None:
+        return " of the shortest context"
+    more = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
+    return f" of {_setting(shortest)} tokens{more}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ PER_DECADE = 10
 EDGES: NDArray[np.float64] = 10.0 ** (np.arange(-12 * PER_DECADE, 3 * PER_DECADE + 1) / PER_DECADE)
 """Thresholds of the tail (nats), 1e-12 … 1e3."""
 COLUMNS = ("arm", "window", "position", "kl", "top1_agrees", "reference_confidence")
+_CONTEXT = "n_ctx"  # files of one context may lack it
 N_WORST = 10
 
 
@@ -51,8 +52,12 @@ class ArmPositions:
         return self.above / max(1, self.usable)
 
 
-def read_positions(path: Path, expected: Mapping[str, int | None]) -> dict[str, ArmPositions]:
+def read_positions(
+    path: Path, expected: Mapping[str, int | None], contexts: Mapping[str, int | None] | None = None
+) -> dict[str, ArmPositions]:
     """Tails and worst positions of the ``expected`` arms (name → number of positions, where that is known).
+
+    ``contexts``: name → the context whose positions count, in a file that tells them apart.
 
     Raises:
         InputError: missing, unreadable, or of another run; says in one line what was wrong.
@@ -61,7 +66,7 @@ def read_positions(path: Path, expected: Mapping[str, int | None]) -> dict[str, 
     try:
         for name, group in _groups(path):
             if name in found:
-                _add(found[name], group, expected[name])
+                _add(found[name], _at(group, (contexts or {}).get(name)), expected[name])
     except FileNotFoundError:
         raise InputError("there is no positions.parquet beside this report") from None
     except Exception as error:  # damage shows as many kinds of error, and the report is made whatever the file holds
@@ -82,16 +87,23 @@ def _groups(path: Path) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
     pq: Any = import_module("pyarrow.parquet")
     with pq.ParquetFile(path) as file:
         for number in range(file.num_row_groups):
-            table = file.read_row_group(number, columns=list(COLUMNS))
-            if table.num_columns != len(COLUMNS):
+            table = file.read_row_group(number, columns=[*COLUMNS, _CONTEXT])
+            if not {*COLUMNS} <= {*table.column_names}:
                 raise ValueError(f"it lacks {', '.join(sorted(set(COLUMNS) - set(table.column_names)))}")
             arms = table.column("arm").cast(pa.string()).combine_chunks().dictionary_encode()
             codes = arms.indices.to_numpy(zero_copy_only=False)
-            columns = {name: np.asarray(table.column(name).to_numpy()) for name in COLUMNS[1:]}
+            columns = {name: np.asarray(table.column(name).to_numpy()) for name in table.column_names if name != "arm"}
             columns["kl"] = columns["kl"].astype(np.float64)
             for code, name in enumerate(arms.dictionary.to_pylist()):
                 rows = codes == code
                 yield name, columns if rows.all() else {key: values[rows] for key, values in columns.items()}
+
+
+def _at(group: dict[str, NDArray[Any]], context: int | None) -> dict[str, NDArray[Any]]:
+    if context is None or _CONTEXT not in group:
+        return group
+    rows = group[_CONTEXT] == context
+    return group if rows.all() else {name: values[rows] for name, values in group.items()}
 
 
 def _add(arm: ArmPositions, group: Mapping[str, NDArray[Any]], most: int | None) -> None:
