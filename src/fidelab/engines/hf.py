@@ -54,6 +54,7 @@ class HFEngine(Engine):
     """Transformers behind the engine contract."""
 
     name: ClassVar[str] = "hf"
+    examined: ClassVar[tuple[str, ...]] = ("transformers",)
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod

@@ -59,7 +59,7 @@ class HFModel:
 
     ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
     estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: our kernels attend;
-    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for; ``proof``: evidence for the formats.
+    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for; ``proof``: evidence for formats.
 
     Raises:
         EngineError: it cannot be loaded, or is not what we take it for.

@@ -6,7 +6,7 @@ The first, the middle and the last layer with the format are looked at in one fo
 - ``received``: did attention get what these parts decode to, bit by bit?  It is asked where Transformers calls the
   attention function, which is no part of any cache.  Where our kernels read the parts themselves, their output is
   compared with attention over the decoded parts and over the keys and values that came.
-- ``named``: in which format are the parts?  Decoding and names are :mod:`fidelab.formats.known`'s, not the format's own.
+- ``named``: in which format are the parts?  Decoding and names are :mod:`fidelab.formats.known`'s, no format's own.
 
 Each answer is ``shown``, ``open: why`` or ``refuted: why``; what was refuted once stays refuted.
 """
@@ -30,14 +30,14 @@ from fidelab.plugins.paged_attention import Handed
 
 __all__ = ["Proof"]
 
-QUESTIONS = ("stored", "received", "named")
+_QUESTIONS = ("stored", "received", "named")
 _WORDS = ("keys", "values")
+_About = Mapping[str, Any]
 _POSITIONS = 4096  # the last ones, of a sentinel layer, that are compared
 _QUERIES = 256  # the first ones, that attention is computed again for
-_FEWEST = 16  # queries, of which attention's output tells what it read
 _ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of attention's output, relative
 _UNSEEN = "attention makes keys and values of its own from what the cache hands over"
-_FEW = "no forward was long enough to tell what the kernels read"
+_PART = "no forward through an empty cache was seen, which alone tells what the kernels read"
 
 
 @dataclass
@@ -50,6 +50,21 @@ class _Evidence:
     changed: list[int] = field(default_factory=lambda: [0, 0])
     numbers: list[int] = field(default_factory=lambda: [0, 0])
     received: set[int] = field(default_factory=set)  # layers whose attention was seen
+
+
+@dataclass(frozen=True)
+class _Called:
+    """One call of an attention function: ``query`` [B, heads, Q, D], ``out`` [B, Q, heads, Dv], named arguments."""
+
+    query: Tensor
+    out: Tensor
+    about: _About
+
+    def attention(self, window: int) -> Attention:
+        """What was asked for besides the two products."""
+        sinks = self.about.get("s_aux")
+        softcap = self.about.get("softcap") or 0.0
+        return Attention(self.about.get("scaling"), window, softcap, None if sinks is None else sinks.float())
 
 
 class Proof:
@@ -77,7 +92,7 @@ class Proof:
         seen = self._seen
         shares = [n / of if of else None for n, of in zip(seen.changed, seen.numbers, strict=True)]
         return {
-            "proof": {question: self._answer(question) for question in QUESTIONS},
+            "proof": {question: self._answer(question) for question in _QUESTIONS},
             "sentinel_layers": seen.layers,
             "k_changed": shares[0],
             "v_changed": shares[1],
@@ -119,23 +134,25 @@ class Proof:
                     self._look(evidence, layer, sentinels[layer], given[layer], out)
             return out
 
-        def attended(module: Any, query: Tensor, key: Tensor, value: Tensor, call: Any, about: Mapping[str, Any]) -> Any:
-            layer = getattr(module, "layer_idx", None)
-            paged = isinstance(key, Handed)
-            if layer in handed and not paged:
-                self._compare(evidence, layer, given[layer], handed.pop(layer), (key, value))
-            out = call()
-            if layer in handed and paged:
-                del handed[layer]
-                self._look_paged(evidence, layer, sentinels[layer], given[layer], query, out[0], about)
-            return out
+        def attended(
+            layer: int | None, query: Tensor, sides: tuple[Tensor, Tensor], call: Callable[[], Any], about: _About
+        ) -> Any:
+            if layer not in handed:
+                return call()
+            came, from_cache = given[layer], handed.pop(layer)
+            if isinstance(sides[0], Handed):
+                out = call()
+                self._look_paged(evidence, layer, sentinels[layer], came, _Called(query, out[0], about))
+                return out
+            self._compare(evidence, layer, came, from_cache, sides)
+            return call()
 
         with _tapped(cache, updated, attended):
             yield
         self.due = False
         if set(evidence.layers) - evidence.received:
             evidence.opened.setdefault("received", _UNSEEN)
-        if evidence.layers:
+        if evidence.layers and (not self._seen.layers or len(evidence.opened) <= len(self._seen.opened)):
             self._seen = evidence
 
     @contextmanager
@@ -148,7 +165,7 @@ class Proof:
                 out[side] = torch.full_like(out[side], float("nan"))
             return tuple(out)
 
-        with _tapped(cache, updated, lambda _module, _query, _key, _value, call, _about: call()):
+        with _tapped(cache, updated, lambda _layer, _query, _sides, call, _about: call()):
             yield
 
     # ----------------------------------------------------------------------------------------- comparison
@@ -212,9 +229,7 @@ class Proof:
                 self.refute("received", f"attention of layer {layer} got {what} {_WORDS[side]}, not the cache's")
         evidence.received.add(layer)
 
-    def _look_paged(
-        self, evidence: _Evidence, layer: int, held: Any, given: Any, query: Tensor, out: Tensor, about: Mapping[str, Any]
-    ) -> None:
+    def _look_paged(self, evidence: _Evidence, layer: int, held: Any, given: Any, called: _Called) -> None:
         """Stored pages against what came, and the output of the kernels against attention over both."""
         row = _whole_row(held.step.mask)
         if row is None:
@@ -232,24 +247,21 @@ class Proof:
             self._note(evidence, side, layer, (parts, came, None), names, values.to(came.dtype))
         evidence.layers.append(layer)
         evidence.received.add(layer)
-        if length != given[0].shape[2] or length < _FEWEST or query.shape[2] != length or not certain:
-            evidence.opened.setdefault("received", _FEW)
+        if not (length == given[0].shape[2] == called.query.shape[2]) or not certain:
+            evidence.opened.setdefault("received", _PART)
             return
         many = min(length, _QUERIES)
-        sinks = about.get("s_aux")
-        attention = Attention(
-            about.get("scaling"), held.window, about.get("softcap") or 0.0, None if sinks is None else sinks.float()
-        )
-        rows = query[row, :, :many].transpose(0, 1).float()
-        kernel = out[row, :many].float()
+        attention = called.attention(held.window)
+        rows = called.query[row, :, :many].transpose(0, 1).float()
+        kernel = called.out[row, :many].float()
 
         def over(keys: Tensor, values: Tensor) -> Tensor:
-            sides = (x[0, :, :many].transpose(0, 1).float() for x in (keys, values))
-            return attend(rows, *sides, torch.arange(many, device=rows.device), attention)[0]
+            k, v = (x[0, :, :many].transpose(0, 1).float() for x in (keys, values))
+            return attend(rows, k, v, torch.arange(many, device=rows.device), attention)[0]
 
         reference = over(*decoded)
         error = float((kernel - reference).norm() / reference.norm())
-        if not error <= _ERROR[query.dtype]:
+        if not error <= _ERROR[called.query.dtype]:
             self.refute("received", f"attention of layer {layer} is off by {error:.2g} from attention over its pages")
         for side, untouched in enumerate((over(fresh[0], decoded[1]), over(decoded[0], fresh[1]))):
             self._reached(evidence, side, layer, kernel - untouched, reference - untouched)
@@ -319,8 +331,10 @@ def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any
         attention = get_interface(self, name, default)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            call = lambda: attention(module, query, key, value, *args, **kwargs)  # noqa: E731
-            return attended(module, query, key, value, call, kwargs)
+            layer = getattr(module, "layer_idx", None)
+            return attended(
+                layer, query, (key, value), lambda: attention(module, query, key, value, *args, **kwargs), kwargs
+            )
 
         return attend
 

@@ -108,6 +108,12 @@ class LlamaCppEngine(Engine):
         # The nearest cache that takes the kernel path of the quantized ones.
         return "bf16" if {str(reference.k), str(reference.v)} <= {"f32", "f16"} else None
 
+    @classmethod
+    def lossless(cls, arm: Arm) -> bool | None:
+        """llama.cpp makes keys and values in float32, and float16 of them for flash attention, whatever holds them."""
+        held = {arm.kv.k.name, arm.kv.v.name}
+        return held <= {"f32", "f16"} if _flash(arm) else held == {"f32"}
+
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)

@@ -171,7 +171,7 @@ def _float4(name: str, size: int, parts: Parts, dim: int, scale: Tensor | None) 
         scales = scales if scale is None else scales * scale
     else:
         scales = _looked_up(parts[1], (*(2.0 ** (byte - 127) for byte in range(255)), float("nan")))
-    return (values.unflatten(-1, (-1, size)) * scales.unsqueeze(-1)).flatten(-2)[..., :dim]
+    return (_split(values, size) * scales.unsqueeze(-1)).flatten(-2)[..., :dim]
 
 
 # ---------------------------------------------------------------------------------------------- integers
@@ -207,7 +207,7 @@ def _integer(bits: int, group: int, parts: Parts, dim: int, _scale: Tensor | Non
 
 def _block(name: str, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
     header, codes = _BLOCKS[name]
-    blocks = parts[0].unflatten(-1, (-1, header + codes))
+    blocks = _split(parts[0], header + codes)
     numbers = blocks[..., :header].contiguous().view(torch.float16).float()
     rest = blocks[..., header:].contiguous()
     if name == "q8_0":
@@ -225,6 +225,11 @@ def _block(name: str, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
     if header == 4:
         values = values + numbers[..., 1:]
     return values.flatten(-2)[..., :dim]
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    """``[..., n · size]`` → ``[..., n, size]``."""
+    return x.reshape(*x.shape[:-1], -1, size)
 
 
 def _nibbles(codes: Tensor) -> Tensor:
