@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from fidelab.plugins.paged_attention import Handed
 
 __all__ = ["Proof"]
 
-_QUESTIONS = ("stored", "received", "named")
+_QUESTIONS = ("received", "stored", "named")
 _WORDS = ("keys", "values")
 _About = Mapping[str, Any]
 _POSITIONS = 4096  # the last ones, of a sentinel layer, that are compared
@@ -135,7 +136,7 @@ class Proof:
             return out
 
         def attended(
-            layer: int | None, query: Tensor, sides: tuple[Tensor, Tensor], call: Callable[[], Any], about: _About
+            layer: int | None, query: Tensor, sides: tuple[Tensor, Tensor], call: partial[Any], about: _About
         ) -> Any:
             if layer not in handed:
                 return call()
@@ -145,6 +146,10 @@ class Proof:
                 self._look_paged(evidence, layer, sentinels[layer], came, _Called(query, out[0], about))
                 return out
             self._compare(evidence, layer, came, from_cache, sides)
+            if foreign := _foreign(call):
+                evidence.opened.setdefault(
+                    "received", f"attention is computed by {foreign}, which is not Transformers'"
+                )
             return call()
 
         with _tapped(cache, updated, attended):
@@ -186,6 +191,9 @@ class Proof:
                 fresh = out[:, :, -came.shape[2] :]
                 what = "untouched" if equal_bits(fresh, came) else "other"
                 self.refute("received", f"layer {layer} is handed {what} {_WORDS[side]}, not those that are stored")
+                names = names_of(
+                    tuple(p[:, :, -came.shape[2] :] for p in parts), came.shape[-1], came, scale, exact=False
+                )
             self._note(evidence, side, layer, (parts, came, scale), names, out)
         evidence.layers.append(layer)
 
@@ -298,6 +306,14 @@ def _skipped(layer: Any) -> bool:
     return bool(getattr(layer, "skipped", False))
 
 
+def _foreign(call: partial[Any]) -> str | None:
+    """The name of an attention function that does not come with Transformers."""
+    module = getattr(call.func, "__module__", None) or type(call.func).__module__
+    if module.partition(".")[0] == "transformers":
+        return None
+    return f"{module}.{getattr(call.func, '__qualname__', type(call.func).__qualname__)}"
+
+
 def _whole_row(mask: Tensor | None) -> int | None:
     """A sequence of the batch without padding."""
     if mask is None:
@@ -331,10 +347,8 @@ def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any
         attention = get_interface(self, name, default)
 
         def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
-            layer = getattr(module, "layer_idx", None)
-            return attended(
-                layer, query, (key, value), lambda: attention(module, query, key, value, *args, **kwargs), kwargs
-            )
+            call = partial(attention, module, query, key, value, *args, **kwargs)
+            return attended(getattr(module, "layer_idx", None), query, (key, value), call, kwargs)
 
         return attend
 
