@@ -18,6 +18,7 @@ from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.fp8 import Float8
 from fidelab.kernels import reference
+from fidelab.kernels.cache import dequantize
 from fidelab.measuring import ArmResult, engaged
 from fidelab.plugins import paged_cache
 from fidelab.plugins.transformers_cache import EncodedStore, _EncodedAttention
@@ -51,9 +52,9 @@ def judged(path: Path, kv: str, ran: Ran) -> tuple[Status, str]:
     return status, reason or ""
 
 
-def not_engaged(path: Path, kv: str, **options: str) -> str:
+def not_engaged(path: Path, kv: str, dtype: str = "float32", **options: str) -> str:
     """The reason."""
-    status, reason = judged(path, kv, asked(path, kv, **options))
+    status, reason = judged(path, kv, asked(path, kv, PREFILL, dtype, **options))
     assert status is Status.NOT_ENGAGED
     return reason
 
@@ -217,9 +218,10 @@ def test_kernels_that_read_something_else_than_their_pages_are_not_engaged(
         if given is None or query.shape[2] != given.shape[2] or len(query) > 1:
             return out
         table, length = self.held.block_table[0].long(), given.shape[2]
-        sides = [x[table].flatten(0, 1)[:length] for x in paged_cache.dequantize(self.held)]
+        sides = [x[table].flatten(0, 1)[:length] for x in dequantize(self.held)]
         sides[side] = given[0].transpose(0, 1).float()
-        own, _ = reference.attend(query[0].transpose(0, 1).float(), *sides, torch.arange(length), attention)  # type: ignore[call-arg, arg-type]
+        rows = query[0].transpose(0, 1).float()
+        own, _ = reference.attend(rows, sides[0], sides[1], torch.arange(length), attention)
         return own[None].to(out.dtype)
 
     monkeypatch.setattr(paged_cache._PagedAttention, "attend", cheating)

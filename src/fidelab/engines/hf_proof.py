@@ -24,8 +24,9 @@ from torch import Tensor
 from transformers import AttentionInterface
 
 from fidelab.core import FormatSpec, KVSpec
+from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
-from fidelab.formats.known import KNOWN, canonical, equal_bits, names_of, values_of
+from fidelab.formats.known import KNOWN, canonical, encodes_like, equal_bits, names_of, values_of
 from fidelab.kernels.reference import Attention, attend
 from fidelab.plugins.paged_attention import Handed
 
@@ -77,6 +78,10 @@ class Proof:
         self._formats = (k, v)
         self._seen = _Evidence()
         self._refuted: dict[str, str] = {}
+        for name in {kv.k.name, kv.v.name} & KNOWN:
+            found = encodes_like(create(FormatSpec(name)).encode)
+            if found != name:
+                self.refute("named", f"{name} encodes a known vector as {found or 'no known format'} does")
 
     # ------------------------------------------------------------------------------------------- answers
 

@@ -11,6 +11,7 @@ one NaN, 0x80), ggml's blocks by ``dequantize_row_*`` of ggml.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from fidelab.core import FormatSpec
 
-__all__ = ["KNOWN", "canonical", "equal_bits", "names_of", "values_of"]
+__all__ = ["KNOWN", "canonical", "encodes_like", "equal_bits", "names_of", "values_of"]
 
 Parts = tuple[Tensor, ...]
 _Decode = Callable[[Parts, int, Tensor | None], Tensor]
@@ -41,6 +42,31 @@ _BLOCKS = {"q8_0": (2, 32), "q5_1": (4, 20), "q5_0": (2, 20), "q4_1": (4, 16), "
 _IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 KNOWN = frozenset((*_NATIVE.values(), *_FLOAT8, *(f"int{bits}" for bits in range(2, 9)), *_BLOCKS, "nvfp4", "mxfp4"))
 _GROUP = 32
+# SHA-256, cut, of what a format makes of _vector(); the tests compute these bytes by other means.
+_VECTORS = {
+    "723fce50e4c669a2": "f32",
+    "1cb20a169404ec98": "f16",
+    "daa4b1f575057e1e": "bf16",
+    "b02d623716e2a97e": "fp8_e4m3",
+    "df4c20c0050d859d": "fp8_e5m2",
+    "f1c1aa926a04b61b": "fp8_e4m3fnuz",
+    "997b58194883911b": "fp8_e5m2fnuz",
+    "628fc19746289f7e": "nvfp4",
+    "8fc3f8e44079df23": "mxfp4",
+    "c37c4b690b9b1560": "int8",
+    "5fe00d07ea7ef822": "int7",
+    "d75ba26bb3f7285e": "int6",
+    "d06acec6972b9574": "int5",
+    "f8525812fd894747": "int4",
+    "3e43c7bab9bd2f0f": "int3",
+    "a28acd0c8206ab1a": "int2",
+    "7ce3fcc278176365": "q8_0",
+    "2e3632e9cce08937": "q5_1",
+    "f7f1c781dd4108f6": "q5_0",
+    "2dc6ebacd3a1a955": "q4_1",
+    "a9ae3c6a8da59858": "q4_0",
+    "b8289b3225a80c23": "iq4_nl",
+}
 
 
 def canonical(spec: FormatSpec, dim: int) -> str:
@@ -78,6 +104,23 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
     return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def encodes_like(encode: Callable[[Tensor], Parts]) -> str | None:
+    """The format, without options, whose encoding of one fixed vector this is: roundings are told apart, too."""
+    return _VECTORS.get(_digest(encode(_vector())))
+
+
+def _vector() -> Tensor:
+    """±(i² + 3 i + 1) / 16 for i = 0 … 31: within the range of every format, with ties in the 8-bit floats."""
+    values = [(-1) ** i * (i * i + 3 * i + 1) / 16 for i in range(_BLOCK)]
+    return torch.tensor(values, dtype=torch.float32).view(1, 1, 1, _BLOCK)
+
+
+def _digest(parts: Parts) -> str:
+    """Of the bytes of all parts, one after another."""
+    held = (part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts)
+    return hashlib.sha256(b"".join(map(bytes, held))).hexdigest()[:16]
 
 
 def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) -> Tensor:
