@@ -17,7 +17,7 @@ from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.probes import Forced, Generate, Prefill, Probe
 
-__all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head"]
+__all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head", "read_back_proof"]
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,20 @@ class Ran:
         """Plain data for messages and manifests."""
         fields = {key: value for key, value in self.__dict__.items() if key != "more"}
         return {**fields, **self.more}
+
+
+def read_back_proof(matches: float | None, least: float, received: str) -> dict[str, str]:
+    """``proof`` of an engine whose cache is read back: ``matches`` is the share of the numbers found as written.
+
+    ``least`` of them must be.  ``received``: why it stays open what attention got.
+    """
+    stored, named = "shown", "shown"  # other types would read the same bytes as other numbers
+    if matches is None:
+        stored, named = "open: blocks in this format cannot be read back", "open: by its name alone"
+    elif matches < least:
+        stored = f"refuted: {matches:.1%} of the keys and values written are in the cache"
+        named = "open: by its name alone"
+    return {"received": f"open: {received}", "stored": stored, "named": named}
 
 
 @dataclass(frozen=True)
