@@ -14,11 +14,14 @@ from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
+from fidelab.engines import ENGINES
 from fidelab.errors import FidelabError, MismatchError
 
 __all__ = ["ArmResult", "Measured", "Scorer", "engaged"]
 
 _BYTES_TOLERANCE = 1e-3
+_KL_AXES = ("kld", "forced")  # whose rows are compared over the whole vocabulary
+_REFUTED = "refuted: "
 
 
 @dataclass(frozen=True)
@@ -136,12 +139,29 @@ class Scorer:
                 if self.strict and isinstance(error, MismatchError):
                     raise
                 failures[name] = (Status.FAILED, str(error))
+        if status is Status.OK and (unmoved := self._unmoved(result, scores)):
+            status, reason = Status.NOT_ENGAGED, unmoved
+            failures |= dict.fromkeys(scores, (status, unmoved))
+            scores = {}
         faults = [text for kind, text in failures.values() if kind is not Status.NOT_MEASURABLE]
         if status is Status.OK and faults:
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(faults))
         elif status is Status.OK and scores and all(score.identical for score in scores.values()):
             status = Status.IDENTICAL
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
+
+    def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
+        """Why distributions that are the reference's bit by bit are no good news: a format that loses must show."""
+        rows = [scores[name] for name in _KL_AXES if name in scores]
+        reference = self.by_role[self._role]
+        if not rows or not all(score.identical for score in rows):
+            return None
+        if result.arm.kv.content() == reference.arm.kv.content() or all(map(_lossless, (result, reference))):
+            return None
+        pair = f"{result.arm.kv.label} and {reference.arm.kv.label}"
+        return (
+            f"{pair} keep different numbers, but their KL is exactly 0 everywhere: one of them did not reach attention"
+        )
 
     def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
         """Output that nobody can use, such as no token at all, where the reference has some."""
@@ -181,17 +201,31 @@ def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
     return next((reason for part, reason in failures.items() if part.split(".", 1)[0] == name), None)
 
 
+def _lossless(result: ArmResult) -> bool:
+    """Whether this arm's formats lose nothing: by their definition, or where that is open, as it was seen."""
+    arm, ran = result.arm, result.ran or {}
+    found = ENGINES.load(arm.engine).lossless(arm) if arm.engine in ENGINES.names() else None
+    return ran.get("k_changed") == 0 == ran.get("v_changed") if found is None else bool(found)
+
+
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
     """Is there proof that the asked format ran?  (DESIGN §4, proof of engagement)"""
     if result.status is not Status.OK or result.ran is None:
         return result.status, result.reason
     ran, kv = result.ran, result.arm.kv
+    answers = map(str, (ran.get("proof") or {}).values())
+    refuted = next((text.removeprefix(_REFUTED) for text in answers if text.startswith(_REFUTED)), None)
     for side, asked in (("k", kv.k), ("v", kv.v)):
         found = ran.get(f"{side}_format")
         if found is None:
-            return Status.NOT_ENGAGED, f"the engine gave no evidence that {side.upper()} was stored as {asked}"
+            return (
+                Status.NOT_ENGAGED,
+                refuted or f"the engine gave no evidence that {side.upper()} was stored as {asked}",
+            )
         if found != str(asked):
             return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {found}"
+    if refuted:
+        return Status.NOT_ENGAGED, refuted
     held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
     if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
         return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"

@@ -10,9 +10,11 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy.linalg import hadamard
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
@@ -22,6 +24,7 @@ from fidelab.engines.base import Engine
 from fidelab.engines.hf import HFEngine
 from fidelab.engines.llamacpp import LlamaCppEngine
 from fidelab.engines.llamacpp_library import GGML_TYPES, LlamaModel, Seen
+from fidelab.engines.llamacpp_proof import Side, decoded, proof, read_state
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
@@ -318,6 +321,81 @@ def test_an_empty_continuation_fails_alone(tiny: Path) -> None:
     answers = answered(opened(tiny), Forced("forced", ((5, 6), (5, 7)), ((), (8, 9))))
     assert answers.failed == {0: "empty continuation"}
     assert rows(answers, 1).shape[0] == 2
+
+
+# -------------------------------------------------------------------------------------- the cache read back
+
+BLOCKS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
+GIVEN = np.random.default_rng(5).standard_normal((4, 128)).astype(np.float32)
+
+
+def side(name: str, values: NDArray[np.float32] = GIVEN) -> Side:
+    """As llama.cpp stores rows, by gguf's quantizers."""
+    raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name.upper()])
+    return Side(GGML_TYPES[name][0], raw.view(np.uint8).reshape(len(values), -1))
+
+
+def answers_of(k: Side, v: Side, asked: str, rotated: bool = False) -> tuple[str, str]:
+    exact = side("f32"), side("f32")
+    found = proof((asked, asked), (k, v), exact, (rotated, rotated))
+    return found["stored"], found["named"]
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "iq4_nl"])
+def test_stored_blocks_are_decoded_as_gguf_does(name: str) -> None:
+    raw = np.random.default_rng(0).integers(0, 256, (9, 4 * GGML_TYPES[name][2]), dtype=np.uint8)
+    raw.reshape(9, 4, -1)[:, :, 1::2][:, :, :2] &= 0x3F  # no infinite headers
+    expected = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[name.upper()])
+    np.testing.assert_array_equal(decoded(raw, name), expected)
+
+
+@pytest.mark.parametrize("name", [*BLOCKS, "f32", "f16", "bf16"])
+@pytest.mark.parametrize("turn", [1, 64])
+def test_rows_that_hold_what_came_prove_their_type_rotated_or_not(name: str, turn: int) -> None:
+    matrix = hadamard(turn).astype(np.float64) / np.sqrt(turn)
+    turned = (GIVEN.reshape(-1, turn).astype(np.float64) @ matrix).reshape(GIVEN.shape).astype(np.float32)
+    if turn > 1 and name == "f32":
+        pytest.skip("llama.cpp rotates nothing that it does not quantize; float32 would have to agree bit by bit")
+    assert answers_of(side(name, turned), side(name, turned), name, turn > 1) == ("shown", "shown")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_rows_of_other_keys_are_not_what_came(name: str) -> None:
+    stored, named = answers_of(side(name), side(name, np.roll(GIVEN, 1, axis=0)), name)
+    assert (stored, named) == (
+        f"refuted: values of the first layer are not those that came, as {name} has them",
+        "shown",
+    )
+
+
+@pytest.mark.parametrize(("name", "other"), [("iq4_nl", "q4_0"), ("f16", "bf16"), ("q8_0", "q4_0"), ("f32", "f16")])
+def test_rows_of_another_type_are_named_although_they_are_called_as_asked(name: str, other: str) -> None:
+    called = Side(GGML_TYPES[name][0], side(other).rows)
+    _, named = answers_of(called, side("f32"), name)
+    assert named == f"refuted: keys of the first layer are {other}, not {name}"
+
+
+def test_a_state_of_another_layout_leaves_both_questions_open() -> None:
+    assert read_state(bytes(400), 4, 1) is None
+    found = proof(("q8_0", "q8_0"), None, None, (False, False))
+    assert found["stored"] == found["named"] == "open: the saved state has a layout that is not known"
+
+
+@needs_library
+@pytest.mark.parametrize("flash", ["on", "off"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "bf16", "f32/bf16"])
+def test_the_saved_state_shows_what_the_cache_holds(kv: str, flash: str, tiny: Path) -> None:
+    found = opened(tiny, kv, flash_attn=flash).ran().more["proof"]
+    assert (found["stored"], found["named"]) == ("shown", "shown")
+    assert found["received"].startswith("open: ")
+
+
+@pytest.mark.parametrize(
+    ("kv", "flash", "lossless"),
+    [("f32", "on", True), ("f16", "on", True), ("f16", "off", False), ("bf16", "on", False), ("f16/q8_0", "on", False)],
+)
+def test_flash_attention_reads_float16_whatever_holds_it(kv: str, flash: str, lossless: bool) -> None:
+    assert LlamaCppEngine.lossless(asked(Path("m.gguf"), kv, flash_attn=flash)) is lossless
 
 
 # --------------------------------------------------------------------------------------- the embedded model

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
+from fidelab.engines.base import read_back_proof
 from fidelab.engines.vllm import VLLMEngine
 from fidelab.engines.vllm_backend import Backend, least_cache_bytes
 from fidelab.engines.vllm_model import VLLMModel, size_in_bytes
@@ -108,6 +109,28 @@ def test_a_format_is_claimed_where_the_cache_proves_it(
 ) -> None:
     described = [{"dtype": "uint8", "kv_cache_dtype": name} for name in layers]
     assert stored_as(asked(kv), backend, {"read_back": {"matches": matches}}, described) == found
+
+
+@pytest.mark.parametrize("stored", ["float16", "bfloat16"])
+def test_a_cache_that_holds_another_type_than_its_name_says_is_named_by_what_it_holds(stored: str) -> None:
+    described = [{"dtype": stored, "kv_cache_dtype": "float16"}]
+    seen = {"read_back": {"matches": 1.0, "stored": stored}}
+    assert stored_as(asked("float16"), GOOD, seen, described) == stored
+
+
+@pytest.mark.parametrize(
+    ("matches", "stored", "named"),
+    [
+        (1.0, "shown", "shown"),
+        (0.5, "refuted: 50.0% of the keys and values written are in the cache", "open: by its name alone"),
+        (None, "open: blocks in this format cannot be read back", "open: by its name alone"),
+    ],
+)
+def test_what_is_read_back_answers_what_is_stored_and_leaves_open_what_attention_got(
+    matches: float | None, stored: str, named: str
+) -> None:
+    proof = read_back_proof(matches, 0.999, "its kernels read the cache themselves")
+    assert proof == {"received": "open: its kernels read the cache themselves", "stored": stored, "named": named}
 
 
 # ---------------------------------------------------------------------------------------------- the capture

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from fidelab.config.load import validate
+from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
+from fidelab.measuring import ArmResult, Scorer
+from fidelab.results.store import RunFolder
 from tests.runs.harness import Done, cli, compare, write_inputs
 
 
@@ -126,3 +132,64 @@ def test_equal_arms_are_shown_to_be_equal(tmp_path: Path) -> None:
 def test_a_sentence_names_the_longest_context_measured(contradicted: Done) -> None:
     said = contradicted.arm("tilt[q=0.55]")["verdict"]["sentence"]
     assert said.endswith("up to 16 tokens of context, not measured beyond")
+
+
+def test_a_format_that_must_cost_something_and_costs_exactly_nothing_is_not_engaged(tmp_path: Path) -> None:
+    done = compare(tmp_path, "tilt[q=0.5]", "exact", "fork[at=3,every=2]", flags=["--no-floor"], windows=8, limit=2)
+    arm = done.arm("tilt[q=0.5]")  # the reference's own distribution under another name
+    assert (arm["status"], arm["verdict"]["band"]) == ("not_engaged", None)
+    assert arm["reason"] == (
+        "tilt[q=0.5] and exact keep different numbers, but their KL is exactly 0 everywhere: "
+        "one of them did not reach attention"
+    )
+    assert {axis["status"] for axis in arm["axes"].values() if axis} == {"not_engaged"}
+    assert (done.arm("exact")["status"], done.arm("fork[at=3,every=2]")["status"]) == ("identical", "ok")
+
+
+@pytest.mark.parametrize(
+    ("kv", "dtype", "lossless"),
+    [
+        *(
+            ("bf16", "bfloat16", True),
+            ("bf16", "float32", False),
+            ("bf16", "float16", False),
+            ("f32", "bfloat16", True),
+        ),
+        *(
+            ("f16", "bfloat16", None),
+            ("f16", "float32", False),
+            ("auto", "float32", True),
+            ("float16", "float16", True),
+        ),
+        *(("fp8_e4m3", "bfloat16", False), ("bf16/int8", "bfloat16", False), ("q4_0", "float16", False)),
+        *(("nvfp4", "bfloat16", False), ("iq4_nl", "float32", False), ("somebody's", "bfloat16", None)),
+    ],
+)
+def test_a_format_loses_nothing_where_it_has_the_digits_and_the_range_of_the_compute_type(
+    kv: str, dtype: str, lossless: bool | None
+) -> None:
+    formats = [FormatSpec(name) for name in kv.split("/")]
+    spec = KVSpec(kv, formats[0], formats[-1])
+    assert Engine.lossless(Arm(kv, "any", "m", "/m", "0" * 8, spec, dtype, "cpu", 1)) is lossless
+
+
+@pytest.mark.parametrize(("changed", "status"), [(0.0, "identical"), (0.3, "not_engaged"), (None, "not_engaged")])
+def test_float16_in_a_bfloat16_model_is_identical_where_attention_was_seen_to_get_what_came(
+    changed: float | None, status: str, tmp_path: Path
+) -> None:
+    """Where the definition leaves it open, what the engine saw decides."""
+    done = compare(tmp_path, "exact", flags=["--no-floor"], windows=4, limit=1)
+    results = [ArmResult.from_record(x, done.folder) for x in RunFolder.open(done.folder).read_outcomes()["arms"]]
+    arms = {"reference": ("bf16", None), "candidate:exact": ("f16", changed)}
+    made = [
+        replace(
+            result,
+            arm=replace(result.arm, engine="hf", kv=KVSpec.parse(kv), dtype="bfloat16"),
+            ran={"k_format": kv, "v_format": kv, "k_changed": seen, "v_changed": seen, "cache_bytes_per_token": None},
+        )
+        for result in results
+        for kv, seen in [arms[result.role]]
+    ]
+    experiment = validate({"model": "fake", "engine": "fake", "candidates": ["exact"], "axes": {"kld": {}}}, "test")
+    scorer = Scorer(experiment, made, {}, strict=False)
+    assert scorer.measure(made[1]).status == status

@@ -6,6 +6,7 @@ an instance lives in a worker process: ``open`` once, ``answer`` for each probe,
 
 from __future__ import annotations
 
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ from fidelab.captures.container import Array
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.probes import Forced, Generate, Prefill, Probe
 
-__all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head"]
+__all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head", "read_back_proof"]
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,10 @@ class Ran:
 
     ``k_format`` / ``v_format`` are the formats whose storage was seen; ``k_dtype`` / ``v_dtype`` the element types of
     that storage; ``cache_bytes_per_token`` was measured, ``expected_bytes_per_token`` follows from the asked formats.
-    ``None`` where the engine cannot tell.
+    ``None`` where the engine cannot tell.  ``more`` has engines' own keys and, of all, ``proof``: the answers to
+    ``stored`` (do the parts in the cache hold what the format makes of the keys and values that came?), ``received``
+    (did attention get what these parts decode to?) and ``named`` (is the format told from the parts, not from what was
+    asked?), each ``shown``, ``open: why`` or ``refuted: why``.
     """
 
     versions: dict[str, str]
@@ -53,6 +57,20 @@ class Ran:
         """Plain data for messages and manifests."""
         fields = {key: value for key, value in self.__dict__.items() if key != "more"}
         return {**fields, **self.more}
+
+
+def read_back_proof(matches: float | None, least: float, received: str) -> dict[str, str]:
+    """``proof`` of an engine whose cache is read back: ``matches`` is the share of the numbers found as written.
+
+    ``least`` of them must be.  ``received``: why it stays open what attention got.
+    """
+    stored, named = "shown", "shown"  # other types would read the same bytes as other numbers
+    if matches is None:
+        stored, named = "open: blocks in this format cannot be read back", "open: by its name alone"
+    elif matches < least:
+        stored = f"refuted: {matches:.1%} of the keys and values written are in the cache"
+        named = "open: by its name alone"
+    return {"received": f"open: {received}", "stored": stored, "named": named}
 
 
 @dataclass(frozen=True)
@@ -109,6 +127,25 @@ class Sink(Protocol):
         """Tokens processed since the last call."""
 
 
+# Formats as engines call them → bits of the fraction, the leading one included, and of the exponent.
+_FLOATS = {
+    **dict.fromkeys(("f32", "float32"), (24, 8)),
+    **dict.fromkeys(("bf16", "bfloat16"), (8, 8)),
+    **dict.fromkeys(("f16", "float16"), (11, 5)),
+}
+_COARSE = re.compile(r"(fp8|fp4|nvfp4|mxfp[48]|int[2-8]|i?q[2-8]_)")
+
+
+def _lossless(name: str, dtype: str) -> bool | None:
+    """Whether a format holds every number of a type.  A float16 holds a bfloat16 of its range alone: not known."""
+    if name in ("auto", dtype):
+        return True
+    if name not in _FLOATS or dtype not in _FLOATS:
+        return False if _COARSE.match(name) else None
+    (fraction, exponent), (needed, range_) = _FLOATS[name], _FLOATS[dtype]
+    return False if fraction < needed else True if exponent >= range_ else None
+
+
 class Engine(ABC):
     """One engine adapter.
 
@@ -121,6 +158,7 @@ class Engine(ABC):
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     pairs: ClassVar[bool] = True  # keys and values may have different formats
+    examined: ClassVar[tuple[str, ...]] = ()  # further distributions of which is told whether they are as published
     quiet: ClassVar[bool] = True  # takes no processor time while nobody asks
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of probes it answers
     served: ClassVar[bool] = False  # somebody else started what answers: the arm's options name it
@@ -168,6 +206,15 @@ class Engine(ABC):
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
         return None
+
+    @classmethod
+    def lossless(cls, arm: Arm) -> bool | None:
+        """Whether the arm's formats hold all keys and values of its compute type; ``None`` where that is not known.
+
+        Two arms of which neither loses anything may give the same output; a format that loses must change it.
+        """
+        sides = {_lossless(side.name, arm.dtype) for side in (arm.kv.k, arm.kv.v)}
+        return False if False in sides else None if None in sides else True
 
     @abstractmethod
     def open(self, arm: Arm) -> None:

@@ -147,6 +147,10 @@ class FakeEngine(Engine):
             return Verdict(False, "the fake engine refuses this format, as it was asked to")
         return Verdict(True)
 
+    @classmethod
+    def lossless(cls, arm: Arm) -> bool | None:
+        return arm.kv.k.name not in ("tilt", "decay")  # the others change what is no distribution, or nothing
+
     def open(self, arm: Arm) -> None:
         self.mark("import")
         self.mark("weights")

@@ -54,6 +54,7 @@ class HFEngine(Engine):
     """Transformers behind the engine contract."""
 
     name: ClassVar[str] = "hf"
+    examined: ClassVar[tuple[str, ...]] = ("transformers",)
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
@@ -114,6 +115,7 @@ class HFEngine(Engine):
         began = time.monotonic()
         if self._model.head is not None:
             self._model.head.sentinels.clear()
+        self._model.proof.due = not isinstance(probe, Timed)  # a look takes time
         match probe:
             case Prefill():
                 facts = self._prefill(probe, sink)
@@ -140,8 +142,8 @@ class HFEngine(Engine):
             versions={**self.versions(), "python": _python_version()},
             device=_device_name(self._arm.device),
             attention=self._model.attention,
-            k_format=str(self._arm.kv.k) if dtypes else None,
-            v_format=str(self._arm.kv.v) if dtypes else None,
+            k_format=self._model.proof.found(0),
+            v_format=self._model.proof.found(1),
             k_dtype=dtypes[0] if dtypes else None,
             v_dtype=dtypes[1] if dtypes else None,
             cache_bytes_per_token=cache.bytes_per_token() if cache else None,
@@ -149,6 +151,7 @@ class HFEngine(Engine):
             kv_layers=cache.kv_layers if cache else None,
             layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
             more={
+                **self._model.proof.record(),
                 "compute_dtype": self._arm.dtype,
                 "dequant": self._model.dequant,
                 "threads": torch.get_num_threads(),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from fidelab.captures.container import Array
 from fidelab.core import Arm
 from fidelab.engines import hf_kernels
 from fidelab.engines.hf_head import USE_LOGPROBS, ReplayedHead, to_array
+from fidelab.engines.hf_proof import Proof
 from fidelab.errors import EngineError, NotSupportedError
 from fidelab.formats import create
 from fidelab.formats.base import Format
@@ -57,7 +59,7 @@ class HFModel:
 
     ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
     estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: our kernels attend;
-    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for.
+    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for; ``proof``: evidence for formats.
 
     Raises:
         EngineError: it cannot be loaded, or is not what we take it for.
@@ -73,6 +75,7 @@ class HFModel:
         transformers.logging.set_verbosity_error()
         transformers.logging.disable_progress_bar()
         self._k, self._v = create(arm.kv.k), create(arm.kv.v)
+        self.proof = Proof(arm.kv, self._k, self._v)
         self._states: list[Tensor] = []  # what entered the LM head in one forward
         self._keep = 1
         self.cache: EncodedCache | ArmCache | None = None
@@ -164,12 +167,14 @@ class HFModel:
         """Two small forwards: an impossible spec, or a model that is not what we take it for, is refused now and
         not in the middle of a probe."""
         kind = self.config.model_type
+        self.proof = Proof(self._arm.kv, self._k, self._v)  # of this attention, whatever was tried before
         try:
             logits, states = self.forward(self.tensor([[0, 1]]), self.new_cache(), keep=2)
             if self.hidden:
                 self.head = ReplayedHead(self._lm_head, self.config, self._arm.dtype, states[0], logits[0])
             plain = self.new_cache() if self.paged else None  # our attention attends to a cache or not at all
             twins = self.forward(self.tensor([[0, 1], [0, 2]]), plain, keep=2)[0][:, 0].float()
+            self._poison()
         except EngineError:
             raise
         except Exception as error:
@@ -188,6 +193,15 @@ class HFModel:
             )
         # Left padding would enter a recurrent state, and a model that takes no positions would count it.
         self.padding = "position_ids" in self._takes and not self.cache.has_recurrent_layers
+
+    def _poison(self) -> None:
+        """Where attention shows no keys and values: see that it computes with what the cache hands over."""
+        for layer, side in self.proof.unseen():
+            cache = self.new_cache()
+            with self.proof.poisoned(cache, layer, side):
+                logits, _ = self.forward(self.tensor([[0, 1]]), cache)
+            if not logits.isnan().any():
+                self.proof.refute("received", f"what the cache hands over in layer {layer} does not reach the logits")
 
     # ----------------------------------------------------------------------------------------- forward
 
@@ -216,7 +230,8 @@ class HFModel:
         if cache is not None and "position_ids" in self._takes:
             # Always, as generate() does: some hybrids that are left to themselves count from 0 in every forward.
             extra["position_ids"] = self._positions(ids, cache, mask)
-        out = self.module(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **extra)
+        with self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext():
+            out = self.module(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **extra)
         logits = out.logits[:, -keep:]
         if not self.hidden:
             return logits, logits

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.llamacpp_library import GGML_TYPES, Floats, LlamaContext, LlamaModel, Seen, build, can_offload
+from fidelab.engines.llamacpp_proof import proof, read_state
 from fidelab.engines.options import SWITCH, TOKENS, Value, check_options, is_count
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -48,6 +49,7 @@ _WIDE = ("f32", "f16", "bf16")  # formats that attention without flash can read 
 _ALL_LAYERS = 0x7FFFFFFF
 _CHUNK = 512  # llama.cpp's own n_ubatch
 _MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
+_TRIED = 4  # tokens that a cache is tried with
 _ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
 
 
@@ -108,10 +110,17 @@ class LlamaCppEngine(Engine):
         # The nearest cache that takes the kernel path of the quantized ones.
         return "bf16" if {str(reference.k), str(reference.v)} <= {"f32", "f16"} else None
 
+    @classmethod
+    def lossless(cls, arm: Arm) -> bool | None:
+        """llama.cpp makes keys and values in float32, and float16 of them for flash attention, whatever holds them."""
+        held = {arm.kv.k.name, arm.kv.v.name}
+        return held <= {"f32", "f16"} if _flash(arm) else held == {"f32"}
+
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
         self._seen: Seen | None = None
+        self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False))
         self._chunk = int(self._options.get("n-batch", _CHUNK))
         self._gpu = arm.device != "cpu" or self._options.get("n-gpu-layers", "0") != "0"
         try:
@@ -166,6 +175,7 @@ class LlamaCppEngine(Engine):
             expected_bytes_per_token=self._expected,
             kv_layers=seen.layers if seen else None,
             more={
+                "proof": self._proof,
                 "threads": self._arm.threads,
                 "system": about["system"],
                 "k_rotated": seen.rotated_k if seen else None,
@@ -203,36 +213,41 @@ class LlamaCppEngine(Engine):
         )
 
     def _try_out(self) -> None:
-        """Two tokens: what cannot run is refused now, and the cache is weighed.
+        """A few tokens: what cannot run is refused now, and the cache is weighed and read.
 
         Raises:
             NotSupportedError: the model keeps no keys and values.
         """
         self._bytes: float | None = None
         self._expected: float | None = None
-        held = self._growth(self._arm.kv.k.name, self._arm.kv.v.name)
+        asked = self._arm.kv.k.name, self._arm.kv.v.name
+        held, state = self._growth(*asked)
         if self._seen is None or not self._seen.layers:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in llama.cpp")
         # Three caches without blocks tell how many values a token has and what each cell costs beside them.
         try:
-            plain, keys, both = (self._growth(k, v) for k, v in (("f16", "f16"), ("f32", "f16"), ("f32", "f32")))
+            (plain, _), (keys, _), (both, exact) = (
+                self._growth(k, v) for k, v in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))
+            )
         except EngineError:  # this build lacks one of them: no proof by bytes, but by name
             return
+        first, given = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
+        self._proof = proof(asked, first, given, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)))
         n_keys, n_values = (keys - plain) / 2, (both - keys) / 2
         beside = plain - 2 * (n_keys + n_values)
         self._bytes = held - beside
         self._expected = _size(self._arm.kv.k.name, n_keys) + _size(self._arm.kv.v.name, n_values)
 
-    def _growth(self, k: str, v: str) -> int:
-        """Bytes by which a second token lets the saved state of a sequence grow."""
-        with self._context(2, k=k, v=v) as context:
+    def _growth(self, k: str, v: str) -> tuple[int, bytes]:
+        """Bytes by which the last of a few tokens lets the saved state of a sequence grow, and that state."""
+        with self._context(_TRIED, k=k, v=v) as context:
             sizes = []
-            for token in (0, 1):
+            for token in range(_TRIED):
                 context.step({0: token})
                 sizes.append(context.stored_bytes())
             if (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name):
                 self._seen = context.seen
-        return sizes[1] - sizes[0]
+            return sizes[-1] - sizes[-2], context.state()
 
     # ------------------------------------------------------------------------------------------ probes
 

@@ -251,6 +251,12 @@ class LlamaContext:
         """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""
         return int(self._native.llama_state_seq_get_size(self._context, sequence))
 
+    def state(self, sequence: int = 0) -> bytes:
+        """The state of a sequence, as it is saved."""
+        room = (ctypes.c_uint8 * self.stored_bytes(sequence))()
+        written = int(self._native.llama_state_seq_get_data(self._context, room, len(room), sequence))
+        return ctypes.string_at(room, written)
+
     def _decode(self, tokens: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]) -> Iterator[Floats]:
         batch = self._batch
         batch.n_tokens = len(tokens)

@@ -189,6 +189,7 @@ class OpenAIEngine(Engine):
             k_format=k,
             v_format=v,
             more={
+                "proof": dict.fromkeys(("received", "stored", "named"), "open: a server shows nothing of its cache"),
                 "server": server.kind,
                 "served_model": server.model,
                 "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.base import Ran
+from fidelab.engines.base import Ran, read_back_proof
 from fidelab.engines.sglang_launch import k16v8_of
 from fidelab.plugins.k16v8 import content_bytes
 from fidelab.plugins.sglang_k16v8 import LABEL
@@ -28,6 +28,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
     """The record of this arm; ``about``: what the plug-in wrote, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
     scaling = k16v8_of(arm.kv)
+    matches = cache["read_back"].get("matches", cache["matches"])
     if scaling is None:
         k_format = v_format = _found(arm.kv.k.name, about)
         k_dtype = v_dtype = cache["dtype"]
@@ -55,7 +56,8 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
             "cache_tokens": about["cache_tokens"],
             "cache_bytes": cache["bytes"] * ranks,
             "cache_pool": cache["pool"],
-            "cache_read_back": cache["read_back"].get("matches", cache["matches"]),
+            "cache_read_back": matches,
+            "proof": read_back_proof(matches, 1.0, "SGLang's kernels read the cache themselves"),
             "prefix_caching": not running.disable_radix_cache,
             "chunked_prefill": max(int(running.chunked_prefill_size or -1), 0) or None,
             "graphs": about["graphs"],

@@ -9,7 +9,7 @@ from typing import Any
 
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
-from fidelab.engines.base import Ran
+from fidelab.engines.base import Ran, read_back_proof
 from fidelab.engines.vllm_backend import Backend, k16v8_of
 from fidelab.engines.vllm_model import VLLMModel
 from fidelab.plugins.k16v8 import content_bytes
@@ -17,6 +17,7 @@ from fidelab.plugins.k16v8 import content_bytes
 __all__ = ["ran", "stored_as"]
 
 _MATCHES = 0.999  # share of the numbers in the cache that must be what was written
+_RECEIVED = "vLLM's kernels read the cache themselves"
 _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
 
 Layer = Mapping[str, Any]
@@ -55,6 +56,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "cache_tokens": here["blocks"] * first["block_size"],
             "cache_bytes": sum(layer["bytes"] for layer in layers),
             "read_back": here["read_back"],
+            "proof": read_back_proof(here["read_back"].get("matches"), _MATCHES, _RECEIVED),
             **_scales(arm, layers),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
@@ -79,7 +81,8 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
 def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
     """The asked name where the cache proves it, else what was found.
 
-    Proof: the backend lists the format, all layers have it, and what was read back is what was written.  Formats that
+    Proof: the backend lists the format, all layers have it, and what was read back is what was written, in the type
+    that the name says: a cache called float16 may hold bfloat16.  Formats that
     cannot be read back (blocks with scales of their own, latents) rest on the first two.
     """
     asked, dtype = arm.kv.k.name, layers[0]["dtype"]
@@ -88,6 +91,9 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     matches = seen["read_back"].get("matches")
     if matches is not None and matches < _MATCHES:
         return f"{dtype}, and not what was written"
+    stored = seen["read_back"].get("stored")
+    if stored is not None and _BYTES.get(asked, 1) > 1 and stored != asked:
+        return str(stored)
     names = {layer["kv_cache_dtype"] for layer in layers}
     if asked != "auto" and names != {asked}:
         return f"{' and '.join(sorted(names))}"

@@ -135,7 +135,8 @@ class _Here(Asked):
     def about(self) -> About:
         cls = self._engine
         built = build(cls.packages)
-        return About(cls.estimator, cls.form, built, device(built), provenance(cls.packages), tuple(shims()))
+        published = provenance((*cls.packages, *cls.examined))
+        return About(cls.estimator, cls.form, built, device(built), published, tuple(shims()))
 
     def versions(self) -> dict[str, str]:
         return self._engine.versions()

@@ -61,7 +61,7 @@ def _answer(engine: type[Engine], request: Mapping[str, Any]) -> Any:
                 "form": engine.form,
                 "build": built,
                 "device": device(built),
-                "provenance": provenance(engine.packages),
+                "provenance": provenance((*engine.packages, *engine.examined)),
                 "shims": shims(),
             }
         case "check_kv":

@@ -1,0 +1,369 @@
+"""Whether a format reached attention in a Transformers model, seen on sentinel layers while it answers.
+
+The first, the middle and the last layer with the format are looked at in one forward of each probe.  Three questions:
+
+- ``stored``: do the parts in the cache hold what the format makes of the keys and values that came to it?
+- ``received``: did attention get what these parts decode to, bit by bit?  It is asked where Transformers calls the
+  attention function, which is no part of any cache.  Where our kernels read the parts themselves, their output is
+  compared with attention over the decoded parts and over the keys and values that came.
+- ``named``: in which format are the parts?  Decoding and names are :mod:`fidelab.formats.known`'s, no format's own.
+
+Each answer is ``shown``, ``open: why`` or ``refuted: why``; what was refuted once stays refuted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from fidelab.core import FormatSpec, KVSpec
+from fidelab.formats import create
+from fidelab.formats.base import Format, Parts
+from fidelab.formats.known import KNOWN, canonical, encodes_like, equal_bits, names_of, values_of
+from fidelab.kernels.reference import Attention, attend
+from fidelab.plugins.paged_attention import Handed
+
+__all__ = ["Proof"]
+
+_QUESTIONS = ("received", "stored", "named")
+_WORDS = ("keys", "values")
+_About = Mapping[str, Any]
+_POSITIONS = 4096  # the last ones, of a sentinel layer, that are compared
+_QUERIES = 256  # the first ones, that attention is computed again for
+_ERROR = {torch.float32: 1e-4, torch.bfloat16: 1e-2, torch.float16: 1e-2}  # of attention's output, relative
+_UNSEEN = "attention makes keys and values of its own from what the cache hands over"
+_PART = "no forward through an empty cache was seen, which alone tells what the kernels read"
+
+
+@dataclass
+class _Evidence:
+    """What one forward showed.  ``formats``: side → names found, one a layer, ``None`` for what has no name."""
+
+    layers: list[int] = field(default_factory=list)
+    formats: tuple[list[str | None], list[str | None]] = field(default_factory=lambda: ([], []))
+    opened: dict[str, str] = field(default_factory=dict)
+    changed: list[int] = field(default_factory=lambda: [0, 0])
+    numbers: list[int] = field(default_factory=lambda: [0, 0])
+    received: set[int] = field(default_factory=set)  # layers whose attention was seen
+
+
+@dataclass(frozen=True)
+class _Called:
+    """One call of an attention function: ``query`` [B, heads, Q, D], ``out`` [B, Q, heads, Dv], named arguments."""
+
+    query: Tensor
+    out: Tensor
+    about: _About
+
+    def attention(self, window: int) -> Attention:
+        """What was asked for besides the two products."""
+        sinks = self.about.get("s_aux")
+        softcap = self.about.get("softcap") or 0.0
+        return Attention(self.about.get("scaling"), window, softcap, None if sinks is None else sinks.float())
+
+
+class Proof:
+    """Evidence for the formats of an arm.  ``due``: the next forward is to be watched."""
+
+    def __init__(self, kv: KVSpec, k: Format, v: Format) -> None:
+        self.due = True
+        self._asked: tuple[FormatSpec, FormatSpec] = (kv.k, kv.v)
+        self._formats = (k, v)
+        self._seen = _Evidence()
+        self._refuted: dict[str, str] = {}
+        for name in {kv.k.name, kv.v.name} & KNOWN:
+            found = encodes_like(create(FormatSpec(name)).encode)
+            if found != name:
+                self.refute("named", f"{name} encodes a known vector as {found or 'no known format'} does")
+
+    # ------------------------------------------------------------------------------------------- answers
+
+    def found(self, side: int) -> str | None:
+        """The format of keys (0) or values (1) that was seen at work: ``None`` where nothing proves one."""
+        names = self._seen.formats[side]
+        if not names or None in names or {"stored", "received"} & self._refuted.keys():
+            return None
+        other = [name for name in names if name != str(self._asked[side])]
+        return other[0] if other else str(self._asked[side])
+
+    def record(self) -> dict[str, Any]:
+        """``proof`` and what it rests on; ``k_changed``: share of the keys that attention got changed."""
+        seen = self._seen
+        shares = [n / of if of else None for n, of in zip(seen.changed, seen.numbers, strict=True)]
+        return {
+            "proof": {question: self._answer(question) for question in _QUESTIONS},
+            "sentinel_layers": seen.layers,
+            "k_changed": shares[0],
+            "v_changed": shares[1],
+        }
+
+    def _answer(self, question: str) -> str:
+        if question in self._refuted:
+            return f"refuted: {self._refuted[question]}"
+        if not self._seen.layers:
+            return "open: no layer was seen at work"
+        why = self._seen.opened.get(question)
+        return f"open: {why}" if why else "shown"
+
+    def unseen(self) -> list[tuple[int, int]]:
+        """(layer, side) of the sentinels whose attention was given nothing that can be compared."""
+        if self._seen.opened.get("received") != _UNSEEN:
+            return []
+        return [(layer, side) for layer in self._seen.layers for side in (0, 1)]
+
+    def refute(self, question: str, why: str) -> None:
+        """Note a contradiction; the first one counts."""
+        self._refuted.setdefault(question, why)
+
+    # ---------------------------------------------------------------------------------------- observation
+
+    @contextmanager
+    def watch(self, cache: Any) -> Iterator[None]:
+        """Look at the sentinel layers of one forward through this cache."""
+        sentinels = _sentinels(cache)
+        evidence = _Evidence()
+        given: dict[int, tuple[Tensor, Tensor]] = {}
+        handed: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def updated(key: Tensor, value: Tensor, layer: int, update: Callable[[], Any]) -> Any:
+            out = update()
+            if layer in sentinels:
+                given[layer], handed[layer] = (key, value), out
+                if not isinstance(out[0], Handed):
+                    self._look(evidence, layer, sentinels[layer], given[layer], out)
+            return out
+
+        def attended(
+            layer: int | None, query: Tensor, sides: tuple[Tensor, Tensor], call: partial[Any], about: _About
+        ) -> Any:
+            if layer not in handed:
+                return call()
+            came, from_cache = given[layer], handed.pop(layer)
+            if isinstance(sides[0], Handed):
+                out = call()
+                self._look_paged(evidence, layer, sentinels[layer], came, _Called(query, out[0], about))
+                return out
+            self._compare(evidence, layer, came, from_cache, sides)
+            if foreign := _foreign(call):
+                evidence.opened.setdefault(
+                    "received", f"attention is computed by {foreign}, which is not Transformers'"
+                )
+            return call()
+
+        with _tapped(cache, updated, attended):
+            yield
+        self.due = False
+        if set(evidence.layers) - evidence.received:
+            evidence.opened.setdefault("received", _UNSEEN)
+        if evidence.layers and (not self._seen.layers or len(evidence.opened) <= len(self._seen.opened)):
+            self._seen = evidence
+
+    @contextmanager
+    def poisoned(self, cache: Any, layer: int, side: int) -> Iterator[None]:
+        """NaN in place of what the cache hands over as the keys or values of a layer."""
+
+        def updated(_key: Tensor, _value: Tensor, at: int, update: Callable[[], Any]) -> Any:
+            out = [*update()]
+            if at == layer:
+                out[side] = torch.full_like(out[side], float("nan"))
+            return tuple(out)
+
+        with _tapped(cache, updated, lambda _layer, _query, _sides, call, _about: call()):
+            yield
+
+    # ----------------------------------------------------------------------------------------- comparison
+
+    def _look(self, evidence: _Evidence, layer: int, held: Any, given: Any, handed: Any) -> None:
+        """Stored parts against what came and what the cache hands over."""
+        for side, (came, out) in enumerate(zip(given, handed, strict=True)):
+            store = (held.k, held.v)[side]
+            parts, scale = store.parts, store.scale
+            tokens = min(_POSITIONS, out.shape[2], *(part.shape[2] for part in parts))
+            parts, out = tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:]
+            came = came[:, :, -tokens:]
+            names = names_of(parts, came.shape[-1], out, scale)
+            decodes = bool(names)
+            if self._asked[side].name not in KNOWN:
+                decodes = equal_bits(self._formats[side].decode(parts, came.shape[-1], out.dtype, scale), out)
+            if not decodes:
+                fresh = out[:, :, -came.shape[2] :]
+                what = "untouched" if equal_bits(fresh, came) else "other"
+                self.refute("received", f"layer {layer} is handed {what} {_WORDS[side]}, not those that are stored")
+                names = names_of(
+                    tuple(p[:, :, -came.shape[2] :] for p in parts), came.shape[-1], came, scale, exact=False
+                )
+            self._note(evidence, side, layer, (parts, came, scale), names, out)
+        evidence.layers.append(layer)
+
+    def _note(
+        self,
+        evidence: _Evidence,
+        side: int,
+        layer: int,
+        stored: tuple[Parts, Tensor, Tensor | None],
+        names: list[str],
+        out: Tensor,
+    ) -> None:
+        """The name, what was stored, and how much of ``out`` differs from what came."""
+        parts, came, scale = stored
+        asked, fresh = self._asked[side], came.shape[2]
+        if asked.name not in KNOWN:
+            evidence.formats[side].append(str(asked))
+            evidence.opened.setdefault("named", f"fidelab knows no other definition of {asked.name}")
+            evidence.opened.setdefault("stored", f"fidelab knows no other definition of {asked.name}")
+        else:
+            same = canonical(asked, came.shape[-1]) in names
+            evidence.formats[side].append(str(asked) if same else next(iter(names), None))
+            if not same:
+                found = f"{_WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
+                self.refute("named", f"{found}, not {asked}")
+            made = self._formats[side].encode(came, scale)
+            if len(made) != len(parts) or not all(
+                equal_bits(new, part[:, :, -fresh:]) for new, part in zip(made, parts, strict=True)
+            ):
+                self.refute("stored", f"layer {layer} does not store what {asked} makes of its {_WORDS[side]}")
+        evidence.changed[side] += int((out[:, :, -fresh:] != came).sum())
+        evidence.numbers[side] += came.numel()
+
+    def _compare(self, evidence: _Evidence, layer: int, given: Any, handed: Any, received: Any) -> None:
+        """What attention is given against what the cache handed over."""
+        for side, (came, out, got) in enumerate(zip(given, handed, received, strict=True)):
+            if got.shape != out.shape:
+                evidence.opened["received"] = _UNSEEN
+            elif got is not out and not equal_bits(got, out):
+                what = "untouched" if equal_bits(got[:, :, -came.shape[2] :], came) else "other"
+                self.refute("received", f"attention of layer {layer} got {what} {_WORDS[side]}, not the cache's")
+        evidence.received.add(layer)
+
+    def _look_paged(self, evidence: _Evidence, layer: int, held: Any, given: Any, called: _Called) -> None:
+        """Stored pages against what came, and the output of the kernels against attention over both."""
+        row = _whole_row(held.step.mask)
+        if row is None:
+            return
+        pages, length = held.held, int(held.held.lengths[row])
+        fresh = [x[row : row + 1, :, -length:] for x in given]
+        decoded, certain = [], True
+        for side, came in enumerate(fresh):
+            parts = _of_row(pages, side, row, length)
+            new = tuple(part[:, :, -came.shape[2] :] for part in parts)
+            names = names_of(new, came.shape[-1], came, exact=False)
+            certain &= bool(names)
+            values = values_of(names[0], parts, came.shape[-1]) if names else came.float()
+            decoded.append(values)
+            self._note(evidence, side, layer, (parts, came, None), names, values.to(came.dtype))
+        evidence.layers.append(layer)
+        evidence.received.add(layer)
+        if not (length == given[0].shape[2] == called.query.shape[2]) or not certain:
+            evidence.opened.setdefault("received", _PART)
+            return
+        many = min(length, _QUERIES)
+        attention = called.attention(held.window)
+        rows = called.query[row, :, :many].transpose(0, 1).float()
+        kernel = called.out[row, :many].float()
+
+        def over(keys: Tensor, values: Tensor) -> Tensor:
+            k, v = (x[0, :, :many].transpose(0, 1).float() for x in (keys, values))
+            return attend(rows, k, v, torch.arange(many, device=rows.device), attention)[0]
+
+        reference = over(*decoded)
+        error = float((kernel - reference).norm() / reference.norm())
+        if not error <= _ERROR[called.query.dtype]:
+            self.refute("received", f"attention of layer {layer} is off by {error:.2g} from attention over its pages")
+        for side, untouched in enumerate((over(fresh[0], decoded[1]), over(decoded[0], fresh[1]))):
+            self._reached(evidence, side, layer, kernel - untouched, reference - untouched)
+
+    def _reached(self, evidence: _Evidence, side: int, layer: int, moved: Tensor, due: Tensor) -> None:
+        """The share ``c`` of the shift that is ``due`` to the format which the output shows: 1 where it was read.
+
+        Rounding of the output is no part of ``due``, so that it leaves ``c`` an error of ``|moved - c due| /
+        (|due| sqrt(n))``; where that is large, the question stays open.
+        """
+        size = float(due.norm())
+        if not size:
+            return  # this format changes nothing
+        share = float((moved * due).sum()) / size**2
+        error = float((moved - share * due).norm()) / size / moved.numel() ** 0.5
+        if not error < 0.1:
+            evidence.opened.setdefault("received", f"rounding hides what the kernels read as {_WORDS[side]}")
+        elif share < 0.5:
+            self.refute("received", f"attention of layer {layer} read untouched {_WORDS[side]}, not its pages")
+
+
+# ------------------------------------------------------------------------------------------------- layers
+
+
+def _sentinels(cache: Any) -> dict[int, Any]:
+    """The first, the middle and the last layer that have the format, by number."""
+    encoded = [x for x in (*getattr(cache, "encoded", ()), *getattr(cache, "paged", ())) if not _skipped(x)]
+    numbers = [number for number, layer in enumerate(cache.layers) if any(layer is x for x in encoded)]
+    chosen = sorted({numbers[at] for at in (0, len(numbers) // 2, -1)}) if numbers else []
+    return {number: cache.layers[number] for number in chosen}
+
+
+def _skipped(layer: Any) -> bool:
+    return bool(getattr(layer, "skipped", False))
+
+
+def _foreign(call: partial[Any]) -> str | None:
+    """The name of an attention function that does not come with Transformers."""
+    module = getattr(call.func, "__module__", None) or type(call.func).__module__
+    if module.partition(".")[0] == "transformers":
+        return None
+    return f"{module}.{getattr(call.func, '__qualname__', type(call.func).__qualname__)}"
+
+
+def _whole_row(mask: Tensor | None) -> int | None:
+    """A sequence of the batch without padding."""
+    if mask is None:
+        return 0
+    rows = mask.all(dim=1).nonzero()
+    return int(rows[0]) if len(rows) else None
+
+
+def _of_row(pages: Any, side: int, row: int, length: int) -> Parts:
+    """Parts ``[1, heads, tokens, width]`` of the tokens that a sequence's pages hold."""
+    at = torch.arange(length, device=pages.block_table.device)
+    blocks, places = pages.block_table[row].long()[at // pages.page], at % pages.page
+    codes, scale = ((pages.k_cache, pages.k_scale), (pages.v_cache, pages.v_scale))[side]
+    codes = codes[blocks, places].transpose(0, 1).unsqueeze(0)
+    if codes.dtype == torch.int8:
+        codes = codes.view(torch.uint8)
+    return (codes,) if scale is None else (codes, scale[blocks, places].T[None, ..., None])
+
+
+@contextmanager
+def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
+    """What goes into ``cache`` and what attention functions are called with pass through these two meanwhile."""
+    get_interface, update, own = AttentionInterface.get_interface, cache.update, cache.__dict__.get("update")
+
+    def tapped_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        return updated(
+            key_states, value_states, layer_idx, lambda: update(key_states, value_states, layer_idx, *args, **kwargs)
+        )
+
+    def tapped_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attention = get_interface(self, name, default)
+
+        def attend(module: Any, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Any:
+            call = partial(attention, module, query, key, value, *args, **kwargs)
+            return attended(getattr(module, "layer_idx", None), query, (key, value), call, kwargs)
+
+        return attend
+
+    AttentionInterface.get_interface = tapped_interface
+    cache.update = tapped_update
+    try:
+        yield
+    finally:
+        AttentionInterface.get_interface = get_interface
+        if own is None:
+            del cache.update  # the class has its own
+        else:
+            cache.update = own

@@ -1,0 +1,160 @@
+"""What llama.cpp's cache holds, from the saved state of a sequence: types, and the numbers of the first layer.
+
+A state is, behind a header and the positions of its cells: whether values are stored transposed (uint32), how many
+layers there are (uint32); of each layer the keys' ggml type (int32), bytes of a row (uint64) and rows; then the values
+in the same way, or transposed: type (int32), bytes of an element (uint32), elements of a row (uint32) and the numbers.
+Header and cells change from build to build, so the place is searched from which on all of that ends with the state.
+
+The first layer's keys and values do not depend on the cache, so that those of an f32 cache are what another one was
+given; where llama.cpp rotates them, after a Hadamard matrix of some power of two.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["Side", "decoded", "proof", "read_state"]
+
+Floats = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+
+_TYPES: Mapping[int, str] = {
+    **{0: "f32", 1: "f16", 30: "bf16", 8: "q8_0", 7: "q5_1", 6: "q5_0", 3: "q4_1", 2: "q4_0", 20: "iq4_nl"},
+}
+# The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.
+_BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127, "q5_1": 1 / 31, "q5_0": 1 / 16}
+_BOUND |= {"q4_1": 1 / 15, "q4_0": 1 / 8, "iq4_nl": 0.15}
+_SLACK = 1.05  # of headers in float16
+_HEADER = {"q8_0": 1, "q5_1": 2, "q5_0": 1, "q4_1": 2, "q4_0": 1, "iq4_nl": 1}  # float16 numbers of a block
+_SIZE = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
+_BLOCK = 32
+_IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
+
+
+@dataclass(frozen=True)
+class Side:
+    """Keys or values of the first layer: ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes]."""
+
+    kind: int
+    rows: Bytes
+
+
+def read_state(state: bytes, tokens: int, layers: int) -> tuple[Side, Side] | None:
+    """Keys and values of the first layer; ``None`` where the state is laid out in another way, or not one cache."""
+    for start in range(0, min(len(state), 4096 + 64 * tokens) - 8, 4):
+        transposed, found = struct.unpack_from("<II", state, start)
+        if transposed in (0, 1) and found == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
+            return sides
+    return None
+
+
+def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> tuple[Side, Side] | None:
+    firsts: list[Side] = []
+    try:
+        for columns in (0, transposed):
+            for layer in range(layers):
+                if columns:
+                    kind, size, width = struct.unpack_from("<iII", state, at)
+                    shape = (width, tokens * size)
+                    at += 12
+                else:
+                    kind, row = struct.unpack_from("<iQ", state, at)
+                    shape = (tokens, row)
+                    at += 12
+                size_all = shape[0] * shape[1]
+                if kind not in _TYPES or not 0 < size_all <= len(state) - at:
+                    return None
+                if layer == 0:
+                    raw = np.frombuffer(state, np.uint8, size_all, at).reshape(shape)
+                    if columns:
+                        raw = raw.reshape(width, tokens, size).swapaxes(0, 1).reshape(tokens, width * size)
+                    firsts.append(Side(kind, raw))
+                at += size_all
+    except struct.error:
+        return None
+    return (firsts[0], firsts[1]) if at == len(state) else None
+
+
+def proof(
+    asked: tuple[str, str], state: tuple[Side, Side] | None, exact: tuple[Side, Side] | None, rotated: tuple[bool, bool]
+) -> dict[str, str]:
+    """``proof`` of a cache whose first layer is ``state``, and with f32 for both sides ``exact``."""
+    received = "open: the graph reads the cache itself"
+    if state is None or exact is None:
+        open_ = "open: the saved state has a layout that is not known"
+        return {"received": received, "stored": open_, "named": open_}
+    found = {"received": received, "stored": "shown", "named": "shown"}
+    for name, side, truth, turned, word in zip(asked, state, exact, rotated, ("keys", "values"), strict=True):
+        given = truth.rows.copy().view(np.float32)
+        values = [_turned(given, size) for size in _sizes(given.shape[1])] if turned else [given]
+        kind = _TYPES[side.kind]
+        alike = [other for other in _TYPES.values() if _bytes(other, given.shape[1]) == side.rows.shape[1]]
+        best = {other: min(_error(decoded(side.rows, other), x, other) for x in values) for other in alike}
+        nearest = min(best, key=lambda other: best[other], default=None)
+        if kind != name or nearest != name:
+            return found | {"named": f"refuted: {word} of the first layer are {nearest or kind}, not {name}"}
+        if best[name] > 1:
+            return found | {"stored": f"refuted: {word} of the first layer are not those that came, as {name} has them"}
+    return found
+
+
+def _error(found: Floats, given: Floats, name: str) -> float:
+    """The largest error in units of what the format may make of a block; infinite for what is not finite."""
+    if found.shape != given.shape or not np.isfinite(found).all():
+        return float("inf")
+    size = _BLOCK if name in _HEADER else 1
+    blocks = np.abs(given).reshape(len(given), -1, size)
+    allowed = _SLACK * _BOUND[name] * blocks.max(-1, keepdims=True) + np.float32(2**-24 if _BOUND[name] else 0)
+    error = np.abs(found - given).reshape(blocks.shape)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.nan_to_num(error / allowed, nan=0.0, posinf=np.inf).max())
+
+
+def _sizes(width: int) -> list[int]:
+    return [1 << power for power in range(4, 13) if width % (1 << power) == 0]
+
+
+def _turned(x: Floats, size: int) -> Floats:
+    """Rows times the normalised Hadamard matrix of this size, group by group."""
+    matrix = np.ones((1, 1), dtype=np.float64)
+    while len(matrix) < size:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    turned = x.reshape(-1, size).astype(np.float64) @ (matrix / np.sqrt(size))
+    return np.asarray(turned.reshape(x.shape), dtype=np.float32)
+
+
+def _bytes(name: str, width: int) -> int:
+    if name in _SIZE:
+        return width // _BLOCK * _SIZE[name] if width % _BLOCK == 0 else -1
+    return width * (4 if name == "f32" else 2)
+
+
+def decoded(rows: Bytes, name: str) -> Floats:
+    """Rows of a ggml type [tokens, bytes] → [tokens, values]: ``dequantize_row_*`` of ggml."""
+    rows = np.ascontiguousarray(rows)
+    if name == "f32":
+        return rows.view(np.float32)
+    if name == "f16":
+        return rows.view(np.float16).astype(np.float32)
+    if name == "bf16":
+        return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    blocks = rows.reshape(len(rows), -1, _SIZE[name])
+    header = 2 * _HEADER[name]
+    numbers = np.ascontiguousarray(blocks[..., :header]).view(np.float16).astype(np.float32)
+    codes = np.ascontiguousarray(blocks[..., header:])
+    if name == "q8_0":
+        multiples = codes.view(np.int8).astype(np.float32)
+    else:
+        halves = codes[..., -16:]
+        whole = np.concatenate([halves & 15, halves >> 4], -1)
+        if name.startswith("q5"):
+            whole = whole | np.unpackbits(codes[..., :4], axis=-1, bitorder="little") << 4
+        multiples = _IQ4[whole] if name == "iq4_nl" else whole.astype(np.float32)
+        multiples = multiples - {"q4_0": 8, "q5_0": 16}.get(name, 0)
+    values = multiples * numbers[..., :1] + (numbers[..., 1:] if header == 4 else 0)
+    return np.asarray(values.reshape(len(rows), -1), dtype=np.float32)

@@ -1,0 +1,279 @@
+"""Which format stored content is in, told from the content alone: a second reading of every format of this package.
+
+Nothing here calls a :class:`~fidelab.formats.base.Format`, or takes its types from one: an arm whose formats were
+exchanged is told by it.  A format is recognised where element types and widths of the parts are its own, where their
+codes are in its range, and where this module's decoding gives the values that were handed on, bit by bit.
+
+Floats of 8 and 4 bits are decoded by the definition ``(-1)^s · 2^(e - bias) · 1.m``, subnormal for ``e = 0``
+(Micikevicius et al., 2022; OCP Microscaling Formats 1.0; the "fnuz" types have a bias larger by one, no infinity and
+one NaN, 0x80), ggml's blocks by ``dequantize_row_*`` of ggml.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+
+from fidelab.core import FormatSpec
+
+__all__ = ["KNOWN", "canonical", "encodes_like", "equal_bits", "names_of", "values_of"]
+
+Parts = tuple[Tensor, ...]
+_Decode = Callable[[Parts, int, Tensor | None], Tensor]
+
+_NATIVE = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+# name → bits of the exponent, of the mantissa, bias, and from which code (without sign) on there are no numbers
+_FLOAT8 = {
+    "fp8_e4m3": (4, 3, 7, 0x7F),
+    "fp8_e5m2": (5, 2, 15, 0x7C),
+    "fp8_e4m3fnuz": (4, 3, 8, 0x80),
+    "fp8_e5m2fnuz": (5, 2, 16, 0x80),
+}
+_WHOLE = ("int3", "int5", "int6", "int7", "int8")  # one code per byte
+_BLOCK = 32
+# name → bytes of the header and of the codes of one block
+_BLOCKS = {"q8_0": (2, 32), "q5_1": (4, 20), "q5_0": (2, 20), "q4_1": (4, 16), "q4_0": (2, 16), "iq4_nl": (2, 16)}
+_IQ4 = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+KNOWN = frozenset((*_NATIVE.values(), *_FLOAT8, *(f"int{bits}" for bits in range(2, 9)), *_BLOCKS, "nvfp4", "mxfp4"))
+_GROUP = 32
+# SHA-256, cut, of what a format makes of _vector(); the tests compute these bytes by other means.
+_VECTORS = {
+    "723fce50e4c669a2": "f32",
+    "1cb20a169404ec98": "f16",
+    "daa4b1f575057e1e": "bf16",
+    "b02d623716e2a97e": "fp8_e4m3",
+    "df4c20c0050d859d": "fp8_e5m2",
+    "f1c1aa926a04b61b": "fp8_e4m3fnuz",
+    "997b58194883911b": "fp8_e5m2fnuz",
+    "628fc19746289f7e": "nvfp4",
+    "8fc3f8e44079df23": "mxfp4",
+    "c37c4b690b9b1560": "int8",
+    "5fe00d07ea7ef822": "int7",
+    "d75ba26bb3f7285e": "int6",
+    "d06acec6972b9574": "int5",
+    "f8525812fd894747": "int4",
+    "3e43c7bab9bd2f0f": "int3",
+    "a28acd0c8206ab1a": "int2",
+    "7ce3fcc278176365": "q8_0",
+    "2e3632e9cce08937": "q5_1",
+    "f7f1c781dd4108f6": "q5_0",
+    "2dc6ebacd3a1a955": "q4_1",
+    "a9ae3c6a8da59858": "q4_0",
+    "b8289b3225a80c23": "iq4_nl",
+}
+
+
+def canonical(spec: FormatSpec, dim: int) -> str:
+    """One text for all ways to write a format: options that change nothing at this head dimension are left away."""
+    options = dict(spec.options)
+    if options.get("scale") == "none":
+        del options["scale"]
+    if spec.name.startswith("int"):
+        options["group"] = str(min(int(options.get("group", _GROUP)), dim))
+    return str(FormatSpec(spec.name, tuple(sorted(options.items()))))
+
+
+def names_of(parts: Parts, dim: int, values: Tensor, scale: Tensor | None = None, *, exact: bool = True) -> list[str]:
+    """The formats, as :func:`canonical` writes them, in which ``parts`` hold ``values``.
+
+    Several where the content leaves it open (zeros are alike in many); none where no format does.
+
+    Args:
+        parts: ``[batch, heads, tokens, width]`` each, with ``scale`` the fitted one, as :mod:`fidelab.formats.base`
+            describes them.
+        dim: head dimension of the content.
+        values: ``[batch, heads, tokens, dim]``, what was made of the parts, in the type in which it was handed on.
+        exact: bit by bit; else ``values`` are what the parts were made of, and the format that comes nearest counts.
+    """
+    read = [(kind.name, _rounded(kind.decode(parts, dim, scale), values.dtype)) for kind in _fitting(parts, dim, scale)]
+    if exact:
+        return [name for name, decoded in read if equal_bits(decoded, values)]
+    errors = [(float((decoded.double() - values.double()).abs().sum()), name) for name, decoded in read]
+    finite = [(error, name) for error, name in errors if math.isfinite(error)]
+    return [name for error, name in finite if error == min(finite)[0]]
+
+
+def equal_bits(a: Tensor, b: Tensor) -> bool:
+    """Same shape, type and numbers; every NaN is like every other, 0 like -0."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def encodes_like(encode: Callable[[Tensor], Parts]) -> str | None:
+    """The format, without options, whose encoding of one fixed vector this is: roundings are told apart, too."""
+    return _VECTORS.get(_digest(encode(_vector())))
+
+
+def _vector() -> Tensor:
+    """±(i² + 3 i + 1) / 16 for i = 0 … 31: within the range of every format, with ties in the 8-bit floats."""
+    values = [(-1) ** i * (i * i + 3 * i + 1) / 16 for i in range(_BLOCK)]
+    return torch.tensor(values, dtype=torch.float32).view(1, 1, 1, _BLOCK)
+
+
+def _digest(parts: Parts) -> str:
+    """Of the bytes of all parts, one after another."""
+    held = (part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts)
+    return hashlib.sha256(b"".join(map(bytes, held))).hexdigest()[:16]
+
+
+def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) -> Tensor:
+    """Parts of the format ``name``, as :func:`canonical` writes it, decoded to float32.
+
+    Raises:
+        ValueError: parts of this form cannot be of that format.
+    """
+    for kind in _fitting(parts, dim, scale):
+        if kind.name == name:
+            return kind.decode(parts, dim, scale)
+    raise ValueError(f"these are no parts of {name}")
+
+
+@dataclass(frozen=True)
+class _Kind:
+    name: str
+    decode: _Decode
+
+
+def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[_Kind]:
+    """Formats whose parts have these element types and widths, and whose codes these can be."""
+    form = [(part.dtype, part.shape[-1]) for part in parts]
+    byte, half = torch.uint8, torch.float16
+    if len(form) == 1 and form[0][0] in _NATIVE and form[0][1] == dim and scale is None:
+        yield _Kind(_NATIVE[form[0][0]], lambda parts, _dim, _scale: parts[0].float())
+    for name in _FLOAT8:
+        if form == [(byte, dim)]:
+            option = {None: "", 1: "[scale=per-tensor]", dim: "[scale=per-channel]"}.get(
+                None if scale is None else scale.shape[-1]
+            )
+            if option is not None:
+                yield _Kind(f"{name}{option}", partial(_float8, name))
+        elif form == [(byte, dim), (half, 1)] and scale is None:
+            yield _Kind(f"{name}[scale=per-token-head]", partial(_float8, name))
+    if len(form) == 2 and form[1][0] == half and form[0][0] == byte and scale is None:
+        yield from _integers(parts, dim)
+    blocks = -(-dim // _BLOCK)
+    for name, sizes in _BLOCKS.items():
+        if form == [(byte, blocks * sum(sizes))] and scale is None:
+            yield _Kind(name, partial(_block, name))
+    for name, size in (("nvfp4", 16), ("mxfp4", 32)):
+        groups = -(-dim // size)
+        if form == [(byte, groups * size // 2), (byte, groups)] and (scale is None or name == "nvfp4"):
+            yield _Kind(f"{name}[scale=per-tensor]" if scale is not None else name, partial(_float4, name, size))
+
+
+def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """Float32 → ``dtype``, to nearest, what is beyond the range to the largest number."""
+    top = torch.finfo(dtype).max
+    return values if dtype == torch.float32 else values.clamp(-top, top).to(dtype)
+
+
+# ------------------------------------------------------------------------------------------------ floats
+
+
+@cache
+def _float_table(exponent: int, mantissa: int, bias: int, end: int) -> tuple[float, ...]:
+    """What each code stands for."""
+    bits = exponent + mantissa
+    values = []
+    for code in range(1 << bits + 1):
+        magnitude = code & (1 << bits) - 1
+        power, fraction = magnitude >> mantissa, (magnitude & (1 << mantissa) - 1) / (1 << mantissa)
+        value = fraction * 2.0 ** (1 - bias) if power == 0 else (1 + fraction) * 2.0 ** (power - bias)
+        if magnitude >= end:
+            value = float("inf") if magnitude == end == 0x7C else float("nan")  # e5m2 has infinities
+        values.append(-value if code >> bits else value)
+    if end > (1 << bits) - 1 and bits == 7:
+        values[0x80] = float("nan")  # fnuz: no -0
+    return tuple(values)
+
+
+def _looked_up(codes: Tensor, values: tuple[float, ...]) -> Tensor:
+    table = torch.tensor(values, dtype=torch.float32, device=codes.device)
+    return table.index_select(0, codes.reshape(-1).int()).view(codes.shape)
+
+
+def _float8(name: str, parts: Parts, _dim: int, scale: Tensor | None) -> Tensor:
+    values = _looked_up(parts[0], _float_table(*_FLOAT8[name]))
+    if len(parts) > 1:
+        return values * parts[1].float()
+    return values if scale is None else values * scale
+
+
+def _float4(name: str, size: int, parts: Parts, dim: int, scale: Tensor | None) -> Tensor:
+    """Two E2M1 codes in a byte, the first in its low half; one scale byte per block: e4m3, or a power of two."""
+    values = _looked_up(_nibbles(parts[0]), _float_table(2, 1, 1, 8))
+    if name == "nvfp4":
+        scales = _looked_up(parts[1], _float_table(*_FLOAT8["fp8_e4m3"]))
+        scales = scales if scale is None else scales * scale
+    else:
+        scales = _looked_up(parts[1], (*(2.0 ** (byte - 127) for byte in range(255)), float("nan")))
+    return (_split(values, size) * scales.unsqueeze(-1)).flatten(-2)[..., :dim]
+
+
+# ---------------------------------------------------------------------------------------------- integers
+
+
+def _integers(parts: Parts, dim: int) -> Iterator[_Kind]:
+    """Of every width whose codes these can be, in every size of groups that gives as many scales."""
+    width, groups = parts[0].shape[-1], parts[1].shape[-1]
+    names = [f"int{bits}" for bits in (2, 4) if width == -(-dim * bits // 8)]
+    if width == dim:
+        top = int(parts[0].view(torch.int8).int().abs().max()) if parts[0].numel() else 0
+        whole = [name for name in _WHOLE if top <= (1 << int(name[3:]) - 1) - 1]
+        names += whole if top == 0 else whole[:1]  # a group's largest value has the largest code
+    for size in range(8, dim + 8, 8):
+        if -(-dim // size) == groups:
+            group = min(size, dim)
+            for name in names:
+                yield _Kind(f"{name}[group={group}]", partial(_integer, int(name[3:]), group))
+
+
+def _integer(bits: int, group: int, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
+    codes = parts[0].int()
+    stored = bits if bits in (2, 4) else 8
+    fields = [codes >> place & (1 << stored) - 1 for place in range(0, 8, stored)]
+    unsigned = torch.stack(fields, -1).flatten(-2)[..., :dim]
+    signed = unsigned - ((unsigned >> stored - 1) << stored)  # two's complement
+    scales = parts[1].float().repeat_interleave(group, dim=-1)[..., :dim]
+    return signed.float() * scales
+
+
+# ------------------------------------------------------------------------------------------- ggml's blocks
+
+
+def _block(name: str, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
+    header, codes = _BLOCKS[name]
+    blocks = _split(parts[0], header + codes)
+    numbers = blocks[..., :header].contiguous().view(torch.float16).float()
+    rest = blocks[..., header:].contiguous()
+    if name == "q8_0":
+        multiples = rest.view(torch.int8).float()
+    else:
+        low, high = rest[..., -16:].int() & 15, rest[..., -16:].int() >> 4
+        whole = torch.cat((low, high), -1)
+        if name.startswith("q5"):
+            places = torch.arange(_BLOCK, device=rest.device)
+            fifth = rest[..., :4].int()[..., places // 8] >> places % 8 & 1
+            whole = whole + 16 * fifth
+        multiples = _looked_up(whole, tuple(map(float, _IQ4))) if name == "iq4_nl" else whole.float()
+        multiples = multiples - {"q4_0": 8, "q5_0": 16}.get(name, 0)
+    values = multiples * numbers[..., :1]
+    if header == 4:
+        values = values + numbers[..., 1:]
+    return values.flatten(-2)[..., :dim]
+
+
+def _split(x: Tensor, size: int) -> Tensor:
+    """``[..., n · size]`` → ``[..., n, size]``."""
+    return x.reshape(*x.shape[:-1], -1, size)
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)
