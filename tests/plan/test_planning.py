@@ -170,6 +170,40 @@ def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:
     assert one.jobs[0].captures[0].folder != two.jobs[0].captures[0].folder
 
 
+def _folders(tmp_path: Path) -> set[Path]:
+    return {capture.folder for job in _plan(tmp_path).jobs for capture in job.captures}
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, ""), ("", "1"), ("1", "2")])
+def test_captures_made_under_another_variable_are_other_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was: str | None, now: str
+) -> None:
+    if was is not None:
+        monkeypatch.setenv("FAKE_MOOD", was)
+    before = _folders(tmp_path)
+    assert _folders(tmp_path) == before
+    monkeypatch.setenv("FAKE_MOOD", now)
+    assert not _folders(tmp_path) & before
+
+
+@pytest.mark.parametrize("name", ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "VLLM_USE_V2_MODEL_RUNNER"])
+def test_secrets_logs_and_what_others_read_leave_captures_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = _folders(tmp_path)
+    monkeypatch.setenv(name, "7")
+    assert _folders(tmp_path) == before
+
+
+def test_the_wait_policy_counts_as_the_worker_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    ours = _folders(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert _folders(tmp_path) == ours
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not _folders(tmp_path) & ours
+
+
 def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:
     text = tmp_path / "short.txt"
     text.write_text("too short")

@@ -187,7 +187,11 @@ class _Resolver:
         self._deployed[arm.name] = Deployed(
             model=model,
             environment=self._engines.environment(engine),
-            versions=self._engines.versions(engine) | self._today(engine),
+            versions={
+                **self._engines.versions(engine),
+                **self._engines.variables(engine, arm.threads),
+                **self._today(engine),
+            },
             estimator=Estimator(estimator),
             about=self._engines.about(engine),
         )
