@@ -73,8 +73,8 @@ class PlannedJob:
 class Plan:
     """All jobs of a run, in order: reference, control, candidates, witnesses, floor.
 
-    ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``truth``, ``exact``, ``exact:<name>``,
-    ``floor``.  ``unavailable``: axes whose
+    ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
+    ``exact``, ``exact:<name>``, ``floor``.  ``unavailable``: axes whose
     questions cannot be made, because what they are made from lies elsewhere, and why.
     """
 
