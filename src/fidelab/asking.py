@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Status
+from fidelab.engines.variables import thread_variables
 from fidelab.errors import CaptureError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.measuring import ArmResult
@@ -122,7 +122,7 @@ class Asking:
                 self._message(job, missing),
                 command=environment.command("fidelab.workers.child"),
                 log=log,
-                env={**_thread_env(job.arm.threads), **environment.variables()},
+                env={**thread_variables(job.arm.threads), **environment.variables()},
                 deadline=self._settings.experiment.deadline,
                 listen=lambda received: self._hear(job, missing, received),
                 follow_up=more if leads else None,
@@ -146,7 +146,7 @@ class Asking:
             replace(self._message(job, []), sample_text="", sample_ids=[]),
             command=environment.command("fidelab.workers.child"),
             log=log,
-            env={**_thread_env(job.arm.threads), **environment.variables()},
+            env={**thread_variables(job.arm.threads), **environment.variables()},
             deadline=self._settings.experiment.deadline,
             listen=lambda _message: None,
         )
@@ -168,7 +168,7 @@ class Asking:
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
             sample_text=self._sample,
             sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the probes are made with
-            env=_thread_env(job.arm.threads),
+            env=thread_variables(job.arm.threads),
             about=deployed.about,
         )
 
@@ -214,10 +214,3 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
 def _adds(outcome: Outcome, reason: str) -> bool:
     """The log says something that a crash's reason does not."""
     return reason.startswith("the worker") and outcome.log_tail[-1] not in reason
-
-
-def _thread_env(threads: int) -> dict[str, str]:
-    names = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-    fixed = {name: str(threads) for name in names} | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
-    # Spinning OpenMP threads fall to a tenth of their speed as soon as anything else wants a core.
-    return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"})

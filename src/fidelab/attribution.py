@@ -12,12 +12,13 @@ from collections.abc import Mapping, Sequence
 
 from fidelab.axes.base import AxisScore
 from fidelab.config.schema import Experiment
-from fidelab.core import Estimator
+from fidelab.core import Arm, Estimator
 from fidelab.measuring import ArmResult, Measured, Scorer
-from fidelab.plan.resolve import EXACT, TRUTH
+from fidelab.plan.arms import ATTENTION
+from fidelab.plan.resolve import CONTROL, EXACT, TRUTH
 from fidelab.results.record import Attribution, Contrast, Part
 
-__all__ = ["attribute", "is_witness", "measure_truth"]
+__all__ = ["attribute", "control_of", "is_witness", "measure_truth"]
 
 _AXIS = "kld"
 
@@ -37,10 +38,27 @@ def attribute(
     if not witnesses or _AXIS not in experiment.axes:
         return ()
     found = _measure(experiment, witnesses)
-    scores = {role: this for role, this in measured.items() if role == "control"} | found
     return tuple(
-        _attribution(this, scores, experiment.seed) for role, this in measured.items() if role.startswith("candidate:")
+        _attribution(this, control_of(this, measured), found, experiment.seed)
+        for role, this in measured.items()
+        if role.startswith("candidate:")
     )
+
+
+def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:
+    """The control that took an arm's kernel path, else the run's; ``None`` for a control itself."""
+    arm = this.result.arm
+    if this.result.role.partition(":")[0] in (CONTROL, TRUTH):
+        return None
+    for role, other in measured.items():
+        theirs = other.result.arm
+        if role.startswith(f"{CONTROL}:") and theirs.engine == arm.engine and _asked(theirs) == _asked(arm):
+            return other
+    return measured.get(CONTROL)
+
+
+def _asked(arm: Arm) -> str | None:
+    return dict(arm.options).get(ATTENTION)
 
 
 def measure_truth(experiment: Experiment, reference: ArmResult, truth: ArmResult) -> Measured:
@@ -62,9 +80,9 @@ def _measure(experiment: Experiment, witnesses: Sequence[ArmResult]) -> dict[str
     return {result.role: scorer.measure(result) for result in witnesses if result.role.startswith(f"{EXACT}:")}
 
 
-def _attribution(this: Measured, others: Mapping[str, Measured], seed: int) -> Attribution:
+def _attribution(this: Measured, control: Measured | None, exact: Mapping[str, Measured], seed: int) -> Attribution:
     name = this.result.arm.name
-    arms = {"here": this, "kernel": others.get("control"), "format": others.get(f"{EXACT}:{name}")}
+    arms = {"here": this, "kernel": control, "format": exact.get(f"{EXACT}:{name}")}
     here = _score(this)
     scores = {part: _score(arm, None if here is None else here.part) for part, arm in arms.items()}
 

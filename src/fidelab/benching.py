@@ -36,7 +36,7 @@ from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
-from fidelab.plan.resolve import EXACT, TRUTH, Settings
+from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
 from fidelab.results import serving_record
 from fidelab.results.requests import REQUESTS
 from fidelab.workers.parent import Outcome, Worker
@@ -55,7 +55,8 @@ Floats = NDArray[np.float64]
 
 def benched_roles(results: Sequence[ArmResult]) -> list[ArmResult]:
     """The arms that benches measure: reference, control, candidates, as far as they ran."""
-    arms = (result for result in results if result.role.partition(":")[0] not in _UNBENCHED)
+    arms = [result for result in results if result.role.partition(":")[0] not in _UNBENCHED]
+    arms = [result for result in arms if not result.role.startswith(f"{CONTROL}:")]
     return [result for result in arms if engaged(result)[0] in (Status.OK, Status.IDENTICAL)]
 
 

@@ -28,7 +28,7 @@ _REFUTED = "refuted: "
 class ArmResult:
     """What became of one arm: its captures by axis, or why there are none.
 
-    ``role``: ``reference``, ``control``, ``candidate:<name>`` or ``floor``.  ``benches``: their records by name.
+    ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: their records by name.
     """
 
     role: str

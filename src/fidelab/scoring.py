@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import pairwise
 from typing import Any
 
 import fidelab
-from fidelab.attribution import attribute, is_witness, measure_truth
+from fidelab.attribution import attribute, control_of, is_witness, measure_truth
 from fidelab.axes import AXES
 from fidelab.axes.base import AxisScore
 from fidelab.benches import BENCHES
@@ -22,7 +22,7 @@ from fidelab.measuring import ArmResult, Measured, Scorer, engaged
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Verdict as Ruling
-from fidelab.plan.resolve import TRUTH
+from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.axis_record import Axes, Bins
 from fidelab.results.bench_record import Benches
@@ -63,12 +63,13 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     scorer = Scorer(experiment, results, facts.unavailable, strict=strict)
     reference = scorer.by_role["reference"]
     status, reason = engaged(reference)
-    control = scorer.by_role.get("control")
+    control = scorer.by_role.get(CONTROL)
+    controls = [result for result in results if result.role.startswith(f"{CONTROL}:")]
     candidates = [result for result in results if result.role.startswith("candidate:")]
     witnesses = [result for result in results if is_witness(result.role)]
     others = [result for result in results if result.role != "reference" and result not in witnesses]
     measured = {result.role: scorer.measure(result) for result in others}
-    summary = _Summary(experiment, measured, control)
+    summary = _Summary(experiment, measured, reference)
     report = Report(
         run_id=facts.run_id,
         created=datetime.fromisoformat(facts.created),
@@ -79,6 +80,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         comparability_key={**scorer.comparability(), **_bench_keys(experiment, facts, reference)},
         reference=_bare_record(replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),
+        controls=tuple(summary.record(result) for result in controls),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, measured, witnesses),
@@ -88,7 +90,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     )
     tables = [
         (result.arm.name, score.positions)
-        for result in [*([control] if control else []), *candidates]
+        for result in [*([control] if control else []), *controls, *candidates]
         if (score := measured[result.role].scores.get("kld")) is not None and score.positions
     ]
     return Scored(report, tables)
@@ -97,11 +99,11 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
 class _Summary:
     """Axis scores → records, with what needs the other arms: excess over control, composite, verdict, sentence."""
 
-    def __init__(self, experiment: Experiment, measured: Mapping[str, Measured], control: ArmResult | None) -> None:
+    def __init__(self, experiment: Experiment, measured: Mapping[str, Measured], reference: ArmResult) -> None:
         self.experiment = experiment
         self.seed = experiment.seed
         self.measured = measured
-        self.control = None if control is None else measured["control"]
+        self.reference = reference
 
     def record(self, result: ArmResult) -> ArmRecord:
         this = self.measured[result.role]
@@ -112,6 +114,7 @@ class _Summary:
                 "status": this.status,
                 "reason": this.reason,
                 "axes": axes,
+                "control": control.result.arm.name if (control := control_of(this, self.measured)) else None,
                 "composite": self._composite(this),
                 "verdict": self._verdict(this),
             }
@@ -165,9 +168,10 @@ class _Summary:
         return found
 
     def _excess(self, this: Measured, axis: str) -> dict[str, Any] | None:
-        if self.control is None or this is self.control or axis not in self.control.scores:
+        control = control_of(this, self.measured)
+        if control is None or axis not in control.scores:
             return None
-        return this.scores[axis].excess_over(self.control.scores[axis], self.seed)
+        return this.scores[axis].excess_over(control.scores[axis], self.seed)
 
     def _composite(self, this: Measured) -> Composite | None:
         counted = {
@@ -202,7 +206,15 @@ class _Summary:
         if kld is None or this.status not in (Status.OK, Status.IDENTICAL):
             return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **said)
         ruling = self._ruling(this)
-        return Verdict(band=_word(ruling.band), at_best=_word(ruling.at_best), because=ruling.because, **said)
+        because = (*ruling.because, *self._other_kernel(this))
+        return Verdict(band=_word(ruling.band), at_best=_word(ruling.at_best), because=because, **said)
+
+    def _other_kernel(self, this: Measured) -> Iterator[str]:
+        """That the figures hold the difference of two attention kernels, where no control tells how much that is."""
+        control = control_of(this, self.measured)
+        mine, its = _kernel(this.result), _kernel(self.reference)
+        if mine and its and mine != its and (control is None or _kernel(control.result) != mine):
+            yield f"attention is {mine} here and {its} in the reference: the KLD holds the difference of these kernels"
 
     def _ruling(self, this: Measured) -> Ruling:
         kld = this.scores["kld"]
@@ -217,7 +229,8 @@ class _Summary:
         kld = this.scores.get("kld")
         figures = kld.figures if kld is not None else {}
         ruling = self._ruling(this) if kld is not None else None
-        control_kld = self.control.scores.get("kld") if self.control and self.control is not this else None
+        control = control_of(this, self.measured)
+        control_kld = control.scores.get("kld") if control else None
         other = self._native_keys_arm(this)
         other_kld = other.scores.get("kld") if other else None
         return ArmFacts(
@@ -235,7 +248,7 @@ class _Summary:
             estimator=figures.get("estimator"),
             n_positions=figures.get("n_positions"),
             n_failed=figures.get("n_failed", 0),
-            control=self.control.result.arm.name if control_kld is not None and self.control else None,
+            control=control.result.arm.name if control_kld is not None and control else None,
             control_kld=control_kld.figures.get("mean") if control_kld is not None else None,
             native_keys_arm=other.result.arm.name if other else None,
             native_keys_band=self._band(other),
@@ -295,8 +308,14 @@ def _truth(experiment: Experiment, reference: ArmResult, witnesses: Sequence[Arm
     if truth is None:
         return None
     this = measure_truth(experiment, reference, truth)
-    axes = _Summary(experiment, {TRUTH: this}, None).axes(this)
+    axes = _Summary(experiment, {TRUTH: this}, reference).axes(this)
     return _bare_record(truth).model_copy(update={"status": this.status, "reason": this.reason, "axes": axes})
+
+
+def _kernel(result: ArmResult) -> str | None:
+    """What attends on engine hf, without the kernels' instances.  Other engines choose by format, and say so."""
+    attention = (result.ran or {}).get("attention")
+    return str(attention).split()[0] if result.arm.engine == "hf" and attention else None
 
 
 def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:

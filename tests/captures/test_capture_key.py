@@ -10,6 +10,8 @@ import pytest
 
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.core import Arm, KVSpec
+from fidelab.engines import ENGINES
+from fidelab.engines.variables import variables_of
 from fidelab.probes import Probe
 from tests.captures import sample
 
@@ -92,3 +94,67 @@ def test_a_folder_lies_in_the_store_whatever_the_model_is_called(model: str) -> 
     assert ".." not in folder.parts
     assert folder.parts[0] == "store"
     assert len(folder.parts) == 3
+
+
+# -------------------------------------------------------------------------------------------- variables
+
+
+def variables(engine: str, **environment: str) -> dict[str, str]:
+    return variables_of(ENGINES.load(engine), environment)
+
+
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [
+        ("hf", "OMP_SCHEDULE"),
+        ("hf", "MKL_CBWR"),
+        ("hf", "ATEN_CPU_CAPABILITY"),
+        ("hf", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+        ("hf", "TORCHINDUCTOR_MAX_AUTOTUNE"),
+        ("hf", "CUBLAS_WORKSPACE_CONFIG"),
+        ("hf", "NVIDIA_TF32_OVERRIDE"),
+        ("hf", "TRANSFORMERS_SDPA_FORCE_GQA"),
+        ("llamacpp", "LLAMA_ATTN_ROT_DISABLE"),
+        ("llamacpp", "GGML_CUDA_FORCE_MMQ"),
+        ("vllm", "VLLM_USE_FLASHINFER_SAMPLER"),
+        ("vllm", "VLLM_DISABLE_COMPILE_CACHE"),
+        ("vllm", "FIDELAB_K16V8"),
+        ("vllm", "VLLM_FUSED_MOE_CHUNK_TOKENS"),
+        ("sglang", "SGLANG_USE_CPU_ENGINE"),
+        ("fake", "FAKE_MOOD"),
+    ],
+)
+def test_a_variable_that_an_engine_reads_counts_and_set_to_nothing_is_not_unset(engine: str, name: str) -> None:
+    assert variables(engine, **{name: "1"}) == {name: "1"}
+    assert variables(engine, **{name: ""}) == {name: ""}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VLLM_API_KEY", "VLLM_S3_SECRET", "LMCACHE_AUTH_TOKEN", "LMCACHE_REDIS_PASSWORD", "VLLM_ACCESS_KEY_ID"),
+        *("HF_TOKEN", "VLLM_API_KEYS", "VLLM_SERVICE_CREDENTIALS"),
+    ],
+)
+def test_a_secret_is_nowhere(name: str) -> None:
+    assert variables("vllm", **{name: "hunter2"}) == {}
+
+
+def test_a_login_in_an_address_is_cut_out() -> None:
+    found = variables("vllm", LMCACHE_REMOTE_URL="redis://user:hunter2@host:6379/0")
+    assert found == {"LMCACHE_REMOTE_URL": "redis://host:6379/0"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("VLLM_LOGGING_LEVEL", "VLLM_NO_USAGE_STATS", "VLLM_CACHE_ROOT", "TRITON_CACHE_DIR", "FIDELAB_CACHE"),
+        *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "TRANSFORMERS_VERBOSITY", "HOME", "SGLANG_USE_CPU_ENGINE"),
+    ],
+)
+def test_what_no_number_of_this_engine_depends_on_does_not_count(name: str) -> None:
+    assert variables("vllm", **{name: "1"}) == {}
+
+
+def test_a_server_has_variables_of_its_own() -> None:
+    assert variables("openai", OMP_SCHEDULE="static", OPENAI_API_KEY="hunter2") == {}

@@ -14,6 +14,7 @@ import pytest
 from fidelab.core import KVSpec
 from fidelab.environments.answers import Asked, ask
 from fidelab.environments.environment import Environment, locate
+from fidelab.environments.link import link_folder
 from fidelab.errors import EngineError, FidelabError, InputError, UsageError
 from fidelab.workers.messages import PROTOCOL
 from tests.captures import sample
@@ -63,6 +64,16 @@ def test_another_interpreter_gives_the_answers_of_this_one(there: Asked) -> None
         assert (there.supports(arm).ok, there.supports(refused).ok) == (True, False)
         assert there.control_for(EXACT, "bf16") == here.control_for(EXACT, "bf16")
         assert (there.about.provenance, there.about.shims) == (here.about.provenance, here.about.shims)
+
+
+def test_behind_a_prefix_the_variables_are_those_of_that_place(second: Second, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_HERE", "1")
+    monkeypatch.setenv("FAKE_KEY", "hunter2")
+    link = {"PYTHONPATH": str(link_folder())}
+    words = ["env", "-u", "FAKE_HERE", "FAKE_THERE=", *(f"{name}={value}" for name, value in link.items())]
+    with ask(locate("fake", prefix=words, python=second.python)) as there, ask(locate("fake")) as here:
+        seen = [{name: v for name, v in a.about.variables.items() if "FAKE" in name} for a in (here, there)]
+    assert seen == [{"FAKE_HERE": "1"}, {"FAKE_THERE": ""}]
 
 
 @pytest.mark.parametrize("kv", ["tilt[q=7]", "tilt[z=1]"])

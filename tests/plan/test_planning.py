@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fidelab.config.load import validate
-from fidelab.core import KVSpec
+from fidelab.core import Arm, KVSpec
 from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
+from fidelab.plan.arms import same_attention
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, resolve_experiment
 from fidelab.run import prepare
@@ -133,6 +135,98 @@ def test_an_output_folder_that_is_a_file_is_refused(tmp_path: Path) -> None:
         _settings(tmp_path, output_dir=str(tmp_path / "file" / "runs"))
 
 
+# ------------------------------------------------------------------------------------------- attention
+
+
+def _on_gpu(tmp_path: Path, tiny: Path, *formats: str, reference: str = "bf16", **options: str) -> list[Arm]:
+    """Resolved arms of engine hf as they would be on a GPU."""
+    settings = _hf(tmp_path, tiny, reference=reference, candidates=list(formats), dtype="bfloat16")
+    arms = [replace(arm, device="cuda") for _, arm in settings.roles()]
+    return [replace(arm, options=(("attention", options[arm.name]),)) if arm.name in options else arm for arm in arms]
+
+
+def _attention(arms: Sequence[Arm]) -> dict[str, str | None]:
+    return {arm.name: dict(arm.options).get("attention") for arm in arms}
+
+
+def test_on_a_gpu_our_kernels_stay_where_they_hold_every_arm(tmp_path: Path, tiny: Path) -> None:
+    arms = _on_gpu(tmp_path, tiny, "k16v8", "fp8_e4m3")
+    assert same_attention(arms) == (arms, None)
+
+
+@pytest.mark.parametrize("other", ["q8_0", "iq4_nl", "nvfp4"])
+def test_on_a_gpu_one_arm_that_our_kernels_cannot_hold_takes_them_from_all(
+    tmp_path: Path, tiny: Path, other: str
+) -> None:
+    arms, reason = same_attention(_on_gpu(tmp_path, tiny, "k16v8", other))
+    assert _attention(arms) == dict.fromkeys(("bf16", "k16v8", other), "transformers")
+    assert reason is not None
+    assert reason.startswith(f"{other}: attention=fidelab")
+
+
+def test_arms_that_name_their_attention_keep_it_and_bind_nobody(tmp_path: Path, tiny: Path) -> None:
+    arms, reason = same_attention(_on_gpu(tmp_path, tiny, "k16v8", "q8_0", q8_0="sdpa"))
+    assert (_attention(arms), reason) == ({"bf16": None, "k16v8": None, "q8_0": "sdpa"}, None)
+
+
+def test_on_a_processor_attention_stays_transformers_own(tmp_path: Path, tiny: Path) -> None:
+    settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
+    assert {dict(arm.options).get("attention") for _, arm in settings.roles()} == {None}
+
+
+def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_decided(
+    tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fidelab.plan.resolve._device", lambda _asked, _model: "cuda")
+    settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
+    assert _attention([arm for _, arm in settings.roles()]) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
+    said = settings.deployed["bf16"].about["kernels_refused"]
+    assert "one attention for all arms; q8_0: attention=fidelab does not hold q8_0" in said
+
+
+def _beside(tmp_path: Path, tiny: Path, *arms: dict[str, Any], **change: Any) -> Settings:
+    return _hf(tmp_path, tiny, reference="bf16", candidates=list(arms), dtype="bfloat16", **change)
+
+
+EAGER = {"attention": "eager"}
+
+
+def test_candidates_on_another_kernel_path_get_one_control_there(tmp_path: Path, tiny: Path) -> None:
+    arms = [{"kv": kv, "engine_args": EAGER} for kv in ("q8_0", "int4")]
+    settings = _beside(tmp_path, tiny, *arms, {"kv": "q8_0"})
+    [(role, control)] = settings.controls.items()
+    assert (role, str(control.kv.k), dict(control.options)) == ("control:eager", "bf16", EAGER)
+    assert [role for role, _ in settings.roles()][:2] == ["reference", "control:eager"]
+
+
+def test_the_control_of_another_kernel_path_is_the_nearest_arm_there(tmp_path: Path, tiny: Path) -> None:
+    settings = _hf(tmp_path, tiny, candidates=[{"kv": "int4", "engine_args": EAGER}])
+    assert settings.control is not None
+    assert settings.control.kv == settings.controls["control:eager"].kv == KVSpec.parse("bf16")
+
+
+@pytest.mark.parametrize(
+    ("arms", "change"),
+    [
+        ([{"kv": "q8_0"}], {"engine_args": EAGER}),
+        ([{"kv": "q8_0", "engine_args": EAGER}], {"control": "none"}),
+        ([{"kv": "bf16", "engine_args": EAGER}], {}),
+        ([], {"vary": {"kv": ["q8_0", "int4"], "attention": ["sdpa", "eager"]}}),
+    ],
+    ids=["the reference's path", "no control wanted", "is its own control", "a grid"],
+)
+def test_no_control_of_another_path_where_there_is_none_to_be_had(
+    tmp_path: Path, tiny: Path, arms: list[dict[str, Any]], change: dict[str, Any]
+) -> None:
+    assert not _beside(tmp_path, tiny, *arms, **change).controls
+
+
+def test_a_reference_that_names_its_attention_leaves_the_others_a_path_without(tmp_path: Path, tiny: Path) -> None:
+    reference = {"kv": "bf16", "engine_args": EAGER}
+    settings = _hf(tmp_path, tiny, reference=reference, candidates=["q8_0"], dtype="bfloat16")
+    assert {role: dict(arm.options) for role, arm in settings.controls.items()} == {"control:auto": {}}
+
+
 # ------------------------------------------------------------------------------------------------ jobs
 
 
@@ -168,6 +262,40 @@ def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:
     one = _plan(tmp_path)
     two = _plan(tmp_path, axes={"kld": {"windows": 8, "n_ctx": 16}})
     assert one.jobs[0].captures[0].folder != two.jobs[0].captures[0].folder
+
+
+def _folders(tmp_path: Path) -> set[Path]:
+    return {capture.folder for job in _plan(tmp_path).jobs for capture in job.captures}
+
+
+@pytest.mark.parametrize(("was", "now"), [(None, ""), ("", "1"), ("1", "2")])
+def test_captures_made_under_another_variable_are_other_captures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, was: str | None, now: str
+) -> None:
+    if was is not None:
+        monkeypatch.setenv("FAKE_MOOD", was)
+    before = _folders(tmp_path)
+    assert _folders(tmp_path) == before
+    monkeypatch.setenv("FAKE_MOOD", now)
+    assert not _folders(tmp_path) & before
+
+
+@pytest.mark.parametrize("name", ["FAKE_API_KEY", "FAKE_LOG_LEVEL", "OMP_NUM_THREADS", "VLLM_USE_V2_MODEL_RUNNER"])
+def test_secrets_logs_and_what_others_read_leave_captures_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    before = _folders(tmp_path)
+    monkeypatch.setenv(name, "7")
+    assert _folders(tmp_path) == before
+
+
+def test_the_wait_policy_counts_as_the_worker_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    ours = _folders(tmp_path)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    assert _folders(tmp_path) == ours
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert not _folders(tmp_path) & ours
 
 
 def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from fidelab.config.schema import Experiment
 from fidelab.measuring import ArmResult
 from fidelab.report.html import render_html
 from fidelab.report.text import render_text
+from fidelab.results.compare import compare
 from fidelab.results.record import Report
 from fidelab.scoring import RunFacts, score_run
 from tests.runs.harness import Done, cli, write_inputs
@@ -44,12 +45,23 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return cli("run", "run.yaml", cwd=room)
 
 
-def relabelled(done: Done, roles: dict[str, str]) -> Report:
-    """The run's captures scored again, some of them under the roles of witnesses."""
+def relabelled(done: Done, roles: dict[str, str], **changed: dict[str, Any]) -> Report:
+    """The run's captures scored again, some of them under the roles of witnesses.
+
+    ``changed``: fields of the arm and of what ran, in the arms whose roles begin so.
+    """
     record = json.loads((done.folder / "outcomes.json").read_text())
     by_role = {arm["role"]: arm for arm in record["arms"]}
     arms: list[dict[str, Any]] = [by_role[role] for role in ("reference", "control", "candidate:tilt[q=0.6]")]
     arms += [{**by_role[source], "role": role} for role, source in roles.items()]
+    for index, arm in enumerate(arms):
+        for role, fields in changed.items():
+            if arm["role"].startswith(role):
+                arms[index] = {
+                    **arm,
+                    "arm": {**arm["arm"], **{name: fields[name] for name in fields.keys() & arm["arm"].keys()}},
+                    "ran": {**arm["ran"], **{name: fields[name] for name in fields.keys() & arm["ran"].keys()}},
+                }
     experiment = Experiment.model_validate(json.loads((done.folder / "report.json").read_text())["settings"])
     return score_run(experiment, FACTS, [ArmResult.from_record(arm, done.folder) for arm in arms]).report
 
@@ -109,3 +121,48 @@ def test_the_page_and_the_terminal_show_the_three_and_their_differences(done: Do
     render_text(report, Console(file=out, width=120))
     for word in ("format and", "kernel alone", "not additive", "32-bit twin"):
         assert word in out.getvalue()
+
+
+# ------------------------------------------------------------------------------------- other kernel paths
+
+PATHS: dict[str, dict[str, Any]] = {
+    "reference": {"engine": "hf", "attention": "sdpa"},
+    "control": {"engine": "hf", "attention": "sdpa"},
+    "control:": {"engine": "hf", "attention": "eager", "options": {"attention": "eager"}},
+    "candidate": {"engine": "hf", "attention": "eager", "options": {"attention": "eager"}},
+}
+
+
+def test_an_excess_is_over_the_control_that_took_the_same_kernel_path(done: Done) -> None:
+    report = relabelled(done, {"control:eager": "candidate:tilt[q=0.52]"}, **PATHS)
+    [arm] = report.candidates
+    assert arm.axes.kld is not None
+    assert arm.axes.kld.excess_over_control is not None
+    assert arm.axes.kld.excess_over_control.mean == pytest.approx(kl(0.6) - kl(0.52), rel=1e-4)
+    assert (arm.control, [control.name for control in report.controls]) == ("tilt[q=0.52]", ["tilt[q=0.52]"])
+    assert report.control is not None
+    assert report.control.name == "tilt[q=0.55]"
+    assert arm.verdict is not None
+    assert not any("attention" in fact for fact in arm.verdict.because)
+
+
+def test_the_kernel_part_is_the_control_of_the_same_kernel_path(done: Done) -> None:
+    roles = {"control:eager": "candidate:tilt[q=0.52]", "exact": "reference"}
+    [found] = relabelled(done, roles, **PATHS).attribution
+    assert found.kernel is not None
+    assert found.kernel.mean == pytest.approx(kl(0.52), rel=1e-5)
+
+
+def test_a_candidate_that_ran_another_kernel_without_a_control_says_so(done: Done) -> None:
+    ran = {"reference": {"engine": "hf", "attention": "fidelab"}, "control": {"engine": "hf", "attention": "fidelab"}}
+    report = relabelled(done, {}, **ran, candidate={"engine": "hf", "attention": "sdpa"})
+    [arm] = report.candidates
+    assert arm.verdict is not None
+    assert "attention is sdpa here and fidelab in the reference" in arm.verdict.because[-1]
+
+
+def test_an_excess_over_another_control_is_not_compared_with_one_over_the_run_s(done: Done) -> None:
+    there = relabelled(done, {"control:eager": "candidate:decay[b=0.6]"}, **PATHS)
+    here = relabelled(done, {}, **PATHS)
+    refused = {refusal.field: (refusal.baseline, refusal.now) for refusal in compare(here, there).refused}
+    assert refused["control.kv"][0] != refused["control.kv"][1]

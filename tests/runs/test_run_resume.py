@@ -253,3 +253,22 @@ def test_no_run_is_without_its_settings_for_a_moment(tmp_path: Path, monkeypatch
     run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=2, limit=1)
     assert seen == [True]
     assert sorted(path.name for path in (tmp_path / "runs").iterdir()) == [run.folder.name, "captures"]
+
+
+def test_a_changed_variable_is_seen_in_what_ran_and_old_captures_are_not_found(
+    room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_inputs(room)
+    monkeypatch.setenv("FAKE_MOOD", "good")
+    monkeypatch.setenv("FAKE_API_KEY", "hunter2")
+    first = cli(*FAST, cwd=room).report
+    monkeypatch.setenv("FAKE_MOOD", "bad")
+    second = cli(*FAST, cwd=room).report
+    assert [run["reference"]["ran"]["variables"]["FAKE_MOOD"] for run in (first, second)] == ["good", "bad"]
+    keys = [json.loads(path.read_text())["key"] for path in (room / "runs" / "captures").glob("*/*/manifest.json")]
+    told = {"good": 0, "bad": 0}
+    for key in keys:
+        told[key["versions"]["$FAKE_MOOD"]] += 1
+    assert told["good"] == told["bad"] > 0
+    left = [path for path in (room / "runs").rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
+    assert not left

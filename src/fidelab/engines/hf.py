@@ -1,11 +1,11 @@
 """Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
 
-Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``fidelab``: our kernels over pages), ``dequant``
-(``fused``: our kernels convert what they read, as they do by default; ``unpack``: the cache is decoded to the compute
-type before attention, the only way of all others), ``estimator`` (hidden, logprobs).  Unless told, attention is our
-kernels on a GPU where they hold the formats and run the model, and Transformers' own choice elsewhere.  What goes into
-the cache is Transformers' choice too: models with latent attention may hand it a latent as keys and the rotary part as
-values.
+Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
+``fidelab``: our kernels over pages), ``dequant`` (``fused``: our kernels convert what they read, as they do by default;
+``unpack``: the cache is decoded to the compute type before attention, the only way of all others), ``estimator``
+(hidden, logprobs).  Unless told, attention is our kernels on a GPU where they hold the formats of all arms that are
+compared and run the model, and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice
+too: models with latent attention may hand it a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
@@ -36,7 +36,11 @@ if TYPE_CHECKING:
 
 _OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs")}
 # Those of Transformers, and ours.
-_ATTENTION = (*("eager", "sdpa", "flex_attention"), *(f"flash_attention_{n}" for n in (2, 3, 4)), hf_kernels.NAME)
+_ATTENTION = (
+    *("eager", "sdpa", "flex_attention"),
+    *(f"flash_attention_{n}" for n in (2, 3, 4)),
+    *(hf_kernels.THEIRS, hf_kernels.NAME),
+)
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with

@@ -8,9 +8,10 @@ from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.engines.hf_shape import shape_of
 from fidelab.errors import NotSupportedError
 
-__all__ = ["DEQUANT", "NAME", "dequant_refusal", "options_of", "refusal"]
+__all__ = ["DEQUANT", "NAME", "THEIRS", "dequant_refusal", "options_of", "refusal"]
 
 NAME = "fidelab"  # engine option attention=fidelab
+THEIRS = "transformers"  # attention=transformers: Transformers' own choice, on a GPU, too
 DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
 _NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
 _FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")

@@ -89,6 +89,8 @@ class HFModel:
     def _load(self) -> None:
         """Tokenizer and model, as the checkpoint has them; whatever Transformers raises becomes one line."""
         path, asked = self._arm.path, self._options.get("attention")
+        if asked == hf_kernels.THEIRS:
+            asked = None
         if asked == hf_kernels.NAME:
             register_attention()
         try:

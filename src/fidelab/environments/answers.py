@@ -25,6 +25,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine, Verdict
 from fidelab.engines.installed import build, device, provenance, shims
+from fidelab.engines.variables import variables_of
 from fidelab.environments.environment import Environment
 from fidelab.errors import EngineError, FidelabError
 from fidelab.workers.messages import PROTOCOL
@@ -41,7 +42,8 @@ class About:
 
     ``build``: what it is built for (cpu, cuda, hip; none where that shows nowhere), ``device``: the same where such a
     device is here, else cpu; ``provenance``: for each distribution ``stock``, ``modified: …`` or ``built from …``;
-    ``shims``: folder and hash of what stands on PYTHONPATH besides fidelab.
+    ``shims``: folder and hash of what stands on PYTHONPATH besides fidelab; ``variables``: those of its
+    environment that may change what it computes (:func:`~fidelab.engines.variables.variables_of`).
     """
 
     estimator: Estimator
@@ -50,6 +52,7 @@ class About:
     device: str
     provenance: Mapping[str, str]
     shims: tuple[Mapping[str, str], ...]
+    variables: Mapping[str, str]
 
 
 class Asked(ABC):
@@ -135,8 +138,15 @@ class _Here(Asked):
     def about(self) -> About:
         cls = self._engine
         built = build(cls.packages)
-        published = provenance((*cls.packages, *cls.examined))
-        return About(cls.estimator, cls.form, built, device(built), published, tuple(shims()))
+        return About(
+            estimator=cls.estimator,
+            form=cls.form,
+            build=built,
+            device=device(built),
+            provenance=provenance((*cls.packages, *cls.examined)),
+            shims=tuple(shims()),
+            variables=variables_of(cls, os.environ),
+        )
 
     def versions(self) -> dict[str, str]:
         return self._engine.versions()

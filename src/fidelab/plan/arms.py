@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.engines import hf_kernels
 from fidelab.environments.answers import Asked
 from fidelab.errors import UnknownNameError, UsageError
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.plan.deploy import engine_class
 
-__all__ = ["DTYPES", "check_kv_name", "inherited_kv", "resolve_arm", "served_name", "with_kv"]
+__all__ = [
+    "ATTENTION",
+    "AUTO",
+    "DTYPES",
+    "check_kv_name",
+    "inherited_kv",
+    "other_attention",
+    "resolve_arm",
+    "same_attention",
+    "served_name",
+    "with_kv",
+]
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 _BITS16 = ("k16v8",)
+_HF = "hf"  # the engine with kernels of its own
+ATTENTION, AUTO = "attention", "auto"  # its option for them, and what leaving that away is called
 
 
 def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: str = "auto") -> Arm:
@@ -101,3 +116,38 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: Asked) -> No
     for fmt in (spec.k, spec.v):
         if fmt.name not in known:
             raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
+
+
+# ------------------------------------------------------------------------------------------- attention
+
+
+def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
+    """Arms that are compared with each other, with one attention for all; and why it is not our kernels on a GPU.
+
+    Engine ``hf`` takes our kernels on a GPU where they hold an arm's formats.  Another kernel beside it moves a KLD by
+    more than a good format does, so there all take them or none.  Arms that name an attention keep it.
+    """
+    free = [arm for arm in arms if _chooses(arm)]
+    refusals = [f"{arm.name}: {reason}" for arm in free if (reason := hf_kernels.refusal(arm)) is not None]
+    if not refusals:
+        return list(arms), None
+    return [_attending(arm, hf_kernels.THEIRS) if arm in free else arm for arm in arms], refusals[0]
+
+
+def other_attention(reference: Arm, arm: Arm) -> str | None:
+    """The attention that an arm of engine ``hf`` asks for where the reference there asks for another one.
+
+    ``auto`` where the reference alone names one.
+    """
+    if not arm.engine == reference.engine == _HF:
+        return None
+    mine, its = (dict(one.options).get(ATTENTION) for one in (arm, reference))
+    return (mine or AUTO) if mine != its else None
+
+
+def _chooses(arm: Arm) -> bool:
+    return arm.engine == _HF and arm.device.startswith("cuda") and ATTENTION not in dict(arm.options)
+
+
+def _attending(arm: Arm, attention: str) -> Arm:
+    return replace(arm, options=tuple(sorted({**dict(arm.options), ATTENTION: attention}.items())))

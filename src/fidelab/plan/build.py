@@ -73,10 +73,9 @@ class PlannedJob:
 class Plan:
     """All jobs of a run, in order: reference, control, candidates, witnesses, floor.
 
-    ``roles`` are unique: ``reference``, ``control``, ``candidate:<name>``, ``truth``, ``exact``, ``exact:<name>``,
-    ``floor``.  ``unavailable``: axes whose
-    questions cannot be made, because what they are made from lies elsewhere, and why.  ``remarks``: what else is to be
-    said before the run, one line each.
+    ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
+    ``exact``, ``exact:<name>``, ``floor``.  ``unavailable``: axes whose questions cannot be made, because what they are
+    made from lies elsewhere, and why.  ``remarks``: what else is to be said before the run, one line each.
     """
 
     settings: Settings

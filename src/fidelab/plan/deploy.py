@@ -13,6 +13,7 @@ from fidelab.config.schema import EngineConfig
 from fidelab.core import Estimator
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
+from fidelab.engines.variables import thread_variables, variables_of
 from fidelab.environments.answers import Asked, ask
 from fidelab.environments.environment import Environment, locate
 from fidelab.models import Model
@@ -32,8 +33,9 @@ def engine_class(config: EngineConfig) -> type[Engine]:
 class Deployed:
     """An arm's model, the environment of its engine, and the versions that stand there.
 
-    ``versions`` says, too, where an engine is not the stock one and what goes before its packages: captures of
-    another build are others.  ``about``: the same in full, for the record.
+    ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
+    the worker's environment may change what it computes: captures of another build, or made under other variables, are
+    others.  ``about``: how it is installed in full, for the record.
     """
 
     model: Model
@@ -71,6 +73,14 @@ class Engines:
         asked = self.ask(config)
         found = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
         return asked.versions() | found | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
+
+    def variables(self, config: EngineConfig, threads: int) -> dict[str, str]:
+        """Variables that a worker with so many threads will see there, as far as numbers may depend on them.
+
+        Raises as :meth:`ask`.
+        """
+        environment = {**self.ask(config).about.variables, **thread_variables(threads)}
+        return {f"${name}": value for name, value in variables_of(engine_class(config), environment).items()}
 
     def about(self, config: EngineConfig) -> dict[str, Any]:
         """The installation, for the record of what ran; raises as :meth:`ask`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -20,11 +20,23 @@ from fidelab.core import Arm, Estimator, usable_cores
 from fidelab.engines.base import Verdict
 from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
-from fidelab.plan.arms import DTYPES, check_kv_name, inherited_kv, resolve_arm, served_name, with_kv
+from fidelab.plan.arms import (
+    ATTENTION,
+    AUTO,
+    DTYPES,
+    check_kv_name,
+    inherited_kv,
+    other_attention,
+    resolve_arm,
+    same_attention,
+    served_name,
+    with_kv,
+)
 from fidelab.plan.deploy import Deployed, Engines, engine_class
 
-__all__ = ["EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_experiment"]
+__all__ = ["CONTROL", "EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_experiment"]
 
+CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
 
@@ -36,8 +48,9 @@ _EXACT_ENGINE = EngineConfig(name="hf")
 class Settings:
     """A resolved experiment.
 
-    ``witnesses``: role → arm that tells format loss from kernel loss (``control: full``).  ``deployed`` and
-    ``unsupported`` go by the arm's name: where it runs, and why it cannot.
+    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → arm that tells
+    format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's name: where it
+    runs, and why it cannot.
     """
 
     experiment: Experiment
@@ -52,12 +65,14 @@ class Settings:
     output_dir: Path
     captures_dir: Path
     witnesses: Mapping[str, Arm]
+    controls: Mapping[str, Arm] = field(default_factory=dict)
 
     def roles(self) -> list[tuple[str, Arm]]:
         """All arms under their roles, in the order in which they run."""
         return [
             ("reference", self.reference),
-            *([("control", self.control)] if self.control else []),
+            *([(CONTROL, self.control)] if self.control else []),
+            *self.controls.items(),
             *((f"candidate:{arm.name}", arm) for arm in self.candidates),
             *self.witnesses.items(),
         ]
@@ -107,25 +122,31 @@ class _Resolver:
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
         _refuse_twins(candidates)
         control = self._control(reference)
+        controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         witnesses = self._witnesses(reference, candidates) if experiment.control == "full" else {}
-        _refuse_namesakes([reference, *([control] if control else []), *candidates])
+        _refuse_namesakes([reference, *([control] if control else []), *controls.values(), *candidates])
         if reference.name in self._unsupported:
             why = self._unsupported[reference.name]
             raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
         output = _folder(Path(experiment.output_dir), "--output-dir")
+        exact = [arm for role, arm in witnesses.items() if role != TRUTH]  # compared among themselves
+        others = [arm for role, arm in witnesses.items() if role == TRUTH]
+        arms = [reference, *([control] if control else []), *controls.values(), *candidates, *others]
+        final = {**self._same_attention(arms), **self._same_attention(exact)}
         return Settings(
             experiment=experiment,
             model=self._model,
-            reference=reference,
-            control=control,
-            candidates=candidates,
+            reference=final[reference.name],
+            control=final[control.name] if control else None,
+            controls={role: final[arm.name] for role, arm in controls.items()},
+            candidates=tuple(final[arm.name] for arm in candidates),
             axes=self._axes,
             benches=self._benches,
             unsupported=self._unsupported,
             deployed=self._deployed,
             output_dir=output,
             captures_dir=_folder(Path(experiment.captures_dir or output / "captures"), "captures_dir"),
-            witnesses=witnesses,
+            witnesses={role: final[arm.name] for role, arm in witnesses.items()},
         )
 
     def _find_model(self, name: str) -> Model:
@@ -187,7 +208,11 @@ class _Resolver:
         self._deployed[arm.name] = Deployed(
             model=model,
             environment=self._engines.environment(engine),
-            versions=self._engines.versions(engine) | self._today(engine),
+            versions={
+                **self._engines.versions(engine),
+                **self._engines.variables(engine, arm.threads),
+                **self._today(engine),
+            },
             estimator=Estimator(estimator),
             about=self._engines.about(engine),
         )
@@ -220,6 +245,40 @@ class _Resolver:
         answers = self._engines.ask(experiment.reference.engine or experiment.engine)
         name = answers.control_for(reference.kv, self._model.native)
         return None if name is None else self._arm(_with_cache(experiment.reference, kv=name, name=name))
+
+    def _path_controls(self, reference: Arm, control: Arm | None, candidates: Sequence[Arm]) -> dict[str, Arm]:
+        """For each attention that a candidate asks for and the reference does not: what costs nothing, run by that.
+
+        None for cells of a grid, which tells what its factors cost by itself.
+        """
+        experiment, found = self._experiment, dict[str, Arm]()
+        if experiment.control not in ("auto", "full"):
+            return found
+        kv = (control or reference).kv.label
+        for arm in candidates:
+            attention = other_attention(reference, arm)
+            if attention is None or f"{CONTROL}:{attention}" in found or arm.name in self._unsupported:
+                continue
+            options = {key: text for key, text in experiment.reference.engine_args.items() if key != ATTENTION}
+            config = _with_cache(experiment.reference, kv=kv, name=f"{kv} {ATTENTION}={attention}")
+            named = options if attention == AUTO else {**options, ATTENTION: attention}
+            nearest = self._arm(config.model_copy(update={"engine_args": named}))
+            if nearest.fingerprint() != arm.fingerprint():
+                found[f"{CONTROL}:{attention}"] = nearest
+        return found
+
+    def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
+        """Arms that are compared with each other, by their names; the record of each says why it lacks our kernels."""
+        able = [arm for arm in arms if arm.name not in self._unsupported]
+        found = {arm.name: arm for arm in arms}
+        chosen, refused = same_attention(able)
+        for arm in chosen:
+            if found[arm.name] != arm:
+                deployed = self._deployed[arm.name]
+                about = {**deployed.about, "kernels_refused": f"one attention for all arms; {refused}"}
+                self._deployed[arm.name] = replace(deployed, about=about)
+                found[arm.name] = arm
+        return found
 
     def _witnesses(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""

@@ -44,12 +44,18 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     if key.group != CACHE and not key.group.startswith(BENCH):
         found["reference.kv"] = _kv(report.reference)
     if key.metric == OVER_CONTROL:
-        found["control.kv"] = _kv(report.control)
+        found["control.kv"] = _kv(_control(report, key))
     if key.role == "floor":
         found["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
         found[COUNTED] = list(metric.rests_on)
     return found
+
+
+def _control(report: Report, key: Key) -> ArmRecord | None:
+    """The control that an arm's excess refers to."""
+    named = {arm.name: arm.control for arm in report.candidates if key.role == "candidate"}.get(key.arm)
+    return next((arm for arm in report.controls if arm.name == named), report.control)
 
 
 def _concerns(name: str, group: str, groups: Set[str]) -> bool:
@@ -87,6 +93,7 @@ def _arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
     for role, arm in (("reference", report.reference), ("control", report.control), ("truth", report.truth)):
         if arm is not None:
             yield role, arm
+    yield from (("control", arm) for arm in report.controls)
     yield from (("candidate", arm) for arm in report.candidates)
 
 

@@ -60,6 +60,7 @@ def flatten(report: Report) -> Flat:
     """All metrics of a report.  A second metric of the same place gets a number behind its name."""
     flat = Flat()
     arms = [("reference", report.reference), ("control", report.control)]
+    arms += [("control", arm) for arm in report.controls]
     arms += [*(("candidate", arm) for arm in report.candidates), ("truth", report.truth)]
     for role, arm in arms:
         if arm is not None:

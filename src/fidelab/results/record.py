@@ -160,6 +160,8 @@ class ArmRecord(Outcome):
     """What ran; null where nothing was opened."""
     axes: Axes = Field(default_factory=Axes)
     """Fidelity against the reference; empty for the reference itself."""
+    control: str | None = None
+    """Name of the control that ``excess_over_control`` refers to; null where there is none."""
     benches: Benches = Field(default_factory=Benches)
     """Speed and memory."""
     composite: Composite | None = None
@@ -262,6 +264,8 @@ class Report(Record):
     """The arm that all others are compared with."""
     control: ArmRecord | None = None
     """The nearest arm that should cost nothing: the noise floor of the kernel path."""
+    controls: tuple[ArmRecord, ...] = ()
+    """The same on other kernel paths, for the candidates that run there (engine hf: another ``attention``)."""
     candidates: tuple[ArmRecord, ...] = ()
     """The arms in question."""
     comparisons: tuple[Comparison, ...] = ()

@@ -20,6 +20,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.installed import build, device, provenance, shims
+from fidelab.engines.variables import variables_of
 from fidelab.errors import FidelabError
 from fidelab.workers.messages import PROTOCOL
 
@@ -63,6 +64,7 @@ def _answer(engine: type[Engine], request: Mapping[str, Any]) -> Any:
                 "device": device(built),
                 "provenance": provenance((*engine.packages, *engine.examined)),
                 "shims": shims(),
+                "variables": variables_of(engine, os.environ),
             }
         case "check_kv":
             return engine.check_kv(KVSpec.from_record(request["kv"]))

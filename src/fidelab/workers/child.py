@@ -25,6 +25,7 @@ from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Answer, Engine
+from fidelab.engines.variables import variables_of
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.probes import probe_from_record
 from fidelab.workers.memory import peak_bytes, resident_bytes
@@ -138,7 +139,9 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     started = time.monotonic()
     os.environ.update(job.env)
     arm = Arm.from_record(job.arm)
-    engine: Engine = ENGINES.load(arm.engine)()
+    cls: type[Engine] = ENGINES.load(arm.engine)
+    variables = variables_of(cls, os.environ)  # before the engine sets some of its own
+    engine = cls()
     adapter = time.monotonic() - started
     engine.open(arm)
     engine.mark("warm-up")  # what it did not tell apart
@@ -147,7 +150,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     if job.sample_text:
         _check_tokenizer(engine, job)
     outbox.send(Opened(time.monotonic() - started, phases))
-    answering = _Answering(engine, arm, job, loaded, outbox)
+    answering = _Answering(engine, arm, job, {"variables": variables, "loaded_host_bytes": loaded}, outbox)
     tasks = job.tasks
     while True:
         for task in tasks:
@@ -177,11 +180,11 @@ class _Heads:
 
 
 class _Answering:
-    """Answers tasks one after another.  ``loaded``: bytes of the host that the opened model took."""
+    """Answers tasks one after another.  ``found``: for the record, what was seen before and when the model opened."""
 
-    def __init__(self, engine: Engine, arm: Arm, job: Job, loaded: int | None, outbox: _Outbox) -> None:
+    def __init__(self, engine: Engine, arm: Arm, job: Job, found: Mapping[str, Any], outbox: _Outbox) -> None:
         self._engine, self._arm, self._job, self._outbox = engine, arm, job, outbox
-        self._loaded = loaded
+        self._found = found
         self._heads = _Heads(Path(job.store))
         self._index = 0
 
@@ -200,9 +203,9 @@ class _Answering:
             self._outbox.send(Captured(index, str(path), time.monotonic() - began))
 
     def ran(self) -> dict[str, Any]:
-        """What ran, how it is installed, and the memory that this process and its own took, up to now."""
+        """What ran, how it is installed, under which variables, and the memory that this process and its own took."""
         memory = {
-            "loaded_host_bytes": self._loaded,
+            **self._found,
             "peak_host_bytes": peak_bytes(),
             "peak_device_bytes": self._engine.peak_device_bytes(),
         }

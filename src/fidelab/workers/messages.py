@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 @dataclass(frozen=True)

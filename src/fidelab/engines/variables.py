@@ -1,0 +1,73 @@
+"""Environment variables on which an engine's numbers may depend: they stand in a capture's key and in what ran.
+
+By the beginning of their names, since engines read far more of them than they document: when in doubt a variable
+counts.  What is left out is listed below.  Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+
+from fidelab.engines.base import Engine
+
+__all__ = ["thread_variables", "variables_of"]
+
+# What all engines compute with: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
+_COMMON = (
+    *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "LD_PRELOAD", "LD_LIBRARY_PATH"),
+    *("ATEN_", "TORCH", "PYTORCH_", "TRITON_", "FIDELAB_"),
+    *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "ROCM_", "ROCR_", "ROCBLAS_", "MIOPEN_"),
+)
+# What each engine reads besides; one that is not listed, variables that begin with its own name.
+_OF_ENGINE: Mapping[str, tuple[str, ...]] = {
+    "hf": (
+        "TRANSFORMERS_",
+        "ACCELERATE_",
+        "USE_HUB_KERNELS",
+        "DISABLE_KERNEL_MAPPING",
+        "LOCAL_KERNELS",
+        "FLASH_ATTENTION_",
+    ),
+    "llamacpp": ("LLAMA_", "GGML_"),
+    "vllm": ("VLLM_", "FLASHINFER_", "FLASH_ATTENTION_", "LMCACHE_", "RAY_"),
+    "sglang": ("SGLANG_", "SGL_", "FLASHINFER_", "FLASH_ATTENTION_", "LMCACHE_"),
+}
+# Always set by fidelab to the arm's threads, which stand in the key themselves.
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Logs, progress bars, usage statistics, and folders where something is kept: no number depends on them.
+_COSMETIC = re.compile(
+    r".*(_LOG_LEVEL|_LOGLEVEL|_LOGGING_LEVEL|_LOGGING_PREFIX|_LOGGING_COLOR|_LOGGING_CONFIG_PATH|_CONFIGURE_LOGGING"
+    r"|_VERBOSITY|_PROGRESS_BARS?|_USAGE_STATS|_USAGE_SOURCE|_DO_NOT_TRACK|_TELEMETRY"
+    r"|_CACHE_DIR|_CACHE_ROOT|_CACHE_PATH|_CONFIG_ROOT)|(FIDELAB|LLAMA|TRANSFORMERS)_CACHE|TORCH_HOME"
+    r"|TORCH_LOGS(_OUT)?|TRANSFORMERS_OFFLINE"
+)
+# Left out altogether: no number depends on a secret, and a hash of a weak one tells it.
+_SECRET = re.compile(r".*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*|ACCESS_KEY.*|SECRET_.*)")
+_LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
+
+
+def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the variables of a process those that may change what this engine computes, by name.
+
+    Of a server's none: it has an environment of its own.  One that is set to nothing is not one that is unset.
+    """
+    if engine.served:
+        return {}
+    prefixes = _COMMON + _OF_ENGINE.get(engine.name, (f"{engine.name.upper()}_",))
+    return {
+        name: _LOGIN.sub("", value)
+        for name, value in sorted(environment.items())
+        if name.startswith(prefixes)
+        and name not in _THREADS
+        and not _COSMETIC.fullmatch(name)
+        and not _SECRET.fullmatch(name)
+    }
+
+
+def thread_variables(threads: int) -> dict[str, str]:
+    """What a worker is given on top of its environment, so that it keeps to its threads."""
+    fixed = dict.fromkeys(_THREADS, str(threads)) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
+    # Spinning OpenMP threads fall to a tenth of their speed as soon as anything else wants a core.
+    return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"})
