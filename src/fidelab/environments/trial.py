@@ -7,7 +7,7 @@ The model is small, has random weights and is made here, so that a trial needs n
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +15,7 @@ import numpy as np
 from fidelab.captures.container import to_float32
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.core import Arm, KVSpec, Status, usable_cores
+from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.errors import CaptureError
@@ -74,11 +75,11 @@ def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str |
     log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
     log.unlink(missing_ok=True)
     tasks = [ProbeTask(probe_record(probe), str(store / probe.axis), {"trial": probe.axis}) for probe in _probes()]
-    job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": ""}, env=_variables(arm.threads))
+    job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": ""}, env=thread_variables(arm.threads))
     outcome = run_worker(
         job,
         log=log,
-        env={**_variables(arm.threads), **environment.variables()},
+        env={**thread_variables(arm.threads), **environment.variables()},
         deadline=_DEADLINE,
         listen=lambda _message: None,
         command=environment.command("fidelab.workers.child"),
@@ -114,7 +115,3 @@ def _unusable(store: Path) -> str | None:
     except CaptureError as error:
         return str(error)
     return f"it answered {', '.join(found) or 'nothing'}, with less than was asked"
-
-
-def _variables(threads: int) -> Mapping[str, str]:
-    return {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
