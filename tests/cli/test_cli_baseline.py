@@ -143,7 +143,7 @@ def test_a_lost_arm_fails_unless_that_is_allowed(room: Path) -> None:
     done = cli("diff", "runs/before", "runs/fewer", cwd=room)
     assert done.code == 1
     assert "of the baseline lost (--allow-missing lets that pass)" in done.err
-    assert "lost: fp8_e4m3, all 23 metrics" in done.out
+    assert "lost: fp8_e4m3, all 25 metrics" in done.out
     assert cli("diff", "runs/before", "runs/fewer", "--allow-missing", cwd=room).code == 0
     assert "new: fp8_e4m3" in cli("diff", "runs/fewer", "runs/before", cwd=room).out
 

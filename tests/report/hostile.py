@@ -26,7 +26,7 @@ TEXTS = (
     "    indented",
     "{{ 7 * 7 }}{% raw %}",
 )
-_WORDS = {"schema", "created", "status", "band", "estimator", "unit", "kind"}
+_WORDS = {"schema", "created", "status", "band", "at_best", "estimator", "unit", "kind"}
 """Keys whose values are words of the schema, not free text."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fidelab.report.cells import Estimate
 from fidelab.report.charts import Band, Chart, Mark, Rule, Size, draw_bands, draw_rules
 from fidelab.report.labels import Labels, shorten
 from fidelab.report.numbers import format_bytes, format_kld, format_span
@@ -68,7 +69,7 @@ def draw_frontier(
                 label_y=label_y,
                 anchor=anchor,
                 name=name,
-                title=f"{point.name}: {format_kld(point.mean)} ({format_span(point.interval)}) nats, "
+                title=f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
                 f"{format_bytes(point.bytes)} bytes/token",
                 key=point.key,
                 arm=point.arm,
