@@ -337,7 +337,8 @@ def side(name: str, values: NDArray[np.float32] = GIVEN) -> Side:
 
 def answers_of(k: Side, v: Side, asked: str, rotated: bool = False) -> tuple[str, str]:
     exact = side("f32"), side("f32")
-    found = proof((asked, asked), (k, v), exact, (rotated, rotated))
+    found = proof((asked, asked), (k, v), exact, (rotated, rotated), {"k": {asked}, "v": {asked}})
+    assert found["received"] == "shown"
     return found["stored"], found["named"]
 
 
@@ -377,7 +378,7 @@ def test_rows_of_another_type_are_named_although_they_are_called_as_asked(name: 
 
 def test_a_state_of_another_layout_leaves_both_questions_open() -> None:
     assert read_state(bytes(400), 4, 1) is None
-    found = proof(("q8_0", "q8_0"), None, None, (False, False))
+    found = proof(("q8_0", "q8_0"), None, None, (False, False), {"k": set(), "v": set()})
     assert found["stored"] == found["named"] == "open: the saved state has a layout that is not known"
 
 
@@ -387,7 +388,10 @@ def test_a_state_of_another_layout_leaves_both_questions_open() -> None:
 def test_the_saved_state_shows_what_the_cache_holds(kv: str, flash: str, tiny: Path) -> None:
     found = opened(tiny, kv, flash_attn=flash).ran().more["proof"]
     assert (found["stored"], found["named"]) == ("shown", "shown")
-    assert found["received"].startswith("open: ")
+    if flash == "on" and kv.startswith("f32"):
+        assert found["received"] == "open: the graph reads keys as f16"  # a copy is made for flash attention
+    else:
+        assert found["received"] == "shown"
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,8 @@ class FakeEngine(Engine):
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        return arm.kv.k.name not in ("tilt", "decay")  # the others change what is no distribution, or nothing
+        family = dict(arm.options).get("family", "two-level")
+        return (family, arm.kv.k.name) not in (("two-level", "tilt"), ("geometric", "decay"))
 
     def open(self, arm: Arm) -> None:
         self.mark("import")

@@ -33,7 +33,16 @@ from numpy.typing import NDArray
 
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
-from fidelab.engines.llamacpp_library import GGML_TYPES, Floats, LlamaContext, LlamaModel, Seen, build, can_offload
+from fidelab.engines.llamacpp_library import (
+    GGML_TYPES,
+    CacheReads,
+    Floats,
+    LlamaContext,
+    LlamaModel,
+    Seen,
+    build,
+    can_offload,
+)
 from fidelab.engines.llamacpp_proof import proof, read_state
 from fidelab.engines.options import SWITCH, TOKENS, Value, check_options, is_count
 from fidelab.engines.timing import time_prompts
@@ -120,7 +129,6 @@ class LlamaCppEngine(Engine):
         self._arm = arm
         self._options = dict(arm.options)
         self._seen: Seen | None = None
-        self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False))
         self._chunk = int(self._options.get("n-batch", _CHUNK))
         self._gpu = arm.device != "cpu" or self._options.get("n-gpu-layers", "0") != "0"
         try:
@@ -130,6 +138,8 @@ class LlamaCppEngine(Engine):
             remedy = f"look at {_LIBRARY}" if os.environ.get(_LIBRARY) else "pip install 'fidelab[llamacpp]'"
             raise EngineError(f"{_PACKAGE} does not load ({text}): {remedy}") from error
         self.mark("import")
+        self._reads = CacheReads()
+        self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
         if self._gpu and not offload:
             raise NotSupportedError(
                 f"this build of {_PACKAGE} runs on the CPU alone: pass --device cpu or install another"
@@ -196,8 +206,10 @@ class LlamaCppEngine(Engine):
         _, colon, number = self._arm.device.partition(":")
         return fields | ({"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {})
 
-    def _context(self, cells: int, sequences: int = 1, k: str | None = None, v: str | None = None) -> LlamaContext:
-        """A context of this arm; ``k`` and ``v``: other formats than the arm's."""
+    def _context(
+        self, cells: int, sequences: int = 1, k: str | None = None, v: str | None = None, **more: Any
+    ) -> LlamaContext:
+        """A context of this arm; ``k`` and ``v``: other formats than the arm's; ``more``: further fields."""
         return self._model.context(
             cells,
             sequences,
@@ -210,6 +222,7 @@ class LlamaCppEngine(Engine):
             n_threads_batch=self._arm.threads,
             offload_kqv=self._gpu,
             op_offload=self._gpu,
+            **more,
         )
 
     def _try_out(self) -> None:
@@ -232,7 +245,9 @@ class LlamaCppEngine(Engine):
         except EngineError:  # this build lacks one of them: no proof by bytes, but by name
             return
         first, given = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
-        self._proof = proof(asked, first, given, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)))
+        self._proof = proof(
+            asked, first, given, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)), self._reads.kinds
+        )
         n_keys, n_values = (keys - plain) / 2, (both - keys) / 2
         beside = plain - 2 * (n_keys + n_values)
         self._bytes = held - beside
@@ -240,7 +255,9 @@ class LlamaCppEngine(Engine):
 
     def _growth(self, k: str, v: str) -> tuple[int, bytes]:
         """Bytes by which the last of a few tokens lets the saved state of a sequence grow, and that state."""
-        with self._context(_TRIED, k=k, v=v) as context:
+        own = (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name) and self._seen is None
+        watched = {"cb_eval": self._reads.callback} if own else {}
+        with self._context(_TRIED, k=k, v=v, **watched) as context:
             sizes = []
             for token in range(_TRIED):
                 context.step({0: token})

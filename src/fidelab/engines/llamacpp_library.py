@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fidelab.errors import EngineError
 
-__all__ = ["GGML_TYPES", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload"]
+__all__ = ["GGML_TYPES", "CacheReads", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload"]
 
 Floats = NDArray[np.float32]
 
@@ -37,6 +37,9 @@ GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
 _T = TypeVar("_T")
 _PAGE = 256  # cells: the unit in which llama.cpp makes caches
 _BLOCK = 64  # rows of logits copied at a time
+_POINTERS = 29  # words of a ggml tensor up to the end of its sources
+_LOOKS = ("VIEW", "PERMUTE", "RESHAPE", "TRANSPOSE", "CPY", "CONT")  # what only hands on what it is given
+_CACHE_NAME = re.compile(r"cache_([kv])_l\d+ ")
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml's log levels; those between are warnings
 _CACHE = re.compile(r"size = .*\(\s*\d+ cells,\s*(\d+) layers.*K \((\w+)\):.*V \((\w+)\):")
 _ATTENTION = re.compile(r"flash_attn\s*= (\w+)")
@@ -142,6 +145,39 @@ class Seen:
 
 def _only(found: set[_T]) -> _T | None:
     return found.pop() if len(found) == 1 else None
+
+
+class CacheReads:
+    """In which types the operations of a graph read keys and values, noted as they come: ``kinds`` by side, k or v.
+
+    ``callback`` goes into ``cb_eval`` of a context.  Of ggml's tensors nothing is used but the type, which they begin
+    with, and those of their pointers that lead to operations seen before.
+    """
+
+    def __init__(self) -> None:
+        native, _ = _native()
+        lib = native._lib
+        self._ask = [getattr(lib, name) for name in ("ggml_get_name", "ggml_op_desc", "ggml_type_name")]
+        for ask, argument in zip(self._ask, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int), strict=True):
+            ask.restype, ask.argtypes = ctypes.c_char_p, [argument]
+        self.kinds: dict[str, set[str]] = {"k": set(), "v": set()}
+        self._sides: dict[int, str | None] = {}  # operations so far → the side of the cache that they only look at
+        self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
+
+    def _see(self, tensor: int, ask: bool, _data: Any) -> bool:
+        if ask:
+            name, operation = (self._ask[i](tensor).decode(errors="replace") for i in (0, 1))
+            words = (ctypes.c_size_t * _POINTERS).from_address(tensor)
+            sources = [word for word in words if word != tensor and word in self._sides]
+            found = _CACHE_NAME.match(name)
+            looks = operation in _LOOKS
+            self._sides[tensor] = found[1] if looks and found else None
+            if not looks:
+                for source in sources:
+                    if (side := self._sides[source]) is not None:
+                        kind = ctypes.c_int.from_address(source).value
+                        self.kinds[side].add(self._ask[2](kind).decode())
+        return False
 
 
 class LlamaModel:

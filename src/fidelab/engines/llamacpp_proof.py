@@ -5,6 +5,8 @@ layers there are (uint32); of each layer the keys' ggml type (int32), bytes of a
 in the same way, or transposed: type (int32), bytes of an element (uint32), elements of a row (uint32) and the numbers.
 Header and cells change from build to build, so the place is searched from which on all of that ends with the state.
 
+``received`` rests on the graph: its attention must read views of the cache in the asked type.
+
 The first layer's keys and values do not depend on the cache, so that those of an f32 cache are what another one was
 given; where llama.cpp rotates them, after a Hadamard matrix of some power of two.
 """
@@ -12,7 +14,7 @@ given; where llama.cpp rotates them, after a Hadamard matrix of some power of tw
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -81,10 +83,24 @@ def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> 
 
 
 def proof(
-    asked: tuple[str, str], state: tuple[Side, Side] | None, exact: tuple[Side, Side] | None, rotated: tuple[bool, bool]
+    asked: tuple[str, str],
+    state: tuple[Side, Side] | None,
+    exact: tuple[Side, Side] | None,
+    rotated: tuple[bool, bool],
+    read: Mapping[str, Collection[str]],
 ) -> dict[str, str]:
-    """``proof`` of a cache whose first layer is ``state``, and with f32 for both sides ``exact``."""
-    received = "open: the graph reads the cache itself"
+    """``proof`` of a cache whose first layer is ``state``, and with f32 for both sides ``exact``.
+
+    ``read``: the types in which the graph's operations read keys (``k``) and values (``v``) of the cache.
+    """
+    received = "shown"
+    for name, kinds, word in zip(asked, (read["k"], read["v"]), ("keys", "values"), strict=True):
+        if {*kinds} != {name}:
+            seen = (
+                f"reads {word} as {' and '.join(sorted(kinds))}" if kinds else "shows no operation that reads the cache"
+            )
+            received = f"open: the graph {seen}"
+            break
     if state is None or exact is None:
         open_ = "open: the saved state has a layout that is not known"
         return {"received": received, "stored": open_, "named": open_}
