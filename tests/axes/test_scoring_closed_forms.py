@@ -134,7 +134,7 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
 def _two_levels(kl: float) -> Rows:
     """A row whose KL from the uniform one is ``kl``: half of the tokens have q / (V / 2) each."""
     q = 0.5 + math.sqrt(1 - math.exp(-2 * kl)) / 2  # kl = -ln(4 q (1 - q)) / 2
-    return np.log(np.repeat([2 * q / V, 2 * (1 - q) / V], V // 2))
+    return np.asarray(np.log(np.repeat([2 * q / V, 2 * (1 - q) / V], V // 2)))
 
 
 def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], units: Sequence[int] | None = None) -> AxisScore:
