@@ -144,7 +144,7 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
         (("--kv", "int8", "--engine", "hff"), "unknown engine 'hff'; did you mean 'hf'?"),
         (("--kv", "int9"), "unknown KV format of engine hf 'int9'"),
         (("--kv", "int8", "--n-ctx", 50_000), "n_ctx 50000 is beyond the limit"),
-        (("--kv", "int8", "--n-ctx", 4), "n_ctx: Input should be greater than or equal to 8"),
+        (("--kv", "int8", "--n-ctx", 4), "n_ctx: write tokens per window, at least 8"),
         (("--kv", "int8", "--windows", 0), "windows: Input should be greater than or equal to 1"),
         (("--kv", "int8", "--text", "nowhere.txt"), "no text 'nowhere.txt'"),
         (("--kv", "k16v8", "--candidate-x"), "No such option"),

@@ -53,7 +53,7 @@ def compare(room: Path, model: Path, *flags: str) -> Done:
     return cli(
         *("compare", room / "reference", "--dtype", "float32", "--reference", "f32", "--candidate", f"model={model}"),
         *("--axes", "kld", "--text", room / "text.txt", "--windows", 24, "--n-ctx", 32, "--control", "none"),
-        *("--no-floor", "--threads", 1, *flags),
+        *("--set", "axes.kld.place=start", "--no-floor", "--threads", 1, *flags),
         cwd=room,
     )
 
