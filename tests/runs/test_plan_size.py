@@ -87,9 +87,9 @@ def search(sd: float, precision: float) -> int:
 
 
 def reach(sd: float, n: int) -> float:
-    """Of a mean KL: its upper end takes a smaller tail, and below 6 units t is 1.3 times as wide."""
+    """Of a mean KL: its upper end takes a smaller tail, and below 6 units t is 1.4 times as wide."""
     low, high = (stats.t.ppf(level, n - 1) for level in (0.975, 1 - 0.025 * n / (n + 12)))
-    return float((1.3 * low if n < 6 else (low + high) / 2) * sd / math.sqrt(n))
+    return float((1.4 * low if n < 6 else (low + high) / 2) * sd / math.sqrt(n))
 
 
 def search_kl(sd: float, precision: float) -> int:

@@ -11,7 +11,7 @@ what is resampled.  Which interval holds follows from what the ratio can be and 
   jackknife's, so that one large unit does not hide the error that it makes.  Of a *cost* (bounds 0 and inf,
   such as KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 12)``: few units of a skewed
   distribution show less skew than it has.
-- A mean, 2 to 5 units: Student's t; of a cost on the log scale with 1.3 times the reach, for the same reason.
+- A mean, 2 to 5 units: Student's t; of a cost on the log scale with 1.4 times the reach, for the same reason.
 - A share (``proportion``), one item per unit: Gaffke's bound (N. Gaffke, *Mathematical Methods of Statistics* 14,
   2005; E. Learned-Miller & P. Thomas, arXiv:1905.06208).  Each end adds a further unit at the bound on that side, as
   large as a token's unit is on average, and takes the quantile under Dirichlet weights.  Of 0/1 items that is exactly
@@ -20,7 +20,7 @@ what is resampled.  Which interval holds follows from what the ratio can be and 
 - A share, several items per unit (positions of a document): a unit would have to turn over as a whole to reach
   a bound, so each end is the tighter one of Gaffke's and the bootstrap-t's with the tail of a cost.  Resamples
   without a spread count as infinite, so where few units leave the bound, Gaffke's end holds.  Below 6 units:
-  Student's t on the logit scale with 1.3 times the reach where no unit lies at a bound, else Gaffke's.
+  Student's t on the logit scale with 1.4 times the reach where no unit lies at a bound, else Gaffke's.
 - A share whose items all sit at the same bound: the exact binomial bound with n = number of units.
   An *unbounded* mean whose items are all exactly 0 keeps [0, 0]: the output was bit-identical, and there is
   no binomial bound for an unbounded quantity.
@@ -68,7 +68,7 @@ _RESAMPLES = 2000
 # least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
 # 7% (σ = 1) of log-normal samples.
 _SKEW_UNITS = 12
-_SKEW_REACH = 1.3
+_SKEW_REACH = 1.4
 _LARGEST_LOG = 700.0  # of a factor that a float still holds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
 
