@@ -299,13 +299,20 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
     }
 
 
-def test_shims_that_an_engine_needs_take_part_in_the_trial(tmp_path: Path, quick: None, native: dict[str, str]) -> None:
+def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
+    tmp_path: Path, quick: None, native: dict[str, str]
+) -> None:
     native |= {"any": "crash"}
     shim = tmp_path / "shim"
     shim.mkdir()
     (shim / "odd_native.py").write_text("")
-    install(recipe(), tmp_path / "odd", quiet, pythonpath=[str(shim)])
-    assert read_marker(tmp_path / "odd") is not None
+    install(recipe(), environment.engines_dir() / "odd", quiet, pythonpath=[str(shim)])
+    assert locate("odd").pythonpath == (str(shim),)
+    [place] = places("odd")
+    assert place.environment == locate("odd")
+    other = tmp_path / "other"
+    other.mkdir()
+    assert locate("odd", pythonpath=[str(other)]).pythonpath == (str(other),)
 
 
 # --------------------------------------------------------------------------------------------- what is not ours

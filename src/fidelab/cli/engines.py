@@ -77,7 +77,8 @@ def install_engine(
         typer.Option(help="The Python to make it with. \\[default: the one that runs fidelab]", show_default=False),
     ] = None,
     pythonpath: Annotated[
-        list[Path] | None, typer.Option(help="Folder of shims that the engine needs in order to run. Repeatable.")
+        list[Path] | None,
+        typer.Option(help="Folder of shims that the engine needs to run; runs use it, too. Repeatable."),
     ] = None,
 ) -> None:
     """Make an environment for an engine, with the versions that fidelab is tested with, and try the engine out.

@@ -22,7 +22,7 @@ from fidelab.models.cache import cache_dir
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
 
-__all__ = ["Environment", "engines_dir", "interpreter", "locate", "provided_here", "shim"]
+__all__ = ["Environment", "engines_dir", "interpreter", "locate", "provided_here", "remembered_shims", "shim"]
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ def locate(
         engine: a name of the registry.
         python: an interpreter, by its path or its name on PATH; behind a prefix as it is called there.
         prefix: a command to start it with, as one shell-like string or in parts.
-        pythonpath: the user's shim folders.
+        pythonpath: the user's shim folders; an installed environment remembers those that it was installed with.
 
     Raises:
         UnknownNameError: there is no such engine.
@@ -106,7 +106,7 @@ def locate(
     for folder in (engines_dir() / name for name in variants(engine)):
         found = folder / "bin" / "python"
         if os.access(found, os.X_OK) and _finished(folder):
-            return Environment(engine, str(found), pythonpath=shims)
+            return Environment(engine, str(found), pythonpath=shims or remembered_shims(folder))
     raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
 
 
@@ -126,6 +126,12 @@ def interpreter(python: str) -> str:
         where = "is no program" if os.sep in python else "is not on PATH"
         raise UsageError(f"--python {python}: {where}; name the interpreter of the engine's environment (…/bin/python)")
     return str(Path(found).absolute())
+
+
+def remembered_shims(folder: Path) -> tuple[str, ...]:
+    """The shim folders with which an environment was installed, as far as they are still there."""
+    kept = (read_marker(folder) or {}).get("pythonpath", [])
+    return tuple(str(path) for path in kept if Path(path).is_dir())
 
 
 def engines_dir() -> Path:

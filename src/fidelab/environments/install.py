@@ -57,7 +57,7 @@ def install(
         EngineError: a step failed, or the engine does not run; the output is kept in a file that the message names.
     """
     folder = folder.expanduser().absolute()
-    found = Environment(recipe.engine, str(folder / "bin" / "python"))
+    found = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=tuple(pythonpath))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder).open("a") as lock:
@@ -66,7 +66,7 @@ def install(
                 say(f"{recipe.name} is already in {folder}")
                 return found
             _clear(folder)
-            _build(recipe, folder, replace(found, pythonpath=tuple(pythonpath)), say, python)
+            _build(recipe, folder, found, say, python)
     except OSError as error:
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
@@ -123,8 +123,9 @@ def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: s
         native = ENGINES.load(recipe.engine).native_kv
         if _ALL in failing or native in failing:
             raise EngineError(f"{recipe.name} is not installed: {_first(failing)}")
+        shims = {"pythonpath": list(found.pythonpath)} if found.pythonpath else {}
         created = datetime.now(UTC).isoformat(timespec="seconds")
-        write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing})
+        write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing, **shims})
     except BaseException:  # whole or not at all, Ctrl-C included
         shutil.rmtree(folder, ignore_errors=True)
         raise

@@ -12,7 +12,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.environments.answers import About, Asked, ask
-from fidelab.environments.environment import Environment, engines_dir, provided_here
+from fidelab.environments.environment import Environment, engines_dir, provided_here, remembered_shims
 from fidelab.environments.marker import MARKER, read_marker
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import FidelabError
@@ -82,7 +82,8 @@ def places(engine: str, limit: float = 120.0) -> list[Place]:
             found.append(Place(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
         elif os.access(python, os.X_OK):
             failing = (read_marker(folder) or {}).get("failing", {})
-            found.append(_ask(engine, name, Environment(engine, str(python)), limit, failing))
+            environment = Environment(engine, str(python), pythonpath=remembered_shims(folder))
+            found.append(_ask(engine, name, environment, limit, failing))
     return found or [Place(engine, engine, None, problem="not installed", remedy=install_command(engine))]
 
 
