@@ -16,6 +16,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES
 from fidelab.errors import FidelabError, MismatchError
+from fidelab.results.record import NO_REFERENCE
 
 __all__ = ["ArmResult", "Measured", "Scorer", "engaged"]
 
@@ -182,7 +183,7 @@ class Scorer:
         if not shared:
             first = self.by_role[self._role]
             why = _of_axis(name, first.failures) or first.reason or "no capture"
-            raise FidelabError(f"the reference has no answer: {why}")
+            raise FidelabError(f"{NO_REFERENCE}: {why}")
         floor = result.role == "floor"
         there = parts_of(name, result.captures)
         failed = _of_axis(name, result.failures)

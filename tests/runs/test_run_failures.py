@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.results.store import RunFolder
-from tests.runs.harness import Done, cli
+from tests.runs.harness import Done, cli, compare
 
 
 def test_a_crash_and_a_hang_leave_the_other_arms_their_results(broken: Done) -> None:
@@ -42,6 +42,21 @@ def test_a_failed_arm_has_no_score_no_composite_and_no_verdict(name: str, broken
 @pytest.mark.parametrize("name", ["tilt[q=0.7]", "tilt[q=0.8]"])
 def test_every_failed_arm_is_named_on_standard_error(name: str, broken: Done) -> None:
     assert f"fidelab: {name} failed: {broken.arm(name)['reason']}" in broken.err.splitlines()
+
+
+def test_a_cause_that_hits_all_arms_is_printed_once_with_the_place_of_the_logs(room: Path) -> None:
+    done = compare(room, "tilt[q=0.6]", "tilt[q=0.7]", flags=["--engine-arg", "crash=1"], windows=4, limit=2)
+    report = " ".join(done.out.split())
+    assert report.count("the worker was ended by SIGABRT") == 1
+    assert "tilt[q=0.6], tilt[q=0.7]: not running, for the same reason as the reference" in report
+    assert f"what the workers printed: {done.folder / 'logs'}" in done.out
+    assert done.err.count("fidelab: exact, tilt[q=0.6], tilt[q=0.7] failed: the worker was ended by SIGABRT") == 1
+
+
+def test_arms_that_cannot_be_compared_do_not_repeat_why_the_reference_failed(crashed_reference: Done) -> None:
+    report = " ".join(crashed_reference.out.split())
+    assert report.count("the worker was ended by SIGABRT") == 1
+    assert "tilt[q=0.6]: not compared: the reference has no answer" in report
 
 
 def test_each_arm_has_a_log_of_its_own(broken: Done) -> None:

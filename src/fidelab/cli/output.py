@@ -37,7 +37,10 @@ def show_report(report: Report, *, as_json: bool, folder: Path | None = None, pl
 
 def gate(report: Report, fail_under: float | None) -> None:
     """Exit with 1 where an arm or a bench failed, or a candidate misses the gate; say why on standard error."""
-    faults = [f"{arm.name} failed: {arm.reason}" for arm in _arms(report) if arm.status in ("failed", "not_engaged")]
+    from fidelab.report.cells import shared
+
+    lost = [arm for arm in _arms(report) if arm.status in ("failed", "not_engaged")]
+    faults = shared(((arm.name, str(arm.reason)) for arm in lost), " failed: ")
     for arm in _arms(report):
         benches = {name: bench for name, bench in arm.benches if bench is not None and name != "timing"}
         faults += [f"{arm.name}: {name} failed: {b.reason}" for name, b in benches.items() if b.status == "failed"]

@@ -142,9 +142,9 @@ def figure_of(figure: Figure | None) -> str:
     return str(Estimate(format_figure(figure.value, figure.unit), format_figure_margin(figure.ci, figure.unit)))
 
 
-def shared(lines: Iterable[tuple[str, str]]) -> list[str]:
+def shared(lines: Iterable[tuple[str, str]], between: str = ": ") -> list[str]:
     """(arm, line) → lines that begin with the arms they hold for; the same words are said once."""
     owners: dict[str, list[str]] = {}
     for name, line in lines:
         owners.setdefault(line, []).append(name)
-    return [f"{', '.join(names)}: {line}" for line, names in owners.items()]
+    return [f"{', '.join(names)}{between}{line}" for line, names in owners.items()]

@@ -15,13 +15,15 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from fidelab.core import Status
+from fidelab.report.cells import STATUS, shared
 from fidelab.report.numbers import one_line
 from fidelab.report.tables import Table as Others
 from fidelab.report.text_benches import print_benches, print_performance, stacked
 from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, View, build_view
-from fidelab.results.record import Report
+from fidelab.results.record import NO_REFERENCE, Report
 
 __all__ = ["literal", "render_text", "wrap_name"]
 
@@ -53,6 +55,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
+    if folder is not None and any(row.status == STATUS[Status.FAILED] for row in view.rows):
+        console.print(literal(f"what the workers printed: {one_line(str(folder / 'logs'))}", console), soft_wrap=True)
     for said in view.modified:
         line(said, "yellow")
     speed, whole = view.performance, True
@@ -71,9 +75,9 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(matrix.said)
         line("")
     dropped = print_benches(speed, console) if speed is not None else []
-    for row in view.candidates if view.fidelity else ():
-        close = " (composite too close to call)" if row.too_close else ""
-        line(f"{row.name}: {row.sentence}{close}")
+    lost = next((row.reason for row in view.rows if row.role == "reference"), "")
+    for said in shared((row.name, _said(row, lost)) for row in view.candidates if view.fidelity):
+        line(said)
     if view.fidelity:
         line("")
         line(view.floor)
@@ -93,6 +97,15 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     if folder is not None:
         # Not wrapped: a path is to be copied.
         console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)
+
+
+def _said(row: ArmRow, lost: str) -> str:
+    """A candidate's sentence; the cause that also hit the reference is not told again."""
+    if lost and row.reason == lost:
+        return "not running, for the same reason as the reference"
+    if lost and row.reason.startswith(NO_REFERENCE):
+        return f"not compared: {NO_REFERENCE}"
+    return f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
 
 
 def _fitted(view: View, console: Console) -> tuple[Table, bool]:

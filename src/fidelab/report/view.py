@@ -31,7 +31,7 @@ from fidelab.report.isolation import Matrix, isolation_of
 from fidelab.report.numbers import ABSENT, format_bytes, one_line
 from fidelab.report.tables import Table, contexts_of, summary_of, tables_of
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.record import ArmRecord, Comparison, Report
+from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = ["ArmRow", "Estimate", "Group", "Point", "Table", "View", "arm_id", "build_view"]
 
@@ -312,6 +312,13 @@ def _sentence(arm: ArmRecord) -> str:
     return said if reason in said else f"{said} ({reason})"
 
 
+def _told_already(arm: ArmRecord, reason: str | None) -> bool:
+    """An axis failed with its whole arm, or with the reference, whose own line says why."""
+    said, whole = one_line(reason or ""), one_line(arm.reason or "")
+    lost = arm.status not in _MEASURED and whole != ""
+    return said.startswith(NO_REFERENCE) or (lost and (said in whole or whole in said))
+
+
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
     lines = bench_failures(arm) if arm.status in _MEASURED else []
@@ -326,6 +333,8 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
         if axis is None:
             continue
         if axis.status not in (Status.OK, Status.IDENTICAL):
+            if _told_already(arm, axis.reason):
+                continue
             lines.append(f"{label} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
         elif axis.n_failed:
             total = f" of {n:,}" if n is not None else ""
@@ -355,7 +364,9 @@ def _floor(floor: Axes) -> str:
     parts += [
         f"{one_line(name)} {STATUS[axis.status]}: {one_line(axis.reason or '')}"
         for name, axis in axes.items()
-        if axis is not None and axis.status not in (*_MEASURED, Status.NOT_MEASURABLE)
+        if axis is not None
+        and axis.status not in (*_MEASURED, Status.NOT_MEASURABLE)
+        and not (axis.reason or "").startswith(NO_REFERENCE)
     ]
     return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
 

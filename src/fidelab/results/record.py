@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 __all__ = [
+    "NO_REFERENCE",
     "SCHEMA",
     "ArmRecord",
     "Attribution",
@@ -49,6 +50,9 @@ __all__ = [
 ]
 
 SCHEMA: Final = "fidelab.report/0"
+
+NO_REFERENCE: Final = "the reference has no answer"
+"""Begins the reason of an axis that cannot be scored for want of the reference's capture."""
 STOCK: Final = "stock"
 """``provenance`` of a package whose Python files are as released."""
 
