@@ -131,8 +131,8 @@ def test_one_sentence_says_what_was_compared() -> None:
 @pytest.mark.parametrize(
     ("n_ctx", "said"),
     [
-        ([512, 2048, 8192], "32 windows of 512 tokens and fewer of 2,048 and 8,192;"),
-        (None, "32 windows of the shortest context;"),
+        ([512, 2048, 8192], "32 windows of 512 tokens and fewer of 2,048 and 8,192,"),
+        (None, "32 windows of the shortest context,"),
     ],
 )
 def test_windows_are_those_of_the_shortest_context(n_ctx: object, said: str) -> None:
