@@ -221,10 +221,10 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 # ------------------------------------------------------------------------------------------------ rniah
 
 
-def read_rniah(file: RefractFile, seed: int) -> Recomputed | None:
+def read_rniah(file: RefractFile) -> Recomputed | None:
     """Axis C from its cells; ours counts those in which the reference finds the needle.  None: not measured.
 
-    The file keeps how often each side hit, not in which trials: the exact bound of few trials needs no more than that.
+    The file keeps how often each side hit, not in which trials: the exact bound needs no more than that.
     """
     axis = file.axis("rniah")
     if axis is None:
@@ -253,7 +253,7 @@ def read_rniah(file: RefractFile, seed: int) -> Recomputed | None:
         status=Status.NOT_MEASURABLE if ours is None else Status.OK,
         reason=reason if ours is None else None,
         score=ours,
-        ci=retrieval_interval(trials, seed) if counted else None,
+        ci=retrieval_interval(trials) if counted else None,
         n_items=len(entries),
         n_failed=len(entries) - len(known),
         figures=(
