@@ -277,3 +277,11 @@ def test_two_cells_of_one_shape_are_both_kept() -> None:
     cell = {"status": "ok", "tokens": 8, "rate": spread(1.0)}
     metrics = flatten(run({"decode": {"status": "ok", "cells": [cell, cell]}})).metrics
     assert [key.metric for key in metrics if key.group == "benches.decode"] == ["isolated", "isolated #2"]
+
+
+def test_a_change_of_top1_agreement_is_judged_by_intervals() -> None:
+    was, now = (
+        with_axes(kld=kld_axis(0.03, 0.001, top1=top1, top1_ci=(top1 - 0.01, top1 + 0.01))) for top1 in (0.97, 0.8)
+    )
+    found = next(change for change in compare(was, now).changes if change.metric == "top-1")
+    assert (found.basis, found.outcome) == ("intervals", "regressed")

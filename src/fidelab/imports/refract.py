@@ -45,7 +45,7 @@ def import_refract(
     found = {
         "trajectory": read_trajectory(file, seed),
         "kld": read_kld(file, seed),
-        "rniah": read_rniah(file, seed),
+        "rniah": read_rniah(file),
         "plad": read_plad(file, seed),
     }
     measured = {axis: part for axis, part in found.items() if part is not None}

@@ -221,10 +221,10 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 # ------------------------------------------------------------------------------------------------ rniah
 
 
-def read_rniah(file: RefractFile, seed: int) -> Recomputed | None:
+def read_rniah(file: RefractFile) -> Recomputed | None:
     """Axis C from its cells; ours counts those in which the reference finds the needle.  None: not measured.
 
-    The file keeps how often each side hit, not in which trials: the exact bound of few trials needs no more than that.
+    The file keeps how often each side hit, not in which trials: the exact bound needs no more than that.
     """
     axis = file.axis("rniah")
     if axis is None:
