@@ -9,40 +9,82 @@ are at the one in which the candidate is worst.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from fidelab.axes.base import AxisScore
-from fidelab.config.schema import Experiment
+from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Arm, Estimator
+from fidelab.engines import ENGINES
+from fidelab.errors import FidelabError
 from fidelab.measuring import ArmResult, Measured, Scorer
-from fidelab.plan.arms import ATTENTION
+from fidelab.plan.arms import ATTENTION, family
+from fidelab.plan.build import TWIN
+from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH
-from fidelab.results.record import Attribution, Contrast, Part
+from fidelab.results.record import Attribution, Contrast, Floor, Part
 
-__all__ = ["attribute", "control_of", "is_witness", "measure_truth"]
+__all__ = ["attribute", "control_of", "floors_of", "is_witness", "measure_truth"]
 
 _AXIS = "kld"
 
 
 def is_witness(role: str) -> bool:
-    """An arm that only tells where a loss comes from."""
-    return role.partition(":")[0] in (EXACT, TRUTH)
+    """An arm that only tells where a loss comes from, or how far last bits reach."""
+    return role.partition(":")[0] in (EXACT, TRUTH, TWIN)
 
 
 def attribute(
-    experiment: Experiment, measured: Mapping[str, Measured], witnesses: Sequence[ArmResult]
+    experiment: Experiment,
+    measured: Mapping[str, Measured],
+    witnesses: Sequence[ArmResult],
+    floors: Mapping[str, Floor],
 ) -> tuple[Attribution, ...]:
     """One record per candidate; none where the run has no witnesses.
 
-    ``measured``: role → what was measured against the run's reference, control and candidates among them.
+    ``measured``: role → what was measured against the run's reference, control and candidates among them.  ``floors``:
+    those of the candidates, by name.
     """
+    witnesses = [result for result in witnesses if result.role.partition(":")[0] in (EXACT, TRUTH)]
     if not witnesses or _AXIS not in experiment.axes:
         return ()
     found = _measure(experiment, witnesses)
     return tuple(
-        _attribution(this, control_of(this, measured), found, experiment.seed)
+        _attribution(this, control_of(this, measured), found, floors.get(this.result.arm.name), experiment.seed)
         for role, this in measured.items()
         if role.startswith("candidate:")
     )
+
+
+def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, Floor]:
+    """By candidate what last bits move it by: the KL of its family's twin over the arm that this is the twin of."""
+    if not experiment.twins or _AXIS not in experiment.axes:
+        return {}
+    by_role = {result.role: result for result in results}
+    found: dict[tuple[str, ...], Floor] = {}
+    for role, twin in by_role.items():
+        if role.startswith(f"{TWIN}:"):
+            found[family(twin.arm)] = _floor(experiment, by_role[role.replace(TWIN, "candidate", 1)], twin)
+    candidates = [result.arm for result in results if result.role.startswith("candidate:")]
+    return {arm.name: found.get(family(arm)) or Floor(of=arm.name, reason=_no_twin(arm)) for arm in candidates}
+
+
+def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Floor:
+    name = candidate.arm.name
+    pair = [candidate, replace(twin, role=TWIN)]
+    try:
+        this = Scorer(_alone(experiment), pair, {}, strict=False, reference=candidate.role).measure(pair[1])
+    except FidelabError as error:  # a capture that is gone or damaged
+        return Floor(of=name, reason=str(error))
+    score = _score(this)
+    if score is None or score.figures["mean"] is None:
+        return Floor(of=name, reason=this.reason or "no full-vocabulary KLD")
+    figures = score.figures
+    return Floor(of=name, mean=figures["mean"], ci=figures["mean_ci"], n_positions=figures["n_positions"])
+
+
+def _no_twin(arm: Arm) -> str:
+    jitters = arm.engine in ENGINES.names() and engine_class(EngineConfig(name=arm.engine)).jitters
+    return "not measured: no twin ran" if jitters else f"not measured: engine {arm.engine} has no jitter"
 
 
 def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:
@@ -80,7 +122,9 @@ def _measure(experiment: Experiment, witnesses: Sequence[ArmResult]) -> dict[str
     return {result.role: scorer.measure(result) for result in witnesses if result.role.startswith(f"{EXACT}:")}
 
 
-def _attribution(this: Measured, control: Measured | None, exact: Mapping[str, Measured], seed: int) -> Attribution:
+def _attribution(
+    this: Measured, control: Measured | None, exact: Mapping[str, Measured], floor: Floor | None, seed: int
+) -> Attribution:
     name = this.result.arm.name
     arms = {"here": this, "kernel": control, "format": exact.get(f"{EXACT}:{name}")}
     here = _score(this)
@@ -93,10 +137,13 @@ def _attribution(this: Measured, control: Measured | None, exact: Mapping[str, M
 
     return Attribution(
         candidate=name,
-        **{part: _part(arm, scores[part]) for part, arm in arms.items()},
+        here=_part(this, scores["here"]),
+        kernel=_part(control, scores["kernel"]),
+        format=_part(arms["format"], scores["format"]),
         here_minus_kernel=contrast("here", "kernel"),
         here_minus_format=contrast("here", "format"),
         format_minus_kernel=contrast("format", "kernel"),
+        floor=floor,
     )
 
 

@@ -34,7 +34,7 @@ from fidelab.measuring import ArmResult, engaged
 from fidelab.metrics.latency import is_steady
 from fidelab.models.pagecache import evict
 from fidelab.models.weights import weight_files
-from fidelab.plan.build import FLOOR, PlannedCapture, PlannedJob
+from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
 from fidelab.results import serving_record
@@ -43,7 +43,7 @@ from fidelab.workers.parent import Outcome, Worker
 
 __all__ = ["Benching", "benched_roles"]
 
-_UNBENCHED = (FLOOR, TRUTH, EXACT)  # roles that only witness fidelity
+_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT)  # roles that only witness fidelity
 _LOADS = 3  # over which repeats are spread where arms cannot be alive together
 _SHARE = 0.6  # of the available memory that live arms may take together
 _BESIDE_WEIGHTS = 2**30  # bytes that a worker takes besides its weights: libraries, activations, cache

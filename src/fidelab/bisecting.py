@@ -26,8 +26,8 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Status, finite, slug
 from fidelab.errors import EngineError, InputError, MismatchError, NotSupportedError, UsageError
 from fidelab.measuring import ArmResult, engaged
-from fidelab.metrics.layers import Curve, added_errors, part, relative_errors
-from fidelab.plan.build import FLOOR, PlannedCapture, PlannedJob
+from fidelab.metrics.layers import TIMES, Curve, added_errors, part, relative_errors
+from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.probes import Layerwise, Prefill
 from fidelab.results.axis_record import Outcome
@@ -39,6 +39,7 @@ from fidelab.run import Prepared, prepare
 __all__ = ["bisect", "capture_qkv"]
 
 _STATES, _QKV = "bisect", "qkv"
+_ERRORS = ("median", "tail", "rms")  # of a curve
 
 
 def bisect(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[BisectReport, RunFolder]:
@@ -143,14 +144,14 @@ def _run(
     log: Callable[[str], Path],
     folder: RunFolder | None = None,
 ) -> list[ArmResult]:
-    """Ask one after another, until one comes to no answer."""
+    """Ask one after another, until an arm comes to no answer; a twin may fail."""
     results: list[ArmResult] = []
     listener.start(replace(prepared.plan, jobs=tuple(jobs)), folder)
     try:
         asking = prepared.asking(listener, folder.event if folder else lambda *_a, **_k: None)
         for job in jobs:
             results.append(asking.run(job, log(job.role)))
-            if results[-1].status is not Status.OK:
+            if results[-1].status is not Status.OK and not job.role.startswith(f"{TWIN}:"):
                 break
     finally:
         listener.close()
@@ -163,24 +164,26 @@ def _run(
 def _found(prepared: Prepared, results: Sequence[ArmResult]) -> dict[str, Any]:
     """Fields of the record: both arms, the floor, the layers."""
     by_role = {result.role.partition(":")[0]: result for result in results}
-    reference, floor = by_role["reference"], by_role.get(FLOOR)
+    reference, floor, twin = by_role["reference"], by_role.get(FLOOR), by_role.get(TWIN)
     [arm] = prepared.settings.candidates
     unasked = ArmResult("candidate", arm, Status.FAILED, "not asked, because the reference failed")
     candidate = by_role.get("candidate", unasked)
     arms = {"reference": _arm(reference), "candidate": _arm(candidate)}
-    fields: dict[str, Any] = {**arms, "floor": None if floor is None else _outcome(floor)}
+    beside = {"floor": floor, "twin": twin}
+    fields: dict[str, Any] = {**arms, **{name: one and _outcome(one) for name, one in beside.items()}}
     if any(one.status is not Status.OK for one in arms.values()):
         return fields
     curve = _compare(reference, candidate)
     repeat = _compare(reference, floor) if floor is not None and floor.status is Status.OK else None
+    shaken = _compare(candidate, twin) if twin is not None and twin.status is Status.OK else None
     if not np.any(curve.rms):
         fields["candidate"] = arms["candidate"].model_copy(update={"status": Status.IDENTICAL})
-    return fields | _layers(curve, repeat)
+    return fields | _layers(curve, repeat, shaken)
 
 
-def _layers(curve: Curve, floor: Curve | None) -> dict[str, Any]:
-    """What the curve says, as fields of the record."""
-    parting = part(curve, floor)
+def _layers(curve: Curve, floor: Curve | None, twin: Curve | None = None) -> dict[str, Any]:
+    """What the curve says, as fields of the record: a layer has to add more than what last bits alone do (``twin``)."""
+    parting = part(curve, _noise(floor, twin))
     added, tail = added_errors(curve.median), added_errors(curve.tail)
     rows = [
         LayerRow(
@@ -190,6 +193,7 @@ def _layers(curve: Curve, floor: Curve | None) -> dict[str, Any]:
             added_tail=finite(float(tail[layer])),
             ratio=finite(parting.ratios[layer]),
             floor=None if floor is None else _errors(floor, layer + 1),
+            twin=None if twin is None else _errors(twin, layer + 1),
             stands_out=layer in parting.stand_out,
         )
         for layer in range(len(added))
@@ -198,9 +202,17 @@ def _layers(curve: Curve, floor: Curve | None) -> dict[str, Any]:
     return {"entering": _errors(curve, 0), "layers": tuple(rows), "begins": parting.begins, "first": first}
 
 
+def _noise(floor: Curve | None, twin: Curve | None) -> Curve | None:
+    """The larger of both; a twin counts once where the rule asks for several times the floor."""
+    if twin is None:
+        return floor
+    scaled = Curve(*(getattr(twin, name) / TIMES for name in _ERRORS))
+    return scaled if floor is None else Curve(*(np.maximum(getattr(floor, n), getattr(scaled, n)) for n in _ERRORS))
+
+
 def _errors(curve: Curve, at: int) -> Errors:
     """One point of the curve; infinity is null."""
-    return Errors(**{name: finite(float(getattr(curve, name)[at])) for name in ("median", "tail", "rms")})
+    return Errors(**{name: finite(float(getattr(curve, name)[at])) for name in _ERRORS})
 
 
 def _compare(reference: ArmResult, other: ArmResult) -> Curve:
@@ -210,7 +222,8 @@ def _compare(reference: ArmResult, other: ArmResult) -> Curve:
         MismatchError: other windows, another number of layers, or another width.  InputError: the reference's states
             are not finite.
     """
-    pair = Pair.match(Capture(reference.captures[_STATES]), Capture(other.captures[_STATES]))
+    captures = Capture(reference.captures[_STATES]), Capture(other.captures[_STATES])
+    pair = Pair.match(*captures, subset=other.role.partition(":")[0] in (FLOOR, TWIN))
     ours, theirs = pair.ref.array_shape(0, "states"), pair.test.array_shape(0, "states")
     if ours != theirs:
         raise MismatchError(

@@ -16,6 +16,7 @@ from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES
 from fidelab.errors import FidelabError, MismatchError
+from fidelab.plan.build import FLOOR, TWIN
 from fidelab.results.record import NO_REFERENCE
 
 __all__ = ["ArmResult", "Measured", "Scorer", "engaged"]
@@ -132,7 +133,7 @@ class Scorer:
             if name in self.unavailable:
                 failures[name] = (Status.NOT_MEASURABLE, self.unavailable[name])
                 continue
-            if result.role == "floor" and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
+            if _is_part(result) and not (parts_of(name, result.captures) or _of_axis(name, result.failures)):
                 continue  # this axis is not repeated
             try:
                 scores[name] = self._score(axis, name, result)
@@ -184,17 +185,22 @@ class Scorer:
             first = self.by_role[self._role]
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"{NO_REFERENCE}: {why}")
-        floor = result.role == "floor"
+        partial = _is_part(result)
         there = parts_of(name, result.captures)
         failed = _of_axis(name, result.failures)
-        if failed or not there or not (floor or there.keys() >= shared):
+        if failed or not there or not (partial or there.keys() >= shared):
             raise FidelabError(failed or result.reason or "no capture")
         pairs = {
-            part: Pair.match(capture, Capture(there[part]), subset=floor)
+            part: Pair.match(capture, Capture(there[part]), subset=partial)
             for part, capture in reference.items()
             if part in there
         }
         return axis.score_parts(pairs, self.experiment.seed)
+
+
+def _is_part(result: ArmResult) -> bool:
+    """It answers some of the items alone: a repeat, or a twin."""
+    return result.role.partition(":")[0] in (FLOOR, TWIN)
 
 
 def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:

@@ -168,5 +168,6 @@ def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, ba
         "dtype": first.dtype,
         "device": first.device,
         "floor": 0.0,
+        "twins": 0.0,
     }
     return validate(data, "score")

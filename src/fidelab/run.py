@@ -33,7 +33,7 @@ from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.measuring import ArmResult
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import FLOOR, Plan, PlannedJob, build_plan
+from fidelab.plan.build import Plan, PlannedJob, build_plan
 from fidelab.plan.disk import check_disk
 from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
 from fidelab.results.record import Report
@@ -276,7 +276,7 @@ def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
     for role, arm in arms:
         if arm.name in settings.unsupported:
             found[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
-    order = [*(role for role, _ in arms), FLOOR]
+    order = dict.fromkeys([*(role for role, _ in arms), *(job.role for job in plan.jobs)])
     return [found[role] for role in order if role in found]
 
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import fidelab
-from fidelab.attribution import attribute, control_of, is_witness, measure_truth
+from fidelab.attribution import attribute, control_of, floors_of, is_witness, measure_truth
 from fidelab.axes import AXES
 from fidelab.axes.base import AxisScore
 from fidelab.benches import BENCHES
@@ -26,7 +26,7 @@ from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
 from fidelab.results.axis_record import Axes, Bins
 from fidelab.results.bench_record import Benches
-from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats, Ran, Report, Verdict
+from fidelab.results.record import ArmRecord, Comparison, Composite, Floor, KVFormats, Ran, Report, Verdict
 
 __all__ = ["RunFacts", "Scored", "score_run"]
 
@@ -69,7 +69,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     witnesses = [result for result in results if is_witness(result.role)]
     others = [result for result in results if result.role != "reference" and result not in witnesses]
     measured = {result.role: scorer.measure(result) for result in others}
-    summary = _Summary(experiment, measured, reference)
+    floors = floors_of(experiment, results)
+    summary = _Summary(experiment, measured, reference, floors)
     report = Report(
         run_id=facts.run_id,
         created=datetime.fromisoformat(facts.created),
@@ -83,7 +84,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         controls=tuple(summary.record(result) for result in controls),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
-        attribution=attribute(experiment, measured, witnesses),
+        attribution=attribute(experiment, measured, witnesses, floors),
         isolation=isolate(experiment, measured),
         truth=_truth(experiment, reference, witnesses),
         floor=summary.axes(measured["floor"]) if "floor" in measured else Axes(),
@@ -99,11 +100,18 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
 class _Summary:
     """Axis scores → records, with what needs the other arms: excess over control, composite, verdict, sentence."""
 
-    def __init__(self, experiment: Experiment, measured: Mapping[str, Measured], reference: ArmResult) -> None:
+    def __init__(
+        self,
+        experiment: Experiment,
+        measured: Mapping[str, Measured],
+        reference: ArmResult,
+        floors: Mapping[str, Floor],
+    ) -> None:
         self.experiment = experiment
         self.seed = experiment.seed
         self.measured = measured
         self.reference = reference
+        self.floors = floors
 
     def record(self, result: ArmResult) -> ArmRecord:
         this = self.measured[result.role]
@@ -114,6 +122,7 @@ class _Summary:
                 "status": this.status,
                 "reason": this.reason,
                 "axes": axes,
+                "floor": self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None,
                 "control": control.result.arm.name if (control := control_of(this, self.measured)) else None,
                 "composite": self._composite(this),
                 "verdict": self._verdict(this),
@@ -308,7 +317,7 @@ def _truth(experiment: Experiment, reference: ArmResult, witnesses: Sequence[Arm
     if truth is None:
         return None
     this = measure_truth(experiment, reference, truth)
-    axes = _Summary(experiment, {TRUTH: this}, reference).axes(this)
+    axes = _Summary(experiment, {TRUTH: this}, reference, {}).axes(this)
     return _bare_record(truth).model_copy(update={"status": this.status, "reason": this.reason, "axes": axes})
 
 

@@ -278,3 +278,28 @@ def test_an_equally_coarse_cache_has_no_layer_that_stands_out(kv: str, tmp_path:
     found = _parting(tmp_path, _deep(3), 3, kv)
     assert found.stand_out == ()
     assert found.begins == 0
+
+
+# ------------------------------------------------------------------------------------------------- jitter
+
+
+@pytest.mark.parametrize(("dtype", "bits"), [("float32", torch.int32), ("bfloat16", torch.int16)])
+def test_a_jitter_flips_last_bits_of_layer_0_alone(dtype: str, bits: torch.dtype, checkpoint: Checkpoint) -> None:
+    plain, engine = (tiny.opened(checkpoint("llama"), "f32", dtype, **option) for option in ({}, {"jitter": "7"}))
+    before, after = (dict(e._model.module.named_parameters()) for e in (plain, engine))
+    flipped = 0
+    for name, weight in before.items():
+        changed = weight.view(bits) ^ after[name].view(bits)
+        assert set(changed.unique().tolist()) <= ({0, 1} if ".layers.0." in name else {0}), name
+        flipped += int(changed.sum())
+    assert flipped == engine.ran().more["jittered_weights"] > 0
+    assert "jittered_weights" not in plain.ran().more
+
+
+def test_a_jitter_is_the_same_for_the_same_seed_and_another_for_another(checkpoint: Checkpoint) -> None:
+    def weights(seed: str) -> Tensor:
+        module = tiny.opened(checkpoint("llama"), jitter=seed)._model.module
+        return torch.cat([weight.flatten() for weight in module.parameters()])
+
+    assert torch.equal(weights("1"), weights("1"))
+    assert not torch.equal(weights("1"), weights("2"))

@@ -171,7 +171,7 @@ def test_an_attention_that_nobody_has_is_refused_before_the_model_is_loaded(chec
         HFEngine.supports(tiny.arm(checkpoint("llama"), attention="flsh"))
 
 
-@pytest.mark.parametrize(("option", "value"), [("atention", "sdpa"), ("estimator", "topk")])
+@pytest.mark.parametrize(("option", "value"), [("atention", "sdpa"), ("estimator", "topk"), ("jitter", "0")])
 def test_options_that_do_not_exist_are_refused_before_anything_loads(option: str, value: str) -> None:
     with pytest.raises(UsageError, match=f"engine hf.*{option}"):
         HFEngine.supports(tiny.arm(Path("nowhere"), **{option: value}))

@@ -13,7 +13,7 @@ from fidelab.results.bench_record import Benches
 from fidelab.results.compare import compare
 from fidelab.results.diff_record import Diff
 from fidelab.results.flatten import flatten
-from fidelab.results.record import Report
+from fidelab.results.record import Floor, Report
 from tests.report.sample import broken, kld_axis, trajectory_axis
 from tests.results.diff_sample import benches, decode, latency, load_cell, one, outcome, run, serving, spread, with_axes
 
@@ -285,3 +285,46 @@ def test_a_change_of_top1_agreement_is_judged_by_intervals() -> None:
     )
     found = next(change for change in compare(was, now).changes if change.metric == "top-1")
     assert (found.basis, found.outcome) == ("intervals", "regressed")
+
+
+# ------------------------------------------------------------------------------------------- last bits
+
+
+def shaken(mean: float, floor: float | None, processor: str = "one") -> Report:
+    """A run whose candidate's last bits move it by so much, on some processor."""
+    report = with_axes(kld=kld_axis(mean, 0.0001, control=0.001))
+    [arm] = report.candidates
+    held = arm.model_copy(update={"floor": None if floor is None else Floor(of=arm.name, mean=floor)})
+    place = {**report.environment, "processor": processor}
+    return report.model_copy(update={"candidates": (held,), "environment": place})
+
+
+@pytest.mark.parametrize(
+    ("floors", "processor", "expected"),
+    [
+        ((0.01, 0.01), "two", "unchanged"),
+        ((None, 0.01), "two", "unchanged"),
+        ((0.01, None), "two", "unchanged"),
+        ((0.001, 0.001), "two", "regressed"),
+        ((None, None), "two", "regressed"),
+        ((0.01, 0.01), "one", "regressed"),
+    ],
+    ids=["both", "now", "baseline", "below the change", "not measured", "the same machine"],
+)
+@pytest.mark.parametrize("metric", ["mean", "over control"])
+def test_on_another_machine_what_last_bits_can_do_is_no_change(
+    floors: tuple[float | None, float | None], processor: str, expected: str, metric: str
+) -> None:
+    was, now = shaken(0.03, floors[0]), shaken(0.036, floors[1], processor)
+    limits = {"kld_increase": 0.0, "kld_increase_nats": 0.0}
+    assert outcome(was, now, "kld", metric, **limits) == expected
+
+
+def test_another_version_of_what_computes_is_another_place() -> None:
+    was, now = shaken(0.03, 0.01), shaken(0.036, 0.01)
+    [arm] = now.candidates
+    assert arm.ran is not None
+    ran = arm.ran.model_copy(update={"versions": {**arm.ran.versions, "torch": "99"}})
+    later = now.model_copy(update={"candidates": (arm.model_copy(update={"ran": ran}),)})
+    limits = {"kld_increase": 0.0, "kld_increase_nats": 0.0}
+    assert outcome(was, later, "kld", "mean", **limits) == "unchanged"

@@ -71,6 +71,18 @@ def test_the_floor_is_a_second_capture_of_the_reference(done: Done) -> None:
     assert folders == ["-r0", "-r1"]
 
 
+def test_the_twin_is_the_candidate_with_other_last_bits(done: Done) -> None:
+    found = record(done)
+    assert found["twin"] == {"status": "ok", "reason": None}
+    assert all(0 < row["twin"]["rms"] < 1e-2 for row in found["layers"])
+
+
+def test_a_layer_that_adds_less_than_last_bits_do_begins_nothing() -> None:
+    curve, small, large = (Curve(x, x, x) for x in (np.array([0.0, 0.2, 0.2]), np.full(3, 0.1), np.full(3, 0.3)))
+    assert [_layers(curve, None, twin)["begins"] for twin in (None, small, large)] == [0, 0, None]
+    assert _layers(curve, small)["begins"] is None  # three times the floor
+
+
 def test_a_layers_row_is_of_the_states_behind_it() -> None:
     curve, floor = (Curve(x, 2 * x, 3 * x) for x in (np.array([0.1, 0.2, 0.4]), np.array([0.0, 0.01, 0.02])))
     found = _layers(curve, floor)

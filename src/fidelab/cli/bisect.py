@@ -54,7 +54,8 @@ def bisect(
     windows: Annotated[int, typer.Option(help="Windows of text that both arms read.")] = 2,
     n_ctx: Annotated[int, typer.Option("--n-ctx", help="Tokens per window.")] = 256,
     floor: Annotated[
-        bool, typer.Option("--floor/--no-floor", help="Capture the reference again, in another process.")
+        bool,
+        typer.Option("--floor/--no-floor", help="Capture the reference again, and the candidate with other last bits."),
     ] = True,
     dtype: flags.Dtype = "auto",
     device: flags.Device = "auto",
@@ -100,6 +101,7 @@ def bisect(
         "axes": {"kld": {"windows": windows, "n_ctx": n_ctx, "protocol": _ROWS}},
         "text": text,
         "floor": 1.0 if floor else 0.0,
+        "twins": 1.0 if floor else 0.0,
         "dtype": dtype,
         "device": device,
         "threads": threads,

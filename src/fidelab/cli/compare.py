@@ -153,7 +153,13 @@ def compare(
     seed: Seed = 42,
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab",
     force: Annotated[bool, typer.Option("--force", help="Run what the engine is known to run wrongly, too.")] = False,
-    floor: Annotated[bool, typer.Option("--floor/--no-floor", help="Capture a quarter of the reference again.")] = True,
+    floor: Annotated[
+        bool,
+        typer.Option(
+            "--floor/--no-floor",
+            help="Capture a quarter again: of the reference, and of candidates with other last bits.",
+        ),
+    ] = True,
     dtype: Dtype = "auto",
     device: Device = "auto",
     threads: Threads = None,
@@ -227,7 +233,7 @@ def compare(
         "threads": threads,
         "output_dir": str(output_dir),
         "fail_under": fail_under,
-        **({} if floor else {"floor": 0.0}),
+        **({} if floor else {"floor": 0.0, "twins": 0.0}),
         **({} if deadline is None else {"deadline": deadline}),
     }
     launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot)

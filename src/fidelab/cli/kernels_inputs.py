@@ -69,6 +69,7 @@ def captured_tensors(
             "axes": {"kld": {"windows": 1, "n_ctx": tokens, "protocol": "full"}},
             "text": text,
             "floor": 0.0,
+            "twins": 0.0,
             "dtype": _COMPUTE[dtype],
             "device": device,
             "output_dir": scratch,

@@ -89,6 +89,7 @@ def capture(
         "device": device,
         "threads": threads,
         "floor": 0.0,
+        "twins": 0.0,
         "output_dir": str(output_dir),
         "captures_dir": str(output_dir),
         **({} if deadline is None else {"deadline": deadline}),

@@ -40,7 +40,7 @@ class _Rate(ProgressColumn):
 
 
 def _title(job: PlannedJob) -> str:
-    return job.role if job.role in ("reference", "floor") else job.arm.name
+    return job.role if job.role.partition(":")[0] in ("reference", "floor", "twin") else job.arm.name
 
 
 def _ending(job: PlannedJob, result: ArmResult) -> str:

@@ -93,6 +93,13 @@ class Experiment(BaseModel):
     floor: float = Field(
         default=0.25, ge=0, le=1, description="share of the items captured again for the floor; 0: none"
     )
+    twins: float = Field(
+        default=0.25,
+        ge=0,
+        le=1,
+        description="share of the KLD items that each candidate family answers once more with the last bits of some "
+        "weights flipped, for the candidates' floors; 0: none",
+    )
     seed: int = Field(default=42, ge=0, description="seed of the bootstrap")
     bands: Literal["fidelab", "refract"] = Field(default="fidelab", description="band table of the composite")
     dtype: Dtype = Field(default="auto", description="compute type")

@@ -161,6 +161,7 @@ class Engine(ABC):
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions of which is told whether they are as published
     quiet: ClassVar[bool] = True  # takes no processor time while nobody asks
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of probes it answers
+    jitters: ClassVar[bool] = False  # has an option jitter=SEED: the smallest change of the weights that there is
     served: ClassVar[bool] = False  # somebody else started what answers: the arm's options name it
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 

@@ -3,9 +3,10 @@
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
 ``fidelab``: our kernels over pages), ``dequant`` (``fused``: our kernels convert what they read, as they do by default;
 ``unpack``: the cache is decoded to the compute type before attention, the only way of all others), ``estimator``
-(hidden, logprobs).  Unless told, attention is our kernels on a GPU where they hold the formats of all arms that are
-compared and run the model, and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice
-too: models with latent attention may hand it a latent as keys and the rotary part as values.
+(hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped).  Unless told, attention
+is our kernels on a GPU where they hold the formats of all arms that are compared and run the model, and Transformers'
+own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent attention may hand it a
+latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import hf_kernels
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
 from fidelab.engines.hf_shape import shape_of
+from fidelab.engines.options import is_count
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
 from fidelab.formats import FORMATS, create
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 
     from fidelab.plugins.transformers_cache import EncodedCache
 
-_OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs")}
+_OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs"), "jitter": None}
 # Those of Transformers, and ours.
 _ATTENTION = (
     *("eager", "sdpa", "flex_attention"),
@@ -59,6 +61,7 @@ class HFEngine(Engine):
 
     name: ClassVar[str] = "hf"
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
+    jitters: ClassVar[bool] = True
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
@@ -88,6 +91,8 @@ class HFEngine(Engine):
             allowed = _OPTIONS[key]
             if allowed and value not in allowed:
                 raise UsageError(f"engine hf: {key}={value!r} is not one of {', '.join(allowed)}")
+        if not is_count(dict(arm.options).get("jitter", "1")):
+            raise UsageError(f"engine hf: jitter={dict(arm.options)['jitter']!r} is no seed: a whole number above 0")
         if arm.dtype not in _DTYPES:
             return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         attention = dict(arm.options).get("attention", "eager")
@@ -111,6 +116,11 @@ class HFEngine(Engine):
 
         self._arm = arm
         self._model = HFModel(arm, self.mark)
+        self._jittered: int | None = None
+        if seed := dict(arm.options).get("jitter"):
+            from fidelab.engines.hf_layers import decoder_layers, jitter
+
+            self._jittered = jitter(decoder_layers(self._model.module, self._model.config)[0], int(seed))
 
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.tokenizer.encode(text, add_special_tokens=False))
@@ -163,6 +173,7 @@ class HFEngine(Engine):
                 "k_options": dict(self._arm.kv.k.options),
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
+                **({} if self._jittered is None else {"jittered_weights": self._jittered}),
                 **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),
             },
         )

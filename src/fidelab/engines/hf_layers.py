@@ -20,7 +20,10 @@ from fidelab.engines.hf_model import HFModel
 from fidelab.errors import EngineError, NotSupportedError
 from fidelab.probes import Layerwise
 
-__all__ = ["answer_layerwise", "decoder_layers"]
+__all__ = ["answer_layerwise", "decoder_layers", "jitter"]
+
+_JITTERED = 1 / 1024  # share of a layer's weights whose last bit is flipped
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _Parts = dict[str, Tensor]  # "<layer>.q" and so on
 
@@ -64,6 +67,26 @@ def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
         if isinstance(found, torch.nn.ModuleList) and len(found) == count:
             return list(found)
     raise NotSupportedError(f"{config.model_type} has no list of its {count} decoder layers")
+
+
+def jitter(layer: Any, seed: int) -> int:
+    """Flip the last bit of some weights of a layer, chosen by the seed; how many those are.
+
+    About one in a thousand, of every floating-point type of 16 bits and more.
+
+    Raises:
+        NotSupportedError: the layer has no such weights.
+    """
+    generator, flipped = torch.Generator().manual_seed(seed), 0
+    for weight in layer.parameters():
+        if weight.is_floating_point() and weight.element_size() in _BITS:
+            chosen = torch.rand(weight.shape, generator=generator) < _JITTERED
+            flipped += int(chosen.sum())
+            bits = weight.data.view(_BITS[weight.element_size()])
+            bits ^= chosen.to(bits.device, bits.dtype)
+    if not flipped:
+        raise NotSupportedError("jitter: layer 0 has no weights in 16 bits or more")
+    return flipped
 
 
 # ------------------------------------------------------------------------------------------------- states

@@ -20,17 +20,20 @@ __all__ = [
     "AUTO",
     "DTYPES",
     "check_kv_name",
+    "family",
     "inherited_kv",
     "other_attention",
     "resolve_arm",
     "same_attention",
     "served_name",
+    "twins_of",
     "with_kv",
 ]
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 _BITS16 = ("k16v8",)
 _HF = "hf"  # the engine with kernels of its own
+_JITTER = "jitter"  # the option of engines that have twins
 ATTENTION, AUTO = "attention", "auto"  # its option for them, and what leaving that away is called
 
 
@@ -118,6 +121,21 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: Asked) -> No
             raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
 
 
+# ------------------------------------------------------------------------------------------- twins
+
+
+def family(arm: Arm) -> tuple[str, ...]:
+    """Arms of one family have one twin: same engine, checkpoint, compute type and formats, whatever their options."""
+    return arm.engine, arm.weights, arm.dtype, arm.kv.k.name, arm.kv.v.name
+
+
+def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
+    """By the name of the first arm of each family the same arm with other last bits, where its engine has a way."""
+    first = {family(arm): arm for arm in reversed(arms) if _JITTER not in dict(arm.options)}
+    named = {arm.name: arm for arm in first.values() if engine_class(EngineConfig(name=arm.engine)).jitters}
+    return {arm.name: _with_option(arm, _JITTER, "1") for arm in arms if arm.name in named}
+
+
 # ------------------------------------------------------------------------------------------- attention
 
 
@@ -131,7 +149,7 @@ def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
     refusals = [f"{arm.name}: {reason}" for arm in free if (reason := hf_kernels.refusal(arm)) is not None]
     if not refusals:
         return list(arms), None
-    return [_attending(arm, hf_kernels.THEIRS) if arm in free else arm for arm in arms], refusals[0]
+    return [_with_option(arm, ATTENTION, hf_kernels.THEIRS) if arm in free else arm for arm in arms], refusals[0]
 
 
 def other_attention(reference: Arm, arm: Arm) -> str | None:
@@ -149,5 +167,5 @@ def _chooses(arm: Arm) -> bool:
     return arm.engine == _HF and arm.device.startswith("cuda") and ATTENTION not in dict(arm.options)
 
 
-def _attending(arm: Arm, attention: str) -> Arm:
-    return replace(arm, options=tuple(sorted({**dict(arm.options), ATTENTION: attention}.items())))
+def _with_option(arm: Arm, key: str, value: str) -> Arm:
+    return replace(arm, options=tuple(sorted({**dict(arm.options), key: value}.items())))

@@ -1,4 +1,4 @@
-"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus the floor."""
+"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus twins and the floor."""
 
 from __future__ import annotations
 
@@ -12,12 +12,14 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.core import Arm
 from fidelab.errors import FidelabError, UnavailableError
+from fidelab.plan.arms import twins_of
 from fidelab.plan.resolve import EXACT, TRUTH, Settings
 from fidelab.probes import Forced, Generate, Prefill, Probe, probe_record
 from fidelab.workers.messages import ProbeTask
 
 __all__ = [
     "FLOOR",
+    "TWIN",
     "Plan",
     "PlannedCapture",
     "PlannedJob",
@@ -28,7 +30,8 @@ __all__ = [
 ]
 
 FLOOR = "floor"
-_WITNESSED = ("kld",)  # the axes that witnesses are asked
+TWIN = "twin"  # "twin:NAME": that candidate with other last bits
+_WITNESSED = ("kld",)  # the axes that witnesses and twins are asked
 _FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 
 
@@ -71,11 +74,12 @@ class PlannedJob:
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a run, in order: reference, control, candidates, witnesses, floor.
+    """All jobs of a run, in order: reference, control, candidates, witnesses, twins, floor.
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
-    ``exact``, ``exact:<name>``, ``floor``.  ``unavailable``: axes whose questions cannot be made, because what they are
-    made from lies elsewhere, and why.  ``remarks``: what else is to be said before the run, one line each.
+    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose questions cannot be made,
+    because what they are made from lies elsewhere, and why.  ``remarks``: what else is to be said before the run, one
+    line each.
     """
 
     settings: Settings
@@ -95,6 +99,9 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     so that "identical" is seen in two real captures.
     """
     jobs = [PlannedJob(role, arm, ()) for role, arm in settings.roles() if arm.name not in settings.unsupported]
+    if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _WITNESSED):
+        able = [arm for arm in settings.candidates if arm.name not in settings.unsupported]
+        jobs += [PlannedJob(f"{TWIN}:{name}", arm, ()) for name, arm in twins_of(able).items()]
     if settings.experiment.floor > 0 and settings.axes:
         jobs.append(PlannedJob(FLOOR, settings.reference, ()))
     probes: dict[str, Mapping[str, Probe]] = {}
@@ -152,10 +159,11 @@ def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mappin
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
-            if job.role.partition(":")[0] in (TRUTH, EXACT) and axis not in _WITNESSED:
+            kind = job.role.partition(":")[0]
+            if kind in (TRUTH, EXACT, TWIN) and axis not in _WITNESSED:
                 continue
-            share = settings.experiment.floor
-            probe = settings.axes[axis].repeated(asked, share) if job.role == FLOOR else asked
+            share = {FLOOR: settings.experiment.floor, TWIN: settings.experiment.twins}.get(kind)
+            probe = asked if share is None else settings.axes[axis].repeated(asked, share)
             if probe is None:
                 continue
             if probe.axis != part_name(axis, part):

@@ -50,6 +50,8 @@ class LayerRow(Record):
     """Added error over the other layers' root mean square, the larger of median's and tail's; null: infinite."""
     floor: Errors | None = None
     """The reference against itself in another process; null where that was not captured."""
+    twin: Errors | None = None
+    """The candidate against itself with other last bits in layer 0's weights; null where that was not captured."""
     stands_out: bool = False
     """By the rule."""
 
@@ -92,6 +94,8 @@ class BisectReport(Record):
     """The arm in question."""
     floor: Outcome | None = None
     """How the reference's second capture ended; null where it was not asked for."""
+    twin: Outcome | None = None
+    """How the candidate's twin ended; null where it was not asked for, or the engine has none."""
     windows: Count
     """Windows of text that both read."""
     rows: Count

@@ -10,10 +10,13 @@ from fidelab.results.metric import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, M
 from fidelab.results.panels import Record
 from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["COUNTED", "Difference", "beside", "fields"]
+__all__ = ["COUNTED", "Difference", "beside", "fields", "same_place"]
 
 COUNTED = "composite.axes"
 _VOLATILE = ("peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
+# What last bits depend on: of the environment, and of what ran.
+_MACHINE = ("machine", "processor", "usable_cores", "packages")
+_ROUNDING = ("device", "attention", "threads", "versions", "variables")
 
 
 class Difference(Record):
@@ -87,6 +90,14 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
     for role, arm in _arms(now):
         if (role, arm.name) in arms:
             yield from _differences(arm.name, _told(arms[role, arm.name]), _told(arm))
+
+
+def same_place(baseline: Report, now: Report) -> bool:
+    """Both ran where arithmetic rounds alike, as far as the reports tell: machine, packages, kernels, variables."""
+    return not any(
+        difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
+        for difference in beside(baseline, now)
+    )
 
 
 def _arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:

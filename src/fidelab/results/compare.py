@@ -7,6 +7,8 @@ Costs are compared: of rates the time that the work takes, of scores their drop.
   which two reports cannot use: the interval is too wide rather than too narrow, and ``fidelab score`` on both sides'
   captures pairs them.
 - *exact* numbers (bytes of storage, failed items): any change beyond the allowance.
+- a mean KLD between two machines, or two versions of what computes: never a change that last bits alone can make
+  (``ArmRecord.floor``, the larger of both sides); it is the least allowance.
 - *single* values: a change beyond twice the allowance; axes' figures without an interval, and percentiles that fewer
   than ten values lie beyond, prove no change at all.
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Literal
 
 from fidelab.core import canonical_json
@@ -32,7 +35,7 @@ from fidelab.metrics.change import (
     log_ratio,
 )
 from fidelab.results.axis_record import Interval
-from fidelab.results.comparability import COUNTED, beside, fields
+from fidelab.results.comparability import COUNTED, beside, fields, same_place
 from fidelab.results.diff_record import Basis, Diff, MetricChange, Outcome, Refusal, Side, Thresholds
 from fidelab.results.flatten import Flat, flatten
 from fidelab.results.metric import CACHE, Key, Metric
@@ -63,11 +66,12 @@ def compare(
     was, is_ = (side.metrics for side in sides)
     axes = _axes(baseline, now, *sides)
     changes, refusals = [], _Refusals()
+    alike = same_place(baseline, now)
     for key, metric in {**is_, **was}.items():
         if key in was and key in is_:
             old, new = (fields(report, key, side[key], axes) for report, side in ((baseline, was), (now, is_)))
             if old == new:
-                changes.append((metric, _judge(key, metric, is_[key], limits)))
+                changes.append((metric, _judge(key, metric, is_[key], limits, alike=alike)))
             else:
                 refusals.add(key, old, new)
         else:
@@ -92,8 +96,10 @@ def compare(
 # ------------------------------------------------------------------------------------------------------- one metric
 
 
-def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds) -> MetricChange:
+def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: bool) -> MetricChange:
     allowance = limits.allowance(was.limit, was.unit)
+    if not alike:
+        allowance = replace(allowance, absolute=max(allowance.absolute, was.floor, now.floor))
     verdict, basis, estimate, interval, relative = _change(was, now, allowance)
     doubt = was.weak or now.weak or _NO_REPEATS if basis == "single" else ""
     better = was.better if was.better == now.better else None

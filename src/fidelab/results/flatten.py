@@ -84,7 +84,10 @@ def _add(flat: Flat, role: str, arm: str, entries: Iterator[Entry]) -> None:
 
 
 def _of_arm(arm: ArmRecord) -> Iterator[Entry]:
-    yield from _of_axes(arm.axes)
+    floor = (arm.floor.mean if arm.floor else None) or 0.0
+    for entry in _of_axes(arm.axes):
+        shaken = entry.metric is not None and entry.group == "kld" and entry.metric.unit == "nats"
+        yield entry._replace(metric=replace(entry.metric, floor=floor)) if entry.metric and shaken else entry
     if arm.composite is not None and arm.composite.value is not None:
         records = dict(_axes(arm.axes))
         counted = tuple(name for name in COMPOSITE_AXES if name in records and records[name].score is not None)

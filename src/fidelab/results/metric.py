@@ -67,6 +67,8 @@ class Metric:
     """Every repeat, where it was repeated."""
     ci: Interval | None = None
     """95% interval over items."""
+    floor: float = 0.0
+    """What last bits alone may move it by, in its own unit."""
     exact: bool = False
     """Has no noise: counts, and bytes of storage."""
     weak: str = ""

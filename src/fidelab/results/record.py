@@ -41,6 +41,7 @@ __all__ = [
     "Comparison",
     "Composite",
     "Contrast",
+    "Floor",
     "KVFormats",
     "Part",
     "Ran",
@@ -149,6 +150,24 @@ class Verdict(Record):
     """Packages that are not as released, and shims: what the verdict holds for."""
 
 
+class Floor(Record):
+    """What a change of the last bit of some of the first layer's weights does to a candidate: KL(it ‖ that twin).
+
+    Two machines, or two versions of a library, round as differently: what is smaller than this they do not tell.
+    """
+
+    of: str
+    """Name of the candidate whose twin was computed: the first one of the same engine, checkpoint and formats."""
+    mean: Annotated[float, Field(ge=0)] | None = None
+    """Nats per position; null where it was not measured."""
+    ci: Interval | None = None
+    """95% interval of the mean."""
+    n_positions: Annotated[int, Field(ge=0)] | None = None
+    """Positions scored."""
+    reason: str | None = None
+    """Why there is no mean."""
+
+
 class ArmRecord(Outcome):
     """One thing that was run, or was to be run."""
 
@@ -164,6 +183,8 @@ class ArmRecord(Outcome):
     """What ran; null where nothing was opened."""
     axes: Axes = Field(default_factory=Axes)
     """Fidelity against the reference; empty for the reference itself."""
+    floor: Floor | None = None
+    """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
     control: str | None = None
     """Name of the control that ``excess_over_control`` refers to; null where there is none."""
     benches: Benches = Field(default_factory=Benches)
@@ -243,6 +264,8 @@ class Attribution(Record):
     """``here`` minus ``format``."""
     format_minus_kernel: Contrast | None = None
     """``format`` minus ``kernel``."""
+    floor: Floor | None = None
+    """What last bits alone move the candidate by; a part below it tells nothing."""
 
 
 class Report(Record):
