@@ -240,6 +240,9 @@ class _Summary:
         ruling = self._ruling(this) if kld is not None else None
         control = control_of(this, self.measured)
         control_kld = control.scores.get("kld") if control else None
+        if control_kld is not None and kld is not None:
+            control_kld = control_kld.at(kld.part)
+        floor = self.floors.get(this.result.arm.name)
         other = self._native_keys_arm(this)
         other_kld = other.scores.get("kld") if other else None
         return ArmFacts(
@@ -251,6 +254,7 @@ class _Summary:
             at_best=_word(ruling.at_best) if ruling is not None else None,
             kld=figures.get("mean"),
             kld_ci=figures.get("mean_ci"),
+            floor=floor.mean if floor is not None else None,
             top1=figures.get("top1"),
             real_flips=figures.get("real_flips"),
             n_ctx=self._reach(figures),

@@ -52,6 +52,10 @@ NATIVE_K = replace(FP8, k="bf16")
             "a near tie; try wider values",
         ),
         (
+            replace(INT4, native_keys_format="", floor=0.0451),
+            "do not use: costs 0.712 nats (0.356–0.800; a change of last bits alone: 0.0451); try a wider format",
+        ),
+        (
             replace(
                 FP8, band="EXCELLENT", kld=0.00552, kld_ci=(0.005, 0.0061), top1=18 / 19, real_flips=1 / 60, n_ctx=2048
             ),
