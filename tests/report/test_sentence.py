@@ -53,7 +53,7 @@ NATIVE_K = replace(FP8, k="bf16")
         ),
         (
             replace(INT4, native_keys_format="", floor=0.0451),
-            "do not use: costs 0.712 nats (0.356–0.800; a change of last bits alone: 0.0451); try a wider format",
+            "do not use: costs 0.712 nats (0.36–0.80; a change of last bits alone: 0.0451); try a wider format",
         ),
         (
             replace(

@@ -26,7 +26,8 @@ class ArmFacts:
     ``band``: the verdict's, ``None`` where there is none; ``at_best``: what it could be then.  ``kld``: mean (nats),
     ``kld_ci`` its 95% interval.  ``top1``: share of positions whose most likely token stays, ``real_flips``: share
     where it changes although that was no near tie.  ``n_ctx``: the longest context measured, tokens.
-    ``floor``: KL (nats) to its twin with other last bits.  ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
+    ``floor``: KL (nats) to its twin with other last bits.
+    ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
     whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
     none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine has one format for both.
     ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
