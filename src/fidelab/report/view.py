@@ -72,6 +72,8 @@ class ArmRow:
     """Word for a stylesheet: role, band in lower case, ``identical``, ``none`` or ``broken``."""
     saving: str = ""
     """Cache bytes against the reference's, in words; empty where either is unknown."""
+    floor: str = ABSENT
+    """Nats that last bits alone move it by."""
 
     @property
     def verdict(self) -> str:
@@ -208,6 +210,7 @@ def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
         saving="" if role == "reference" else _saving(arm, size),
+        floor=format_kld(arm.floor.mean if arm.floor else None),
     )
 
 
