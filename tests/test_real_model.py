@@ -132,10 +132,21 @@ def test_verdicts_follow_the_upper_bound(run: Run) -> None:
 
 
 def test_sentinel_windows_replay_the_live_logits(run: Run) -> None:
-    [manifest] = run.captures.glob("*-hf-f32-*/kld-*-r0/manifest.json")
-    facts = json.loads(manifest.read_text())["facts"]
-    assert facts["sentinel_cosine"] >= 0.9999
-    assert facts["sentinel_kl"] <= 1e-8
+    manifests = list(run.captures.glob("*-hf-f32-*/kld-*-r0/manifest.json"))
+    assert len(manifests) == 2  # the reference, and the twin of the candidate that is like it
+    for manifest in manifests:
+        facts = json.loads(manifest.read_text())["facts"]
+        assert facts["sentinel_cosine"] >= 0.9999
+        assert facts["sentinel_kl"] <= 1e-8
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [("f32", 0, 1e-8), ("q8_0", 3e-5, 5e-4), ("int4", 0.02, 0.08)])
+def test_last_bits_move_a_coarse_cache_and_leave_an_exact_one(run: Run, name: str, low: float, high: float) -> None:
+    floor = run.arm(name).floor
+    assert floor is not None
+    assert floor.mean is not None
+    assert low <= floor.mean <= high
+    assert floor.n_positions == 2 * 255  # a quarter of six windows
 
 
 def test_rescoring_gives_the_same_report(run: Run) -> None:
