@@ -88,8 +88,6 @@ class ArmRow:
     saving: str = ""
     """Cache bytes against the reference's, in words; empty where either is unknown."""
     modified: tuple[str, ...] = ()
-    floor: str = ABSENT
-    """Nats that last bits alone move it by."""
 
     @property
     def verdict(self) -> str:
@@ -234,7 +232,6 @@ def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
         key=_key(role, arm),
         saving="" if role == "reference" else _saving(arm, size),
         modified=_modified(arm),
-        floor=format_kld(arm.floor.mean if arm.floor else None),
     )
 
 
