@@ -204,6 +204,15 @@ def test_a_missing_floor_and_control_are_said() -> None:
     )
 
 
+def test_controls_of_other_kernel_paths_have_rows_and_are_told() -> None:
+    path = arm("bf16", name="bf16 (eager)", axes=Axes(kld=kld_axis(0.001, 0.0001)))
+    view = build_view(sample_report(controls=(path,)))
+    assert [row.name for row in view.rows if row.role == "control"] == ["bf16", "bf16 (eager)"]
+    first, second, last = view.control.split("; ")
+    assert (first[:13], second[:21]) == ("control bf16:", "control bf16 (eager):")
+    assert last == "over control: paired differences"
+
+
 def test_a_broken_control_says_why() -> None:
     view = build_view(sample_report(control=arm("bf16", status=Status.FAILED, reason="killed")))
     assert view.control == "control bf16: failed: killed"

@@ -154,8 +154,8 @@ class View:
 def build_view(report: Report) -> View:
     """The rows, lines and tables of a report."""
     arms = [("reference", report.reference)]
-    if report.control is not None:
-        arms.append(("control", report.control))
+    controls = [*([report.control] if report.control else []), *report.controls]
+    arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
     performance = performance_of(arms)
@@ -178,7 +178,7 @@ def build_view(report: Report) -> View:
         ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor=_floor(report.floor),
-        control=_control(report.control),
+        control=_controls(controls),
         ranking=_ranking(report.comparisons),
         tables=(*tables_of(arms), *([attribution] if (attribution := attribution_of(report)) else [])),
         beside=tuple(table for table in (contexts_of(report), summary_of(report)) if table is not None),
@@ -393,16 +393,21 @@ def _apart(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:
     return f"{name} {scored(axis.score, axis.ci)}" if axis.score is not None else f"{name}: see the other axes"
 
 
-def _control(arm: ArmRecord | None) -> str:
-    if arm is None:
-        return "control: none"
+def _controls(arms: Sequence[ArmRecord]) -> str:
+    """What the control costs, and those of other kernel paths."""
+    measured = any(arm.status in _MEASURED for arm in arms)
+    tail = ["over control: paired differences"] if measured else []
+    return "; ".join([*map(_control, arms), *tail]) or "control: none"
+
+
+def _control(arm: ArmRecord) -> str:
     name = one_line(arm.name)
     if arm.status not in (Status.OK, Status.IDENTICAL):
         return f"control {name}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
     if arm.axes.kld is not None and arm.axes.kld.mean is not None:
         parts.append(f"KLD {kld_of(arm.axes.kld)} nats")
-    return f"control {name}: {', '.join(parts) or 'not measured'}; over control: paired differences"
+    return f"control {name}: {', '.join(parts) or 'not measured'}"
 
 
 def _ranking(comparisons: Sequence[Comparison]) -> str:
