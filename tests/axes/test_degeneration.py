@@ -32,6 +32,7 @@ from tests.runs.harness import Done, cli, write_inputs
 
 V, LENGTH, STOP = 8192, 400, 0
 AXIS = Degeneration(Degeneration.Settings())
+PROMPTS = ("fact-01", "list-01", "fact-02", "fact-03", "list-03")
 PROSE = (DATA / "prose.md").read_text("utf-8")
 
 
@@ -246,10 +247,13 @@ def test_real_tokens_of_clean_text_raise_no_alarm(smollm2: Model) -> None:
 
 
 @pytest.mark.model
-def test_two_bit_keys_and_values_are_garbage_and_bf16_is_not(smollm2: Model, tmp_path: Path) -> None:
-    """Two prompts on which the reference, which loops on others, writes clean text."""
+def test_two_bit_keys_and_values_degenerate_earlier_and_bf16_does_not(smollm2: Model, tmp_path: Path) -> None:
+    """Prompts on which the reference, which loops on others, writes clean text.
+
+    Which of them int2 turns into repetition depends on last bits, and so on the machine: some it does everywhere.
+    """
     lines = (DATA / "prompts.jsonl").read_text("utf-8").splitlines()
-    chosen = [line for line in lines if json.loads(line)["id"] in ("list-01", "fact-02")]
+    chosen = [line for line in lines if json.loads(line)["id"] in PROMPTS]
     (tmp_path / "prompts.jsonl").write_text("\n".join(chosen))
     report = compare(
         "smollm2-135m",
@@ -262,6 +266,11 @@ def test_two_bit_keys_and_values_are_garbage_and_bf16_is_not(smollm2: Model, tmp
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    because = {arm.name: arm.verdict.because for arm in report.candidates if arm.verdict}
-    assert not any("garbage" in reason for reason in because["bf16"])
-    assert any("garbage" in reason for reason in because["int2"])
+    earlier = {
+        arm.name: next(
+            figure.value for figure in arm.axes.others()["degeneration"].figures if figure.name == "degenerate earlier"
+        )
+        for arm in report.candidates
+    }
+    assert earlier["bf16"] == 0
+    assert (earlier["int2"] or 0) >= 1 / len(PROMPTS)

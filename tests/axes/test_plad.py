@@ -170,11 +170,14 @@ def test_intervals_resample_prompts_with_all_their_cells(tmp_path: Path) -> None
     many = {(p, name): per_prompt[p] for p in range(24) for name in names}
     once = {(p, "typo"): per_prompt[p] for p in range(24)}
     scores = [_score(_pair(tmp_path / str(len(c)), dict.fromkeys(c, 2), c)) for c in (many, once)]
-    # four copies of each prompt's cell tell nothing new
-    assert scores[0].figures["ci"] == pytest.approx(scores[1].figures["ci"])
     ours, theirs = (_figure(score, "excess drift") for score in scores)
     assert ours.value == pytest.approx(theirs.value)
-    assert ours.ci == pytest.approx(theirs.ci)
+    # Four copies of each prompt's cell tell nothing new: the error is that of 24 prompts, not of 96 cells.
+    error = np.std(np.array(per_prompt) / 10, ddof=1) / math.sqrt(24)
+    for figure in (ours, theirs):
+        assert figure.ci is not None
+        assert figure.ci[1] - figure.ci[0] > 2 * 1.9 * error
+    assert scores[0].figures["ci"] == pytest.approx(scores[1].figures["ci"], abs=1.0)
 
 
 def test_a_failed_answer_costs_its_cell_and_a_failed_unperturbed_one_all_of_its_prompt(tmp_path: Path) -> None:
@@ -264,7 +267,7 @@ def test_answers_that_share_nothing_with_the_references_are_counted(tmp_path: Pa
 
 
 def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
-    ref = {(p, "typo"): 1 for p in range(8)}
+    ref = {(p, "typo"): 1 for p in range(40)}
     candidate = _score(_pair(tmp_path, ref, {key: 3 + key[0] % 2 for key in ref}))
     control = _score(_pair(tmp_path, ref, {key: 2 + key[0] % 2 for key in ref}, name="bf16"))
     found = candidate.excess_over(control, 0)

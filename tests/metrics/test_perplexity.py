@@ -116,7 +116,7 @@ def test_a_perplexity_is_never_below_one() -> None:
     nll = np.array([0.001, 5.0, 0.2])
     pair = compare_nll(nll, nll, _units(3, 1))
     assert pair.ppl_ref_interval is not None
-    assert pair.ppl_ref_interval[0] == 1.0
+    assert pair.ppl_ref_interval[0] >= 1.0
 
 
 def test_a_perplexity_beyond_doubles_is_absent_and_its_log_ratio_is_not() -> None:

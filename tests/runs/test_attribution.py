@@ -162,7 +162,7 @@ def test_a_candidate_that_ran_another_kernel_without_a_control_says_so(done: Don
 
 
 def test_an_excess_over_another_control_is_not_compared_with_one_over_the_run_s(done: Done) -> None:
-    there = relabelled(done, {"control:eager": "candidate:decay[b=0.6]"}, **PATHS)
+    there = relabelled(done, {"control:eager": "candidate:tilt[q=0.52]"}, **PATHS)
     here = relabelled(done, {}, **PATHS)
     refused = {refusal.field: (refusal.baseline, refusal.now) for refusal in compare(here, there).refused}
     assert refused["control.kv"][0] != refused["control.kv"][1]
