@@ -71,8 +71,18 @@ def test_a_cpu_keeps_the_types_of_the_model(kv: str) -> None:
     assert SGLangEngine.supports(arm(kv)).ok
 
 
-@pytest.mark.parametrize(("flags", "ok"), [({"avx512f"}, False), ({"avx512f", "amx_tile"}, True)])
-def test_fp8_on_a_cpu_wants_amx(monkeypatch: pytest.MonkeyPatch, flags: set[str], ok: bool) -> None:
+@pytest.mark.parametrize(
+    ("flags", "operators", "ok"),
+    [({"avx512f"}, True, False), ({"amx_tile"}, False, False), ({"amx_tile"}, True, True)],
+)
+def test_fp8_on_a_cpu_wants_amx_and_operators_for_it(
+    flags: set[str], operators: bool, ok: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "sgl_kernel").mkdir()
+    (tmp_path / "sgl_kernel" / "__init__.py").touch()
+    if operators:
+        (tmp_path / "sgl_kernel" / "common_ops.abi3.so").touch()
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sglang_launch, "_cpu_flags", lambda: frozenset(flags))
     verdict = SGLangEngine.supports(arm("fp8_e4m3"))
     assert (verdict.ok, "AMX" in verdict.reason) == (ok, not ok)

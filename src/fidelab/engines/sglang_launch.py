@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Mapping
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +98,17 @@ def on_cpu(name: str) -> Verdict:
         return Verdict(True)
     if name != "fp8_e4m3":
         return Verdict(False, f"SGLang on CPUs keeps no {name} cache, only the model's type and fp8_e4m3 (with AMX)")
-    if "amx_tile" in _cpu_flags():
-        return Verdict(True)
-    return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
+    if "amx_tile" not in _cpu_flags():
+        return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
+    if not _has_operators():
+        return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants AMX operators, and sgl_kernel has none here")
+    return Verdict(True)
+
+
+def _has_operators() -> bool:
+    """Whether sgl_kernel is a build with compiled operators: it can be absent on CPUs, or stood in for."""
+    spec = find_spec("sgl_kernel")
+    return spec is not None and spec.origin is not None and any(Path(spec.origin).parent.glob("*.so"))
 
 
 def k16v8_of(kv: KVSpec) -> Scaling | None:
