@@ -313,6 +313,8 @@ def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
     other = tmp_path / "other"
     other.mkdir()
     assert locate("odd", pythonpath=[str(other)]).pythonpath == (str(other),)
+    install(recipe(), environment.engines_dir() / "odd", quiet, pythonpath=[str(other)])
+    assert locate("odd").pythonpath == (str(other),)
 
 
 # --------------------------------------------------------------------------------------------- what is not ours

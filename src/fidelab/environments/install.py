@@ -64,6 +64,8 @@ def install(
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
             if _is_current(recipe, folder):
                 say(f"{recipe.name} is already in {folder}")
+                if pythonpath:  # what it needs may have moved
+                    write_marker(folder, {**(read_marker(folder) or {}), "pythonpath": list(pythonpath)})
                 return found
             _clear(folder)
             _build(recipe, folder, found, say, python)
