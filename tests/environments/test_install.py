@@ -299,6 +299,19 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
     }
 
 
+def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fidelab.doctor import parts
+    from fidelab.engines.hf import HFEngine
+
+    monkeypatch.setattr(HFEngine, "kv_names", classmethod(lambda cls: ["bf16", "int8"]))
+    [engine, *formats] = [c for c in parts.engines_and_formats((), trial=True) if "hf" in (c.name, c.group[12:-1])]
+    assert engine.status == "ok"
+    assert [(check.name, check.status, check.detail) for check in formats] == [
+        ("bf16", "ok", "runs"),
+        ("int8", "ok", "runs"),
+    ]
+
+
 def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
     tmp_path: Path, quick: None, native: dict[str, str]
 ) -> None:

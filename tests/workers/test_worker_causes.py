@@ -155,7 +155,8 @@ def test_only_the_kernels_line_on_this_process_and_signal_counts(
     pid: int, returncode: int, since: float, found: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = "6,721,1515968600,-;EXT4-fs: mounted\n"
-    monkeypatch.setattr(causes, "_kernel_log", lambda: [other, TRAP.format(offset="7c193"), other])
+    torn = "no head; traps: python[14805] general protection fault in libodd.so[1,2+3]"
+    monkeypatch.setattr(causes, "_kernel_log", lambda: [other, TRAP.format(offset="7c193"), other, torn])
     assert kernel_fault(pid, returncode, since) == found
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -13,6 +15,7 @@ from fidelab.report.numbers import one_line
 
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
+    from fidelab.environments.environment import Environment
     from fidelab.registry import Registry
 
 __all__ = ["axes", "engines_and_formats", "try_format"]
@@ -26,6 +29,7 @@ _TEST_ENGINE = "fake"
 _COMPUTES = {"numpy", "torch"}  # what formats are computed with
 _SHAPE = (1, 2, 4, 64)  # batch, heads, tokens, head_dim
 _LIMIT = 60.0  # seconds for one answer of an engine in another environment
+_UPGRADE = "upgrade torch: pip install -U torch"
 _SLACK = 1.001  # a GPU may round the bound itself otherwise
 
 
@@ -34,7 +38,7 @@ _SLACK = 1.001  # a GPU may round the bound itself otherwise
 
 
 def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> list[Check]:
-    """Each engine, then the formats of those that work; ``trial``: those that another package brings are tried out."""
+    """Each engine, then the formats of those that work; ``trial``: those are tried out."""
     from fidelab.engines import ENGINES
 
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
@@ -86,15 +90,31 @@ def _engine(registry: Registry, name: str, unusable: Collection[str], trial: boo
         return check("missing" if missing else "broken", why, _provider(registry, name)), []
     if lacking := [package for package in versions if package in unusable]:
         return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []
-    return check("ok", _listed(versions)), _formats(name, names)
+    formats = _formats(name, names)
+    return check("ok", _listed(versions)), _tried(name, formats) if trial else formats
+
+
+def _tried(engine: str, formats: Sequence[Check], environment: Environment | None = None) -> list[Check]:
+    """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter."""
+    from fidelab.environments.environment import Environment
+    from fidelab.environments.recipes import install_command
+    from fidelab.environments.trial import try_out
+    from fidelab.models.cache import cache_dir
+
+    remedy = _UPGRADE if environment is None else f"build it anew: {install_command(engine)}"
+    tried = try_out(environment or Environment(engine, sys.executable), cache_dir() / "logs")
+
+    def found(check: Check) -> Check:
+        if (why := tried[check.name]) is None:
+            return replace(check, status="ok", detail="runs", remedy=None)
+        return replace(check, status="broken", detail=why, remedy=remedy)
+
+    return [found(check) if check.name in tried else check for check in formats]
 
 
 def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
     """An engine of another package, in the environment where runs would find it."""
     from fidelab.environments.listing import places
-    from fidelab.environments.recipes import install_command
-    from fidelab.environments.trial import try_out
-    from fidelab.models.cache import cache_dir
 
     found = places(name, _LIMIT)
     place = next((place for place in found if place.problem is None), found[0])
@@ -110,13 +130,7 @@ def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
         for kv in place.kv_names
     ]
     if trial and place.environment is not None:
-        remedy = f"build it anew: {install_command(name)}"
-        tried = try_out(place.environment, cache_dir() / "logs")
-        results = [
-            Check(kv, group, "broken" if why else "ok", why or "runs", remedy if why else None)
-            for kv, why in tried.items()
-        ]
-        formats = [*results, *(check for check in formats if check.name not in tried)]
+        formats = _tried(name, formats, place.environment)
     return Check(name, "engines", "ok", one_line(detail)), formats
 
 
@@ -136,7 +150,7 @@ def _format(engine: str, name: str) -> Check:
     check = partial(Check, name, f"KV formats ({engine})", needed=engine == _ENGINE and name in _FORMATS)
     faults = [f"on {device}: {fault}" for device in _devices() if (fault := try_format(name, device))]
     if faults:
-        return check("broken", "; ".join(faults), "use another format, or upgrade torch: pip install -U torch")
+        return check("broken", "; ".join(faults), f"use another format, or {_UPGRADE}")
     return check("ok", f"works on {' and '.join(_devices())}")
 
 

@@ -182,6 +182,7 @@ _TRAPS = {
 # "traps: python3[8257] general protection fault ip:… in libc.so.6[16d809,7fc54c844000+156000]": the offset of the
 # instruction in the library is there since Linux 6.1.
 _FAULT = re.compile(r"\[(?P<task>\d+)\]:? .* in (?P<library>[^\[\s]+)\[(?:(?P<offset>[0-9a-f]+),)?[0-9a-f]+\+")
+_HEAD = re.compile(r"\d+,\d+,(?P<microseconds>\d+),")
 _KMSG = Path("/dev/kmsg")
 _RECORD = 8192  # bytes; the kernel hands over one record per read
 _SKEW = 1.0  # seconds by which the clock of the kernel's log may be off
@@ -216,10 +217,11 @@ def kernel_fault(pid: int, returncode: int, since: float, libraries: Path | None
         return None
     words = _TRAPS[signal.Signals(-returncode)]
     for record in reversed(_kernel_log()):
-        head, _, text = record.partition(";")
-        seconds = int(head.split(",")[2]) / 1e6
-        match = _FAULT.search(text)
-        if match and seconds > since - _SKEW and int(match["task"]) >= pid and any(word in text for word in words):
+        head, match = _HEAD.match(record), _FAULT.search(record)
+        if not (head and match):
+            continue
+        seconds = int(head["microseconds"]) / 1e6
+        if seconds > since - _SKEW and int(match["task"]) >= pid and any(word in record for word in words):
             function = None
             if match["offset"] and libraries is not None:
                 function = _function(libraries, match["library"], int(match["offset"], 16))
