@@ -30,10 +30,10 @@ from fidelab.metrics.layers import TIMES, Curve, added_errors, part, relative_er
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.probes import Layerwise, Prefill
-from fidelab.results.axis_record import Outcome
 from fidelab.results.bisect_record import BisectArm, BisectReport, Errors, LayerRow
 from fidelab.results.record import KVFormats, Ran
 from fidelab.results.store import RunFolder
+from fidelab.results.values import Outcome
 from fidelab.run import Prepared, prepare
 
 __all__ = ["bisect", "capture_qkv"]

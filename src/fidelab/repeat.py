@@ -29,10 +29,9 @@ from fidelab.core import Status, digest, slug
 from fidelab.errors import InputError, OutputError, UsageError
 from fidelab.plan.disk import needed_bytes
 from fidelab.report.numbers import format_figure
-from fidelab.results.axis_record import FreeDict
-from fidelab.results.panels import Record
 from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import RunFolder
+from fidelab.results.values import FreeDict, Record
 from fidelab.run import Interrupted, execute, first_replicate, prepare, resume
 
 __all__ = [

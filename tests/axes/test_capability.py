@@ -29,7 +29,7 @@ from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate
 from fidelab.results.axis_record import Axes, OtherAxis
-from fidelab.results.panels import TablePanel, Texts
+from fidelab.results.plots import TablePlot, Texts
 from tests.capability.test_checks import PROGRAMS
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
@@ -150,7 +150,7 @@ def _figures(axis: OtherAxis) -> dict[str, float | None]:
 
 
 def _table(axis: OtherAxis, title: str = "All checks") -> dict[Any, dict[str, Any]]:
-    [table] = [panel for panel in axis.panels if isinstance(panel, TablePanel) and panel.title == title]
+    [table] = [panel for panel in axis.panels if isinstance(panel, TablePlot) and panel.title == title]
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 

@@ -27,7 +27,7 @@ from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model
 from fidelab.probes import Generate
-from fidelab.results.panels import Curve, TablePanel
+from fidelab.results.plots import Curve, TablePlot
 from tests.runs.harness import Done, cli, write_inputs
 
 V, LENGTH, STOP = 8192, 400, 0
@@ -176,7 +176,7 @@ def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) 
     panels = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).figures["panels"]
     curve, table = panels[:2]
     assert isinstance(curve, Curve)
-    assert isinstance(table, TablePanel)
+    assert isinstance(table, TablePlot)
     clean = dict(zip(curve.x, curve.y, strict=True))
     assert (clean[100.0], clean[200.0], clean[400.0]) == (1.0, 7 / 8, 6 / 8)
     assert table.rows[1] == (1, LENGTH, None, "clean", LENGTH, 200, "loop", "yes")

@@ -26,7 +26,7 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.probes import Forced, Generate, Probe
-from fidelab.results.panels import Curve
+from fidelab.results.plots import Curve
 from tests.runs.harness import Done, cli, write_inputs
 
 V = 8

@@ -28,7 +28,7 @@ from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Axes, OtherAxis
-from fidelab.results.panels import TablePanel, Texts
+from fidelab.results.plots import TablePlot, Texts
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
 
@@ -282,7 +282,7 @@ def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path
     ref = [f"{i} it is.\n#### {i}" for i in range(12)]
     test = [f"{i} it is.\n#### {i if i < 2 else 99}" for i in range(12)]
     table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).figures["panels"]
-    assert isinstance(table, TablePanel)
+    assert isinstance(table, TablePlot)
     assert table.rows[1] == ("p1", "1", "1", "1", "both right")
     assert table.rows[2] == ("p2", "2", "2", "99", "lost")
     assert len(table.rows) == 12

@@ -28,7 +28,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Axes, OtherAxis
-from fidelab.results.panels import TablePanel, Texts
+from fidelab.results.plots import TablePlot, Texts
 from tests.runs.harness import Done, cli, write_inputs
 
 PIECES = [f"<0x{i:02X}>" for i in range(256)]
@@ -119,7 +119,7 @@ def _figure(score: AxisScore, name: str) -> Any:
 
 
 def _rows(score: AxisScore) -> dict[Any, dict[str, Any]]:
-    [table] = [panel for panel in score.figures["panels"] if isinstance(panel, TablePanel)]
+    [table] = [panel for panel in score.figures["panels"] if isinstance(panel, TablePlot)]
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
@@ -308,7 +308,7 @@ def test_the_answers_with_the_largest_excess_are_shown_first_and_eight_at_most(t
 
 def test_answers_that_moved_no_more_than_the_references_are_not_shown(tmp_path: Path) -> None:
     score = _score(_pair(tmp_path, {(0, "typo"): 3, (1, "typo"): 2}, {(0, "typo"): 1, (1, "typo"): 2}))
-    assert [type(panel) for panel in score.figures["panels"]] == [TablePanel]
+    assert [type(panel) for panel in score.figures["panels"]] == [TablePlot]
 
 
 def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> 
     file.unlink()
     score = _score(pair)
     assert score.figures["score"] < 100
-    assert [type(panel) for panel in score.figures["panels"]] == [TablePanel]
+    assert [type(panel) for panel in score.figures["panels"]] == [TablePlot]
 
 
 # --------------------------------------------------------------------------------------- the questions

@@ -23,7 +23,7 @@ from fidelab.inputs.needles import draw_needles
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate
-from fidelab.results.panels import Heatmap, TablePanel, Texts
+from fidelab.results.plots import Heatmap, TablePlot, Texts
 from fidelab.run import capture
 from tests.runs.harness import Done, cli
 
@@ -278,7 +278,7 @@ def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path
     ref, test = [True] * 15 + [False] * 3, [True] * 9 + [False] * 3 + [True] * 6
     heat, table, texts = _score(tmp_path, axis, ref, test).figures["panels"]
     assert isinstance(heat, Heatmap)
-    assert isinstance(table, TablePanel)
+    assert isinstance(table, TablePlot)
     assert isinstance(texts, Texts)
     assert (heat.y, heat.x) == (("600", "700"), ("0.1", "0.5", "0.9"))
     assert [grid.values for grid in heat.grids] == [

@@ -15,7 +15,7 @@ from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
 from fidelab.metrics.intervals import binomial_interval
 from fidelab.results.axis_record import OtherAxis
-from fidelab.results.panels import Heatmap, TablePanel
+from fidelab.results.plots import Heatmap, TablePlot
 from fidelab.results.record import ArmRecord, Report
 from tests.imports.sample import (
     DIVERGED,
@@ -49,7 +49,7 @@ def other(arm: ArmRecord, name: str) -> OtherAxis:
 def compared(arm: ArmRecord) -> dict[str, tuple[Any, ...]]:
     """Figure → (in the file, by REFRACT's definition, by ours, agrees)."""
     panel = other(arm, "refract").panels[0]
-    assert isinstance(panel, TablePanel)
+    assert isinstance(panel, TablePlot)
     return {str(name): tuple(rest) for name, *rest in panel.rows}
 
 

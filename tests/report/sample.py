@@ -11,7 +11,7 @@ import numpy as np
 
 from fidelab.core import Estimator, KVSpec, Status
 from fidelab.results.axis_record import Axes, Bins, Excess, KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.panels import Divergence
+from fidelab.results.plots import Divergence
 from fidelab.results.record import ArmRecord, Composite, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis

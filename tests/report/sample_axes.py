@@ -6,7 +6,7 @@ from typing import Any
 
 from fidelab.core import Status
 from fidelab.results.axis_record import Excess, Figure, OtherAxis
-from fidelab.results.panels import Curve, Divergence, Grid, Heatmap, TablePanel, TextPair, Texts
+from fidelab.results.plots import Curve, Divergence, Grid, Heatmap, TablePlot, TextPair, Texts
 
 HOSTILE = (
     "</script><script>alert(1);document.title='owned'</script>"
@@ -84,7 +84,7 @@ def plad_axis() -> OtherAxis:
         score=96.5,
         figures=(Figure(name="mean excess", value=-0.0031, ci=(-0.01, 0.004), unit="ratio"),),
         panels=(
-            TablePanel(
+            TablePlot(
                 title="by perturbation",
                 columns=("perturbation", "cell", "skipped"),
                 rows=(("typo", 60.6531, 0), ("case", 9.5, 12), ("punct", None, 3)),
@@ -117,8 +117,8 @@ def odd_axis(name: str) -> OtherAxis:
             Curve(**words, key="empty", x=(), y=()),
             Curve(**words, key="gaps", x=(0, 1), y=(None, None), log_x=True, log_y=True),
             Curve(**words, key="extreme", x=(-1e308, 1e308), y=(-1e308, 1e308)),
-            TablePanel(title=name, columns=(), rows=((),)),
-            TablePanel(title=name, columns=(name, name), rows=((1e-300, None), (-5, "text"))),
+            TablePlot(title=name, columns=(), rows=((),)),
+            TablePlot(title=name, columns=(name, name), rows=((1e-300, None), (-5, "text"))),
             Texts(title=name, pairs=()),
         ),
     )
@@ -143,7 +143,7 @@ def hostile_axis() -> OtherAxis:
                 note=HOSTILE,
             ),
             Curve(key=HOSTILE, title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, x=(1, 2), y=(1, 2)),
-            TablePanel(title=HOSTILE, columns=(HOSTILE, "n"), rows=((HOSTILE, 1),), note=HOSTILE),
+            TablePlot(title=HOSTILE, columns=(HOSTILE, "n"), rows=((HOSTILE, 1),), note=HOSTILE),
             Texts(
                 title=HOSTILE,
                 pairs=(TextPair(label=HOSTILE, reference=HOSTILE, candidate=HOSTILE, note=HOSTILE),),

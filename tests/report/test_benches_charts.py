@@ -15,7 +15,7 @@ from fidelab.report.bars import Stack, draw_bars
 from fidelab.report.bench_charts import bench_plots
 from fidelab.report.charts import Chart, Line, Size, draw_lines
 from fidelab.report.labels import LETTER
-from fidelab.report.plots import Plot
+from fidelab.report.plots import Drawing
 from fidelab.report.scales import Axis, Scale
 from fidelab.results.axis_record import Axes
 from fidelab.results.bench_record import Prefill, SpeedCell
@@ -27,7 +27,7 @@ from tests.report.sample_benches import bench_report, load_cell, memory, rich_re
 SIZE = Size(560, 330, labels=False)
 
 
-def plot_of(report: Report, bench: str, key: str) -> Plot:
+def plot_of(report: Report, bench: str, key: str) -> Drawing:
     """The plot of this name."""
     return next(plot for plot in bench_plots(report)[bench] if plot.key == key)
 

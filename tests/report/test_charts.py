@@ -16,7 +16,7 @@ from fidelab.report.heatmap import colour, contrast, draw_grid, ink
 from fidelab.report.labels import LETTER, spread
 from fidelab.report.scales import Axis, Scale, scale_for
 from fidelab.report.view import Point
-from fidelab.results.panels import Grid, Heatmap
+from fidelab.results.plots import Grid, Heatmap
 
 SIZE = Size(560, 330)
 positive = st.floats(1e-9, 1e3)

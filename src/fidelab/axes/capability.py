@@ -25,7 +25,7 @@ from fidelab.errors import InputError
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
 from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Figure
-from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
+from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 __all__ = ["Capability"]
 
@@ -242,9 +242,9 @@ def _shares(interval: tuple[float, float]) -> tuple[float, float]:
     return interval[0] / 100, interval[1] / 100
 
 
-def _panels(results: Sequence[Result]) -> Iterator[Panel]:
+def _panels(results: Sequence[Result]) -> Iterator[Plot]:
     by_kind = [(kind, [r.outcome for r in results if r.check.kind == kind]) for kind in KINDS]
-    yield TablePanel(
+    yield TablePlot(
         title="Checks by kind",
         columns=("kind", "lost", "gained", "both pass", "both fail", "unusable", "not applicable"),
         rows=tuple(
@@ -254,7 +254,7 @@ def _panels(results: Sequence[Result]) -> Iterator[Panel]:
         ),
         note="Lost: the reference passes, the candidate does not.",
     )
-    yield TablePanel(
+    yield TablePlot(
         title="All checks",
         columns=("check", "outcome", "expected", "reference", "candidate", "reason"),
         rows=tuple(

@@ -31,7 +31,7 @@ from fidelab.metrics.degeneration import (
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
 from fidelab.probes import Generate
 from fidelab.results.axis_record import Figure
-from fidelab.results.panels import Curve, TablePanel, TextPair, Texts
+from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
 __all__ = ["Degeneration"]
 
@@ -231,12 +231,12 @@ def _curve(items: Sequence[_Item], pair: Pair) -> Curve:
     )
 
 
-def _table(items: Sequence[_Item]) -> TablePanel:
+def _table(items: Sequence[_Item]) -> TablePlot:
     def cells(text: _Text) -> tuple[int | str | None, ...]:
         onset = text.onset
         return (len(text.ids), onset.at, onset.kind) if onset else (len(text.ids), None, "clean")
 
-    return TablePanel(
+    return TablePlot(
         title="Onset by prompt",
         columns=("prompt", "reference tokens", "onset", "kind", "candidate tokens", "onset", "kind", "earlier"),
         rows=tuple((i.number, *cells(i.ref), *cells(i.test), "yes" if i.harmed else "no") for i in items),

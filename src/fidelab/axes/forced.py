@@ -24,7 +24,7 @@ from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, kld_score, summarise_kl
 from fidelab.probes import Forced, Generate, Probe
 from fidelab.results.axis_record import Figure
-from fidelab.results.panels import Curve
+from fidelab.results.plots import Curve
 
 __all__ = ["ForcedDecode", "greedy_probe"]
 

@@ -27,7 +27,7 @@ from fidelab.metrics.intervals import (
 )
 from fidelab.probes import Generate
 from fidelab.results.axis_record import Figure
-from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
+from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 __all__ = ["GSM8K"]
 
@@ -228,12 +228,12 @@ def _harm(difference: PairedDifference | None) -> tuple[str, ...]:
     return (f"GSM8K accuracy falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)
 
 
-def _panels(items: Sequence[_Item]) -> list[Panel]:
+def _panels(items: Sequence[_Item]) -> list[Plot]:
     rows = [
         (item.id, _shown(item.gold), _shown(item.ref.value), _shown(item.test.value), item.outcome) for item in items
     ]
     lost = [item for item in items if item.outcome == "lost"]
-    table = TablePanel(
+    table = TablePlot(
         title="GSM8K, problem by problem",
         columns=("id", "right answer", "reference", "candidate", "outcome"),
         rows=tuple(rows),

@@ -27,7 +27,7 @@ from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
 from fidelab.probes import Prefill, Probe
 from fidelab.results.axis_record import Figure
-from fidelab.results.panels import Curve
+from fidelab.results.plots import Curve
 
 __all__ = ["Perplexity"]
 

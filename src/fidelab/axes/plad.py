@@ -23,7 +23,7 @@ from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ig
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.probes import Generate, Probe, Tokens
 from fidelab.results.axis_record import Figure
-from fidelab.results.panels import TablePanel, TextPair, Texts
+from fidelab.results.plots import TablePlot, TextPair, Texts
 
 __all__ = ["PLAD"]
 
@@ -301,7 +301,7 @@ class _Summary:
 # ----------------------------------------------------------------------------------------------- panels
 
 
-def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> TablePanel:
+def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> TablePlot:
     rows = []
     for name, left in skipped.items():
         mine = [cell for cell in cells if cell.perturbation == name]
@@ -310,7 +310,7 @@ def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> Tab
         shares = (found.ref, found.test, found.excess, low, high)
         percent = [None if share is None else 100.0 * share for share in shares]
         rows.append((name, found.n, found.score, *percent, found.p, len(mine) - found.n, left))
-    return TablePanel(
+    return TablePlot(
         title="By perturbation",
         columns=(
             *("perturbation", "cells", "score", "reference drift, %", "candidate drift, %", "excess, points"),

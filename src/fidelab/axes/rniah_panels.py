@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fidelab.inputs.needles import Style
-from fidelab.results.panels import Grid, Heatmap, Panel, TablePanel, TextPair, Texts
+from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot, TextPair, Texts
 
 __all__ = ["Place", "Trial", "needle_panels"]
 
@@ -36,7 +36,7 @@ class Trial:
         return self.length, self.position
 
 
-def needle_panels(trials: Sequence[Trial], style: Style) -> list[Panel]:
+def needle_panels(trials: Sequence[Trial], style: Style) -> list[Plot]:
     """Accuracies by length and position, by length, and what was answered where a needle was lost."""
     found: dict[Place, tuple[float, float]] = {}
     for place in {trial.place for trial in trials if not trial.failed}:
@@ -45,7 +45,7 @@ def needle_panels(trials: Sequence[Trial], style: Style) -> list[Panel]:
         found[place] = base, cand
     lengths = sorted({trial.length for trial in trials})
     positions = sorted({trial.position for trial in trials})
-    panels: list[Panel] = [_heatmap(found, lengths, positions), _table(found, lengths, style)]
+    panels: list[Plot] = [_heatmap(found, lengths, positions), _table(found, lengths, style)]
     lost = [t for t in trials if t.cand < t.base and not t.failed]
     if lost:
         shown = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
@@ -77,7 +77,7 @@ def _heatmap(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int],
     )
 
 
-def _table(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePanel:
+def _table(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePlot:
     rows = []
     for length in lengths:
         here = np.array([both for (of, _), both in found.items() if of == length]).reshape(-1, 2)
@@ -85,7 +85,7 @@ def _table(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], s
         difference = None if base is None or cand is None else 100 * (cand - base)
         rows.append((length, f"{int((here[:, 0] > 0).sum())} of {len(here)}", base, cand, difference))
     asked = "as a sentence to complete" if style == "cloze" else "as a question"
-    return TablePanel(
+    return TablePlot(
         title="Accuracy by prompt length",
         columns=("length (tokens)", "informative cells", "reference", "candidate", "difference (points)"),
         rows=tuple(rows),

@@ -17,8 +17,8 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from fidelab.core import Status
 from fidelab.probes import Timed, Tokens
-from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_values import Flag
+from fidelab.results.values import Outcome
 
 __all__ = ["Answers", "Bench", "BenchInputs", "BenchSettings", "Counts", "Facts", "Question", "limit_of", "unsteady"]
 

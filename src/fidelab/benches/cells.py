@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.results.axis_record import Outcome
+from fidelab.results.values import Outcome
 
 __all__ = ["outcome_of"]
 

@@ -11,8 +11,8 @@ from fidelab.benches.base import Answers, Bench, BenchInputs, Facts, LiveSetting
 from fidelab.benches.cells import outcome_of
 from fidelab.core import Status
 from fidelab.results import bench_record
-from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_record import MemoryPoint
+from fidelab.results.values import Outcome
 
 __all__ = ["Memory", "MemorySettings"]
 

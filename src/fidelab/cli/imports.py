@@ -145,10 +145,10 @@ def _show_comparison(imported: Imported) -> None:
 
     from fidelab.imports.refract import AXIS
     from fidelab.report.numbers import ABSENT, one_line
-    from fidelab.results.panels import TablePanel
+    from fidelab.results.plots import TablePlot
 
     panel = imported.report.candidates[0].axes.others()[AXIS].panels[0]
-    assert isinstance(panel, TablePanel)
+    assert isinstance(panel, TablePlot)
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own
         console = Console(width=100)

@@ -19,7 +19,7 @@ from fidelab.metrics.composite import AXES, BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
 from fidelab.report.numbers import format_kld
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.panels import TablePanel
+from fidelab.results.plots import TablePlot
 from fidelab.results.record import ArmRecord, Composite, KVFormats
 
 __all__ = ["AXIS", "import_refract"]
@@ -111,9 +111,9 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
     return lines, Composite(value=mine.value, band=None if mine.band is None else mine.band.value)
 
 
-def _comparison(lines: list[Line]) -> TablePanel:
+def _comparison(lines: list[Line]) -> TablePlot:
     said = {True: "yes", False: "no", None: ""}
-    return TablePanel(
+    return TablePlot(
         title="REFRACT's figures, computed again",
         columns=("figure", "in the file", "REFRACT's definition", "fidelab's definition", "file agrees"),
         rows=tuple((line.name, line.stated, line.again, line.ours, said[line.agrees]) for line in lines),

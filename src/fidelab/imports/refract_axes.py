@@ -32,7 +32,7 @@ from fidelab.metrics.drift import LOWEST_CELL, cell_scores, sign_test
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
 from fidelab.results.axis_record import Figure, KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.panels import Grid, Heatmap, Panel, TablePanel
+from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
 
 __all__ = ["Line", "Recomputed", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
 
@@ -66,7 +66,7 @@ class Recomputed:
 
     record: KldAxis | TrajectoryAxis | OtherAxis
     lines: tuple[Line, ...]
-    panels: tuple[Panel, ...] = ()
+    panels: tuple[Plot, ...] = ()
     notes: tuple[str, ...] = field(default=())
 
 
@@ -149,14 +149,14 @@ def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> 
     return (f"lengths stated for {len(wrong)} of {len(pairs)} prompts are not those of their token ids: {shown}",)
 
 
-def _prompts_panel(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> TablePanel:
+def _prompts_panel(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> TablePlot:
     rows = tuple(
         (prompt["id"].text(), prompt["category"].text(), pair.prefix, pair.ref_length, pair.test_length, text[:120])
         for prompt, pair in zip(prompts, pairs, strict=True)
         for text in (prompt["prompt"].text(),)
     )
     columns = ("prompt", "category", "equal tokens", "reference's tokens", "candidate's tokens", "text")
-    return TablePanel(title="Trajectory by prompt", columns=columns, rows=rows)
+    return TablePlot(title="Trajectory by prompt", columns=columns, rows=rows)
 
 
 # -------------------------------------------------------------------------------------------------- kld
@@ -278,7 +278,7 @@ class _Cell:
     test: float
 
 
-def _cells_panels(cells: Sequence[_Cell]) -> tuple[Panel, ...]:
+def _cells_panels(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
     places = {(cell.length, cell.position): (cell.ref, cell.test) for cell in cells}
     if not places:
         return ()
@@ -362,12 +362,12 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
 
 def _kinds_panel(
     by_kind: dict[str, list[int]], drifts: Sequence[tuple[str, str, float, float]], scores: dict[str, float]
-) -> TablePanel:
+) -> TablePlot:
     rows: list[tuple[str | float, ...]] = []
     for kind, places in by_kind.items():
         refs, tests = [drifts[place][2] for place in places], [drifts[place][3] for place in places]
         rows.append((kind, len(places), float(np.mean(refs)), float(np.mean(tests)), scores[kind]))
-    return TablePanel(
+    return TablePlot(
         title="Perturbations",
         columns=("perturbation", "prompts", "reference's drift", "candidate's drift", "score"),
         rows=tuple(rows),

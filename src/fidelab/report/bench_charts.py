@@ -11,7 +11,7 @@ from fidelab.report.bench_tables import labels_of
 from fidelab.report.charts import Line, Size, draw_lines, line_style
 from fidelab.report.labels import shorten
 from fidelab.report.numbers import MIB, format_tokens, one_line
-from fidelab.report.plots import MOST_LABELS, NARROW, WIDE, Plot
+from fidelab.report.plots import MOST_LABELS, NARROW, WIDE, Drawing
 from fidelab.report.scales import Axis
 from fidelab.report.serving import counts
 from fidelab.report.view import arm_id
@@ -65,7 +65,7 @@ class _Series:
 Cells = Sequence[tuple[_Arm, Sequence[LoadCell]]]
 
 
-def bench_plots(report: Report) -> dict[str, list[Plot]]:
+def bench_plots(report: Report) -> dict[str, list[Drawing]]:
     """Bench → its plots, where there is something to draw."""
     given = [("reference", report.reference), *(("candidate", record) for record in report.candidates)]
     first, *names = labels_of(given)
@@ -90,14 +90,14 @@ def bench_plots(report: Report) -> dict[str, list[Plot]]:
 # ------------------------------------------------------------------------------------------------ offline benches
 
 
-def _prefill(arms: Sequence[_Arm]) -> Plot | None:
+def _prefill(arms: Sequence[_Arm]) -> Drawing | None:
     found = [(arm, arm.record.benches.prefill.cells if arm.record.benches.prefill else ()) for arm in arms]
     series = [part for arm, cells in found for part in _speeds(arm, cells)]
     caption = "Median of the repeats; shaded from the slowest to the fastest."
     return _against_tokens("prefill", "Prefill against prompt length", caption, series, "prompt, tokens", "tok/s")
 
 
-def _decode(arms: Sequence[_Arm]) -> Plot | None:
+def _decode(arms: Sequence[_Arm]) -> Drawing | None:
     found = [(arm, arm.record.benches.decode.cells if arm.record.benches.decode else ()) for arm in arms]
     series = [part for arm, cells in found for part in _speeds(arm, cells)]
     caption = (
@@ -126,12 +126,12 @@ def _texts(flags: Iterator[Flag]) -> str:
     return "; ".join(one_line(flag.text) for flag in flags)
 
 
-def _cache(arms: Sequence[_Arm]) -> Plot | None:
+def _cache(arms: Sequence[_Arm]) -> Drawing | None:
     series = list(_sizes(arms, lambda point: point.kv_bytes))
     return _sized("cache", "KV cache against context", "Measured bytes per token, times tokens.", series)
 
 
-def _peak(arms: Sequence[_Arm]) -> Plot | None:
+def _peak(arms: Sequence[_Arm]) -> Drawing | None:
     points = [point for arm in arms if arm.record.benches.memory for point in arm.record.benches.memory.points]
     device = bool(points) and all(point.peak_device_bytes is not None for point in points)
     series = list(_sizes(arms, lambda point: point.peak_device_bytes if device else point.peak_host_bytes))
@@ -147,18 +147,18 @@ def _sizes(arms: Sequence[_Arm], size: Callable[[MemoryPoint], float | None]) ->
             yield _Series(arm, batch, f"batch {batch}", tuple(_Point(n, y / MIB) for n, y in found if y is not None))
 
 
-def _sized(key: str, title: str, caption: str, series: Sequence[_Series]) -> Plot | None:
+def _sized(key: str, title: str, caption: str, series: Sequence[_Series]) -> Drawing | None:
     return _against_tokens(key, title, caption, series, "tokens in the cache, per sequence", "MiB")
 
 
 def _against_tokens(
     key: str, title: str, caption: str, series: Sequence[_Series], x_label: str, y_label: str
-) -> Plot | None:
+) -> Drawing | None:
     x = _axis(x_label, [point.x for part in series for point in part.points], lambda value: format_tokens(int(value)))
     return _lines(key, title, caption, series, x, Axis(y_label, low=0.0))
 
 
-def _startup(arms: Sequence[_Arm]) -> Plot | None:
+def _startup(arms: Sequence[_Arm]) -> Drawing | None:
     splits = [
         (arm, kind, split)
         for arm in arms
@@ -184,13 +184,13 @@ def _startup(arms: Sequence[_Arm]) -> Plot | None:
         "From the process' start to the first token, medians of the parts. Cold: the weight files were not in the page "
         "cache. The figure is the median of the whole, which the parts' medians need not sum up to."
     )
-    return Plot("startup", "Where the start-up time goes", caption, (wide, narrow), legend)
+    return Drawing("startup", "Where the start-up time goes", caption, (wide, narrow), legend)
 
 
 # -------------------------------------------------------------------------------------------------------- serving
 
 
-def _serving(arms: Sequence[_Arm]) -> Iterator[Plot | None]:
+def _serving(arms: Sequence[_Arm]) -> Iterator[Drawing | None]:
     """Closed loop against concurrency, open loop against the request rate, and output against latency."""
     cells = [(arm, arm.record.benches.serving.cells if arm.record.benches.serving else ()) for arm in arms]
     closed = [(arm, [c for c in found if c.concurrency is not None and c.request_rate is None]) for arm, found in cells]
@@ -204,7 +204,7 @@ def _serving(arms: Sequence[_Arm]) -> Iterator[Plot | None]:
 
 def _against_load(
     suffix: str, cells: Cells, against: str, label: str, load: Callable[[LoadCell], float | None]
-) -> list[Plot | None]:
+) -> list[Drawing | None]:
     """Output rate, time per output token, time to the first token."""
     plots = []
     for key, title, y_label, value in (
@@ -218,7 +218,7 @@ def _against_load(
     return plots
 
 
-def _latency(cells: Cells) -> Plot | None:
+def _latency(cells: Cells) -> Drawing | None:
     """What more throughput costs: time per output token, or to the first one where no answer had two."""
     name, latency = ("TPOT", _tpot)
     if all(_tpot(cell) is None for _, found in cells for cell in found):
@@ -294,7 +294,7 @@ def _axis(label: str, values: Sequence[float], name: Callable[[float], str]) -> 
 
 def _lines(
     key: str, title: str, caption: str, series: Sequence[_Series], x: Axis, y: Axis, size: Size = WIDE
-) -> Plot | None:
+) -> Drawing | None:
     """Colour by arm and dashes by group; of a single arm, colour by group."""
     series = [part for part in series if part.points]
     if len({point.x for part in series for point in part.points}) < 2:
@@ -321,7 +321,7 @@ def _lines(
     else:
         legend = [(line.name, line.arm, line.style) for line in lines]
     note = HOLLOW if any(line.hollow for line in lines) else ""
-    return Plot(key, title, f"{caption} {note}".strip(), drawn, tuple(legend))
+    return Drawing(key, title, f"{caption} {note}".strip(), drawn, tuple(legend))
 
 
 def _line(part: _Series, name: str, style: str) -> Line:

@@ -19,10 +19,10 @@ from fidelab.report.numbers import (
     one_line,
 )
 from fidelab.report.tables import Table
-from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_record import Memory, MemoryPoint, SpeedCell, StartupSplit
 from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.record import ArmRecord
+from fidelab.results.values import Outcome
 
 __all__ = [
     "Arms",

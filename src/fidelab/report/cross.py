@@ -22,9 +22,9 @@ from fidelab.report.numbers import (
     one_line,
 )
 from fidelab.report.text import literal, wrap_name
-from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_values import Spread
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell
+from fidelab.results.values import Outcome
 
 __all__ = ["render_cross"]
 

@@ -11,7 +11,7 @@ from fidelab.errors import InputError
 from fidelab.report import plots
 from fidelab.report.bench_charts import bench_plots
 from fidelab.report.numbers import one_line
-from fidelab.report.plots import Plot
+from fidelab.report.plots import Drawing
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import Section, sections_of
 from fidelab.report.view import View, arm_id
@@ -27,15 +27,15 @@ REMEDY = f"{LEFT_OUT}; make them with: fidelab rescore RUN_DIR"
 class Gallery:
     """The plots by where they stand on the page; ``note``: why what single positions show is missing."""
 
-    frontier: Plot | None
-    kld: tuple[Plot, ...]
-    survival: Plot | None
-    sections: tuple[tuple[Section, tuple[Plot, ...]], ...]
-    benches: Mapping[str, list[Plot]]
+    frontier: Drawing | None
+    kld: tuple[Drawing, ...]
+    survival: Drawing | None
+    sections: tuple[tuple[Section, tuple[Drawing, ...]], ...]
+    benches: Mapping[str, list[Drawing]]
     measured: Mapping[str, ArmPositions]
     note: str
 
-    def plots(self) -> Iterator[Plot]:
+    def plots(self) -> Iterator[Drawing]:
         """In reading order."""
         yield from _present(self.frontier)
         yield from (plot for found in self.benches.values() for plot in found)
@@ -83,5 +83,5 @@ def _read(report: Report, path: Path | None) -> tuple[dict[str, ArmPositions], s
         return {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
 
 
-def _present(*found: Plot | None) -> tuple[Plot, ...]:
+def _present(*found: Drawing | None) -> tuple[Drawing, ...]:
     return tuple(plot for plot in found if plot is not None)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from fidelab.report.labels import LETTER, shorten
 from fidelab.report.numbers import ABSENT, MINUS
-from fidelab.results.panels import Grid, Heatmap
+from fidelab.results.plots import Grid, Heatmap
 
 __all__ = ["Cell", "HeatGrid", "colour", "draw_grid", "ink"]
 

@@ -20,7 +20,7 @@ __all__ = [
     "MOST_LABELS",
     "NARROW",
     "WIDE",
-    "Plot",
+    "Drawing",
     "confidence",
     "curves",
     "frontier",
@@ -39,7 +39,7 @@ KLD = "mean KL, nats"
 
 
 @dataclass(frozen=True)
-class Plot:
+class Drawing:
     """One figure: its wide and its narrow drawing, and a legend of (name, id, style); ``key`` names its file.
 
     An entry without an id stands for no single arm.
@@ -57,7 +57,7 @@ class Plot:
         return self.charts[0].size.labels
 
 
-def frontier(report: Report, view: View) -> Plot | None:
+def frontier(report: Report, view: View) -> Drawing | None:
     """Mean KL against cache bytes per token; ``None`` where no arm has both."""
     wide, narrow = (
         draw_frontier(view.points, size, bands=_bands(report, size), rules=RULES, reference=view.reference)
@@ -71,10 +71,10 @@ def frontier(report: Report, view: View) -> Plot | None:
     )
     if any(point.mean == 0 for point in view.points):
         caption += " Hollow: exactly 0."
-    return Plot("frontier", "Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
+    return Drawing("frontier", "Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
 
 
-def position(report: Report) -> Plot | None:
+def position(report: Report) -> Drawing | None:
     """Mean KL by position in the window."""
     return _binned(
         "position",
@@ -86,7 +86,7 @@ def position(report: Report) -> Plot | None:
     )
 
 
-def confidence(report: Report) -> Plot | None:
+def confidence(report: Report) -> Drawing | None:
     """Mean KL by the reference's confidence."""
     return _binned(
         "confidence",
@@ -98,7 +98,7 @@ def confidence(report: Report) -> Plot | None:
     )
 
 
-def tail(report: Report, positions: Mapping[str, ArmPositions], names: Mapping[str, str]) -> Plot | None:
+def tail(report: Report, positions: Mapping[str, ArmPositions], names: Mapping[str, str]) -> Drawing | None:
     """Share of positions whose KL exceeds x; ``names``: id → the arm's name in the file."""
     found = {arm: positions[name] for arm, name in names.items() if name in positions and positions[name].above.any()}
     if not found:
@@ -126,7 +126,7 @@ def tail(report: Report, positions: Mapping[str, ArmPositions], names: Mapping[s
     )
 
 
-def survival(report: Report) -> Plot | None:
+def survival(report: Report) -> Drawing | None:
     """Share of prompts whose greedy text is still the reference's after n tokens."""
     found = {name: axes.trajectory.survival for name, axes in _measured(report).items() if axes.trajectory}
     lines = [
@@ -146,7 +146,7 @@ def survival(report: Report) -> Plot | None:
     )
 
 
-def curves(group: Curves) -> Plot | None:
+def curves(group: Curves) -> Drawing | None:
     """A chart of an axis' own."""
     return _plot(slug(group.title), group.title, "", group.lines, group.x, group.y)
 
@@ -190,7 +190,7 @@ def _bands(report: Report, size: Size) -> list[Band]:
 
 def _binned(
     key: str, report: Report, found: Mapping[str, Bins | None], title: str, x: Axis, caption: str
-) -> Plot | None:
+) -> Drawing | None:
     lines = []
     for name, arm, style, role in role_arms(report):
         bins = found.get(arm)
@@ -212,7 +212,7 @@ def _plot(
     rules: Sequence[Rule] = (),
     stairs: bool = False,
     labels: bool = True,
-) -> Plot | None:
+) -> Drawing | None:
     """Both drawings; few lines are named where they end, many in a legend.  ``report``: whose bands are drawn."""
     if not lines:
         return None
@@ -222,4 +222,4 @@ def _plot(
         for size in (wide, NARROW)
     )
     legend = tuple((line.name, line.arm, line.style) for line in lines)
-    return Plot(key, title, caption, (drawn[0], drawn[1]), legend)
+    return Drawing(key, title, caption, (drawn[0], drawn[1]), legend)

@@ -21,7 +21,7 @@ from fidelab.report.scales import Axis
 from fidelab.report.tables import Table
 from fidelab.report.view import arm_id
 from fidelab.results.axis_record import OtherAxis
-from fidelab.results.panels import Curve, Divergence, Heatmap, Panel, TablePanel, TextPair, Texts
+from fidelab.results.plots import Curve, Divergence, Heatmap, Plot, TablePlot, TextPair, Texts
 from fidelab.results.record import Report
 
 __all__ = ["Curves", "Fork", "Section", "Shown", "forks_of", "role_arms", "sections_of", "table_of"]
@@ -58,7 +58,7 @@ class Shown:
 
     name: str
     heatmaps: tuple[Heatmap, ...]
-    tables: tuple[TablePanel, ...]
+    tables: tuple[TablePlot, ...]
     texts: tuple[Texts, ...]
 
 
@@ -118,7 +118,7 @@ def forks_of(divergences: Sequence[Divergence]) -> tuple[Fork, ...]:
     return tuple(_fork(divergence) for divergence in divergences)
 
 
-def table_of(panel: TablePanel) -> Table:
+def table_of(panel: TablePlot) -> Table:
     """A panel's cells as text; numbers with three significant digits, whole ones in full."""
     rows = tuple(tuple(_cell(cell) for cell in row) for row in panel.rows)
     return Table("panel", one_line(panel.title), tuple(one_line(name) for name in panel.columns), rows)
@@ -200,11 +200,11 @@ def _curves(entries: Sequence[_Entry]) -> list[Curves]:
 
 
 def _shown(entry: _Entry) -> Shown:
-    panels: tuple[Panel, ...] = entry.axis.panels
+    panels: tuple[Plot, ...] = entry.axis.panels
     return Shown(
         entry.name,
         tuple(_lined(panel) for panel in panels if isinstance(panel, Heatmap)),
-        tuple(panel for panel in panels if isinstance(panel, TablePanel)),
+        tuple(panel for panel in panels if isinstance(panel, TablePlot)),
         tuple(_readable(panel) for panel in panels if isinstance(panel, Texts)),
     )
 

@@ -20,7 +20,7 @@ from markupsafe import Markup
 from fidelab.errors import OutputError, UsageError
 from fidelab.report.gallery import gallery_of
 from fidelab.report.labels import LETTER
-from fidelab.report.plots import Plot
+from fidelab.report.plots import Drawing
 from fidelab.report.view import build_view
 from fidelab.results.record import Report
 
@@ -66,7 +66,7 @@ def _free(key: str, taken: Mapping[str, str]) -> str:
     return next(name for name in (key, *(f"{key}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
 
 
-def _draw(plot: Plot, width: int) -> str:
+def _draw(plot: Drawing, width: int) -> str:
     chart = plot.charts[0]
     legend = list(_legend(() if plot.labelled else plot.legend, chart.size.width, TOP + chart.size.height))
     tall = TOP + chart.size.height + (legend[-1][1] - TOP - chart.size.height + ROW if legend else 0)

@@ -2,78 +2,35 @@
 
 from __future__ import annotations
 
-import json
-from typing import Annotated, Any, Literal, Self
+from typing import Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from fidelab.core import Estimator, Status
-from fidelab.results.panels import Divergence, Panel, Record
+from fidelab.core import Estimator
+from fidelab.results.plots import Divergence, Plot
+from fidelab.results.values import (
+    NEEDS_REASON,
+    Count,
+    FreeDict,
+    Interval,
+    Nats,
+    OpenInterval,
+    Outcome,
+    Record,
+    Score,
+    Share,
+)
 
 __all__ = [
     "Axes",
     "Bins",
-    "Count",
     "Excess",
     "Figure",
-    "Free",
-    "FreeDict",
-    "Interval",
     "KldAxis",
     "KldContext",
-    "OpenInterval",
     "OtherAxis",
-    "Outcome",
-    "Score",
     "TrajectoryAxis",
 ]
-
-
-def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
-    if interval[0] > interval[1]:
-        raise ValueError(f"the lower bound {interval[0]} lies above the upper bound {interval[1]}")
-    return interval
-
-
-def _open_ordered(interval: tuple[float, float | None]) -> tuple[float, float | None]:
-    low, high = interval
-    return (low, high) if high is None else _ordered((low, high))
-
-
-def _strict_json(value: Any) -> Any:
-    """The value as JSON gives it back (tuples become lists); what JSON cannot hold is refused."""
-    try:
-        text = json.dumps(value, allow_nan=False, ensure_ascii=False)
-        text.encode()  # lone surrogates
-    except (TypeError, RecursionError) as error:
-        raise ValueError(str(error)) from None
-    return json.loads(text)
-
-
-Score = Annotated[float, Field(ge=0, le=100)]
-Share = Annotated[float, Field(ge=0, le=1)]
-Nats = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=0)]
-Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
-OpenInterval = Annotated[tuple[float, float | None], AfterValidator(_open_ordered)]
-"""An interval whose upper end may be missing: without limit."""
-Free = Annotated[Any, AfterValidator(_strict_json)]
-FreeDict = Annotated[dict[str, Any], AfterValidator(_strict_json)]
-
-NEEDS_REASON = frozenset({Status.FAILED, Status.NOT_ENGAGED, Status.NOT_SUPPORTED, Status.NOT_MEASURABLE})
-
-
-class Outcome(Record):
-    status: Status
-    """How it ended."""
-    reason: str | None = None
-    """Why, in one line; always there when the status is neither ok nor identical."""
-
-    @model_validator(mode="after")
-    def _explained(self) -> Self:
-        if self.status in NEEDS_REASON and not (self.reason or "").strip():
-            raise ValueError(f"status {self.status.value!r} needs a reason")
-        return self
 
 
 class Excess(Record):
@@ -245,7 +202,7 @@ class OtherAxis(_Axis):
     """Items asked."""
     figures: tuple[Figure, ...] = ()
     """What was measured, the most telling first."""
-    panels: tuple[Panel, ...] = ()
+    panels: tuple[Plot, ...] = ()
     """What there is to see."""
     details: FreeDict = Field(default_factory=dict)
     """Further data, named by the axis."""

@@ -9,10 +9,9 @@ from typing import Annotated
 
 from pydantic import Field
 
-from fidelab.results.axis_record import Count, Outcome
 from fidelab.results.bench_values import Flag, Positive, Spread
-from fidelab.results.panels import Record
 from fidelab.results.serving_record import Serving
+from fidelab.results.values import Count, Outcome, Record
 
 __all__ = [
     "Benches",

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from fidelab.metrics.latency import Rate, is_steady
-from fidelab.results.panels import Record
+from fidelab.results.values import Record
 
 __all__ = [
     "Flag",

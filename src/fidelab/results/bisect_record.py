@@ -12,9 +12,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AwareDatetime, Field
 
-from fidelab.results.axis_record import Count, FreeDict, Outcome
-from fidelab.results.panels import Record
 from fidelab.results.record import KVFormats, Ran, write_atomically
+from fidelab.results.values import Count, FreeDict, Outcome, Record
 
 __all__ = ["BISECT", "SCHEMA", "BisectArm", "BisectReport", "Errors", "LayerRow"]
 

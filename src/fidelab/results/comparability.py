@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from fidelab.results.axis_record import Free
 from fidelab.results.metric import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, Metric
-from fidelab.results.panels import Record
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import Free, Record
 
 __all__ = ["COUNTED", "Difference", "beside", "fields", "same_place"]
 

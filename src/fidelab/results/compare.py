@@ -34,12 +34,12 @@ from fidelab.metrics.change import (
     judge_values,
     log_ratio,
 )
-from fidelab.results.axis_record import Interval
 from fidelab.results.comparability import COUNTED, beside, fields, same_place
 from fidelab.results.diff_record import Basis, Diff, MetricChange, Outcome, Refusal, Side, Thresholds
 from fidelab.results.flatten import Flat, flatten
 from fidelab.results.metric import CACHE, Key, Metric
 from fidelab.results.record import Report
+from fidelab.results.values import Interval
 
 __all__ = ["compare"]
 

@@ -11,10 +11,9 @@ from typing import Annotated, Final, Literal
 
 from pydantic import AwareDatetime, Field
 
-from fidelab.results.axis_record import Count, FreeDict, Interval, Outcome, Score
 from fidelab.results.bench_values import Positive, Spread
-from fidelab.results.panels import Record
 from fidelab.results.record import Composite, Ran, Verdict, write_atomically
+from fidelab.results.values import Count, FreeDict, Interval, Outcome, Record, Score
 
 __all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed"]
 

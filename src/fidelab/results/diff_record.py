@@ -9,11 +9,10 @@ from typing import Final, Literal
 from pydantic import AwareDatetime, Field
 
 from fidelab.metrics.change import Allowance
-from fidelab.results.axis_record import Count, Free, Interval
 from fidelab.results.bench_values import Positive
 from fidelab.results.comparability import Difference
 from fidelab.results.metric import Better, Limit, Unit
-from fidelab.results.panels import Record
+from fidelab.results.values import Count, Free, Interval, Record
 
 __all__ = ["SCHEMA", "Basis", "Diff", "MetricChange", "Outcome", "Refusal", "Side", "Thresholds"]
 

@@ -18,9 +18,10 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args
 
 from fidelab.errors import UsageError
-from fidelab.results.axis_record import Axes, Excess, Figure, Interval, OpenInterval, OtherAxis
+from fidelab.results.axis_record import Axes, Excess, Figure, OtherAxis
 from fidelab.results.bench_columns import bench_figures
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import Interval, OpenInterval
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 
 from fidelab.core import Estimator
 from fidelab.metrics.composite import AXES as COMPOSITE_AXES
-from fidelab.results.axis_record import NEEDS_REASON, Axes, Figure, Interval, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.axis_record import Axes, Figure, KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.flatten_benches import bench_metrics
 from fidelab.results.metric import CACHE, COMPOSITE, LIMITS, OVER_CONTROL, Better, Entry, Key, Metric, Unit, failure
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import NEEDS_REASON, Interval
 
 __all__ = ["Flat", "flatten"]
 

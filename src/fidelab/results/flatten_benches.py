@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_record import Benches, Memory, SpeedCell, Startup
 from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.metric import BENCH, LIMITS, Better, Entry, Metric, Unit, failure
 from fidelab.results.serving_record import Distribution, LoadCell, Saturation, Serving
+from fidelab.results.values import Outcome
 
 __all__ = ["bench_metrics"]
 

@@ -7,8 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from fidelab.metrics.isolation import Reach
-from fidelab.results.axis_record import Count, Interval
-from fidelab.results.panels import Record
+from fidelab.results.values import Count, Interval, Record
 
 __all__ = ["FactorEffect", "Isolation", "IsolationCell", "LevelShift", "Outcome"]
 

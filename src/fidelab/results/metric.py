@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from fidelab.results.axis_record import NEEDS_REASON, Interval, Outcome
+from fidelab.results.values import NEEDS_REASON, Interval, Outcome
 
 __all__ = [
     "BENCH",

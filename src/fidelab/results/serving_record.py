@@ -9,9 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fidelab.results.axis_record import Count, FreeDict, Interval, Outcome, Share
 from fidelab.results.bench_values import Flag, Positive
-from fidelab.results.panels import Record
+from fidelab.results.values import Count, FreeDict, Interval, Outcome, Record, Share
 
 __all__ = [
     "Arrival",

@@ -1,32 +1,20 @@
-"""What an axis shows beyond its figures: heat maps, curves, tables and texts side by side, as data.
+"""What an axis or a bench shows beyond its metrics: heat maps, curves, bars, tables and texts side by side, as data.
 
-An axis says what is to be seen, the report decides how it looks; so a third-party axis is shown like our own.
-Curves of one ``key`` are drawn into one chart, a line per arm, the control and the floor as bands.
+It says what is to be seen, the report decides how it looks; so what a third party measures is shown like our own.
+Curves of one ``key`` are drawn into one chart, a line per arm (and per ``series``), the control and the floor as bands.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
-__all__ = ["Curve", "Divergence", "Grid", "Heatmap", "Panel", "Record", "TablePanel", "TextPair", "Texts"]
+from fidelab.results.values import Record
+
+__all__ = ["Bars", "Curve", "Divergence", "Grid", "Heatmap", "Plot", "TablePlot", "TextPair", "Texts"]
 
 Cell = str | int | float | None
-
-
-class Record(BaseModel):
-    """Frozen, strict, without NaN: the base of everything in ``report.json``."""
-
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        use_attribute_docstrings=True,
-        json_schema_serialization_defaults_required=True,  # what is written names every field
-        validate_by_name=True,
-        validate_by_alias=True,
-    )
 
 
 class Grid(Record):
@@ -44,7 +32,7 @@ class Heatmap(Record):
     """Values over two categories, several grids with the same labels side by side."""
 
     kind: Literal["heatmap"] = "heatmap"
-    """Which panel this is."""
+    """Which plot this is."""
     title: str
     """What is shown, in a few words."""
     x_label: str
@@ -76,7 +64,7 @@ class Curve(Record):
     """One arm's line in a chart that all arms share."""
 
     kind: Literal["curve"] = "curve"
-    """Which panel this is."""
+    """Which plot this is."""
     key: str
     """Curves of one key share a chart."""
     title: str
@@ -93,19 +81,62 @@ class Curve(Record):
     """Logarithmic abscissa."""
     log_y: bool = False
     """Logarithmic ordinate."""
+    series: str = ""
+    """Which of an arm's lines in this chart, in words (``batch 4``); empty where an arm has one."""
+    caption: str = ""
+    """How to read the chart, one or two sentences; the first arm's is shown."""
+    low: tuple[float | None, ...] = ()
+    """Lower end of each ordinate's spread or interval; empty: none is shown."""
+    high: tuple[float | None, ...] = ()
+    """Upper end of each ordinate's spread or interval."""
+    doubts: tuple[str, ...] = ()
+    """Per point why it does not count, empty where it does: such points are drawn hollow and no line runs through."""
+    stairs: bool = False
+    """The ordinate holds until the next abscissa."""
+    percent: bool = False
+    """Ordinates are shares (0-1), labelled as percentages."""
+    kl: bool = False
+    """Ordinates are mean KLs (nats): the bands of the verdict, the control and the floor are drawn behind them."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
         if len(self.x) != len(self.y):
             raise ValueError(f"{len(self.x)} abscissae and {len(self.y)} ordinates")
+        if any(len(part) not in (0, len(self.x)) for part in (self.low, self.high, self.doubts)):
+            raise ValueError(f"low, high and doubts need {len(self.x)} entries each, or none")
         return self
 
 
-class TablePanel(Record):
+class Bars(Record):
+    """One arm's stacked bars in a chart that all arms share, such as the parts of its start-up time."""
+
+    kind: Literal["bars"] = "bars"
+    """Which plot this is."""
+    key: str
+    """Bars of one key share a chart."""
+    title: str
+    """What is shown, in a few words."""
+    y_label: str
+    """Quantity and unit of the lengths."""
+    labels: tuple[str, ...]
+    """What each bar is, beside the arm's name: ``cold``, ``warm``."""
+    parts: dict[str, tuple[float, ...]]
+    """Part → its length in each bar, in the order in which they are stacked."""
+    caption: str = ""
+    """How to read the chart."""
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> Self:
+        if any(len(lengths) != len(self.labels) for lengths in self.parts.values()):
+            raise ValueError(f"each part of {self.title!r} needs {len(self.labels)} lengths")
+        return self
+
+
+class TablePlot(Record):
     """A table of its own, such as one row per item or per perturbation."""
 
     kind: Literal["table"] = "table"
-    """Which panel this is."""
+    """Which plot this is."""
     title: str
     """What is shown, in a few words."""
     columns: tuple[str, ...]
@@ -139,14 +170,14 @@ class Texts(Record):
     """Texts side by side."""
 
     kind: Literal["texts"] = "texts"
-    """Which panel this is."""
+    """Which plot this is."""
     title: str
     """What is shown, in a few words."""
     pairs: tuple[TextPair, ...]
     """The items."""
 
 
-Panel = Annotated[Heatmap | Curve | TablePanel | Texts, Field(discriminator="kind")]
+Plot = Annotated[Heatmap | Curve | Bars | TablePlot | Texts, Field(discriminator="kind")]
 
 
 class Divergence(Record):

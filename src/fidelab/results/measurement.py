@@ -1,0 +1,262 @@
+"""What an axis or a bench returns for one arm: metrics and plots, the only currency between measuring and showing.
+
+A :class:`Definition` says what a metric is, where it is defined: name, unit, which side is better, how several values
+become one.  A :class:`Metric` is one value of it.  A :class:`Measurement` is all that one axis or bench found on one
+arm.  Tables, charts, data frames, ``diff``, baselines and sample sizes read these and know no axis and no bench by
+name: those of a third party are treated like our own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Self
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from fidelab.core import Status
+from fidelab.metrics.latency import is_steady
+from fidelab.results.plots import Plot
+from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
+
+__all__ = [
+    "Aggregate",
+    "Better",
+    "Cell",
+    "Coordinates",
+    "Definition",
+    "Flag",
+    "Limit",
+    "Measurement",
+    "Metric",
+    "Unit",
+    "label",
+    "walk",
+]
+
+Better = Literal["higher", "lower"]
+Unit = Literal["", "nats", "points", "share", "tok/s", "req/s", "ms", "s", "bytes", "tokens", "count", "ratio", "p"]
+Aggregate = Literal["mean", "geometric mean", "median", "sum", "min", "max", "none"]
+Limit = Literal["slowdown", "memory", "kld", "score", "none"]
+"""Which allowance of a comparison holds; ``none``: any change for the worse counts."""
+
+_LIMITS: Mapping[str, Limit] = {
+    **dict.fromkeys(("tok/s", "req/s", "ms", "s"), "slowdown"),
+    **{"bytes": "memory", "nats": "kld", "points": "score", "share": "score"},
+}
+
+Coordinates = dict[str, int | float | str]
+"""The shape of work that a metric holds for, by name: ``{"tokens": 512, "batch": 1}``; empty where there is one."""
+
+
+class Flag(Record):
+    """Something that makes a figure doubtful, or that must be known to read it."""
+
+    kind: str
+    """A word for programs: ``unsteady``, ``noise``, ``underfilled``, ..."""
+    text: str
+    """One sentence for people, with figures."""
+
+
+class Metric(Record):
+    """One number, with what is needed to show it and to judge a change of it."""
+
+    name: str
+    """What was measured, in a few words: a column heading.  Unique within a measurement, together with ``cell``."""
+    value: float | None = None
+    """The number; null where it could not be measured."""
+    unit: Unit = ""
+    """``share`` is 0-1, ``points`` are of a score or percentage, ``p`` a p-value, ``ratio`` has no unit."""
+    better: Better | None = None
+    """Which side is better; null: neither, a change of it is shown and judges nothing."""
+    cell: Coordinates = Field(default_factory=dict)
+    """The shape of work that it holds for; empty where there is one."""
+    ci: OpenInterval | None = None
+    """95% interval over items; its upper end is null where nothing bounds it."""
+    repeats: tuple[float, ...] = ()
+    """Every repeat, where the measurement was repeated; ``value`` is their median unless ``aggregate`` differs."""
+    aggregate: Aggregate = "mean"
+    """How several values (repeats, runs, models) become one."""
+    limit: Limit | None = None
+    """Which allowance holds where two reports are compared; null: the one that follows from the unit."""
+    exact: bool = False
+    """Has no noise: counts, and bytes of storage."""
+    bound: bool = False
+    """Only a lower bound of the quantity is known: shown with ≥, and a change of it judges nothing."""
+    optional: bool = False
+    """Noise alone can make it unmeasurable: its absence is no loss."""
+    noise: float = 0.0
+    """What the last bits of the arithmetic may move it by, in its own unit."""
+    caveat: str = ""
+    """Why the value alone, without interval and repeats, proves no change."""
+    rests_on: tuple[str, ...] = ()
+    """Axes whose settings it depends on, where these are not its own alone."""
+    flags: tuple[Flag, ...] = ()
+    """What makes it doubtful."""
+    about: str = ""
+    """Its definition in one sentence."""
+
+    @property
+    def allowance(self) -> Limit:
+        """Which allowance holds where two reports are compared."""
+        return self.limit if self.limit is not None else _LIMITS.get(self.unit, "none")
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """The 95% interval, where both ends are known."""
+        if self.ci is None or self.ci[1] is None:
+            return None
+        return self.ci[0], self.ci[1]
+
+    @property
+    def steady(self) -> bool | None:
+        """The last three repeats lie within 5% of their median; null for fewer than three."""
+        return is_steady(self.repeats) if self.repeats else None
+
+    @property
+    def span(self) -> tuple[float, float] | None:
+        """The smallest and the largest repeat; null for fewer than two."""
+        return (min(self.repeats), max(self.repeats)) if len(self.repeats) > 1 else None
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a metric is: where an axis or a bench defines it, once.
+
+    Calling it makes a :class:`Metric` of a value; a non-finite value becomes null.
+    """
+
+    name: str
+    unit: Unit = ""
+    better: Better | None = None
+    about: str = ""
+    aggregate: Aggregate = "mean"
+    limit: Limit | None = None
+    exact: bool = False
+    optional: bool = False
+
+    def __call__(
+        self,
+        value: float | None,
+        ci: tuple[float, float | None] | None = None,
+        *,
+        cell: Coordinates | None = None,
+        bound: bool = False,
+        caveat: str = "",
+        flags: Sequence[Flag] = (),
+        repeats: Sequence[float] = (),
+    ) -> Metric:
+        """The metric of a value measured once, or estimated over items with its 95% interval."""
+        return Metric(
+            name=self.name,
+            value=None if value is None or not np.isfinite(value) else float(value),
+            unit=self.unit,
+            better=None if bound else self.better,
+            cell=cell or {},
+            ci=ci,
+            repeats=tuple(map(float, repeats)),
+            aggregate=self.aggregate,
+            limit=self.limit,
+            exact=self.exact,
+            bound=bound,
+            optional=self.optional,
+            caveat=caveat,
+            flags=tuple(flags),
+            about=self.about,
+        )
+
+    def repeated(
+        self, repeats: Sequence[float], *, cell: Coordinates | None = None, flags: Sequence[Flag] = ()
+    ) -> Metric:
+        """The metric of repeated measurements: their median, with every repeat."""
+        return self(float(np.median(repeats)), cell=cell, flags=flags, repeats=repeats)
+
+
+class Cell(Outcome):
+    """How one shape of work ended, where it has something to say beyond its metrics."""
+
+    at: Coordinates
+    """The shape of work, as in :attr:`Metric.cell`."""
+    valid: bool = True
+    """Whether its metrics may stand in a comparison; ``flags`` say why not."""
+    flags: tuple[Flag, ...] = ()
+    """What makes all its metrics doubtful."""
+    facts: FreeDict = Field(default_factory=dict)
+    """What must be known of it besides metrics: error counts, warm-ups, what the server said of itself."""
+
+
+class Measurement(Outcome):
+    """What one axis or bench found on one arm."""
+
+    title: str = ""
+    """The question that it answers, in a few words."""
+    metrics: tuple[Metric, ...] = ()
+    """What was measured, the most telling first."""
+    cells: tuple[Cell, ...] = ()
+    """Shapes of work that have an outcome or a doubt of their own."""
+    plots: tuple[Plot, ...] = ()
+    """What there is to see."""
+    flags: tuple[Flag, ...] = ()
+    """What concerns all its metrics."""
+    n_items: Count | None = None
+    """Items asked (positions, prompts, questions)."""
+    n_failed: Count | None = None
+    """Items that a failure made unusable; they are in no metric."""
+    facts: FreeDict = Field(default_factory=dict)
+    """Words and settings that say how the metrics came about: estimator, context, chat template."""
+
+    @model_validator(mode="after")
+    def _unique(self) -> Self:
+        seen: set[tuple[str, str]] = set()
+        for metric in self.metrics:
+            place = metric.name, label(metric.cell)
+            if place in seen:
+                raise ValueError(f"two metrics are named {place[0]!r}{f' at {place[1]}' if place[1] else ''}")
+            seen.add(place)
+        return self
+
+    @property
+    def measured(self) -> bool:
+        """It ended well."""
+        return self.status in (Status.OK, Status.IDENTICAL)
+
+    def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
+        """The metric of a name: of a cell, or the first one."""
+        found = (m for m in self.metrics if m.name == name and (cell is None or m.cell == cell))
+        return next(found, None)
+
+    def value(self, name: str, cell: Coordinates | None = None) -> float | None:
+        """The value of a metric; ``None`` where it is not there."""
+        metric = self.metric(name, cell)
+        return None if metric is None else metric.value
+
+    def ci(self, name: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
+        """The 95% interval of a metric, where both ends are known."""
+        metric = self.metric(name, cell)
+        return None if metric is None else metric.interval
+
+    def shapes(self) -> list[Coordinates]:
+        """The shapes of work, in the order of the metrics, then of the cells without one."""
+        found: dict[str, Coordinates] = {}
+        for at in (*(metric.cell for metric in self.metrics), *(cell.at for cell in self.cells)):
+            found.setdefault(repr(at), at)
+        return list(found.values())
+
+    def cell(self, at: Coordinates) -> Cell | None:
+        """The outcome of a shape of work, where it has one."""
+        return next((cell for cell in self.cells if cell.at == at), None)
+
+
+def label(at: Coordinates) -> str:
+    """``tokens 512, batch 1``: a shape of work in words; empty where there is one."""
+    return ", ".join(
+        f"{name} {value:g}" if isinstance(value, float) else f"{name} {value}" for name, value in at.items()
+    )
+
+
+def walk(measurements: Mapping[str, Measurement]) -> Iterator[tuple[str, Measurement, Metric]]:
+    """(name, measurement, metric) of all that is named there."""
+    for name, measurement in measurements.items():
+        for metric in measurement.metrics:
+            yield name, measurement, metric
