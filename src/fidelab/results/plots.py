@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 
 from fidelab.results.values import Record
 
-__all__ = ["Bars", "Curve", "Divergence", "Grid", "Heatmap", "Plot", "TablePlot", "TextPair", "Texts"]
+__all__ = ["Bars", "Curve", "Grid", "Heatmap", "Plot", "TablePlot", "TextPair", "Texts"]
 
 Cell = str | int | float | None
 
@@ -164,6 +164,12 @@ class TextPair(Record):
     """The candidate's text."""
     note: str = ""
     """What to see in it."""
+    prompt: str = ""
+    """End of the prompt; empty where it is not shown."""
+    shared: str = ""
+    """End of what both wrote before their texts part."""
+    tag: str = ""
+    """A word by which items are told apart (``near tie``, ``real``)."""
 
 
 class Texts(Record):
@@ -178,22 +184,3 @@ class Texts(Record):
 
 
 Plot = Annotated[Heatmap | Curve | Bars | TablePlot | Texts, Field(discriminator="kind")]
-
-
-class Divergence(Record):
-    """Where a candidate's greedy text leaves the reference's."""
-
-    item: Annotated[int, Field(ge=0)]
-    """Number of the prompt, from 0."""
-    at: Annotated[int, Field(ge=0)]
-    """Index of the first differing token."""
-    margin: float | None = None
-    """The reference's top-1 minus the candidate's token (nats); under 0.1 a near tie; null where a side had ended."""
-    prompt: str = ""
-    """End of the prompt, as text."""
-    shared: str = ""
-    """End of what both wrote."""
-    reference: str = ""
-    """How the reference goes on; empty: it ends here."""
-    candidate: str = ""
-    """How the candidate goes on; empty: it ends here."""

@@ -1,4 +1,4 @@
-"""The record of a run: ``report.json``, schema ``fidelab.report/0``.
+"""The record of a run: ``report.json``, schema ``fidelab.report/1``: arms × metrics, plots, verdicts.
 
 Units: scores 0-100, KL divergences in nats, intervals 95%, memory in bytes, throughput in tok/s, shares 0-1.
 Absent is ``null``; NaN and infinities are refused when a record is built, so they cannot be written.
@@ -24,9 +24,8 @@ from pydantic import (
 from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
-from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Benches
 from fidelab.results.isolation_record import Isolation
+from fidelab.results.measurement import Measurement
 from fidelab.results.values import Free, FreeDict, Interval, Outcome, Record, Score
 
 if TYPE_CHECKING:
@@ -46,11 +45,12 @@ __all__ = [
     "Part",
     "Ran",
     "Report",
+    "Timing",
     "Verdict",
     "write_atomically",
 ]
 
-SCHEMA: Final = "fidelab.report/0"
+SCHEMA: Final = "fidelab.report/1"
 
 NO_REFERENCE: Final = "the reference has no answer"
 """Begins the reason of an axis that cannot be scored for want of the reference's capture."""
@@ -168,6 +168,15 @@ class Floor(Record):
     """Why there is no mean."""
 
 
+class Timing(Record):
+    """How long an arm's worker took over its captures."""
+
+    load_seconds: Annotated[float, Field(ge=0)] | None = None
+    """From the job's arrival in the worker to the loaded model."""
+    seconds: Annotated[float, Field(ge=0)] | None = None
+    """The whole job."""
+
+
 class ArmRecord(Outcome):
     """One thing that was run, or was to be run."""
 
@@ -181,14 +190,16 @@ class ArmRecord(Outcome):
     """What was asked."""
     ran: Ran | None = None
     """What ran; null where nothing was opened."""
-    axes: Axes = Field(default_factory=Axes)
-    """Fidelity against the reference; empty for the reference itself."""
+    axes: dict[str, Measurement] = Field(default_factory=dict)
+    """Axis → fidelity against the reference; empty for the reference itself."""
     floor: Floor | None = None
     """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
     control: str | None = None
     """Name of the control that ``excess_over_control`` refers to; null where there is none."""
-    benches: Benches = Field(default_factory=Benches)
-    """Speed and memory."""
+    benches: dict[str, Measurement] = Field(default_factory=dict)
+    """Bench → speed, start-up, memory, serving."""
+    timing: Timing | None = None
+    """How long the captures took; depends on what lay on disk already, so nothing compares it."""
     composite: Composite | None = None
     """The source's combined score."""
     verdict: Verdict | None = None
@@ -271,7 +282,7 @@ class Attribution(Record):
 class Report(Record):
     """Everything a run found."""
 
-    schema_name: Literal["fidelab.report/0"] = Field(default=SCHEMA, alias="schema")
+    schema_name: Literal["fidelab.report/1"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
     run_id: str
     """Name of the run's folder."""
@@ -303,8 +314,8 @@ class Report(Record):
     """Which factor of a grid moves KLD and the onset of degeneration; null unless a grid was asked for (vary)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""
-    floor: Axes = Field(default_factory=Axes)
-    """The reference against a replicate of itself: repeatability."""
+    floor: dict[str, Measurement] = Field(default_factory=dict)
+    """Axis → the reference against a replicate of itself: repeatability."""
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

@@ -18,6 +18,7 @@ __all__ = [
     "Nats",
     "OpenInterval",
     "Outcome",
+    "Positive",
     "Record",
     "Score",
     "Share",
@@ -62,6 +63,7 @@ def _strict_json(value: Any) -> Any:
 Score = Annotated[float, Field(ge=0, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Nats = Annotated[float, Field(ge=0)]
+Positive = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]
 OpenInterval = Annotated[tuple[float, float | None], AfterValidator(_open_ordered)]
