@@ -88,6 +88,8 @@ class Metric(Record):
     """Noise alone can make it unmeasurable: its absence is no loss."""
     noise: float = 0.0
     """What the last bits of the arithmetic may move it by, in its own unit."""
+    headline: bool = False
+    """Stands for its measurement in summaries; where none of a measurement's does, its first metric stands for it."""
     caveat: str = ""
     """Why the value alone, without interval and repeats, proves no change."""
     rests_on: tuple[str, ...] = ()
@@ -143,6 +145,7 @@ class Definition:
         *,
         cell: Coordinates | None = None,
         bound: bool = False,
+        headline: bool = False,
         caveat: str = "",
         flags: Sequence[Flag] = (),
         repeats: Sequence[float] = (),
@@ -161,16 +164,22 @@ class Definition:
             exact=self.exact,
             bound=bound,
             optional=self.optional,
+            headline=headline,
             caveat=caveat,
             flags=tuple(flags),
             about=self.about,
         )
 
     def repeated(
-        self, repeats: Sequence[float], *, cell: Coordinates | None = None, flags: Sequence[Flag] = ()
+        self,
+        repeats: Sequence[float],
+        *,
+        cell: Coordinates | None = None,
+        headline: bool = False,
+        flags: Sequence[Flag] = (),
     ) -> Metric:
         """The metric of repeated measurements: their median, with every repeat."""
-        return self(float(np.median(repeats)), cell=cell, flags=flags, repeats=repeats)
+        return self(float(np.median(repeats)), cell=cell, headline=headline, flags=flags, repeats=repeats)
 
 
 class Cell(Outcome):
@@ -235,6 +244,11 @@ class Measurement(Outcome):
         """The 95% interval of a metric, where both ends are known."""
         metric = self.metric(name, cell)
         return None if metric is None else metric.interval
+
+    @property
+    def headlines(self) -> tuple[Metric, ...]:
+        """The metrics that stand for it in summaries."""
+        return tuple(metric for metric in self.metrics if metric.headline) or self.metrics[:1]
 
     def shapes(self) -> list[Coordinates]:
         """The shapes of work, in the order of the metrics, then of the cells without one."""
