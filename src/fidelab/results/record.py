@@ -129,8 +129,10 @@ class Composite(Record):
     """0-100."""
     ci: Interval | None = None
     """95% interval."""
+    axes: tuple[str, ...] = ()
+    """The axes whose scores it is the mean of."""
     band: Band | None = None
-    """Null unless all four axes were measured."""
+    """Null unless all axes that belong to it were measured."""
     too_close_to_call: bool = False
     """The interval crosses the edge of a band."""
 
@@ -195,7 +197,7 @@ class ArmRecord(Outcome):
     floor: Floor | None = None
     """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
     control: str | None = None
-    """Name of the control that ``excess_over_control`` refers to; null where there is none."""
+    """Name of the control that the metrics ``over control`` refer to; null where there is none."""
     benches: dict[str, Measurement] = Field(default_factory=dict)
     """Bench → speed, start-up, memory, serving."""
     timing: Timing | None = None
