@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from fidelab.cli import main
+from fidelab.results.measurement import Measurement
 
 __all__ = ["SMALL", "Done", "cli", "compare", "same_report", "write_inputs"]
 
@@ -42,6 +43,14 @@ class Done:
         if name in ("reference", "control"):
             return dict(report[name])
         return next(dict(arm) for arm in report["candidates"] if arm["name"] == name)
+
+    def axis(self, arm: str, name: str) -> Measurement:
+        """What an axis found on an arm."""
+        return Measurement.model_validate(self.arm(arm)["axes"][name])
+
+    def floor(self, name: str) -> Measurement:
+        """What an axis found on the floor."""
+        return Measurement.model_validate(self.report["floor"][name])
 
 
 def cli(*words: object, cwd: Path) -> Done:
@@ -83,8 +92,7 @@ def same_report(report: dict[str, Any]) -> dict[str, Any]:
         ran = arm["ran"] and {
             key: value for key, value in arm["ran"].items() if key not in ("loaded_host_bytes", "peak_host_bytes")
         }
-        benches = {key: value for key, value in arm["benches"].items() if key != "timing"}
-        return {**arm, "ran": ran, "benches": benches}
+        return {**arm, "ran": ran, "timing": None}
 
     kept = {key: value for key, value in report.items() if key not in ("run_id", "created", "command")}
     arms = {name: strip(report[name]) for name in ("reference", "control")}
