@@ -15,7 +15,7 @@ from unittest import mock
 from fidelab.cli import main
 from fidelab.results.measurement import Measurement
 
-__all__ = ["SMALL", "Done", "cli", "compare", "same_report", "write_inputs"]
+__all__ = ["SMALL", "Done", "axis_of", "cli", "compare", "same_report", "write_inputs"]
 
 SMALL = ("--engine", "fake", "--reference", "exact", "--text", "text.txt", "--prompts", "prompts.txt")
 
@@ -46,11 +46,16 @@ class Done:
 
     def axis(self, arm: str, name: str) -> Measurement:
         """What an axis found on an arm."""
-        return Measurement.model_validate(self.arm(arm)["axes"][name])
+        return axis_of(self.arm(arm), name)
 
     def floor(self, name: str) -> Measurement:
         """What an axis found on the floor."""
         return Measurement.model_validate(self.report["floor"][name])
+
+
+def axis_of(arm: dict[str, Any], name: str) -> Measurement:
+    """What an axis found, by the record of an arm."""
+    return Measurement.model_validate(arm["axes"][name])
 
 
 def cli(*words: object, cwd: Path) -> Done:
