@@ -123,7 +123,8 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
     candidate, control = (axis.score(Pair.match(p, moved(n, by)), 0) for n, by in (("int4", 0.3), ("bf16", 0.1)))
     difference = candidate.excess_over(control, 0)
     assert difference is not None
-    assert difference.estimate == pytest.approx(candidate.value("mean") - control.value("mean"), abs=1e-12)
+    mine, its = (score.value("mean") or 0.0 for score in (candidate, control))
+    assert difference.estimate == pytest.approx(mine - its, abs=1e-12)
     assert difference.excludes_zero
     assert difference.estimate > 0
 

@@ -47,7 +47,7 @@ def test_a_perplexity_that_improves_under_a_large_kld_costs_a_band(contradicted:
 
 def test_a_better_perplexity_under_a_small_kld_costs_nothing(contradicted: Done) -> None:
     arm = contradicted.arm("tilt[q=0.55]")
-    assert axis_of(arm, "kld").value("mean") < 0.01
+    assert (axis_of(arm, "kld").value("mean") or 1) < 0.01
     assert arm["verdict"]["band"] == "EXCELLENT"
 
 
