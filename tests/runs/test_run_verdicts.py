@@ -91,6 +91,7 @@ def test_an_axis_that_cannot_be_measured_is_not_in_the_composite(tmp_path: Path)
     arm = cli("run", "run.yaml", cwd=tmp_path).arm("tilt")
     assert (arm["status"], axis_of(arm, "rniah").status) == ("ok", "not_measurable")
     assert arm["composite"]["value"] == pytest.approx(axis_of(arm, "kld").value("score"))
+    assert arm["composite"]["axes"] == ["kld"]
 
 
 @pytest.fixture(scope="module")
