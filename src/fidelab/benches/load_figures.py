@@ -25,13 +25,8 @@ __all__ = [
     "GOODPUT",
     "GOOD_REQUESTS",
     "IN_FLIGHT",
-    "KV_USED",
-    "LAG",
     "OUTPUT_RATE",
-    "QUEUED",
-    "RATIO",
     "REQUESTS",
-    "RUNNING",
     "SERVER_RATE",
     "TITLE",
     "TOTAL_RATE",
@@ -64,15 +59,9 @@ ACCEPTANCE = Definition(
 COUNTED_CONTEXT = Definition("context counted", "tokens", None, "Mean prompt tokens by the server's usage.")
 REQUESTS = Definition("requests", "count", None, "Requests sent in the measured part.")
 ERRORS = Definition("errors", "count", None, "Of these, failed.")
-RATIO = Definition("client over server", "ratio", None, "The client's output rate over the server's.")
-RUNNING = Definition("server running", "count", None, "Requests at work as the server says, averaged over time.")
-QUEUED = Definition("server queued", "count", None, "The longest queue that the server told.")
-KV_USED = Definition("KV used", "share", None, "The largest share of the cache in use, as the server says.")
-LAG = Definition("client lag p99", "ms", None, "99th percentile of how late the load generator's event loop ran.")
 _SATURATION = Definition(
     "saturation", "count", None, "Smallest concurrency whose next step adds less than 5% to the output rate."
 )
-_GAIN = Definition("next step adds", "share", None, "What the next step of the concurrency adds to the output rate.")
 
 _LATENCIES = {
     "ttft": ("TTFT", "Time to the first token"),
@@ -206,7 +195,7 @@ def _saturations(loads: Sequence[LoadCell]) -> Iterator[LoadCell]:
         if len(curve) > 1:
             concurrency, gain = saturation(list(curve), list(curve.values()), _THRESHOLD)
             cell = Cell(status=Status.OK, at=shapes[name], facts={"gain": gain, "threshold": _THRESHOLD})
-            yield LoadCell(cell, (_SATURATION(concurrency, cell=shapes[name]), _GAIN(gain, cell=shapes[name])))
+            yield LoadCell(cell, (_SATURATION(concurrency, cell=shapes[name]),))
 
 
 def _head(loads: Sequence[LoadCell]) -> Metric | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.benches import load_figures as known
+from fidelab.benches import load_figures as figures
 from fidelab.benches.load_figures import Latency, Values, load_at
 from fidelab.load.exchange import DriveResult, Exchange, Request
 from fidelab.load.server_metrics import ServerReading, SpeculationReading
@@ -118,10 +118,10 @@ class Pool:
         """What repeats are compared by, with the latencies."""
         good = self.per_second(count_good(self.sent, self.asked.targets)) if self.asked.targets and self.sent else None
         return {
-            known.OUTPUT_RATE: self.output_rate(),
-            known.TOTAL_RATE: self.total_rate(),
-            known.COMPLETED_RATE: self.per_second(len(self.done)),
-            known.GOODPUT: good,
+            figures.OUTPUT_RATE: self.output_rate(),
+            figures.TOTAL_RATE: self.total_rate(),
+            figures.COMPLETED_RATE: self.per_second(len(self.done)),
+            figures.GOODPUT: good,
         }
 
     def more(self) -> Values:
@@ -129,19 +129,14 @@ class Pool:
         n, read = len(self.sent), self.server or ServerReading("")
         good = count_good(self.sent, self.asked.targets) if self.asked.targets and self.seconds > 0 else None
         return {
-            known.SERVER_RATE: read.output_rate,
-            known.GOOD_REQUESTS: good / n if n and good is not None else None,
-            known.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
-            known.IN_FLIGHT: self.in_flight(),
-            known.ACCEPTANCE: read.speculation.acceptance_length if read.speculation else None,
-            known.COUNTED_CONTEXT: self.context(),
-            known.REQUESTS: n,
-            known.ERRORS: self.failed,
-            known.RATIO: self.ratio(),
-            known.RUNNING: read.running_mean,
-            known.QUEUED: read.waiting_max,
-            known.KV_USED: read.kv_usage_max,
-            known.LAG: self.lag(99).get("p99"),
+            figures.SERVER_RATE: read.output_rate,
+            figures.GOOD_REQUESTS: good / n if n and good is not None else None,
+            figures.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
+            figures.IN_FLIGHT: self.in_flight(),
+            figures.ACCEPTANCE: read.speculation.acceptance_length if read.speculation else None,
+            figures.COUNTED_CONTEXT: self.context(),
+            figures.REQUESTS: n,
+            figures.ERRORS: self.failed,
         }
 
     def facts(self) -> dict[str, Any]:
