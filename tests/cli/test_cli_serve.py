@@ -344,7 +344,7 @@ def test_some_broken_streams_are_counted_and_make_the_cell_invalid(
     assert set(cell["facts"]["errors"]) == {kind}
     assert cell["facts"]["completed"] + cell["errors"] == 40
     assert not cell["valid"]
-    assert f"{cell['errors']} {kind}" in done.err
+    assert f"{cell['facts']['errors'][kind]} {kind}" in done.err
 
 
 def test_no_usage_gives_no_token_figures_and_says_so(tmp_path: Path) -> None:
