@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,9 +34,11 @@ __all__ = [
     "Latency",
     "LoadCell",
     "Values",
+    "apart",
     "latency",
     "load_at",
     "load_metrics",
+    "saturated",
     "serving_measurement",
 ]
 
@@ -163,19 +166,38 @@ def load_metrics(
     )
 
 
+def apart(loads: Iterable[LoadCell]) -> Iterator[LoadCell]:
+    """The loads; those of a shape that was there before are told apart by a number."""
+    seen: Counter[str] = Counter()
+    for load in loads:
+        name = label(load.cell.at)
+        seen[name] += 1
+        if seen[name] == 1:
+            yield load
+            continue
+        at = {**load.cell.at, "row": seen[name]}
+        metrics = tuple(metric.model_copy(update={"cell": at}) for metric in load.metrics)
+        yield LoadCell(load.cell.model_copy(update={"at": at}), metrics)
+
+
 def serving_measurement(
-    loads: Sequence[LoadCell], facts: Mapping[str, Any], flags: Sequence[Flag] = (), **outcome: Any
+    loads: Sequence[LoadCell],
+    facts: Mapping[str, Any],
+    flags: Sequence[Flag] = (),
+    saturations: Iterable[LoadCell] | None = None,
+    **outcome: Any,
 ) -> Measurement:
     """All loads of one server; headed by the highest load at the smallest context.
 
-    ``facts``: target, model, endpoint, settings.  ``outcome``: status and reason.
+    ``facts``: target, model, endpoint, settings.  ``saturations``: where they are known already.  ``outcome``: status
+    and reason.
     """
-    saturated = list(_saturations(loads))
+    every = [*loads, *(_saturations(loads) if saturations is None else saturations)]
     found = Measurement(
         **{"status": Status.OK, **outcome},
         title=TITLE,
-        metrics=tuple(metric for load in (*loads, *saturated) for metric in load.metrics),
-        cells=tuple(load.cell for load in (*loads, *saturated)),
+        metrics=tuple(metric for load in every for metric in load.metrics),
+        cells=tuple(load.cell for load in every),
         flags=tuple(flags),
         facts=dict(facts),
     )
@@ -196,8 +218,13 @@ def _saturations(loads: Sequence[LoadCell]) -> Iterator[LoadCell]:
     for name, curve in rates.items():
         if len(curve) > 1:
             concurrency, gain = saturation(list(curve), list(curve.values()), _THRESHOLD)
-            cell = Cell(status=Status.OK, at=shapes[name], facts={"gain": gain, "threshold": _THRESHOLD})
-            yield LoadCell(cell, (_SATURATION(concurrency, cell=shapes[name]),))
+            yield saturated(shapes[name], concurrency, gain, _THRESHOLD)
+
+
+def saturated(at: Coordinates, concurrency: int | None, gain: float | None, threshold: float) -> LoadCell:
+    """Where more requests in flight stop paying; ``gain``: what the next step adds there, relative."""
+    cell = Cell(status=Status.OK, at=at, facts={"gain": gain, "threshold": threshold})
+    return LoadCell(cell, (_SATURATION(concurrency, cell=at),))
 
 
 def _head(loads: Sequence[LoadCell]) -> Metric | None:

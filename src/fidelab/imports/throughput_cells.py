@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from fidelab.benches import load_figures as figures
-from fidelab.benches.load_figures import Latency, LoadCell, load_at
+from fidelab.benches.load_figures import Latency, LoadCell, apart, load_at
 from fidelab.benches.prefill import RATE
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
     Recorded,
-    apart,
     at_least_one,
     load_cell,
     name_says_speculation,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,12 +13,11 @@ from fidelab.core import Status
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node, read_json
 from fidelab.imports.throughput_flags import INVALID
-from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, label
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag
 
 __all__ = [
     "MOST",
     "Recorded",
-    "apart",
     "at_least_one",
     "load_cell",
     "name_says_speculation",
@@ -141,17 +139,3 @@ def speed_cell(make: Definition, at: Coordinates, rate: float | None, flags: Seq
         reason = "the file holds no rate"
         return LoadCell(Cell(status=Status.NOT_MEASURABLE, reason=reason, at=at, flags=tuple(flags), facts=facts))
     return LoadCell(Cell(status=Status.OK, at=at, flags=tuple(flags), facts=facts), (make.repeated([rate], cell=at),))
-
-
-def apart(loads: Iterable[LoadCell]) -> Iterator[LoadCell]:
-    """The loads; those of a shape that was there before are told apart by a number."""
-    seen: Counter[str] = Counter()
-    for load in loads:
-        name = label(load.cell.at)
-        seen[name] += 1
-        if seen[name] == 1:
-            yield load
-            continue
-        at = {**load.cell.at, "row": seen[name]}
-        metrics = tuple(metric.model_copy(update={"cell": at}) for metric in load.metrics)
-        yield LoadCell(load.cell.model_copy(update={"at": at}), metrics)

@@ -6,12 +6,11 @@
 from __future__ import annotations
 
 from fidelab.benches.decode import ISOLATED
-from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, LoadCell, load_at
+from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, LoadCell, apart, load_at
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
     Recorded,
-    apart,
     at_least_one,
     load_cell,
     one_value,
