@@ -1,0 +1,205 @@
+"""Reports of schema ``fidelab.report/0`` as reports of schema 1, so that old runs and baselines stay readable.
+
+Schema 0 had a record of its own for every axis and bench; what it did not say, which side of a figure is better, is
+said here as it was judged then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
+from fidelab.results.plots import Curve, TextPair, Texts
+
+__all__ = ["SCHEMA_0", "upgrade"]
+
+SCHEMA_0: Final = "fidelab.report/0"
+
+Plain = Mapping[str, Any]
+
+_SCORE = Definition("score", "points", "higher")
+# Field of schema 0 → what it is now; its interval stood in the field ``<field>_ci``.
+_KLD = {
+    "mean": Definition("mean", "nats", "lower"),
+    "stderr": Definition("std. error", "nats", "lower"),
+    "median": Definition("median", "nats", "lower"),
+    "p90": Definition("p90", "nats", "lower"),
+    "p95": Definition("p95", "nats", "lower"),
+    "p99": Definition("p99", "nats", "lower"),
+    "p999": Definition("p99.9", "nats", "lower"),
+    "max": Definition("max", "nats", "lower"),
+    "top1": Definition("top-1", "share", "higher"),
+    "real_flips": Definition("real flips", "share", "lower"),
+    "tokens_to_flip": Definition("tokens to flip", "tokens"),
+    "rms_dp": Definition("RMS Δp", "share", "lower"),
+}
+_TRAJECTORY = {
+    "exact_match_rate": Definition("exact match", "share", "higher"),
+    "positional_agreement": Definition("positional agreement", "share", "higher"),
+    "median_first_divergence": Definition("median first divergence", "tokens"),
+    "near_tie_share": Definition("near ties", "share"),
+    "score_refract": Definition("score (REFRACT)", "points", "higher"),
+}
+# Axis → figures whose better side was known; of perplexity, the context stood behind the name.
+_BETTER: Mapping[str, Mapping[str, Better]] = {
+    "perplexity": {"ln ratio": "lower", "PPL change": "lower"},
+    "gsm8k": {"accuracy": "higher", "difference": "higher"},
+    "forced": {"mean KL": "lower", "median KL": "lower", "99th percentile": "lower", "same top token": "higher"},
+    "degeneration": {"degenerate earlier": "lower"},
+    "rniah": {"accuracy": "higher", "accuracy difference": "higher"},
+    "plad": {"excess drift": "lower", "drift of the candidate": "lower"},
+    "capability": {"passed": "higher", "difference": "higher"},
+}
+# Axis → unit of the paired excess over the control, and which side of it is better.
+_EXCESS: Mapping[str, tuple[Unit, Better]] = {
+    **dict.fromkeys(("kld", "forced", "perplexity"), ("nats", "lower")),
+    **dict.fromkeys(("trajectory", "rniah", "plad", "gsm8k", "capability"), ("points", "higher")),
+    "degeneration": ("share", "lower"),
+}
+_BOUND = ", at least"  # behind the name of a figure that is a lower bound
+_NEAR_TIE = 0.1  # nats
+
+
+def upgrade(plain: Plain) -> dict[str, Any]:
+    """The JSON object of a report of schema 0 as one of schema 1.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: it is malformed.
+    """
+    found = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
+    for name in ("reference", "control", "truth"):
+        if found.get(name) is not None:
+            found[name] = _arm(found[name])
+    for name in ("controls", "candidates"):
+        found[name] = [_arm(arm) for arm in found.get(name) or ()]
+    return found
+
+
+def _arm(arm: Plain) -> dict[str, Any]:
+    from fidelab.results.upgrade_benches import upgrade_benches
+
+    noise = (arm.get("floor") or {}).get("mean") or 0.0
+    benches = {name: bench for name, bench in (arm.get("benches") or {}).items() if bench is not None}
+    timing = benches.pop("timing", None)
+    axes = _axes(arm.get("axes") or {}, noise)
+    return {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
+
+
+def _axes(axes: Plain, noise: float) -> dict[str, Any]:
+    """``noise``: what last bits move the arm's KL by (nats)."""
+    known = {"kld": _kld, "trajectory": _trajectory}
+    found = {name: known.get(name, _other)(name, axis) for name, axis in axes.items() if axis is not None}
+    if "kld" in found:
+        shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in found["kld"].metrics)
+        found["kld"] = found["kld"].model_copy(update={"metrics": shaken})
+    return {name: measurement.model_dump(mode="json") for name, measurement in found.items()}
+
+
+def _kld(name: str, axis: Plain) -> Measurement:
+    bound = axis.get("estimator") == "topk"
+    metrics = list(_fields(axis, _KLD, bound))
+    contexts = axis.get("contexts") or ()
+    for context in contexts if len(contexts) > 1 else ():
+        cell = {"context": context["n_ctx"]}
+        metrics += _fields(context, {field: _KLD[field] for field in ("mean", "top1")}, bound, cell)
+    plots = []
+    for key, (title, x_label) in {
+        "position": ("KL by position in the window", "position in the window, tokens"),
+        "confidence": ("KL by the reference's confidence", "reference's largest probability"),
+    }.items():
+        bins = axis.get(f"by_{key}")
+        if bins and any(bins["mean"]):
+            middles = tuple((a + b) / 2 for a, b in zip(bins["edges"], bins["edges"][1:], strict=False))
+            drawn = Curve(key=key, title=title, x_label=x_label, y_label="mean KL, nats", x=middles, y=bins["mean"])
+            plots.append(drawn.model_copy(update={"log_y": True, "kl": True}))
+    about = ("n_ctx", "n_positions", "n_documents", "windows")
+    return _measurement(
+        name,
+        axis,
+        metrics,
+        plots=plots,
+        n_items=axis.get("n_positions"),
+        facts={
+            **_given(axis, "estimator", "n_ctx", "n_units", "n_documents"),
+            "contexts": [_given(context, *about) for context in contexts],
+        },
+    )
+
+
+def _trajectory(name: str, axis: Plain) -> Measurement:
+    plots: list[Curve | Texts] = []
+    if survival := axis.get("survival"):
+        title, x_label = "How long greedy text stays the same", "tokens generated"
+        lasting = {"key": "survival", "title": title, "x_label": x_label, "y_label": "still identical"}
+        plots.append(Curve(**lasting, x=range(len(survival)), y=survival, stairs=True, percent=True))
+    if forks := axis.get("divergences"):
+        plots.append(Texts(title="First divergences", pairs=tuple(map(_fork, forks))))
+    facts = _given(axis, "n_predict", "template")
+    return _measurement(name, axis, list(_fields(axis, _TRAJECTORY)), plots=plots, facts=facts)
+
+
+def _fork(fork: Plain) -> TextPair:
+    margin = fork.get("margin")
+    told = "one side ends" if margin is None else f"margin {margin:.3g} nats"
+    tag = "ended" if margin is None else "near tie" if margin < _NEAR_TIE else "real"
+    texts = _given(fork, "prompt", "shared", "reference", "candidate")
+    return TextPair(label=f"prompt {fork['item']}, token {fork['at']}: {told}", tag=tag, **texts)
+
+
+def _other(name: str, axis: Plain) -> Measurement:
+    figures = axis.get("figures") or ()
+    bound = any(figure["name"].endswith(_BOUND) for figure in figures)
+    metrics = []
+    for figure in figures:
+        called, cell = figure["name"].removesuffix(_BOUND), {}
+        head, _, tail = called.rpartition(" ")
+        if name == "perplexity" and tail.isdecimal():
+            called, cell = head, {"context": int(tail)}
+        unit = figure.get("unit") or ""
+        defined = Definition(called, unit, _BETTER.get(name, {}).get(called))
+        metrics.append(defined(figure.get("value"), figure.get("ci"), cell=cell, bound=bound and unit == "nats"))
+    return _measurement(
+        name,
+        axis,
+        metrics,
+        bound=bound,
+        title=axis.get("title") or "",
+        plots=axis.get("panels") or (),
+        facts=axis.get("details") or {},
+    )
+
+
+def _measurement(name: str, axis: Plain, metrics: list[Metric], *, bound: bool = False, **more: Any) -> Measurement:
+    """What all axes have in common; ``bound``: the figures in nats are lower bounds."""
+    if axis.get("score") is not None:
+        metrics.append(_SCORE(axis["score"], axis.get("ci")))
+    if excess := axis.get("excess_over_control"):
+        # the difference of two lower bounds bounds nothing
+        unit, better = _EXCESS.get(name, ("", None))
+        judged = None if bound or any(metric.bound for metric in metrics) else better
+        metrics.append(Definition("over control", unit, judged)(excess.get("mean"), excess.get("ci")))
+    fields = {**_given(axis, "status", "reason", "n_items", "n_failed"), **more}
+    return Measurement.model_validate({**fields, "metrics": tuple(_numbered(metrics))})
+
+
+def _numbered(metrics: list[Metric]) -> Iterator[Metric]:
+    """A second metric of the same place gets a number behind its name."""
+    seen: dict[tuple[str, str], int] = {}
+    for metric in metrics:
+        place = metric.name, repr(metric.cell)
+        seen[place] = seen.get(place, 0) + 1
+        yield metric if seen[place] == 1 else metric.model_copy(update={"name": f"{metric.name} #{seen[place]}"})
+
+
+def _fields(
+    axis: Plain, definitions: Mapping[str, Definition], bound: bool = False, cell: Coordinates | None = None
+) -> Iterator[Metric]:
+    for field, definition in definitions.items():
+        if axis.get(field) is not None:
+            lower = bound and definition.unit == "nats"
+            yield definition(axis[field], axis.get(f"{field}_ci"), cell=cell, bound=lower)
+
+
+def _given(plain: Plain, *names: str) -> dict[str, Any]:
+    return {name: plain[name] for name in names if plain.get(name) is not None}
