@@ -330,8 +330,8 @@ def _spread(name: str, axis: str, arms: Sequence[ArmRecord]) -> AxisSpread | Non
     outcomes = [arm.axes.get(axis) for arm in arms]
     scores = [None if outcome is None else outcome.value("score") for outcome in outcomes]
     lost = []
-    for number, (arm, outcome, score) in enumerate(zip(arms, outcomes, scores, strict=True), 1):
-        if score is None:
+    for number, (arm, outcome, value) in enumerate(zip(arms, outcomes, scores, strict=True), 1):
+        if value is None:
             end = arm if outcome is None else outcome
             lost.append(Lost(run=number, status=end.status, reason=end.reason or "it has no score"))
     if len(lost) == len(arms) and any(one.status in (Status.OK, Status.IDENTICAL) for one in lost):

@@ -110,9 +110,9 @@ def _add(table: Table, place: tuple[str, str], found: Mapping[str, Measurement],
         group = prefix + name
         if measurement.status in NEEDS_REASON:
             table.reasons[*place, group] = measurement.reason or ""
-        for cell in measurement.cells:
-            if why := _unusable(cell):
-                table.reasons[*place, group, label(cell.at)] = why
+        for shape in measurement.cells:
+            if why := _unusable(shape):
+                table.reasons[*place, group, label(shape.at)] = why
         for metric in (*measurement.metrics, *_failed(measurement)):
             cell = measurement.cell(metric.cell)
             if metric.value is None or (cell is not None and not cell.valid):

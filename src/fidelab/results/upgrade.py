@@ -51,11 +51,13 @@ _BETTER: Mapping[str, Mapping[str, Better]] = {
     "plad": {"excess drift": "lower", "drift of the candidate": "lower"},
     "capability": {"passed": "higher", "difference": "higher"},
 }
-# Axis → unit of the paired excess over the control, and which side of it is better.
-_EXCESS: Mapping[str, tuple[Unit, Better]] = {
-    **dict.fromkeys(("kld", "forced", "perplexity"), ("nats", "lower")),
-    **dict.fromkeys(("trajectory", "rniah", "plad", "gsm8k", "capability"), ("points", "higher")),
-    "degeneration": ("share", "lower"),
+# Axis → the paired excess over the control.
+_NATS = Definition("over control", "nats", "lower")
+_POINTS = Definition("over control", "points", "higher")
+_EXCESS = {
+    **dict.fromkeys(("kld", "forced", "perplexity"), _NATS),
+    **dict.fromkeys(("trajectory", "rniah", "plad", "gsm8k", "capability"), _POINTS),
+    "degeneration": Definition("over control", "share", "lower"),
 }
 _BOUND = ", at least"  # behind the name of a figure that is a lower bound
 _NEAR_TIE = 0.1  # nats
@@ -130,9 +132,18 @@ def _kld(name: str, axis: Plain) -> Measurement:
 def _trajectory(name: str, axis: Plain) -> Measurement:
     plots: list[Curve | Texts] = []
     if survival := axis.get("survival"):
-        title, x_label = "How long greedy text stays the same", "tokens generated"
-        lasting = {"key": "survival", "title": title, "x_label": x_label, "y_label": "still identical"}
-        plots.append(Curve(**lasting, x=range(len(survival)), y=survival, stairs=True, percent=True))
+        plots.append(
+            Curve(
+                key="survival",
+                title="How long greedy text stays the same",
+                x_label="tokens generated",
+                y_label="still identical",
+                x=tuple(range(len(survival))),
+                y=survival,
+                stairs=True,
+                percent=True,
+            )
+        )
     if forks := axis.get("divergences"):
         plots.append(Texts(title="First divergences", pairs=tuple(map(_fork, forks))))
     facts = _given(axis, "n_predict", "template")
@@ -152,11 +163,11 @@ def _other(name: str, axis: Plain) -> Measurement:
     bound = any(figure["name"].endswith(_BOUND) for figure in figures)
     metrics = []
     for figure in figures:
-        called, cell = figure["name"].removesuffix(_BOUND), {}
+        called, cell = figure["name"].removesuffix(_BOUND), Coordinates()
         head, _, tail = called.rpartition(" ")
         if name == "perplexity" and tail.isdecimal():
             called, cell = head, {"context": int(tail)}
-        unit = figure.get("unit") or ""
+        unit: Unit = figure.get("unit") or ""
         defined = Definition(called, unit, _BETTER.get(name, {}).get(called))
         metrics.append(defined(figure.get("value"), figure.get("ci"), cell=cell, bound=bound and unit == "nats"))
     return _measurement(
@@ -176,9 +187,9 @@ def _measurement(name: str, axis: Plain, metrics: list[Metric], *, bound: bool =
         metrics.append(_SCORE(axis["score"], axis.get("ci")))
     if excess := axis.get("excess_over_control"):
         # the difference of two lower bounds bounds nothing
-        unit, better = _EXCESS.get(name, ("", None))
-        judged = None if bound or any(metric.bound for metric in metrics) else better
-        metrics.append(Definition("over control", unit, judged)(excess.get("mean"), excess.get("ci")))
+        over = _EXCESS.get(name, Definition("over control"))(excess.get("mean"), excess.get("ci"))
+        unjudged = bound or any(metric.bound for metric in metrics)
+        metrics.append(over.model_copy(update={"better": None}) if unjudged else over)
     fields = {**_given(axis, "status", "reason", "n_items", "n_failed"), **more}
     return Measurement.model_validate({**fields, "metrics": tuple(_numbered(metrics))})
 
