@@ -51,7 +51,7 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     if key.role == "floor":
         found["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
-        found[COUNTED] = list(metric.rests_on)
+        found[COUNTED] = sorted(metric.rests_on)
     return found
 
 

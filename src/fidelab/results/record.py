@@ -129,8 +129,10 @@ class Composite(Record):
     """0-100."""
     ci: Interval | None = None
     """95% interval."""
+    axes: tuple[str, ...] = ()
+    """The axes whose scores it is the mean of."""
     band: Band | None = None
-    """Null unless all four axes were measured."""
+    """Null unless all axes that belong to it were measured."""
     too_close_to_call: bool = False
     """The interval crosses the edge of a band."""
 

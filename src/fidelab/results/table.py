@@ -93,9 +93,9 @@ def tabulate(report: Report) -> Table:
             table.reasons[role, arm.name] = arm.reason or ""
         _add(table, (role, arm.name), arm.axes)
         if arm.composite is not None and arm.composite.value is not None:
-            value = Metric(name="value", value=arm.composite.value, unit="points", better="higher", ci=arm.composite.ci)
-            counted = value.model_copy(update={"rests_on": _counted(arm), "caveat": _caveat(value)})
-            table.metrics[Key(role, arm.name, COMPOSITE, "", "value")] = counted
+            score, ci = arm.composite.value, arm.composite.ci
+            mean = Metric(name="value", value=score, unit="points", better="higher", ci=ci, rests_on=arm.composite.axes)
+            table.metrics[Key(role, arm.name, COMPOSITE, "", mean.name)] = _with_caveat(mean)
         if arm.ran is not None and arm.ran.cache_bytes_per_token is not None:
             size = arm.ran.cache_bytes_per_token
             held = Metric(name="bytes per token", value=size, unit="bytes", better="lower", exact=True)
@@ -118,10 +118,9 @@ def _add(table: Table, place: tuple[str, str], found: Mapping[str, Measurement],
             if metric.value is None or (cell is not None and not cell.valid):
                 continue
             flags = (*metric.flags, *(cell.flags if cell else ()), *measurement.flags)
-            caveat = metric.caveat if prefix else _caveat(metric)
-            if flags != metric.flags or caveat != metric.caveat:
-                metric = metric.model_copy(update={"flags": flags, "caveat": caveat})
-            table.metrics[Key(*place, group, label(metric.cell), metric.name)] = metric
+            flagged = metric.model_copy(update={"flags": flags}) if flags else metric
+            key = Key(*place, group, label(metric.cell), metric.name)
+            table.metrics[key] = flagged if prefix else _with_caveat(flagged)
 
 
 def _unusable(cell: Cell) -> str:
@@ -131,20 +130,14 @@ def _unusable(cell: Cell) -> str:
     return "" if cell.valid else f"the cell is invalid{': ' if why else ''}{why}"
 
 
-def _caveat(metric: Metric) -> str:
-    return metric.caveat or ("" if metric.exact or metric.ci else _NO_INTERVAL)
+def _with_caveat(metric: Metric) -> Metric:
+    sure = metric.exact or metric.ci or metric.caveat
+    return metric if sure else metric.model_copy(update={"caveat": _NO_INTERVAL})
 
 
 def _failed(measurement: Measurement) -> Iterator[Metric]:
     if measurement.n_failed is not None:
         yield Metric(name="failed items", value=measurement.n_failed, unit="count", better="lower", exact=True)
-
-
-def _counted(arm: ArmRecord) -> tuple[str, ...]:
-    """Axes behind the composite."""
-    from fidelab.metrics.composite import AXES
-
-    return tuple(name for name in AXES if name in arm.axes and arm.axes[name].value("score") is not None)
 
 
 # -------------------------------------------------------------------------------------------------- data frame

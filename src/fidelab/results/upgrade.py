@@ -12,17 +12,18 @@ from typing import Any, Final
 from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
 from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["SCHEMA_0", "upgrade"]
+__all__ = ["KLD", "SCHEMA_0", "SCORE", "TRAJECTORY", "upgrade"]
 
 SCHEMA_0: Final = "fidelab.report/0"
 
 Plain = Mapping[str, Any]
 
-_SCORE = Definition("score", "points", "higher")
+# What imports make metrics of, too: files of other tools hold these figures, and no more.
+SCORE = Definition("score", "points", "higher")
 # Field of schema 0 → what it is now; its interval stood in the field ``<field>_ci``.
-_KLD = {
+KLD = {
     "mean": Definition("mean", "nats", "lower"),
-    "stderr": Definition("std. error", "nats", "lower"),
+    "stderr": Definition("std. error", "nats"),
     "median": Definition("median", "nats", "lower"),
     "p90": Definition("p90", "nats", "lower"),
     "p95": Definition("p95", "nats", "lower"),
@@ -34,7 +35,7 @@ _KLD = {
     "tokens_to_flip": Definition("tokens to flip", "tokens"),
     "rms_dp": Definition("RMS Δp", "share", "lower"),
 }
-_TRAJECTORY = {
+TRAJECTORY = {
     "exact_match_rate": Definition("exact match", "share", "higher"),
     "positional_agreement": Definition("positional agreement", "share", "higher"),
     "median_first_divergence": Definition("median first divergence", "tokens"),
@@ -59,6 +60,7 @@ _EXCESS = {
     **dict.fromkeys(("trajectory", "rniah", "plad", "gsm8k", "capability"), _POINTS),
     "degeneration": Definition("over control", "share", "lower"),
 }
+_COMPOSED = ("trajectory", "kld", "rniah", "plad")
 _BOUND = ", at least"  # behind the name of a figure that is a lower bound
 _NEAR_TIE = 0.1  # nats
 
@@ -85,7 +87,11 @@ def _arm(arm: Plain) -> dict[str, Any]:
     benches = {name: bench for name, bench in (arm.get("benches") or {}).items() if bench is not None}
     timing = benches.pop("timing", None)
     axes = _axes(arm.get("axes") or {}, noise)
-    return {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
+    found = {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
+    if arm.get("composite") is not None:
+        counted = [name for name in _COMPOSED if (arm["axes"].get(name) or {}).get("score") is not None]
+        found["composite"] = {**arm["composite"], "axes": counted}
+    return found
 
 
 def _axes(axes: Plain, noise: float) -> dict[str, Any]:
@@ -100,11 +106,11 @@ def _axes(axes: Plain, noise: float) -> dict[str, Any]:
 
 def _kld(name: str, axis: Plain) -> Measurement:
     bound = axis.get("estimator") == "topk"
-    metrics = list(_fields(axis, _KLD, bound))
+    metrics = list(_fields(axis, KLD, bound))
     contexts = axis.get("contexts") or ()
     for context in contexts if len(contexts) > 1 else ():
         cell = {"context": context["n_ctx"]}
-        metrics += _fields(context, {field: _KLD[field] for field in ("mean", "top1")}, bound, cell)
+        metrics += _fields(context, {field: KLD[field] for field in ("mean", "top1")}, bound, cell)
     plots = []
     for key, (title, x_label) in {
         "position": ("KL by position in the window", "position in the window, tokens"),
@@ -147,7 +153,7 @@ def _trajectory(name: str, axis: Plain) -> Measurement:
     if forks := axis.get("divergences"):
         plots.append(Texts(title="First divergences", pairs=tuple(map(_fork, forks))))
     facts = _given(axis, "n_predict", "template")
-    return _measurement(name, axis, list(_fields(axis, _TRAJECTORY)), plots=plots, facts=facts)
+    return _measurement(name, axis, list(_fields(axis, TRAJECTORY)), plots=plots, facts=facts)
 
 
 def _fork(fork: Plain) -> TextPair:
@@ -184,7 +190,7 @@ def _other(name: str, axis: Plain) -> Measurement:
 def _measurement(name: str, axis: Plain, metrics: list[Metric], *, bound: bool = False, **more: Any) -> Measurement:
     """What all axes have in common; ``bound``: the figures in nats are lower bounds."""
     if axis.get("score") is not None:
-        metrics.append(_SCORE(axis["score"], axis.get("ci")))
+        metrics.append(SCORE(axis["score"], axis.get("ci")))
     if excess := axis.get("excess_over_control"):
         # the difference of two lower bounds bounds nothing
         over = _EXCESS.get(name, Definition("over control"))(excess.get("mean"), excess.get("ci"))
