@@ -6,21 +6,21 @@ said here as it was judged then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, Final
 
 from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
 from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["KLD", "SCHEMA_0", "SCORE", "TRAJECTORY", "upgrade"]
+__all__ = ["KLD", "SCHEMA_0", "SCORE", "TRAJECTORY", "binned", "metrics_of", "survival", "upgrade"]
 
 SCHEMA_0: Final = "fidelab.report/0"
 
 Plain = Mapping[str, Any]
 
-# What imports make metrics of, too: files of other tools hold these figures, and no more.
+# Field → metric; its interval is in the field ``<field>_ci``.  Imports make metrics of them, too.
 SCORE = Definition("score", "points", "higher")
-# Field of schema 0 → what it is now; its interval stood in the field ``<field>_ci``.
 KLD = {
     "mean": Definition("mean", "nats", "lower"),
     "stderr": Definition("std. error", "nats"),
@@ -34,8 +34,10 @@ KLD = {
     "real_flips": Definition("real flips", "share", "lower"),
     "tokens_to_flip": Definition("tokens to flip", "tokens"),
     "rms_dp": Definition("RMS Δp", "share", "lower"),
+    "score": SCORE,
 }
 TRAJECTORY = {
+    "score": SCORE,
     "exact_match_rate": Definition("exact match", "share", "higher"),
     "positional_agreement": Definition("positional agreement", "share", "higher"),
     "median_first_divergence": Definition("median first divergence", "tokens"),
@@ -63,6 +65,18 @@ _EXCESS = {
 _COMPOSED = ("trajectory", "kld", "rniah", "plad")
 _BOUND = ", at least"  # behind the name of a figure that is a lower bound
 _NEAR_TIE = 0.1  # nats
+_BINNED = {
+    "position": (
+        "KL by position in the window",
+        "position in the window, tokens",
+        "Rising lines: the cost grows with the context.",
+    ),
+    "confidence": (
+        "KL by the reference's confidence",
+        "reference's largest probability",
+        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
+    ),
+}
 
 
 def upgrade(plain: Plain) -> dict[str, Any]:
@@ -97,7 +111,11 @@ def _arm(arm: Plain) -> dict[str, Any]:
 def _axes(axes: Plain, noise: float) -> dict[str, Any]:
     """``noise``: what last bits move the arm's KL by (nats)."""
     known = {"kld": _kld, "trajectory": _trajectory}
-    found = {name: known.get(name, _other)(name, axis) for name, axis in axes.items() if axis is not None}
+    found = {
+        name: known.get(name, _other)(name, {**axis, "score_ci": axis.get("ci")})
+        for name, axis in axes.items()
+        if axis is not None
+    }
     if "kld" in found:
         shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in found["kld"].metrics)
         found["kld"] = found["kld"].model_copy(update={"metrics": shaken})
@@ -106,21 +124,13 @@ def _axes(axes: Plain, noise: float) -> dict[str, Any]:
 
 def _kld(name: str, axis: Plain) -> Measurement:
     bound = axis.get("estimator") == "topk"
-    metrics = list(_fields(axis, KLD, bound))
+    metrics = list(metrics_of(axis, KLD, bound))
     contexts = axis.get("contexts") or ()
     for context in contexts if len(contexts) > 1 else ():
         cell = {"context": context["n_ctx"]}
-        metrics += _fields(context, {field: KLD[field] for field in ("mean", "top1")}, bound, cell)
-    plots = []
-    for key, (title, x_label) in {
-        "position": ("KL by position in the window", "position in the window, tokens"),
-        "confidence": ("KL by the reference's confidence", "reference's largest probability"),
-    }.items():
-        bins = axis.get(f"by_{key}")
-        if bins and any(bins["mean"]):
-            middles = tuple((a + b) / 2 for a, b in zip(bins["edges"], bins["edges"][1:], strict=False))
-            drawn = Curve(key=key, title=title, x_label=x_label, y_label="mean KL, nats", x=middles, y=bins["mean"])
-            plots.append(drawn.model_copy(update={"log_y": True, "kl": True}))
+        metrics += metrics_of(context, {field: KLD[field] for field in ("mean", "top1")}, bound, cell)
+    drawn = {key: bins for key in _BINNED if (bins := axis.get(f"by_{key}")) and any(bins["mean"])}
+    plots = [binned(key, bins["edges"], bins["mean"]) for key, bins in drawn.items()]
     about = ("n_ctx", "n_positions", "n_documents", "windows")
     return _measurement(
         name,
@@ -137,23 +147,12 @@ def _kld(name: str, axis: Plain) -> Measurement:
 
 def _trajectory(name: str, axis: Plain) -> Measurement:
     plots: list[Curve | Texts] = []
-    if survival := axis.get("survival"):
-        plots.append(
-            Curve(
-                key="survival",
-                title="How long greedy text stays the same",
-                x_label="tokens generated",
-                y_label="still identical",
-                x=tuple(range(len(survival))),
-                y=survival,
-                stairs=True,
-                percent=True,
-            )
-        )
+    if shares := axis.get("survival"):
+        plots.append(survival(shares))
     if forks := axis.get("divergences"):
         plots.append(Texts(title="First divergences", pairs=tuple(map(_fork, forks))))
     facts = _given(axis, "n_predict", "template")
-    return _measurement(name, axis, list(_fields(axis, TRAJECTORY)), plots=plots, facts=facts)
+    return _measurement(name, axis, list(metrics_of(axis, TRAJECTORY)), plots=plots, facts=facts)
 
 
 def _fork(fork: Plain) -> TextPair:
@@ -167,7 +166,7 @@ def _fork(fork: Plain) -> TextPair:
 def _other(name: str, axis: Plain) -> Measurement:
     figures = axis.get("figures") or ()
     bound = any(figure["name"].endswith(_BOUND) for figure in figures)
-    metrics = []
+    metrics = list(metrics_of(axis, {"score": SCORE}))
     for figure in figures:
         called, cell = figure["name"].removesuffix(_BOUND), Coordinates()
         head, _, tail = called.rpartition(" ")
@@ -189,8 +188,6 @@ def _other(name: str, axis: Plain) -> Measurement:
 
 def _measurement(name: str, axis: Plain, metrics: list[Metric], *, bound: bool = False, **more: Any) -> Measurement:
     """What all axes have in common; ``bound``: the figures in nats are lower bounds."""
-    if axis.get("score") is not None:
-        metrics.append(SCORE(axis["score"], axis.get("ci")))
     if excess := axis.get("excess_over_control"):
         # the difference of two lower bounds bounds nothing
         over = _EXCESS.get(name, Definition("over control"))(excess.get("mean"), excess.get("ci"))
@@ -209,13 +206,45 @@ def _numbered(metrics: list[Metric]) -> Iterator[Metric]:
         yield metric if seen[place] == 1 else metric.model_copy(update={"name": f"{metric.name} #{seen[place]}"})
 
 
-def _fields(
-    axis: Plain, definitions: Mapping[str, Definition], bound: bool = False, cell: Coordinates | None = None
+def metrics_of(
+    figures: Plain, definitions: Mapping[str, Definition], bound: bool = False, cell: Coordinates | None = None
 ) -> Iterator[Metric]:
-    for field, definition in definitions.items():
-        if axis.get(field) is not None:
+    """The metrics of what is there; ``bound``: those in nats are lower bounds.  The first one is the headline."""
+    for number, (field, definition) in enumerate(definitions.items()):
+        value, ci = figures.get(field), figures.get(f"{field}_ci")
+        if value is not None or ci is not None:
             lower = bound and definition.unit == "nats"
-            yield definition(axis[field], axis.get(f"{field}_ci"), cell=cell, bound=lower)
+            yield definition(value, ci, cell=cell, bound=lower, headline=number == 0 and not cell)
+
+
+def binned(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:
+    """Mean KL by ``position`` or by ``confidence``, at the middle of each bin."""
+    title, x_label, caption = _BINNED[key]
+    return Curve(
+        key=key,
+        title=title,
+        x_label=x_label,
+        y_label="mean KL, nats",
+        x=tuple((low + high) / 2 for low, high in pairwise(edges)),
+        y=tuple(means),
+        log_y=True,
+        kl=True,
+        caption=caption,
+    )
+
+
+def survival(shares: Sequence[float]) -> Curve:
+    """Share of prompts whose text is still the reference's after 0, 1, … tokens."""
+    return Curve(
+        key="survival",
+        title="How long greedy text stays the same",
+        x_label="tokens generated",
+        y_label="still identical",
+        x=tuple(range(len(shares))),
+        y=tuple(shares),
+        stairs=True,
+        percent=True,
+    )
 
 
 def _given(plain: Plain, *names: str) -> dict[str, Any]:
