@@ -197,7 +197,7 @@ class ArmRecord(Outcome):
     floor: Floor | None = None
     """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
     control: str | None = None
-    """Name of the control that ``excess_over_control`` refers to; null where there is none."""
+    """Name of the control that the metrics ``over control`` refer to; null where there is none."""
     benches: dict[str, Measurement] = Field(default_factory=dict)
     """Bench → speed, start-up, memory, serving."""
     timing: Timing | None = None
