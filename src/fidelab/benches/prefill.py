@@ -7,14 +7,32 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from fidelab.benches.base import Answers, Bench, BenchInputs, Facts, LiveSettings, Question, Sizes, unsteady
-from fidelab.benches.cells import outcome_of
+from fidelab.benches.base import (
+    Answers,
+    Bench,
+    BenchInputs,
+    Facts,
+    LiveSettings,
+    Question,
+    Sizes,
+    against,
+    complete,
+    largest,
+    outcome_of,
+    unsteady,
+)
 from fidelab.metrics.latency import prefill_rate
-from fidelab.results import bench_record
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Spread
+from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
 
-__all__ = ["Prefill", "PrefillSettings"]
+__all__ = ["RATE", "Prefill", "PrefillSettings", "prefill_complete"]
+
+RATE = Definition(
+    "rate",
+    "tok/s",
+    "higher",
+    "Prompt tokens of the whole batch over the time to the first token, with a cold prefix cache.",
+    aggregate="median",
+)
 
 
 class PrefillSettings(LiveSettings):
@@ -37,16 +55,31 @@ class Prefill(Bench):
             for n in self.settings.lengths
         )
 
-    def record(self, answers: Mapping[str, Answers], facts: Facts) -> bench_record.Prefill:
-        cells = tuple(_cell(answer, facts) for answer in answers.values())
-        return bench_record.Prefill(**outcome_of(cells), cells=cells)
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        metrics: list[Metric] = []
+        cells: list[Cell] = []
+        for answer in answers.values():
+            at, flags = answer.at(), tuple[Flag, ...]()
+            if answer.seconds is not None:
+                asked = answer.question
+                rate = prefill_rate(answer.seconds, asked.tokens * asked.batch)
+                metrics.append(RATE.repeated(rate.repeats, cell=at))
+                flags = unsteady(f"{asked.tokens} tokens × {asked.batch}", rate.steady, facts.loads)
+            cells.append(answer.cell(at, flags))
+        return prefill_complete(
+            Measurement(**outcome_of(cells), title=self.title, metrics=tuple(metrics), cells=tuple(cells))
+        )
 
 
-def _cell(answer: Answers, facts: Facts) -> SpeedCell:
-    asked = answer.question
-    shape = {"tokens": asked.tokens, "batch": asked.batch, **answer.outcome()}
-    if answer.seconds is None:
-        return SpeedCell(**shape)
-    rate = prefill_rate(answer.seconds, asked.tokens * asked.batch)
-    flags = unsteady(f"{asked.tokens} tokens × {asked.batch}", rate.steady, facts.loads)
-    return SpeedCell(**shape, rate=Spread.of(rate), warmups=answer.warmups, flags=flags)
+def prefill_complete(found: Measurement) -> Measurement:
+    """With its curve against the length, headed by the longest prompts."""
+    plots = against(
+        found,
+        RATE.name,
+        key="prefill",
+        title="Prefill against prompt length",
+        x_label="prompt, tokens",
+        y_label="tok/s",
+        caption="Median of the repeats; shaded from the slowest to the fastest.",
+    )
+    return complete(found, [largest(found, RATE.name)], plots)
