@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kv_sides, plain, ratio_of
+from fidelab.report.cells import STATUS, estimate_of, kv_sides, plain, ratio_of
 from fidelab.report.numbers import (
     ABSENT,
     MIB,
@@ -110,9 +110,7 @@ def tables_of(
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
     Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
     """
-    rows = [
-        _Row(name, found, None if found is base else base, at) for name, found in arms for at in found.shapes()
-    ]
+    rows = [_Row(name, found, None if found is base else base, at) for name, found in arms for at in found.shapes()]
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         yield _table(title, [row for row in rows if tuple(row.at) == coordinates], coordinates, notes, number == 0)
 
