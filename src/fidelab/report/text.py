@@ -20,7 +20,7 @@ from rich.text import Text
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, shared
 from fidelab.report.numbers import ABSENT, one_line
-from fidelab.report.tables import NOTES
+from fidelab.report.tables import NOTES, VALID
 from fidelab.report.tables import Table as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Performance, View, build_view
@@ -34,7 +34,7 @@ _LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, F
 _TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _AXIS_WIDTH = 17
-_KEPT = (NOTES, "valid")
+_KEPT = (NOTES, VALID)
 """Columns that no narrow terminal loses: they say what to make of the others."""
 _ASCII = str.maketrans({"–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf"})
 _STYLES = {
@@ -91,7 +91,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     if view.ranking:
         line(view.ranking)
     if missing := [*dropped, *([] if whole else [_TAIL])]:
-        line(f"narrow terminal: {', '.join(missing)} are left out")
+        line(f"narrow terminal: {'; '.join(missing)} are left out")
     if plot:
         line("")
         for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
@@ -169,7 +169,8 @@ def _print_performance(view: View, speed: Performance, console: Console) -> None
         (name, *((row.verdict, str(row.kld)) if view.fidelity else ()), *map(str, figures))
         for row, name, figures in zip(view.rows, speed.names, speed.rows, strict=True)
     )
-    console.print(_narrowed(Others("performance", "", (*named, *speed.columns), rows, len(named)), console)[0])
+    table = Others("performance", "", (*named, *speed.columns), rows, len(named))
+    console.print(_narrowed(table, console, stacked=True)[0])
     if speed.note:
         console.print(literal(speed.note, console), overflow="fold")
     console.print()
@@ -186,6 +187,7 @@ def _print_benches(view: View, console: Console) -> list[str]:
             left_out += dropped
         for line in (*section.sources, *section.lines, *section.footnotes):
             console.print(literal(line, console), overflow="fold")
+        console.print()
     return list(dict.fromkeys(left_out))
 
 
@@ -199,26 +201,30 @@ def _grouped(table: Others, *, alone: bool) -> Others:
     return Others(table.key, table.title, table.columns, rows, table.named)
 
 
-def _narrowed(shown: Others, console: Console) -> tuple[Table, list[str]]:
-    """The table as wide as there is room for, and the columns that it lost, from the last one on."""
+def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:
+    """The table as wide as there is room for, and the columns that it lost, from the last one on.
+
+    Intervals stand behind their values, in less room below them, and always there where ``stacked``.
+    """
     columns, dropped = list(range(len(shown.columns))), []
     spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _KEPT]
-    for padding in (1, 0):
-        table = _grid(shown, columns, console, padding)
+    for below, padding in ((stacked, 1), (True, 1), (True, 0)):
+        table = _grid(shown, columns, console, below, padding)
         if _width(table, console) <= console.width:
             return table, []
     while spare and _width(table, console) > console.width:
         columns.remove(spare[-1])
         dropped.append(shown.columns[spare.pop()])
-        table = _grid(shown, columns, console, 0)
+        table = _grid(shown, columns, console, True, 0)
     return table, dropped[::-1]
 
 
-def _grid(shown: Others, kept: Sequence[int], console: Console, padding: int) -> Table:
-    """Some columns, each as wide as its longest line; a value and what belongs to it stand on two lines."""
+def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int) -> Table:
+    """Some columns, each as wide as its longest line."""
+    sign = "\n(" if stacked else " ("
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0), show_lines=False)
     rows = [
-        [cell.replace(" (", "\n(", 1) if n else wrap_name(cell, _NAME_WIDTH) for n, cell in enumerate(row)]
+        [cell.replace(" (", sign, 1) if n else wrap_name(cell, _NAME_WIDTH) for n, cell in enumerate(row)]
         for row in shown.rows
     ]
     for n in kept:
