@@ -96,6 +96,8 @@ class Section:
     """``1: text``, as the tables' column ``notes`` counts them."""
     doubts: tuple[str, ...]
     """The same for a place without tables: ``arm, arm: text``."""
+    legend: tuple[str, ...]
+    """What metrics mean, ``name: definition``, as far as they say it."""
     curves: tuple[Curves, ...]
     bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
@@ -160,6 +162,11 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm
         tables=tuple(tables),
         footnotes=tuple(notes.numbered()),
         doubts=tuple(notes.named()),
+        legend=tuple(
+            dict.fromkeys(
+                f"{one_line(m.name)}: {one_line(m.about)}" for _, found in arms for m in found.metrics if m.about
+            )
+        ),
         curves=tuple(_curves(drawn)),
         bars=tuple(_bars(drawn)),
         shown=tuple(shown for arm, found in arms if (shown := _shown(arm, found)) is not None),
