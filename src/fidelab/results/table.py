@@ -155,30 +155,6 @@ class Column:
     about: str
 
 
-_ARM = (
-    Column("run_id", _TEXT, "Name of the run's folder."),
-    Column("role", _TEXT, "reference, control, candidate or floor (the reference against a replicate of itself)."),
-    Column("name", _TEXT, "Short name of the arm; the floor has the reference's."),
-    Column("engine", _TEXT, "Engine that runs it."),
-    Column("model", _TEXT, "The model as the user knows it."),
-    Column("k", _TEXT, "Format of the keys that was asked for."),
-    Column("v", _TEXT, "Format of the values that was asked for."),
-    Column("kv_options", _TEXT, "Options of the formats, as JSON; absent where none were given."),
-    Column("k_dtype", _TEXT, "Type of the stored keys."),
-    Column("v_dtype", _TEXT, "Type of the stored values."),
-    Column("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token, all layers, scales included."),
-    Column("status", _TEXT, "How the arm ended; absent for the floor, whose axes have their own."),
-    Column("reason", _TEXT, "Why, in one line."),
-    Column("band", _TEXT, "The verdict's band: EXCELLENT, PASS, DEGRADED or FAIL; absent is no verdict."),
-    Column("at_best", _TEXT, "The best band still possible where there is no verdict; absent where none is ruled out."),
-    Column("modified", _TEXT, "Packages that are not as released, and shims; absent where there are none."),
-    Column("sentence", _TEXT, "What to do with a candidate."),
-    Column("composite", _FLOAT, "Harmonic mean of the axes measured, 0-100; shown, never a verdict."),
-    Column("composite_ci_low", _FLOAT, "Lower end of its 95% interval."),
-    Column("composite_ci_high", _FLOAT, "Upper end of its 95% interval."),
-    Column("timing_load_seconds", _FLOAT, "From the job's arrival in the worker to the loaded model."),
-    Column("timing_seconds", _FLOAT, "All captures of the arm."),
-)
 _ASKED = ("run_id", "role", "name", "engine", "model", "k", "v", "kv_options")
 
 Row = dict[str, Any]
@@ -217,13 +193,13 @@ def build_frame(report: Report) -> pd.DataFrame:
 def _frame(report: Report) -> tuple[list[Column], list[Row]]:
     shown = [("reference", report.reference), *([("control", report.control)] if report.control else [])]
     shown += [("candidate", arm) for arm in report.candidates]
-    rows = [_arm_row(report, role, arm) for role, arm in shown]
+    heads = [_arm_cells(report, role, arm) for role, arm in shown]
     found = [{**arm.axes, **arm.benches} for _, arm in shown]
     if report.floor:
-        asked = _arm_row(report, "floor", report.reference)
-        rows.append({name: asked[name] for name in _ASKED})
+        heads.append([cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _ASKED])
         found.append(report.floor)
-    listed = {column.name: column for column in _ARM}
+    listed = {column.name: column for column, _ in heads[0]}
+    rows = [{column.name: value for column, value in head} for head in heads]
     for group in dict.fromkeys(group for measurements in found for group in measurements):
         for row, measurements in zip(rows, found, strict=True):
             for column, value in _cells(group, measurements.get(group)):
@@ -235,43 +211,59 @@ def _frame(report: Report) -> tuple[list[Column], list[Row]]:
     return list(listed.values()), rows
 
 
-def _arm_row(report: Report, role: str, arm: ArmRecord) -> Row:
-    ran, verdict, composite, timing = arm.ran, arm.verdict, arm.composite, arm.timing
+def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, Any]]:
+    """What there is to say of an arm besides its measurements."""
+    kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
-    return {
-        "run_id": report.run_id,
-        "role": role,
-        "name": arm.name,
-        "engine": arm.engine,
-        "model": arm.model,
-        "k": arm.kv.k,
-        "v": arm.kv.v,
-        "kv_options": json.dumps(arm.kv.options, ensure_ascii=False) if arm.kv.options else None,
-        "k_dtype": ran and ran.k_dtype,
-        "v_dtype": ran and ran.v_dtype,
-        "cache_bytes_per_token": ran and ran.cache_bytes_per_token,
-        "status": arm.status.value,
-        "reason": arm.reason,
-        "band": verdict and verdict.band,
-        "at_best": verdict and verdict.at_best,
-        "modified": "; ".join(ran.modified) or None if ran else None,
-        "sentence": verdict and verdict.sentence,
-        "composite": composite and composite.value,
-        "composite_ci_low": low,
-        "composite_ci_high": high,
-        "timing_load_seconds": timing and timing.load_seconds,
-        "timing_seconds": timing and timing.seconds,
-    }
+    return [
+        (Column(name, dtype, about), value)
+        for name, dtype, about, value in (
+            ("run_id", _TEXT, "Name of the run's folder.", report.run_id),
+            ("role", _TEXT, "reference, control, candidate or floor (the reference against a replicate).", role),
+            ("name", _TEXT, "Short name of the arm; the floor has the reference's.", arm.name),
+            ("engine", _TEXT, "Engine that runs it.", arm.engine),
+            ("model", _TEXT, "The model as the user knows it.", arm.model),
+            ("k", _TEXT, "Format of the keys that was asked for.", kv.k),
+            ("v", _TEXT, "Format of the values that was asked for.", kv.v),
+            ("kv_options", _TEXT, "Options of the formats, as JSON.", _json(kv.options) if kv.options else None),
+            ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
+            ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
+            ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),
+            ("status", _TEXT, "How the arm ended; absent for the floor.", arm.status.value),
+            ("reason", _TEXT, "Why, in one line.", arm.reason),
+            ("band", _TEXT, "EXCELLENT, PASS, DEGRADED or FAIL; absent: no verdict.", verdict and verdict.band),
+            ("at_best", _TEXT, "Best band still possible without a verdict.", verdict and verdict.at_best),
+            (
+                "modified",
+                _TEXT,
+                "Packages not as released, and shims.",
+                "; ".join(ran.modified) or None if ran else None,
+            ),
+            ("sentence", _TEXT, "What to do with a candidate.", verdict and verdict.sentence),
+            ("composite", _FLOAT, "Harmonic mean of scores, 0-100; never a verdict.", composite and composite.value),
+            ("composite_ci_low", _FLOAT, "Lower end of its 95% interval.", low),
+            ("composite_ci_high", _FLOAT, "Upper end of its 95% interval.", high),
+            ("timing_load_seconds", _FLOAT, "The worker's start to the loaded model.", timing and timing.load_seconds),
+            ("timing_seconds", _FLOAT, "All captures of the arm.", timing and timing.seconds),
+        )
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _cells(group: str, found: Measurement | None) -> Iterator[tuple[Column, Any]]:
     """Every number and word of a measurement under its column."""
     if found is None:
         return
-    yield Column(f"{group}_status", _TEXT, f"How {group} ended."), found.status.value
-    yield Column(f"{group}_reason", _TEXT, f"Why {group} ended so, in one line."), found.reason
-    yield Column(f"{group}_n_items", _COUNT, "Items asked."), found.n_items
-    yield Column(f"{group}_n_failed", _COUNT, "Items that a failure made unusable; in no metric."), found.n_failed
+    for field, dtype, about, value in (
+        ("status", _TEXT, f"How {group} ended.", found.status.value),
+        ("reason", _TEXT, f"Why {group} ended so, in one line.", found.reason),
+        ("n_items", _COUNT, "Items asked.", found.n_items),
+        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", found.n_failed),
+    ):
+        yield Column(_named(group, field), dtype, about), value
     yield from _facts(group, "", found.facts)
     for metric in found.metrics:
         yield from _metric_cells(group, metric)
@@ -304,5 +296,5 @@ def _metric_cells(group: str, metric: Metric) -> Iterator[tuple[Column, Any]]:
         yield Column(f"{name}_steady", _FLAG, f"Whether the last three repeats agree: {about}"), metric.steady
 
 
-def _named(group: str, name: str, at: str) -> str:
+def _named(group: str, name: str, at: str = "") -> str:
     return "_".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in (group, name, at))))
