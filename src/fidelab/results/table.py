@@ -215,6 +215,7 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
     """What there is to say of an arm besides its measurements."""
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
+    modified = ran.modified if ran else ()
     return [
         (Column(name, dtype, about), value)
         for name, dtype, about, value in (
@@ -257,13 +258,13 @@ def _cells(group: str, found: Measurement | None) -> Iterator[tuple[Column, Any]
     """Every number and word of a measurement under its column."""
     if found is None:
         return
-    for field, dtype, about, value in (
+    for name, dtype, about, value in (
         ("status", _TEXT, f"How {group} ended.", found.status.value),
         ("reason", _TEXT, f"Why {group} ended so, in one line.", found.reason),
         ("n_items", _COUNT, "Items asked.", found.n_items),
         ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", found.n_failed),
     ):
-        yield Column(_named(group, field), dtype, about), value
+        yield Column(_named(group, name), dtype, about), value
     yield from _facts(group, "", found.facts)
     for metric in found.metrics:
         yield from _metric_cells(group, metric)
