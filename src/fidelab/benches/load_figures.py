@@ -41,7 +41,9 @@ __all__ = [
 
 TITLE = "How fast is it behind its server?"
 
-OUTPUT_RATE = Definition("output rate", "tok/s", "higher", "Output tokens over the measured part, by server's usage.")
+OUTPUT_RATE = Definition(
+    "output rate", "tok/s", "higher", "Output tokens over the measured part, by the server's usage."
+)
 TOTAL_RATE = Definition("total rate", "tok/s", "higher", "Input and output tokens over the measured part.")
 COMPLETED_RATE = Definition("completed rate", "req/s", "higher", "Requests answered whole, over the measured part.")
 SERVER_RATE = Definition("server's output rate", "tok/s", "higher", "Generated tokens as the server counts them.")

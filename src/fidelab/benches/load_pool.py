@@ -114,47 +114,52 @@ class Pool:
         asked = [(name, self.latencies.of(name)) for name in self.asked.shown]
         return [Latency.over(name, values, self.asked.percentiles) for name, values in asked if len(values)]
 
+    def good(self) -> int | None:
+        """Requests that met every target; ``None`` where there is none, or nothing was sent."""
+        targets = self.asked.targets
+        return count_good(self.sent, targets) if targets and self.sent and self.seconds > 0 else None
+
     def rates(self) -> Values:
         """What repeats are compared by, with the latencies."""
-        good = self.per_second(count_good(self.sent, self.asked.targets)) if self.asked.targets and self.sent else None
+        good = self.good()
         return {
             figures.OUTPUT_RATE: self.output_rate(),
             figures.TOTAL_RATE: self.total_rate(),
             figures.COMPLETED_RATE: self.per_second(len(self.done)),
-            figures.GOODPUT: good,
+            figures.GOODPUT: None if good is None else self.per_second(good),
         }
 
     def more(self) -> Values:
         """What is known of the whole besides rates and latencies."""
-        n, read = len(self.sent), self.server or ServerReading("")
-        good = count_good(self.sent, self.asked.targets) if self.asked.targets and self.seconds > 0 else None
+        n, good, server = len(self.sent), self.good(), self.server
+        drafts = server.speculation if server else None
         return {
-            figures.SERVER_RATE: read.output_rate,
-            figures.GOOD_REQUESTS: good / n if n and good is not None else None,
-            figures.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
             figures.IN_FLIGHT: self.in_flight(),
-            figures.ACCEPTANCE: read.speculation.acceptance_length if read.speculation else None,
-            figures.COUNTED_CONTEXT: self.context(),
             figures.REQUESTS: n,
             figures.ERRORS: self.failed,
+            figures.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
+            figures.GOOD_REQUESTS: None if good is None else good / n,
+            figures.ACCEPTANCE: drafts.acceptance_length if drafts else None,
+            figures.SERVER_RATE: server.output_rate if server else None,
+            figures.COUNTED_CONTEXT: self.context(),
         }
 
     def facts(self) -> dict[str, Any]:
-        """What is no metric: seconds, tokens, errors by kind, the client's own part, what the server says of itself."""
+        """What is no metric: what the server says of itself, the client's own part, tokens, errors by kind."""
+        lag = self.lag(50, 99)
         return {
+            "server": None if self.server is None else {"ratio": self.ratio(), **asdict(self.server)},
+            "client": {
+                "lag_p99": lag.get("p99"),
+                "lag_p50": lag.get("p50"),
+                "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
+                "workers": max(drive.result.workers for drive in self.drives),
+            },
             "seconds": self.seconds,
             "completed": len(self.done),
             "input_tokens": sum(exchange.prompt_tokens or 0 for exchange in self.done),
             "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
             "errors": dict(Counter(exchange.error for exchange in self.sent if exchange.error)),
-            "targets": dict(self.asked.targets),
-            "client": {
-                "lag_p50": self.lag(50).get("p50"),
-                "lag_p99": self.lag(99).get("p99"),
-                "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
-                "workers": max(drive.result.workers for drive in self.drives),
-            },
-            "server": None if self.server is None else {**asdict(self.server), "ratio": self.ratio()},
         }
 
     def ratio(self) -> float | None:

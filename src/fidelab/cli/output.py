@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gate", "note", "parse_pairs", "show_report"]
 
-_PIPE = 200  # a table of loads with everything in it
+_PIPE = 400  # a table of loads with everything in it
 
 
 def note(text: str) -> None:
