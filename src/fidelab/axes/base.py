@@ -199,7 +199,7 @@ class AxisScore:
         metric = self.metric(name, cell)
         return None if metric is None else metric.interval
 
-    def measurement(self, title: str, *more: Metric) -> Measurement:
+    def measurement(self, title: str = "", *more: Metric) -> Measurement:
         """What the report says of it, with ``more`` metrics."""
         status, reason = Status.IDENTICAL if self.identical else Status.OK, None
         if self.not_measurable:
