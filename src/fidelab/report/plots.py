@@ -12,11 +12,12 @@ from fidelab.report.labels import shorten
 from fidelab.report.numbers import format_kld, format_tokens, one_line
 from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.scales import Axis
+from fidelab.report.sections import Arm, BarGroup, Curves, Section
 from fidelab.report.view import View
-from fidelab.results.plots import Bars, Curve, Plot
+from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 
-__all__ = ["Arm", "Drawing", "draw_plots", "frontier", "noise", "tail"]
+__all__ = ["Drawing", "draw_plots", "frontier", "noise", "tail"]
 
 WIDE, NARROW = Size(560, 330), Size(360, 300, labels=False)
 FULL = Size(1120, 430, labels=False)
@@ -30,15 +31,6 @@ LOG_FROM = 10**1.5
 RULES = (Rule(0.01, "EXCELLENT"), Rule(0.05, "PASS"), Rule(0.1, "DEGRADED"))
 """Upper edges of the bands (METRICS §6), which an interval has to stay below."""
 HOLLOW = "Hollow: not valid, see the table."
-
-
-@dataclass(frozen=True)
-class Arm:
-    """An arm as charts show it: its name, the id that ties its lines and legend entries, the classes of its lines."""
-
-    name: str
-    id: str
-    style: str
 
 
 @dataclass(frozen=True)
@@ -101,7 +93,7 @@ def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing 
         for share in shares
     ]
     lines = [
-        Line(arm.name, arm.id, arm.style, curve, area=arm.id == "control")
+        Line(arm.name, arm.id, line_style(arm.role, arm.number), curve, area=arm.id == "control")
         for (arm, _), curve in zip(found, curves, strict=True)
     ]
     x = Axis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
@@ -114,14 +106,10 @@ def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing 
     return _drawing(lines, x, y, caption, legend, replace(WIDE, labels=False))  # all lines end at the bottom
 
 
-def draw_plots(entries: Sequence[tuple[Arm, Sequence[Plot]]], report: Report) -> tuple[Drawing, ...]:
-    """Curves and bars of one axis or bench: those of one key share a chart, in the order in which arms name them."""
-    found = [(arm, plot) for arm, plots in entries for plot in plots if isinstance(plot, Curve | Bars)]
-    drawings: list[Drawing | None] = []
-    for key in dict.fromkeys(plot.key for _, plot in found):
-        mine = [(arm, plot) for arm, plot in found if plot.key == key]
-        drawings.append(_draw_curves([(arm, _lined(plot)) for arm, plot in mine if isinstance(plot, Curve)], report))
-        drawings.append(_draw_bars([(arm, plot) for arm, plot in mine if isinstance(plot, Bars)]))
+def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
+    """The charts of one axis or bench, curves and bars; ``report``: whose bands stand behind mean KLs."""
+    drawings = [_draw_bars(group) for group in section.bars]
+    drawings += [_draw_curves(group, report) for group in section.curves]
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
@@ -162,13 +150,13 @@ def _bands(report: Report, size: Size) -> list[Band]:
     ]
 
 
-def _draw_curves(found: Sequence[tuple[Arm, Curve]], report: Report) -> Drawing | None:
+def _draw_curves(group: Curves, report: Report) -> Drawing | None:
     """Colour by arm and dashes by series; of a single arm, colour by series."""
     kept = [
         (arm, curve)
-        for arm, curve in found
+        for arm, curve in group.lines
         if any(value is not None and (value > 0 or not curve.log_y) for value in curve.y)
-        and not (curve.kl and arm.id == "floor")  # it is a band
+        and not (curve.kl and arm.role == "floor")  # it is a band
     ]
     if len({at for _, curve in kept for at in curve.x}) < 2:
         return None  # the table says it better
@@ -179,15 +167,15 @@ def _draw_curves(found: Sequence[tuple[Arm, Curve]], report: Report) -> Drawing 
     for arm, curve in kept:
         number = series.index(curve.series)
         if len(series) == 1:
-            name, style = arm.name, arm.style if len(arms) > 1 else line_style("candidate")
+            name, style = arm.name, line_style(arm.role, arm.number) if len(arms) > 1 else line_style("candidate")
         elif len(arms) == 1:
             name, style = curve.series, line_style("candidate", number)
         else:
             name = f"{shorten(arm.name, 11)} {curve.series}"
-            style = f"{arm.style.split(' ')[0]} d{number % GROUPS}"
+            style = f"{line_style(arm.role, arm.number).split(' ')[0]} d{number % GROUPS}"
         lines.append(Line(name, arm.id, style, curve))
     if len(arms) > 1 < len(series):
-        legend = [(arm.name, arm.id, f"{arm.style.split(' ')[0]} d0") for arm in arms]
+        legend = [(arm.name, arm.id, f"{line_style(arm.role, arm.number).split(' ')[0]} d0") for arm in arms]
         legend += [(name, "", f"plain d{n % GROUPS}") for n, name in enumerate(series)]
     else:
         legend = [(line.name, line.arm, line.style) for line in lines]
@@ -242,32 +230,19 @@ def _ordinate(curves: Sequence[Curve]) -> Axis:
     return Axis(first.y_label, log=log, percent=first.percent, low=low, high=1.0 if first.percent and not log else None)
 
 
-def _lined(curve: Curve) -> Curve:
-    """A curve whose words stay on their lines."""
-    words = {name: one_line(getattr(curve, name)) for name in ("title", "x_label", "y_label", "series", "caption")}
-    return curve.model_copy(
-        update={
-            **words,
-            "doubts": tuple(map(one_line, curve.doubts)),
-            "names": tuple(map(one_line, curve.names)),
-        }
-    )
-
-
-def _draw_bars(found: Sequence[tuple[Arm, Bars]]) -> Drawing | None:
+def _draw_bars(group: BarGroup) -> Drawing | None:
     """A row per bar of each arm; the parts give the colours."""
-    if not found:
-        return None
     stacks = []
-    for arm, bars in found:
-        parts = {one_line(part): lengths for part, lengths in bars.parts.items()}
+    for arm, bars in group.bars:
         for n, label in enumerate(bars.labels):
-            lengths = [(part, lengths[n]) for part, lengths in parts.items()]
+            lengths = [(part, lengths[n]) for part, lengths in bars.parts.items()]
             total = bars.totals[n] if bars.totals else sum(length for _, length in lengths)
-            name = ", ".join(filter(None, (shorten(arm.name, 30), one_line(label))))
+            name = ", ".join(filter(None, (shorten(arm.name, 30), label)))
             stacks.append(Stack(name, arm.id, lengths, total))
+    if not stacks:
+        return None
     parts = list(dict.fromkeys(part for stack in stacks for part, _ in stack.parts))
-    first = found[0][1]
-    wide, narrow = (draw_bars(stacks, parts, one_line(first.y_label), size.width) for size in (WIDE, NARROW))
+    unit = group.bars[0][1].y_label
+    wide, narrow = (draw_bars(stacks, parts, unit, size.width) for size in (WIDE, NARROW))
     legend = tuple((part, "", f"{line_style('candidate', n)} part") for n, part in enumerate(parts))
-    return Drawing(slug(first.key), one_line(first.title), one_line(first.caption), (wide, narrow), legend)
+    return Drawing(slug(group.key), group.title, group.caption, (wide, narrow), legend)
