@@ -30,6 +30,7 @@ __all__ = [
 
 COLOURS, DASHES = 8, 3
 FEW_POINTS = 12
+Y_TICKS = 6
 ROW, THICK = 44.0, 16.0
 
 
@@ -120,7 +121,7 @@ def draw_frame(
     bands: Sequence[Band] = (),
     rules: Sequence[Rule] = (),
     x_ticks: int = 0,
-    y_ticks: int = 6,
+    y_ticks: int = Y_TICKS,
 ) -> Chart:
     """Axes with their ticks, bands and levels, and what is drawn on them."""
     left, right, bottom = x.start, x.end, y.start
@@ -152,7 +153,7 @@ def draw_frame(
         for rule, level, lower in zip(held, levels, [bottom, *levels], strict=False)
         if lower - level >= 12  # else there is no room
     ]
-    return Chart(size, Markup("\n").join([*parts, *names, *inside, *above]))
+    return Chart(size, Markup("\n").join([*parts, *inside, *names, *above]))
 
 
 # ------------------------------------------------------------------------------------------------ lines
@@ -163,13 +164,15 @@ def draw_lines(
 ) -> Chart:
     """Lines over common axes."""
     longest = max((len(shorten(line.name)) for line in lines), default=0) if size.labels else 0
-    left, top, bottom = 58.0, 30.0, size.height - 48.0
+    top, bottom = 30.0, size.height - 48.0
     right = size.width - 14 - (8 + LETTER * longest if longest else 0)
     curves = [line.curve for line in lines]
     found = (value for curve in curves for value in (*curve.y, *curve.low, *curve.high))
     values = [*(value for value in found if value is not None), *(band.upper for band in bands)]
-    x_scale = scale_for((at for curve in curves for at in curve.x), x, left, right)
     y_scale = scale_for(values if y.log else _padded(values), y, bottom, top)
+    widest = LETTER * max((len(tick.label) for tick in y_scale.ticks(Y_TICKS)), default=0)
+    left = max(58.0, min(14 + widest, size.width / 3))
+    x_scale = scale_for((at for curve in curves for at in curve.x), x, left, right)
     ends = [y_scale(next((value for value in reversed(curve.y) if value is not None), y_scale.low)) for curve in curves]
     levels = spread(ends, 14.0, top, bottom) if size.labels else ends
     points = [point for curve in curves for run in _runs(curve, x_scale, y_scale) for point in run]
@@ -179,7 +182,7 @@ def draw_lines(
 
 
 def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: Size) -> Markup:
-    """One line: areas, path, dots where points are few, hollow ones that do not count, names of points, its own name."""
+    """One line: areas, path, dots where points are few, hollow ones of what does not count, and names."""
     curve, runs = line.curve, _runs(line.curve, x, y)
     paths = [_path(run, curve.stairs) for run in runs]
     few = len(curve.x) <= FEW_POINTS and not curve.stairs
@@ -212,7 +215,7 @@ def _padded(values: Sequence[float]) -> list[float]:
 
 
 def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
-    """From low to high ends: a shape around each run, a bar around a lone value; nothing where the point is in doubt."""
+    """From low to high ends: a shape around each run, a bar around a lone value; none of points in doubt."""
     doubts = curve.doubts or ("",) * len(curve.x)
     ends = zip(curve.x, curve.low, curve.high, doubts, strict=True) if curve.low and curve.high else ()
     counted = [(at, low, high) for at, low, high, doubt in ends if not doubt]

@@ -153,7 +153,7 @@ def _bands(report: Report, size: Size) -> list[Band]:
 def _draw_curves(group: Curves, report: Report) -> Drawing | None:
     """Colour by arm and dashes by series; of a single arm, colour by series."""
     kept = [
-        (arm, curve)
+        (arm, curve.model_copy(update={"names": tuple(map(one_line, curve.names))}))
         for arm, curve in group.lines
         if any(value is not None and (value > 0 or not curve.log_y) for value in curve.y)
         and not (curve.kl and arm.role == "floor")  # it is a band
@@ -212,7 +212,8 @@ def _abscissa(curves: Sequence[Curve]) -> Axis:
     """Few lengths or loads: ticks at these, logarithmic where they are far apart, 0 then at the low end."""
     values = sorted({at for curve in curves for at in curve.x})
     label, log = curves[0].x_label, any(curve.log_x for curve in curves)
-    exact = len(values) <= FEW_VALUES and all(value % 1 == 0 for value in values)
+    exact = len(values) <= FEW_VALUES and all(value % 1 == 0 and value < 1e9 for value in values)
+    exact = exact and not curves[0].kl  # these are means over bins
     if values[0] < 0 or not (exact or any(curve.names for curve in curves)):
         return Axis(label, log=log)
     above = [value for value in values if value > 0]

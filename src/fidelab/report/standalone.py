@@ -83,7 +83,7 @@ def _draw(plot: Drawing, width: int) -> str:
         x, tall = x + wide + _GAP, y + ROW
     attributes = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {chart.size.width} {tall:g}"}
     height = round(width * tall / chart.size.width)
-    return element("svg", *parts, class_="chart", role="img", width=width, height=height, **attributes)
+    return str(element("svg", *parts, class_="chart", role="img", width=width, height=height, **attributes))
 
 
 def _png(svg: str, width: int) -> bytes:
