@@ -25,7 +25,7 @@ from fidelab.report.numbers import (
     format_share,
     one_line,
 )
-from fidelab.report.text_cells import literal
+from fidelab.report.text import literal
 from fidelab.results.comparability import Difference
 from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
 from fidelab.results.metric import BENCH

@@ -226,9 +226,9 @@ def _readable_heatmap(plot: Heatmap) -> Heatmap:
 
 def _readable_texts(plot: Texts) -> Texts:
     def readable(pair: TextPair) -> TextPair:
-        lines = {"label": one_line(pair.label), "tag": one_line(pair.tag)}
-        texts = {name: printable(getattr(pair, name)) for name in ("reference", "candidate", "note", "prompt", "shared")}
-        return TextPair(**lines, **texts)
+        texts = ("reference", "candidate", "note", "prompt", "shared")
+        words = {"label": one_line(pair.label), "tag": one_line(pair.tag)}
+        return TextPair(**words, **{name: printable(getattr(pair, name)) for name in texts})
 
     return Texts(title=one_line(plot.title), pairs=tuple(map(readable, plot.pairs)))
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kv_sides, plain, ratio_of
+from fidelab.report.cells import STATUS, estimate_of, kv_sides, plain, ratio_of
 from fidelab.report.numbers import (
     ABSENT,
     MIB,
@@ -24,9 +24,9 @@ from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Me
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
-__all__ = ["NOTES", "SPEEDS", "Notes", "Table", "counts", "ran_of", "tables_of", "timing_of"]
+__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "ran_of", "tables_of", "timing_of"]
 
-NOTES = "notes"
+NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
 """Units of which a ratio to the reference's says more than a difference."""
@@ -110,9 +110,7 @@ def tables_of(
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
     Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
     """
-    rows = [
-        _Row(name, found, None if found is base else base, at) for name, found in arms for at in found.shapes()
-    ]
+    rows = [_Row(name, found, None if found is base else base, at) for name, found in arms for at in found.shapes()]
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         yield _table(title, [row for row in rows if tuple(row.at) == coordinates], coordinates, notes, number == 0)
 
@@ -123,11 +121,12 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
     columns |= {one_line(name): [_coordinate(row.at[name]) for row in rows] for name in varied}
     named = len(columns)
-    for head, cells in (*_metrics(rows), *_facts(rows)):
+    items = ((word, _counted(rows, what)) for word, what in (("items", "n_items"), ("failed", "n_failed")) if first)
+    for head, cells in (*_metrics(rows), *items, ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
         if any(cell not in (ABSENT, "") for cell in cells):
             columns[_free(head, columns)] = cells
-    if not all(row.valid for row in rows):
-        columns[_free("valid", columns)] = ["yes" if row.valid else "no" for row in rows]
+    if any(row.cell is not None and not row.cell.valid for row in rows):
+        columns[_free(VALID, columns)] = ["yes" if row.valid else "no" for row in rows]
     marks = [notes.mark(row.name, _doubts(row)) for row in rows]
     if any(marks):
         columns[_free(NOTES, columns)] = marks
@@ -143,10 +142,10 @@ def _free(head: str, taken: Mapping[str, Any]) -> str:
 
 
 def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
-    """(heading, cells) of every metric, of the most telling speed with its ratio to the reference's."""
+    """(heading, cells) of every metric; of the first speed, and of headlines, with the ratio to the reference's."""
     found = {metric.name: metric for row in rows for metric in row.metrics()}
     leading = {metric.name for row in rows for metric in row.metrics() if metric.headline}
-    leading |= set([name for name, metric in found.items() if metric.unit in SPEEDS][:1])
+    speeds = [name for name, metric in found.items() if metric.unit in SPEEDS]
     joined = _percentiles(found)
     for name, metric in found.items():
         if name in joined:
@@ -155,11 +154,8 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
         values = [row.metric(name) for row in rows]
         mib = metric.unit == "bytes" and any(m is not None and (m.value or 0) >= MIB for m in values)
         yield heading(name, metric.unit, mib=mib), [str(estimate_of(value, mib=mib)) for value in values]
-        if name in leading and metric.unit in SPEEDS and any(row.base for row in rows):
-            yield RATIO, [_ratio(row, name) for row in rows]
-    yield "items", _counted(rows, "n_items")
-    yield "failed", _counted(rows, "n_failed")
-    yield "repeats", [_repeats(row) for row in rows]
+        if name in speeds and (name == speeds[0] or name in leading):
+            yield RATIO if name == speeds[0] else f"{one_line(name)}, {RATIO}", [_ratio(row, name) for row in rows]
 
 
 def _percentiles(found: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
@@ -190,7 +186,7 @@ def _ratio(row: _Row, name: str) -> str:
 
 def _counted(rows: Sequence[_Row], what: str) -> list[str]:
     """Items of whole measurements."""
-    return [ABSENT if row.at else format_count(getattr(row.measurement, what)) for row in rows]
+    return [format_count(getattr(row.measurement, what)) for row in rows]
 
 
 def _repeats(row: _Row) -> str:
