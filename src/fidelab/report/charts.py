@@ -127,16 +127,14 @@ def draw_frame(
     left, right, bottom = x.start, x.end, y.start
     ends = {"x1": left, "x2": right}
     parts = [text(4, 14, y_label)]
-    names = []
-    for band in bands:
+    names, level = [], bottom + 9
+    for band in sorted(bands, key=lambda band: band.upper):
         top = y(band.upper)
         if (height := round(bottom - top, 1)) > 0:
             place = {"x": left, "y": top, "width": round(right - left, 1), "height": height}
             parts.append(element("rect", class_=f"box {band.style}", **place))
-            # a label that does not fit in stands above its band
-            names.append(
-                text(left + 6, bottom - 5 if height >= 18 else top - 4, band.label, style=f"boxlabel {band.style}")
-            )
+            level = min(top - 4, level - 13)  # above its band and the label before
+            names.append(text(left + 6, level, band.label, style=f"boxlabel {band.style}"))
     for tick in y.ticks(y_ticks) if y_ticks else ():
         parts.append(element("line", class_="grid", **ends, y1=tick.at, y2=tick.at))
         parts.append(text(left - 7, tick.at + 4, tick.label, "end"))

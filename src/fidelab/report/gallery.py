@@ -11,9 +11,9 @@ from fidelab.errors import InputError
 from fidelab.report.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
-from fidelab.report.sections import Arm, Section, arms_of, sections_of
+from fidelab.report.sections import Arm, Section, arms_of
 from fidelab.report.tables import Table
-from fidelab.report.view import View
+from fidelab.report.view import KLD, View
 from fidelab.results.record import Report
 
 __all__ = ["Gallery", "Part", "free", "gallery_of"]
@@ -55,10 +55,10 @@ class Gallery:
 def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
     """``positions`` is the run's ``positions.parquet``; without it, or with a damaged one, there is less to see."""
     parts: dict[str, Part] = {}
-    for section in sorted(sections_of(report), key=lambda section: section.kind != "bench"):
+    for section in sorted(view.sections, key=lambda section: section.kind != "bench"):
         anchor = free(f"{section.kind}-{slug(section.name)}", parts)
         plots, worst, missing = draw_plots(section, report), (), ""
-        if (section.kind, section.name) == ("axis", "kld"):
+        if (section.kind, section.name) == ("axis", KLD):
             arms, measured, missing = _read(report, positions)
             plots = (*plots, *([drawn] if (drawn := tail(arms, measured)) else []))
             worst = tuple((arm.name, _worst(measured[arm.id])) for arm in arms if measured[arm.id].worst)
@@ -76,9 +76,9 @@ def free(name: str, taken: Iterable[str]) -> str:
 def _read(report: Report, path: Path | None) -> tuple[list[Arm], dict[str, ArmPositions], str]:
     """Arms that have a KL, their positions by id, and why there are none."""
     found = {
-        arm: (record.name, record.axes["kld"])
+        arm: (record.name, record.axes[KLD])
         for arm, record in arms_of(report)
-        if (arm.role == "candidate" or record is report.control) and "kld" in record.axes
+        if (arm.role == "candidate" or record is report.control) and KLD in record.axes
     }
     found = {
         arm: (name, kld)

@@ -48,7 +48,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
             draw_grid=draw_grid,
             table_of=table_of,
             one_line=one_line,
-            data=Markup(report.to_json().translate(_ESCAPES)),
+            data=Markup(report.model_dump_json(by_alias=True).translate(_ESCAPES)),
             script=Markup(script),
             digest=digest,
         )
