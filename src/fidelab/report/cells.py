@@ -51,6 +51,9 @@ STATUS = {
     Status.NOT_MEASURABLE: "not measurable",
 }
 
+OVER_CONTROL = "over control"
+"""A difference: shown with its sign."""
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -77,8 +80,8 @@ def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
         least = metric.ci is not None and metric.ci[1] is None
         return Estimate(f"> {format_figure(metric.ci[0], metric.unit, mib=mib)}") if least and metric.ci else Estimate()
     bound = "≥ " if metric.bound else ""
-    margin = format_interval(metric.ci or metric.span, metric.unit, mib=mib)
-    return Estimate(bound + format_figure(metric.value, metric.unit, mib=mib), margin)
+    value = format_figure(metric.value, metric.unit, signed=metric.name == OVER_CONTROL, mib=mib)
+    return Estimate(bound + value, format_interval(metric.ci or metric.span, metric.unit, mib=mib))
 
 
 def ratio_of(own: Metric | None, base: Metric | None) -> str:
@@ -127,7 +130,7 @@ def kld_of(found: Measurement | None, at: Coordinates | None = None) -> Estimate
 
 def excess_of(found: Measurement | None) -> Estimate:
     """Mean KL beyond the control's, paired (nats)."""
-    excess = found.metric("over control", {}) if found else None
+    excess = found.metric(OVER_CONTROL, {}) if found else None
     # The difference of two lower bounds bounds nothing: not shown.
     if excess is None or excess.value is None or excess.bound:
         return Estimate()

@@ -122,8 +122,8 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """A count in full, with separators; four significant digits where it is no whole number."""
-    return ABSENT if value is None else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
+    """A count in full, with separators; four significant digits of a small one that is no whole number."""
+    return ABSENT if value is None else f"{value:,.4g}" if value % 1 and abs(value) < 1000 else f"{value:,.0f}"
 
 
 def format_amount(value: float | None) -> str:
@@ -173,7 +173,7 @@ def format_figure(value: float | None, unit: str, *, signed: bool = False, mib: 
 
 
 def format_interval(interval: tuple[float, float | None] | None, unit: str, *, mib: bool = False) -> str:
-    """``low–high`` by the unit, ``low to high`` where an end is below 0; absent is ``–``, without limit ``∞``."""
+    """``low–high`` by the unit, ``low to high`` where ends have signs; absent is ``–``, without limit ``∞``."""
     if interval is None:
         return ABSENT
     low, high = interval
@@ -182,7 +182,7 @@ def format_interval(interval: tuple[float, float | None] | None, unit: str, *, m
     if high is not None and unit == "points" and low >= 0:
         return format_range((low, high))
     ends = format_figure(low, unit, mib=mib), "∞" if high is None else format_figure(high, unit, mib=mib)
-    return f"{ends[0]} to {ends[1]}" if low < 0 else f"{ends[0]}–{ends[1]}"
+    return f"{ends[0]} to {ends[1]}" if low < 0 or unit == "share" else f"{ends[0]}–{ends[1]}"
 
 
 def heading(name: str, unit: str, *, mib: bool = False) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from fidelab.report.cells import STATUS, plain, shared
 from fidelab.report.numbers import ABSENT, format_figure, format_kld, one_line, printable
@@ -18,9 +18,11 @@ from fidelab.report.tables import Notes, Table, tables_of
 from fidelab.results.measurement import Flag, Measurement
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import Record
 
 __all__ = ["Arm", "BarGroup", "Curves", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
 
+_Words = TypeVar("_Words", bound=Record)
 Role = Literal["reference", "control", "candidate", "floor"]
 
 
@@ -96,6 +98,8 @@ class Section:
     """``1: text``, as the tables' column ``notes`` counts them."""
     doubts: tuple[str, ...]
     """The same for a place without tables: ``arm, arm: text``."""
+    legend: tuple[str, ...]
+    """What metrics mean, ``name: definition``, as far as they say it."""
     curves: tuple[Curves, ...]
     bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
@@ -142,7 +146,7 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm
     title = one_line(next((found.title for _, found in arms if found.title), name))
     base = next((found for arm, found in arms if arm.role == "reference"), None)
     notes = Notes()
-    tables = tables_of(title, [(arm.name, found) for arm, found in arms], base, notes)
+    tables = tables_of(one_line(name), title, [(arm.name, found) for arm, found in arms], base, notes)
     drawn = [(arm, found) for arm, found in arms if arm.role in ("candidate", "floor") or arm.number == 0]
     return Section(
         kind=kind,
@@ -160,6 +164,11 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm
         tables=tuple(tables),
         footnotes=tuple(notes.numbered()),
         doubts=tuple(notes.named()),
+        legend=tuple(
+            dict.fromkeys(
+                f"{one_line(m.name)}: {one_line(m.about)}" for _, found in arms for m in found.metrics if m.about
+            )
+        ),
         curves=tuple(_curves(drawn)),
         bars=tuple(_bars(drawn)),
         shown=tuple(shown for arm, found in arms if (shown := _shown(arm, found)) is not None),
@@ -181,7 +190,7 @@ def _curves(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[Curves]:
     for arm, found in arms:
         for plot in found.plots:
             if isinstance(plot, Curve):
-                groups.setdefault(plot.key, []).append((arm, _readable_curve(plot)))
+                groups.setdefault(plot.key, []).append((arm, _lined(plot)))
     for key, lines in groups.items():
         yield Curves(key, lines[0][1].title, lines[0][1].caption, tuple(lines))
 
@@ -191,13 +200,13 @@ def _bars(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[BarGroup]:
     for arm, found in arms:
         for plot in found.plots:
             if isinstance(plot, Bars):
-                groups.setdefault(plot.key, []).append((arm, _readable_bars(plot)))
+                groups.setdefault(plot.key, []).append((arm, _lined_bars(plot)))
     for key, bars in groups.items():
         yield BarGroup(key, bars[0][1].title, bars[0][1].caption, tuple(bars))
 
 
 def _shown(arm: Arm, found: Measurement) -> Shown | None:
-    heatmaps = tuple(_readable_heatmap(plot) for plot in found.plots if isinstance(plot, Heatmap))
+    heatmaps = tuple(_lined_heatmap(plot) for plot in found.plots if isinstance(plot, Heatmap))
     tables = tuple(plot for plot in found.plots if isinstance(plot, TablePlot))
     texts = tuple(_readable_texts(plot) for plot in found.plots if isinstance(plot, Texts))
     return Shown(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
@@ -206,31 +215,34 @@ def _shown(arm: Arm, found: Measurement) -> Shown | None:
 # ---------------------------------------------------------------------------------------------------------- words
 
 
-def _readable_curve(plot: Curve) -> Curve:
-    words = {name: one_line(getattr(plot, name)) for name in ("title", "x_label", "y_label", "series", "caption")}
-    return plot.model_copy(update={**words, "doubts": tuple(map(one_line, plot.doubts))})
+def _lined(record: _Words) -> _Words:
+    """A record whose words stay on their lines; keys stay as they are."""
+    words: dict[str, object] = {}
+    for name, value in record:
+        if isinstance(value, str) and name not in ("kind", "key"):
+            words[name] = one_line(value)
+        elif isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+            words[name] = tuple(map(one_line, value))
+    return record.model_copy(update=words)
 
 
-def _readable_bars(plot: Bars) -> Bars:
-    words = {name: one_line(getattr(plot, name)) for name in ("title", "y_label", "caption")}
+def _lined_bars(plot: Bars) -> Bars:
     parts = {one_line(name): lengths for name, lengths in plot.parts.items()}
-    return plot.model_copy(update={**words, "labels": tuple(map(one_line, plot.labels)), "parts": parts})
+    return _lined(plot).model_copy(update={"parts": parts})
 
 
-def _readable_heatmap(plot: Heatmap) -> Heatmap:
-    words = {name: one_line(getattr(plot, name)) for name in ("title", "x_label", "y_label", "note")}
-    grids = tuple(grid.model_copy(update={"name": one_line(grid.name)}) for grid in plot.grids)
-    labels = {"x": tuple(map(one_line, plot.x)), "y": tuple(map(one_line, plot.y))}
-    return plot.model_copy(update={**words, **labels, "grids": grids})
+def _lined_heatmap(plot: Heatmap) -> Heatmap:
+    return _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
 
 
 def _readable_texts(plot: Texts) -> Texts:
-    def readable(pair: TextPair) -> TextPair:
-        texts = ("reference", "candidate", "note", "prompt", "shared")
-        words = {"label": one_line(pair.label), "tag": one_line(pair.tag)}
-        return TextPair(**words, **{name: printable(getattr(pair, name)) for name in texts})
+    """Texts keep their lines."""
+    texts = ("reference", "candidate", "note", "prompt", "shared")
 
-    return Texts(title=one_line(plot.title), pairs=tuple(map(readable, plot.pairs)))
+    def readable(pair: TextPair) -> TextPair:
+        return _lined(pair).model_copy(update={name: printable(getattr(pair, name)) for name in texts})
+
+    return _lined(plot).model_copy(update={"pairs": tuple(map(readable, plot.pairs))})
 
 
 def _cell(cell: str | int | float | None) -> str:

@@ -103,25 +103,27 @@ def counts(measurement: Measurement, at: Coordinates) -> bool:
 
 
 def tables_of(
-    title: str, arms: Sequence[tuple[str, Measurement]], base: Measurement | None, notes: Notes
+    name: str, title: str, arms: Sequence[tuple[str, Measurement]], base: Measurement | None, notes: Notes
 ) -> Iterator[Table]:
     """Arm × cell: metrics; one table for each set of coordinates.
 
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
     Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
     """
-    rows = [_Row(name, found, None if found is base else base, at) for name, found in arms for at in found.shapes()]
+    rows = [_Row(arm, found, None if found is base else base, at) for arm, found in arms for at in found.shapes()]
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
-        yield _table(title, [row for row in rows if tuple(row.at) == coordinates], coordinates, notes, number == 0)
+        whole = number == 0  # what is said of a whole measurement stands in its first table
+        those = [row for row in rows if tuple(row.at) == coordinates]
+        yield _table(name if title == name or not whole else f"{name}: {title}", those, coordinates, notes, whole)
 
 
-def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, first: bool) -> Table:
+def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> Table:
     fixed = {name: rows[0].at[name] for name in coordinates if len({row.at[name] for row in rows}) == 1}
     varied = [name for name in coordinates if name not in fixed]
     columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
     columns |= {one_line(name): [_coordinate(row.at[name]) for row in rows] for name in varied}
     named = len(columns)
-    items = ((word, _counted(rows, what)) for word, what in (("items", "n_items"), ("failed", "n_failed")) if first)
+    items = ((word, _counted(rows, what)) for word, what in (("items", "n_items"), ("failed", "n_failed")) if whole)
     for head, cells in (*_metrics(rows), *items, ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
         if any(cell not in (ABSENT, "") for cell in cells):
             columns[_free(head, columns)] = cells
@@ -130,7 +132,7 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     marks = [notes.mark(row.name, _doubts(row)) for row in rows]
     if any(marks):
         columns[_free(NOTES, columns)] = marks
-    by = f", by {' and '.join(map(one_line, varied))}" if varied and not first else ""
+    by = f", by {' and '.join(map(one_line, varied))}" if varied and not whole else ""
     said = f" ({one_line(label(fixed))})" if fixed else ""
     return Table("metrics", f"{title}{by}{said}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
 

@@ -482,8 +482,8 @@ def _others(report: Report) -> Table | None:
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
         found = [arm.axes.get(name) for arm in arms]
-        picked = _headlines(name, found)
-        for n, (head, cells) in enumerate(picked or [(one_line(name), [None] * len(arms))]):
+        nobody: list[Metric | None] = [None] * len(arms)
+        for n, (head, cells) in enumerate(_headlines(name, found) or [(one_line(name), nobody)]):
             brief = zip(found, cells, strict=True)
             columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
     if not columns:
@@ -556,7 +556,8 @@ def _performance(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
             columns[head] = [_beside(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
             known = [metric for metric in metrics if metric is not None]
             repeated |= any(metric.repeats for metric in known)
-            notes += [f"{one_line(_titled(name, known[0]))}: {one_line(known[0].about)}."] if known[0].about else []
+            about = one_line(known[0].about).rstrip(".")
+            notes += [f"{one_line(_titled(name, known[0]))}: {about}."] if about else []
     if repeated:
         notes.append("Medians of the repeats.")
     if len(arms) > 1 and columns:
