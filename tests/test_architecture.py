@@ -51,7 +51,7 @@ ARROWS: dict[str, set[str] | None] = {
     "models": set(),
     "inputs": {"models"},
     "metrics": set(),
-    "axes": {"inputs", "captures", "metrics", "capability", "results.axis_record", "results.plots"},
+    "axes": {"inputs", "captures", "metrics", "capability", "results.measurement", "results.plots"},
     "capability": {"inputs"},
     "load": {"inputs", "metrics"},
     "benches": {"inputs", "captures", "metrics", "load", "kernels", "results.measurement", "results.plots"}

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fidelab.benches import load_figures as figures
+from fidelab.benches.base import CellResult, joined
 from fidelab.benches.decode import BY_SUBTRACTION, ISOLATED, Decode, decode_complete
 from fidelab.benches.load_figures import (
     Latency,
-    LoadCell,
     apart,
     load_at,
     load_metrics,
@@ -62,14 +62,8 @@ def _speed(plain: Plain, title: str, length: str, *makes: tuple[str, Definition]
         at: Coordinates = {length: cell["tokens"], "batch": cell["batch"]}
         facts = {name: cell[name] for name in ("n", "warmups") if cell.get(name)}
         metrics = tuple(metric for field, make in makes for metric in _spread(make, cell.get(field), at))
-        loads.append(LoadCell(Cell(at=at, facts=facts, **_ended(cell)), metrics))
-    kept = list(apart(loads))
-    return Measurement(
-        **_ended({"status": plain["status"], "reason": plain.get("reason")}),
-        title=title,
-        metrics=tuple(metric for load in kept for metric in load.metrics),
-        cells=tuple(load.cell for load in kept),
-    )
+        loads.append(CellResult(Cell(at=at, facts=facts, **_ended(cell)), metrics))
+    return joined(apart(loads), title, **_ended({"status": plain["status"], "reason": plain.get("reason")}))
 
 
 def _prefill(plain: Plain) -> Measurement:
@@ -115,7 +109,7 @@ def _serving(plain: Plain) -> Measurement:
     return serving_measurement(loads, facts, told.pop("flags", ()), apart(points), **told)
 
 
-def _load(cell: Plain) -> LoadCell:
+def _load(cell: Plain) -> CellResult:
     n, good, server = cell["n_requests"], cell.get("goodput") or {}, cell.get("server") or {}
     at = load_at(cell["arrival"], cell["context"], cell["output"], cell["concurrency"], cell["request_rate"])
     latencies = [
@@ -155,7 +149,7 @@ def _load(cell: Plain) -> LoadCell:
     facts = {
         name: cell.get(name) for name in ("server", "client", "seconds", "input_tokens", "output_tokens", "errors")
     }
-    return LoadCell(
+    return CellResult(
         Cell(at=at, valid=cell["valid"], facts={**facts, "completed": cell["n_completed"]}, **_ended(cell)), metrics
     )
 
