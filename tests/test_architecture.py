@@ -60,7 +60,7 @@ ARROWS: dict[str, set[str] | None] = {
     "kernel_bench": {"kernels", "metrics", "plugins"},
     "benching": None,
     "plan": {"config", "engines", "environments", "axes", "benches", "models", "captures", "workers.messages"},
-    "results": {"metrics"},
+    "results": {"metrics", "benches"},
     "report": {"results"},
     "imports": {"results", "report", "metrics", "benches", "captures.container"},
 }

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fidelab.benches.load_figures import LoadCell
+from fidelab.benches.base import CellResult
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.leave import Imported
@@ -53,22 +53,22 @@ def serving(result: Imported, index: int = 0) -> Measurement:
     return benches(result, index)["serving"]
 
 
-def parts(found: Measurement) -> list[LoadCell]:
+def parts(found: Measurement) -> list[CellResult]:
     """Each cell with its metrics."""
     every = found.metrics
-    return [LoadCell(one, tuple(metric for metric in every if metric.cell == one.at)) for one in found.cells]
+    return [CellResult(one, tuple(metric for metric in every if metric.cell == one.at)) for one in found.cells]
 
 
-def loads(found: Measurement) -> list[LoadCell]:
+def loads(found: Measurement) -> list[CellResult]:
     """Without the cells that saturation stands in."""
     return [load for load in parts(found) if "arrival" in load.cell.at]
 
 
-def load(found: Measurement, concurrency: int, context: int | str = 0) -> LoadCell:
+def load(found: Measurement, concurrency: int, context: int | str = 0) -> CellResult:
     return next(one for one in loads(found) if shape(one) == (context, concurrency))
 
 
-def shape(one: LoadCell) -> tuple[object, object]:
+def shape(one: CellResult) -> tuple[object, object]:
     return one.cell.at["context"], one.cell.at["concurrency"]
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fidelab.benches.base import CellResult
 from fidelab.benches.load_cell import (
     Asked,
     Drive,
@@ -17,7 +18,7 @@ from fidelab.benches.load_cell import (
     load_cell,
     why_invalid,
 )
-from fidelab.benches.load_figures import OUTPUT_RATE, LoadCell, load_at, load_metrics, serving_measurement
+from fidelab.benches.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
 from fidelab.load.exchange import DriveResult, Exchange, Request
 from fidelab.load.server_metrics import ServerReading, SpeculationReading
@@ -58,7 +59,7 @@ def row(count: int, **changes: Any) -> list[Exchange]:
     return [exchange(number, 1.4 * number, **changes) for number in range(count)]
 
 
-def kinds(load: LoadCell) -> list[str]:
+def kinds(load: CellResult) -> list[str]:
     return [flag.kind for flag in load.cell.flags]
 
 
@@ -306,9 +307,9 @@ def test_a_long_load_is_compared_by_the_servers_own_rate() -> None:
 # ------------------------------------------------------------------------------------------ saturation
 
 
-def _cell(concurrency: int, rate: float, context: int = 128, valid: bool = True) -> LoadCell:
+def _cell(concurrency: int, rate: float, context: int = 128, valid: bool = True) -> CellResult:
     at = load_at("closed", context, 16, concurrency)
-    return LoadCell(Cell(status=Status.OK, at=at, valid=valid), load_metrics(at, {OUTPUT_RATE: rate}))
+    return CellResult(Cell(status=Status.OK, at=at, valid=valid), load_metrics(at, {OUTPUT_RATE: rate}))
 
 
 CELLS = [_cell(1, 10), _cell(2, 11, valid=False), _cell(4, 40), _cell(8, 41), _cell(1, 10, 1024), _cell(2, 20, 1024)]

@@ -26,6 +26,7 @@ __all__ = [
     "Bench",
     "BenchInputs",
     "BenchSettings",
+    "CellResult",
     "Counts",
     "Facts",
     "Point",
@@ -34,6 +35,7 @@ __all__ = [
     "complete",
     "curves",
     "doubt_of",
+    "joined",
     "largest",
     "limit_of",
     "outcome_of",
@@ -221,6 +223,26 @@ def outcome_of(cells: Sequence[Outcome]) -> dict[str, Any]:
     if other is None or (failed is None and any(cell.status is Status.OK for cell in cells)):
         return {"status": Status.OK}
     return {"status": other.status, "reason": other.reason}
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One shape of work: how it ended, whether it counts, and its metrics."""
+
+    cell: Cell
+    metrics: tuple[Metric, ...] = ()
+
+    def value(self, name: str) -> float | None:
+        """The value of a metric; ``None`` where it is not there."""
+        return next((metric.value for metric in self.metrics if metric.name == name), None)
+
+
+def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measurement:
+    """All shapes of work together; ``more``: further fields, such as a status other than theirs."""
+    every = list(results)
+    cells = tuple(result.cell for result in every)
+    metrics = tuple(metric for result in every for metric in result.metrics)
+    return Measurement(**{**outcome_of(cells), **more}, title=title, metrics=metrics, cells=cells)
 
 
 def complete(found: Measurement, heads: Iterable[Metric | None], plots: Iterable[Plot]) -> Measurement:

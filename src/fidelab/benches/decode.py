@@ -16,18 +16,19 @@ from fidelab.benches.base import (
     Answers,
     Bench,
     BenchInputs,
+    CellResult,
     Counts,
     Facts,
     LiveSettings,
     Question,
     against,
     complete,
+    joined,
     largest,
-    outcome_of,
     unsteady,
 )
 from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
-from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
+from fidelab.results.measurement import Definition, Flag, Measurement
 
 __all__ = ["BY_SUBTRACTION", "ISOLATED", "Decode", "DecodeSettings", "decode_complete"]
 
@@ -77,15 +78,9 @@ class Decode(Bench):
         )
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
-        metrics: list[Metric] = []
-        cells: list[Cell] = []
-        for part, whole in answers.items():
-            if not part.endswith(_ALONE):
-                found, flags = _rates(whole, answers.get(part + _ALONE), facts)
-                metrics += found
-                cells.append(whole.cell(whole.at("depth"), flags, n=whole.question.n))
+        wholes = ((part, answer) for part, answer in answers.items() if not part.endswith(_ALONE))
         return decode_complete(
-            Measurement(**outcome_of(cells), title=self.title, metrics=tuple(metrics), cells=tuple(cells))
+            joined((_rates(whole, answers.get(part + _ALONE), facts) for part, whole in wholes), self.title)
         )
 
 
@@ -105,10 +100,10 @@ def decode_complete(found: Measurement) -> Measurement:
     return complete(found, [largest(found, ISOLATED.name, "depth")], plots)
 
 
-def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> tuple[list[Metric], tuple[Flag, ...]]:
+def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
     asked, at = whole.question, whole.at("depth")
     if whole.seconds is None:
-        return [], ()
+        return CellResult(whole.cell(at))
 
     def together(rate: Rate) -> list[float]:
         """Of all sequences."""
@@ -125,7 +120,7 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> tuple[list[Me
             metrics.append(BY_SUBTRACTION.repeated(together(subtracted), cell=at))
         if doubt := _doubt(subtracted, float(np.ptp(first)), asked.n):
             flags = (*flags, Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
-    return metrics, flags
+    return CellResult(whole.cell(at, flags, n=asked.n), tuple(metrics))
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:

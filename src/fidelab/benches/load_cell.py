@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from fidelab.benches.load_figures import LoadCell, load_metrics
+from fidelab.benches.base import CellResult
+from fidelab.benches.load_figures import load_metrics
 from fidelab.benches.load_flags import FAILED, SPOILS, find_flags
 from fidelab.benches.load_pool import Asked, Drive, Pool
 from fidelab.core import Status
@@ -58,7 +59,7 @@ def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) ->
     return replace(drive, server=replace(read, output_rate=rate))
 
 
-def load_cell(asked: Asked, drives: Sequence[Drive]) -> LoadCell:
+def load_cell(asked: Asked, drives: Sequence[Drive]) -> CellResult:
     """A cell that was driven at least once; repeats are pooled, and stand apart in its metrics' ``repeats``."""
     whole = Pool(asked, drives)
     flags = find_flags(whole)
@@ -72,7 +73,7 @@ def load_cell(asked: Asked, drives: Sequence[Drive]) -> LoadCell:
         flags=flags,
         facts=whole.facts(),
     )
-    return LoadCell(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), _repeats(asked, drives)))
+    return CellResult(cell, load_metrics(asked.at, whole.rates(), whole.shown, whole.more(), _repeats(asked, drives)))
 
 
 def why_invalid(cell: Cell) -> str:

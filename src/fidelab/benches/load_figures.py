@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.benches.base import Point, complete, curves, doubt_of
+from fidelab.benches.base import CellResult, Point, complete, curves, doubt_of, joined
 from fidelab.core import Status
 from fidelab.metrics.saturation import saturation
 from fidelab.metrics.serving import percentiles
@@ -31,11 +32,12 @@ __all__ = [
     "TITLE",
     "TOTAL_RATE",
     "Latency",
-    "LoadCell",
     "Values",
+    "apart",
     "latency",
     "load_at",
     "load_metrics",
+    "saturated",
     "serving_measurement",
 ]
 
@@ -119,18 +121,6 @@ def _quantile(name: str) -> float:
         return 1.0
 
 
-@dataclass(frozen=True)
-class LoadCell:
-    """One load: how it ended, whether it counts, and its metrics."""
-
-    cell: Cell
-    metrics: tuple[Metric, ...] = ()
-
-    def value(self, name: str) -> float | None:
-        """The value of a metric; ``None`` where it is not there."""
-        return next((metric.value for metric in self.metrics if metric.name == name), None)
-
-
 def load_at(
     arrival: str, context: int | None, output: int | None, concurrency: int | None = None, rate: float | None = None
 ) -> Coordinates:
@@ -163,26 +153,38 @@ def load_metrics(
     )
 
 
+def apart(loads: Iterable[CellResult]) -> Iterator[CellResult]:
+    """The loads; those of a shape that was there before are told apart by a number."""
+    seen: Counter[str] = Counter()
+    for load in loads:
+        name = label(load.cell.at)
+        seen[name] += 1
+        if seen[name] == 1:
+            yield load
+            continue
+        at = {**load.cell.at, "row": seen[name]}
+        metrics = tuple(metric.model_copy(update={"cell": at}) for metric in load.metrics)
+        yield CellResult(load.cell.model_copy(update={"at": at}), metrics)
+
+
 def serving_measurement(
-    loads: Sequence[LoadCell], facts: Mapping[str, Any], flags: Sequence[Flag] = (), **outcome: Any
+    loads: Sequence[CellResult],
+    facts: Mapping[str, Any],
+    flags: Sequence[Flag] = (),
+    saturations: Iterable[CellResult] | None = None,
+    **outcome: Any,
 ) -> Measurement:
     """All loads of one server; headed by the highest load at the smallest context.
 
-    ``facts``: target, model, endpoint, settings.  ``outcome``: status and reason.
+    ``facts``: target, model, endpoint, settings.  ``saturations``: where they are known already.  ``outcome``: status
+    and reason.
     """
-    saturated = list(_saturations(loads))
-    found = Measurement(
-        **{"status": Status.OK, **outcome},
-        title=TITLE,
-        metrics=tuple(metric for load in (*loads, *saturated) for metric in load.metrics),
-        cells=tuple(load.cell for load in (*loads, *saturated)),
-        flags=tuple(flags),
-        facts=dict(facts),
-    )
+    every = [*loads, *(_saturations(loads) if saturations is None else saturations)]
+    found = joined(every, TITLE, **{"status": Status.OK, **outcome}, flags=tuple(flags), facts=dict(facts))
     return complete(found, [_head(loads)], _plots(loads))
 
 
-def _saturations(loads: Sequence[LoadCell]) -> Iterator[LoadCell]:
+def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
     """Per context and output with at least two valid closed-loop cells: where more requests stop paying."""
     rates: dict[str, dict[int, float]] = {}
     shapes: dict[str, Coordinates] = {}
@@ -196,11 +198,16 @@ def _saturations(loads: Sequence[LoadCell]) -> Iterator[LoadCell]:
     for name, curve in rates.items():
         if len(curve) > 1:
             concurrency, gain = saturation(list(curve), list(curve.values()), _THRESHOLD)
-            cell = Cell(status=Status.OK, at=shapes[name], facts={"gain": gain, "threshold": _THRESHOLD})
-            yield LoadCell(cell, (_SATURATION(concurrency, cell=shapes[name]),))
+            yield saturated(shapes[name], concurrency, gain, _THRESHOLD)
 
 
-def _head(loads: Sequence[LoadCell]) -> Metric | None:
+def saturated(at: Coordinates, concurrency: int | None, gain: float | None, threshold: float) -> CellResult:
+    """Where more requests in flight stop paying; ``gain``: what the next step adds there, relative."""
+    cell = Cell(status=Status.OK, at=at, facts={"gain": gain, "threshold": threshold})
+    return CellResult(cell, (_SATURATION(concurrency, cell=at),))
+
+
+def _head(loads: Sequence[CellResult]) -> Metric | None:
     """The output rate at the smallest context and the highest load that is valid."""
 
     def height(metric: Metric) -> tuple[float, ...]:
@@ -216,7 +223,7 @@ def _head(loads: Sequence[LoadCell]) -> Metric | None:
 # ------------------------------------------------------------------------------------------------------ plots
 
 
-def _plots(loads: Sequence[LoadCell]) -> Iterator[Curve]:
+def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
     """Rate and latencies against concurrency (closed loop) and request rate (open loop); rate against latency."""
     tpot, ttft = latency("tpot", "p50").name, latency("ttft", "p50").name
     figures = (
@@ -245,7 +252,7 @@ def _plots(loads: Sequence[LoadCell]) -> Iterator[Curve]:
     )
 
 
-def _series(loads: Sequence[LoadCell], x: str, y: str, *, named: bool = False) -> dict[str, list[Point]]:
+def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[Point]]:
     """Points by context (and output, where that varies); ``x``: a coordinate of the load, or a metric as ``y`` is."""
     several = len({load.cell.at["output"] for load in loads}) > 1
     found: dict[str, list[Point]] = {}

@@ -11,18 +11,19 @@ from fidelab.benches.base import (
     Answers,
     Bench,
     BenchInputs,
+    CellResult,
     Facts,
     LiveSettings,
     Question,
     Sizes,
     against,
     complete,
+    joined,
     largest,
-    outcome_of,
     unsteady,
 )
 from fidelab.metrics.latency import prefill_rate
-from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
+from fidelab.results.measurement import Definition, Measurement
 
 __all__ = ["RATE", "Prefill", "PrefillSettings", "prefill_complete"]
 
@@ -56,19 +57,16 @@ class Prefill(Bench):
         )
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
-        metrics: list[Metric] = []
-        cells: list[Cell] = []
-        for answer in answers.values():
-            at, flags = answer.at(), tuple[Flag, ...]()
-            if answer.seconds is not None:
-                asked = answer.question
-                rate = prefill_rate(answer.seconds, asked.tokens * asked.batch)
-                metrics.append(RATE.repeated(rate.repeats, cell=at))
-                flags = unsteady(f"{asked.tokens} tokens × {asked.batch}", rate.steady, facts.loads)
-            cells.append(answer.cell(at, flags))
-        return prefill_complete(
-            Measurement(**outcome_of(cells), title=self.title, metrics=tuple(metrics), cells=tuple(cells))
-        )
+        return prefill_complete(joined((_rate(answer, facts) for answer in answers.values()), self.title))
+
+
+def _rate(answer: Answers, facts: Facts) -> CellResult:
+    asked, at = answer.question, answer.at()
+    if answer.seconds is None:
+        return CellResult(answer.cell(at))
+    rate = prefill_rate(answer.seconds, asked.tokens * asked.batch)
+    flags = unsteady(f"{asked.tokens} tokens × {asked.batch}", rate.steady, facts.loads)
+    return CellResult(answer.cell(at, flags), (RATE.repeated(rate.repeats, cell=at),))
 
 
 def prefill_complete(found: Measurement) -> Measurement:

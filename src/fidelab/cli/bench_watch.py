@@ -5,8 +5,9 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from fidelab.benches.base import CellResult
 from fidelab.benches.load_cell import why_invalid
-from fidelab.benches.load_figures import OUTPUT_RATE, LoadCell, latency
+from fidelab.benches.load_figures import OUTPUT_RATE, latency
 from fidelab.report.numbers import format_amount
 from fidelab.results.measurement import Measurement
 from fidelab.serving import Contact, Watch
@@ -35,7 +36,7 @@ class _Lines(Watch):
     def begin(self, title: str, requests: int) -> None:
         self._title = title
 
-    def measured(self, cell: LoadCell, serving: Measurement) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         self._line(f"{self._title}: {_figures(cell)}")
 
     def _line(self, text: str) -> None:
@@ -58,7 +59,7 @@ class _Bar(_Lines):
         if self._task is not None:
             self._bar.update(self._task, completed=done, total=requests)
 
-    def measured(self, cell: LoadCell, serving: Measurement) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         self.close()
         super().measured(cell, serving)
 
@@ -69,7 +70,7 @@ class _Bar(_Lines):
         self._bar.stop()
 
 
-def _figures(cell: LoadCell) -> str:
+def _figures(cell: CellResult) -> str:
     figures = {
         "{} tok/s": OUTPUT_RATE,
         "TTFT p50 {} ms": latency("ttft", "p50"),

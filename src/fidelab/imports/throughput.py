@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fidelab.benches.base import joined
 from fidelab.benches.decode import Decode, decode_complete
-from fidelab.benches.load_figures import OUTPUT_RATE, LoadCell, serving_measurement
+from fidelab.benches.load_figures import OUTPUT_RATE, serving_measurement
 from fidelab.benches.prefill import Prefill, prefill_complete
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
@@ -149,19 +150,10 @@ def _arm(file: Recorded, label: str, among: Sequence[Recorded]) -> ArmRecord:
     facts = {"target": file.file.path.name, "model": file.model, "settings": dict(file.settings)}
     benches = {"serving": serving_measurement(file.loads, facts, flags)}
     if file.prefill:
-        benches["prefill"] = prefill_complete(_offline(Prefill.title, file.prefill))
+        benches["prefill"] = prefill_complete(joined(file.prefill, Prefill.title, status=Status.OK))
     if file.decode:
-        benches["decode"] = decode_complete(_offline(Decode.title, file.decode))
+        benches["decode"] = decode_complete(joined(file.decode, Decode.title, status=Status.OK))
     return ArmRecord(status=Status.OK, name=label, engine=file.engine, model=file.model, kv=_UNSTATED, benches=benches)
-
-
-def _offline(title: str, speeds: Sequence[LoadCell]) -> Measurement:
-    return Measurement(
-        status=Status.OK,
-        title=title,
-        metrics=tuple(metric for speed in speeds for metric in speed.metrics),
-        cells=tuple(speed.cell for speed in speeds),
-    )
 
 
 # ------------------------------------------------------------------------------------------------ checking

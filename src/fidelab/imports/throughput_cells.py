@@ -10,14 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from fidelab.benches import load_figures as figures
-from fidelab.benches.load_figures import Latency, LoadCell, load_at
+from fidelab.benches.base import CellResult
+from fidelab.benches.load_figures import Latency, apart, load_at
 from fidelab.benches.prefill import RATE
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
     Recorded,
-    apart,
     at_least_one,
     load_cell,
     name_says_speculation,
@@ -71,13 +71,13 @@ def read_cells(file: JsonFile) -> Recorded:
     )
 
 
-def _shape(load: LoadCell) -> tuple[int, int]:
+def _shape(load: CellResult) -> tuple[int, int]:
     """(context, concurrency); a context that is not known counts as 0."""
     context = load.cell.at["context"]
     return 0 if context == "mixed" else int(context), int(load.cell.at["concurrency"])
 
 
-def _cell(row: Node, engine: str, speculation: bool) -> LoadCell:
+def _cell(row: Node, engine: str, speculation: bool) -> CellResult:
     concurrency = at_least_one(row["concurrency"])
     context = row["context_tokens"].count(MOST)
     tokens = _first(row, "client_output_tokens", "total_tokens")
@@ -166,7 +166,7 @@ def _latency(row: Node, name: str, field: str, n: int) -> Iterator[Latency]:
         yield Latency(name, n, mean, quantiles)
 
 
-def _prefill(section: Node) -> Iterator[LoadCell]:
+def _prefill(section: Node) -> Iterator[CellResult]:
     """The cells of ``prefill``: length → TTFT (s) and tok/s."""
     if section.value is not None and not isinstance(section.value, dict):
         raise section.wrong("an object")

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from fidelab.benches.load_figures import OUTPUT_RATE, Latency, LoadCell, Values, load_metrics
+from fidelab.benches.base import CellResult
+from fidelab.benches.load_figures import OUTPUT_RATE, Latency, Values, load_metrics
 from fidelab.core import Status
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node, read_json
 from fidelab.imports.throughput_flags import INVALID
-from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, label
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag
 
 __all__ = [
     "MOST",
     "Recorded",
-    "apart",
     "at_least_one",
     "load_cell",
     "name_says_speculation",
@@ -48,9 +47,9 @@ class Recorded:
     form: str
     engine: str
     model: str
-    loads: tuple[LoadCell, ...]
-    prefill: tuple[LoadCell, ...] = ()
-    decode: tuple[LoadCell, ...] = ()
+    loads: tuple[CellResult, ...]
+    prefill: tuple[CellResult, ...] = ()
+    decode: tuple[CellResult, ...] = ()
     flags: tuple[Flag, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -122,7 +121,7 @@ def load_cell(
     facts: Mapping[str, Any] | None = None,
     error: str = "",
     usable: bool = True,
-) -> LoadCell:
+) -> CellResult:
     """A load; invalid where it is not ``usable``, or a flag says that its figures must not be used."""
     times = list(latencies)
     measured = rates.get(OUTPUT_RATE) is not None or any(one.name in ("tpot", "ttft") for one in times)
@@ -132,26 +131,14 @@ def load_cell(
         reason = error or f"{place}: the file holds no rate and no latency"
     valid = usable and status is Status.OK and not any(flag.kind in INVALID for flag in flags)
     cell = Cell(status=status, reason=reason, at=at, valid=valid, flags=tuple(flags), facts=dict(facts or {}))
-    return LoadCell(cell, load_metrics(at, rates, times, more))
+    return CellResult(cell, load_metrics(at, rates, times, more))
 
 
-def speed_cell(make: Definition, at: Coordinates, rate: float | None, flags: Sequence[Flag], **facts: Any) -> LoadCell:
+def speed_cell(
+    make: Definition, at: Coordinates, rate: float | None, flags: Sequence[Flag], **facts: Any
+) -> CellResult:
     """One recorded rate (tok/s)."""
     if rate is None:
         reason = "the file holds no rate"
-        return LoadCell(Cell(status=Status.NOT_MEASURABLE, reason=reason, at=at, flags=tuple(flags), facts=facts))
-    return LoadCell(Cell(status=Status.OK, at=at, flags=tuple(flags), facts=facts), (make.repeated([rate], cell=at),))
-
-
-def apart(loads: Iterable[LoadCell]) -> Iterator[LoadCell]:
-    """The loads; those of a shape that was there before are told apart by a number."""
-    seen: Counter[str] = Counter()
-    for load in loads:
-        name = label(load.cell.at)
-        seen[name] += 1
-        if seen[name] == 1:
-            yield load
-            continue
-        at = {**load.cell.at, "row": seen[name]}
-        metrics = tuple(metric.model_copy(update={"cell": at}) for metric in load.metrics)
-        yield LoadCell(load.cell.model_copy(update={"at": at}), metrics)
+        return CellResult(Cell(status=Status.NOT_MEASURABLE, reason=reason, at=at, flags=tuple(flags), facts=facts))
+    return CellResult(Cell(status=Status.OK, at=at, flags=tuple(flags), facts=facts), (make.repeated([rate], cell=at),))

@@ -5,13 +5,13 @@
 
 from __future__ import annotations
 
+from fidelab.benches.base import CellResult
 from fidelab.benches.decode import ISOLATED
-from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, LoadCell, load_at
+from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, apart, load_at
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
     Recorded,
-    apart,
     at_least_one,
     load_cell,
     one_value,
@@ -71,7 +71,7 @@ def _is_halved(row: Node) -> bool:
     return bool(context and asked) and 2 * (asked or 0) == context
 
 
-def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[LoadCell, LoadCell]:
+def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[CellResult, CellResult]:
     context = at_least_one(row["context"])
     length = row["input_len"].count(MOST) or None
     decode, rate = positive(row["tok_per_sec"]), positive(row["throughput"])
@@ -92,7 +92,7 @@ def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tu
     return cell, speed_cell(ISOLATED, {"depth": length or context, "batch": 1}, decode, doubtful + speed, n=n)
 
 
-def _at_concurrency(row: Node, output: int | None, median: bool) -> LoadCell:
+def _at_concurrency(row: Node, output: int | None, median: bool) -> CellResult:
     concurrency = at_least_one(row["concurrency"])
     rate = positive(row["throughput"]) or positive(row["tok_per_sec"])
     tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])

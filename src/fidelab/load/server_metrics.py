@@ -45,8 +45,8 @@ class SpeculationReading:
 class ServerReading:
     """What the server says of itself over the measured part; ``None``: it does not.
 
-    ``output_rate``: generated tok/s.  ``kv_usage_…``: share of the cache in use (0-1).  ``running_…``: requests at work;
-    ``waiting_max``: the longest queue seen.  ``samples``: readings.
+    ``output_rate``: generated tok/s.  ``kv_usage_…``: share of the cache in use (0-1).  ``running_…``: requests at
+    work; ``waiting_max``: the longest queue seen.  ``samples``: readings.
     """
 
     kind: str

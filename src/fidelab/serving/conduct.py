@@ -13,8 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from fidelab.benches.base import CellResult
 from fidelab.benches.load_cell import Asked, Drive, compare_counts, count_by_finish, load_cell
-from fidelab.benches.load_figures import LoadCell, serving_measurement
+from fidelab.benches.load_figures import serving_measurement
 from fidelab.core import Status
 from fidelab.engines.openai_http import split_url
 from fidelab.engines.openai_server import identify
@@ -51,7 +52,7 @@ class Watch:
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
         """What became of each request of a cell."""
 
-    def measured(self, cell: LoadCell, serving: Measurement) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         """A cell is done; all cells so far."""
 
     def close(self) -> None:
@@ -85,7 +86,7 @@ class _Sweep:
         self._watch = watch
         self._asked = [replace(asked, by_finish=contact.by_finish) for asked in contact.settings.cells()]
         self._drives: dict[int, list[Drive]] = {number: [] for number in range(len(self._asked))}
-        self._ended: dict[int, LoadCell] = {}  # cells that are not asked again
+        self._ended: dict[int, CellResult] = {}  # cells that are not asked again
 
     def run(self) -> Measurement:
         total = len(self._asked) * self._settings.repeats
@@ -179,12 +180,12 @@ class _Sweep:
         if ended is not None and ended.cell.status is Status.OK:
             flag = Flag(kind="errors", text=f"repeat {len(self._drives[number]) + 1} failed: {reason}")
             cell = ended.cell.model_copy(update={"valid": False, "flags": (*ended.cell.flags, flag)})
-            self._ended[number] = LoadCell(cell, ended.metrics)
+            self._ended[number] = CellResult(cell, ended.metrics)
         else:
-            self._ended[number] = LoadCell(Cell(status=status, reason=reason, at=asked.at, valid=False))
+            self._ended[number] = CellResult(Cell(status=status, reason=reason, at=asked.at, valid=False))
         self._watch.measured(self._ended[number], self._serving())
 
-    def _cell(self, number: int) -> LoadCell:
+    def _cell(self, number: int) -> CellResult:
         return load_cell(self._asked[number], self._drives[number])
 
     def _serving(self, gone: str | None = None) -> Measurement:

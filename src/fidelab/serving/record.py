@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import fidelab
+from fidelab.benches.base import CellResult
 from fidelab.benches.load_cell import Drive
-from fidelab.benches.load_figures import LoadCell
 from fidelab.config.load import dump
 from fidelab.core import Status, slug, usable_cores
 from fidelab.models.weights import file_sha256
@@ -71,7 +71,7 @@ class Keeper(Watch):
         append_requests(self.folder.path, _rows(number, repeat, drive))
         self._shown.driven(number, repeat, drive)
 
-    def measured(self, cell: LoadCell, serving: Measurement) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         self.keep(serving)
         self._shown.measured(cell, serving)
 
