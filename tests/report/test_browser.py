@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from fidelab.report.html import render_html
-from fidelab.results.axis_record import Axes
 from tests.report.sample import arm, hostile_report, kld_axis, positions_for, sample_report, write_positions
 from tests.report.sample_axes import odd_axis
 
@@ -102,8 +101,7 @@ setTimeout(() => {
 
 def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path: Path) -> None:
     long = "word" * 100
-    odd = Axes.model_validate({long: odd_axis(long)})
-    control = arm("bf16", axes=odd.model_copy(update={"kld": kld_axis(0.00003, 0.000004)}))
+    control = arm("bf16", axes={long: odd_axis(long), "kld": kld_axis(0.00003, 0.000004)})
     report = sample_report(run_id=long, command=long, environment={long: long}, control=control)
     source = render_html(report, write_positions(tmp_path, positions_for(report)))
     driven = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source)
@@ -129,4 +127,4 @@ def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path:
     assert result["pressed"] == "true"
     assert result["closed"] == 0
     assert result["width"][0] == result["width"][1] <= 390
-    assert result["raw"] == "fidelab.report/0"
+    assert result["raw"] == "fidelab.report/1"
