@@ -28,8 +28,17 @@ from tests.report.sample import (
     write_positions,
 )
 from tests.report.sample_axes import odd_axis
+from tests.report.sample_benches import bench_report, hostile_benches, rich_report
 
 VOID = ("meta", "br")
+REPORTS = {
+    "sample": sample_report(),
+    "hostile": hostile_report(),
+    "many": many_arms(9),
+    "rich": rich_report(),
+    "one": bench_report(),
+    "hostile benches": hostile_benches(),
+}
 
 
 class Page(HTMLParser):
@@ -76,8 +85,9 @@ def report_of(**axes: Measurement) -> Report:
 # ------------------------------------------------------------------------------------------- standing alone
 
 
-def test_hostile_text_adds_no_tag_and_no_handler() -> None:
-    page, plain = Page(hostile_report()), Page(sample_report())
+@pytest.mark.parametrize("report", [hostile_report(), hostile_benches()], ids=["axes", "benches"])
+def test_hostile_text_adds_no_tag_and_no_handler(report: Report) -> None:
+    page, plain = Page(report), Page(rich_report())
     assert page.all("script") == [{"type": "application/json", "id": "fidelab-report"}, {}]
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
@@ -108,7 +118,7 @@ def test_the_policy_allows_the_pages_own_script_alone() -> None:
     assert page.source.index("Content-Security-Policy") < page.source.index("<style")
 
 
-@pytest.mark.parametrize("report", [sample_report(), hostile_report(), many_arms(9)], ids=["sample", "hostile", "many"])
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 def test_the_page_is_well_formed(report: Report) -> None:
     page = Page(report)
     assert page.open == []
@@ -232,3 +242,40 @@ def test_few_lines_are_named_directly_and_many_in_a_legend() -> None:
     few, many = Page(many_arms(3)).source, Page(many_arms(12)).source
     assert 'class="legend spare"' in few
     assert 'class="legend spare"' not in many
+
+
+# -------------------------------------------------------------------------------------------------- benches
+
+
+def test_benches_without_axes_show_no_verdicts_and_say_what_was_measured() -> None:
+    page = Page(bench_report("bf16", "k16v8"))
+    assert "<h1>Startup, prefill, decode, memory and serving: SmolLM2-135M-Instruct on hf</h1>" in page.source
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    assert not ids & {"verdicts", "figures", "frontier", "kld", "text"}
+    assert {f"bench-{name}" for name in ("startup", "prefill", "decode", "memory", "serving")} <= ids
+    assert "KLD" not in page.text.split("Repeat this run")[0]
+
+
+def test_fidelity_speed_and_memory_of_an_arm_stand_in_one_row() -> None:
+    section = Page(rich_report()).source.split('<section id="performance"')[1].split("</section>")[0]
+    row = next(part for part in section.split("<tr>") if ">fp8_e4m3<" in part)
+    for text in ("PASS", "0.0312", "1,661<small>1.31×</small>", "26,852<small>0.58×</small>"):
+        assert text in row
+
+
+def test_flags_are_numbered_footnotes_below_their_table() -> None:
+    section = Page(rich_report()).source.split('<section id="bench-serving"')[1].split("</section>")[0]
+    assert "<li>1: 64 requests at once were asked, 11.2 were in flight</li>" in section
+    assert len(re.findall(r"<td>no</td><td>1</td></tr>", section)) == 4
+
+
+def test_hollow_points_say_why() -> None:
+    section = Page(rich_report()).source.split('<section id="bench-serving"')[1].split("</section>")[0]
+    hollow = re.findall(r"<title>([^<]*)</title><circle class=\"hollow\"", section)
+    assert len(hollow) == 2 * 4  # drawings, arms
+    assert {title.split(": ", 1)[1] for title in hollow} == {"not valid"}
+
+
+def test_time_taken_over_captures_stands_with_the_run() -> None:
+    text = Page(rich_report()).text
+    assert "How long the captures took" in text.split("Repeat this run")[1]
