@@ -280,13 +280,13 @@ def _text(report: Report) -> str:
     found = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
     if found is None:
         return ""
-    contexts = _contexts_of(found)
+    contexts = _scored_at(found)
     if len(contexts) < 2:
         return _positions(found.n_items, found.facts.get("n_documents"))
     return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
 
 
-def _contexts_of(found: Measurement) -> list[Mapping[str, Any]]:
+def _scored_at(found: Measurement) -> list[Mapping[str, Any]]:
     """What was scored at each context, where the axis says it in the form that is its own."""
     contexts = found.facts.get("contexts")
     known = isinstance(contexts, list) and all(
@@ -375,7 +375,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
 
 def _repeated(name: str, found: Measurement) -> str:
     """What is the same in both captures."""
-    n = sum(context["n_positions"] for context in _contexts_of(found)) or found.n_items
+    n = sum(context["n_positions"] for context in _scored_at(found)) or found.n_items
     return name if n is None else f"{name} ({n - (found.n_failed or 0):,} of {n:,} items)"
 
 
