@@ -287,8 +287,8 @@ def hostile_benches() -> Report:
             title=HOSTILE,
             metrics=metrics,
             cells=(
-                Cell(status=Status.OK, at=first, valid=False, flags=flags, facts={HOSTILE: HOSTILE}),
-                Cell(status=Status.FAILED, reason=HOSTILE, at=second),
+                Cell(status=Status.OK, at=first, flags=flags, facts={HOSTILE: HOSTILE}),
+                Cell(status=Status.FAILED, reason=HOSTILE, at=second, valid=False),
             ),
             plots=(
                 Curve(

@@ -526,7 +526,7 @@ def _headlines(name: str, found: Sequence[Measurement | None]) -> list[tuple[str
         shown = [m if m and one and _shown(one, m) else None for m, one in zip(cells, found, strict=True)]
         at = f", {one_line(label(told))}" if told else ""
         mib = any(m is not None and _in_mib(m) for m in shown)
-        columns.append((heading(_titled(one_line(name), metric), metric.unit, mib=mib) + at, shown))
+        columns.append((heading(_titled(name, metric), metric.unit, mib=mib) + at, shown))
     return columns
 
 
@@ -540,7 +540,7 @@ def _in_mib(metric: Metric) -> bool:
 
 def _titled(name: str, metric: Metric) -> str:
     """A score has the name of its axis."""
-    return name if metric.name == "score" else f"{name}: {metric.name}"
+    return one_line(name if metric.name == "score" else f"{name}: {metric.name}")
 
 
 def _performance(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
@@ -557,7 +557,7 @@ def _performance(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
             known = [metric for metric in metrics if metric is not None]
             repeated |= any(metric.repeats for metric in known)
             about = one_line(known[0].about).rstrip(".")
-            notes += [f"{one_line(_titled(name, known[0]))}: {about}."] if about else []
+            notes += [f"{_titled(name, known[0])}: {about}."] if about else []
     if repeated:
         notes.append("Medians of the repeats.")
     if len(arms) > 1 and columns:
