@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from fidelab.axes.base import AxisScore
 from fidelab.config.schema import EngineConfig, Experiment
-from fidelab.core import Arm, Estimator
+from fidelab.core import Arm
 from fidelab.engines import ENGINES
 from fidelab.errors import FidelabError
 from fidelab.measuring import ArmResult, Measured, Scorer
@@ -76,10 +76,9 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Flo
     except FidelabError as error:  # a capture that is gone or damaged
         return Floor(of=name, reason=str(error))
     score = _score(this)
-    if score is None or score.figures["mean"] is None:
+    if score is None or score.value("mean") is None:
         return Floor(of=name, reason=this.reason or "no full-vocabulary KLD")
-    figures = score.figures
-    return Floor(of=name, mean=figures["mean"], ci=figures["mean_ci"], n_positions=figures["n_positions"])
+    return Floor(of=name, mean=score.value("mean"), ci=score.interval("mean"), n_positions=len(score.num))
 
 
 def _no_twin(arm: Arm) -> str:
@@ -133,7 +132,7 @@ def _attribution(
     def contrast(a: str, b: str) -> Contrast | None:
         first, second = scores[a], scores[b]
         difference = first.excess_over(second, seed) if first is not None and second is not None else None
-        return None if difference is None else Contrast(mean=difference["mean"], ci=difference["ci"])
+        return None if difference is None else Contrast(mean=difference.estimate, ci=difference.interval)
 
     return Attribution(
         candidate=name,
@@ -150,7 +149,7 @@ def _attribution(
 def _score(this: Measured | None, part: str | None = None) -> AxisScore | None:
     """An arm's KLD, at one part of it where that is named."""
     score = this.scores.get(_AXIS) if this is not None else None
-    if score is None or score.figures.get("estimator") is Estimator.TOPK:
+    if score is None or score.bound:
         return None  # lower bounds have no differences
     return score if part is None else score.at(part)
 
@@ -160,4 +159,4 @@ def _part(this: Measured | None, score: AxisScore | None) -> Part | None:
         return None
     if score is None:
         return Part(arm=this.result.arm.name, reason=this.reason or "no full-vocabulary KLD")
-    return Part(arm=this.result.arm.name, mean=score.figures["mean"], ci=score.figures["mean_ci"])
+    return Part(arm=this.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))

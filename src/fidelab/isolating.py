@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from fidelab.axes.base import AxisScore
 from fidelab.config.grid import cell_name, levels_of
 from fidelab.config.schema import Experiment
-from fidelab.core import Estimator
 from fidelab.measuring import Measured
 from fidelab.metrics import isolation
 from fidelab.metrics.degeneration import EARLIER
@@ -116,7 +115,7 @@ def _cell(this: Measured | None, axis: str, budget: float | None) -> _Cell:
         return _Cell(reason=this.failures[axis][1] if axis in this.failures else this.reason or "not measured")
     if score.not_measurable:
         return _Cell(reason=score.not_measurable)
-    if score.figures.get("estimator") is Estimator.TOPK:
+    if score.bound:
         return _Cell(reason="a lower bound alone, which has no differences")
     failed = float((~score.usable).mean()) if len(score.usable) else 1.0
     if failed > _MOST_FAILED:
@@ -149,10 +148,9 @@ def _kld_floor(experiment: Experiment, measured: Mapping[str, Measured]) -> tupl
     floors = [(_ROUNDING[dtype], f"rounding in {dtype}") for dtype in sorted(dtypes)]
     for role, what in (("floor", "the reference against itself"), ("control", "the control")):
         score = measured[role].scores.get("kld") if role in measured else None
-        if score is not None and score.figures.get("estimator") is not Estimator.TOPK:
-            mean, interval = score.mean(), score.mean_interval(experiment.seed)
-            if mean is not None:
-                floors.append((mean if interval is None else interval[1], what))
+        if score is not None and not score.bound and (mean := score.value("mean")) is not None:
+            interval = score.interval("mean")
+            floors.append((mean if interval is None else interval[1], what))
     return max(floors, key=lambda found: found[0], default=(0.0, "nothing"))
 
 

@@ -22,7 +22,6 @@ from fidelab.results.record import NO_REFERENCE
 __all__ = ["ArmResult", "Measured", "Scorer", "engaged"]
 
 _BYTES_TOLERANCE = 1e-3
-_KL_AXES = ("kld", "forced")  # whose rows are compared over the whole vocabulary
 _REFUTED = "refuted: "
 
 
@@ -30,7 +29,8 @@ _REFUTED = "refuted: "
 class ArmResult:
     """What became of one arm: its captures by axis, or why there are none.
 
-    ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: their records by name.
+    ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: what each found, a
+    :class:`~fidelab.results.measurement.Measurement` as plain data.
     """
 
     role: str
@@ -154,7 +154,7 @@ class Scorer:
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
         """Why distributions that are the reference's bit by bit are no good news: a format that loses must show."""
-        rows = [scores[name] for name in _KL_AXES if name in scores]
+        rows = [score for name, score in scores.items() if self.axes[name].distributions]
         reference = self.by_role[self._role]
         if not rows or not all(score.identical for score in rows):
             return None

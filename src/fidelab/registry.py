@@ -28,6 +28,11 @@ class Registry:
         self.group = group
         self._table = dict(table)
 
+    @property
+    def built_in(self) -> list[str]:
+        """The built-in names in table order."""
+        return [*self._table]
+
     def names(self) -> list[str]:
         """All names: the built-in ones in table order, then third-party ones in alphabetical order."""
         return [*self._table, *sorted(set(_foreign(self.group)) - set(self._table))]

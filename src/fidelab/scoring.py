@@ -12,21 +12,19 @@ from typing import Any
 import fidelab
 from fidelab.attribution import attribute, control_of, floors_of, is_witness, measure_truth
 from fidelab.axes import AXES
-from fidelab.axes.base import AxisScore
+from fidelab.axes.base import Axis, AxisScore
 from fidelab.benches import BENCHES
 from fidelab.config.schema import Experiment
-from fidelab.core import Estimator, KVSpec, Status
+from fidelab.core import KVSpec, Status
 from fidelab.engines import ENGINES
 from fidelab.isolating import isolate
 from fidelab.measuring import ArmResult, Measured, Scorer, engaged
-from fidelab.metrics.composite import AXES as COMPOSITE_AXES
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Verdict as Ruling
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.report.sentence import ArmFacts, is_native, sentence
-from fidelab.results.axis_record import Axes, Bins
-from fidelab.results.bench_record import Benches
-from fidelab.results.record import ArmRecord, Comparison, Composite, Floor, KVFormats, Ran, Report, Verdict
+from fidelab.results.measurement import Measurement, Metric
+from fidelab.results.record import ArmRecord, Comparison, Composite, Floor, KVFormats, Ran, Report, Timing, Verdict
 
 __all__ = ["RunFacts", "Scored", "score_run"]
 
@@ -87,7 +85,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         attribution=attribute(experiment, measured, witnesses, floors),
         isolation=isolate(experiment, measured),
         truth=_truth(experiment, reference, witnesses),
-        floor=summary.axes(measured["floor"]) if "floor" in measured else Axes(),
+        floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
     tables = [
         (result.arm.name, score.positions)
@@ -115,92 +113,85 @@ class _Summary:
 
     def record(self, result: ArmResult) -> ArmRecord:
         this = self.measured[result.role]
+        floor = self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None
         axes = self.axes(this)
+        if floor is not None and "kld" in axes:
+            axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
         base = _bare_record(result)
         return base.model_copy(
             update={
                 "status": this.status,
                 "reason": this.reason,
                 "axes": axes,
-                "floor": self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None,
+                "floor": floor,
                 "control": control.result.arm.name if (control := control_of(this, self.measured)) else None,
                 "composite": self._composite(this),
                 "verdict": self._verdict(this),
             }
         )
 
-    def axes(self, this: Measured) -> Axes:
+    def axes(self, this: Measured) -> dict[str, Measurement]:
         """All axes of one arm."""
-        found: dict[str, Any] = {}
+        found: dict[str, Measurement] = {}
         for name in self.experiment.axes:
-            titled = {} if name in Axes.model_fields else {"title": AXES.load(name).title}
+            axis: type[Axis] = AXES.load(name)
             if name in this.failures:
                 status, reason = this.failures[name]
-                found[name] = {**titled, "status": status, "reason": reason}
-                continue
-            if name not in this.scores:
-                continue
-            score = this.scores[name]
-            found[name] = {
-                **titled,
-                **_figures(score),
-                "status": Status.IDENTICAL if score.identical else Status.OK,
-                "excess_over_control": self._excess(this, name),
-            }
-            if score.not_measurable:
-                found[name] |= {"status": Status.NOT_MEASURABLE, "reason": score.not_measurable}
-            elif not score.usable.any():
-                found[name] |= {"status": Status.FAILED, "reason": "; ".join(score.fails) or "no item was usable"}
-        return Axes.model_validate(found)
+                found[name] = Measurement(status=status, reason=reason, title=axis.title)
+            elif name in this.scores:
+                found[name] = this.scores[name].measurement(axis.title, *self._excess(this, name, axis))
+        return found
 
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
         """Candidates in the order of their mean KL, each against the next, by paired difference."""
         scored = [this for c in candidates if "kld" in (this := self.measured[c.role]).scores]
-        means = [(this.scores["kld"].figures["mean"], this) for this in scored]
-        ordered = [this for _, this in sorted((m for m in means if m[0] is not None), key=lambda m: m[0])]
+        means = [(mean, this) for this in scored if (mean := this.scores["kld"].value("mean")) is not None]
         found = []
-        for better, worse in pairwise(ordered):
+        for (_, better), (mean, worse) in pairwise(sorted(means, key=lambda entry: entry[0])):
             difference = worse.scores["kld"].excess_over(better.scores["kld"], self.seed)
             if difference is not None:
-                low_high = difference["ci"]
                 found.append(
                     Comparison(
                         axis="kld",
                         better=better.result.arm.name,
                         worse=worse.result.arm.name,
-                        difference=difference["mean"],
-                        ci=low_high,
-                        differs=low_high is not None and not low_high[0] <= 0 <= low_high[1],
-                        equivalent=cost_alike(low_high, worse.scores["kld"].figures["mean"]),
+                        difference=difference.estimate,
+                        ci=difference.interval,
+                        differs=difference.excludes_zero,
+                        equivalent=cost_alike(difference.interval, mean),
                     )
                 )
         return found
 
-    def _excess(self, this: Measured, axis: str) -> dict[str, Any] | None:
+    def _excess(self, this: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
         control = control_of(this, self.measured)
-        if control is None or axis not in control.scores:
-            return None
-        return this.scores[axis].excess_over(control.scores[axis], self.seed)
+        if control is not None and name in control.scores:
+            difference = this.scores[name].excess_over(control.scores[name], self.seed)
+            if difference is not None:
+                yield axis.excess(difference.estimate, difference.interval)
 
     def _composite(self, this: Measured) -> Composite | None:
+        wanted = _composed(self.experiment)
         counted = {
             name: score
             for name, score in this.scores.items()
-            if name in COMPOSITE_AXES and not score.not_measurable and not _is_bound(score)
+            if name in wanted and not score.not_measurable and not score.bound
         }
         faults = [name for name, (kind, _) in this.failures.items() if kind is not Status.NOT_MEASURABLE]
-        lost = [name for name in faults if name in COMPOSITE_AXES]
-        if not counted or lost or any(score.score() is None for score in counted.values()):
+        lost = [name for name in faults if name in wanted]
+        scores = {name: score.value("score") for name, score in counted.items()}
+        if not counted or lost or None in scores.values():
             return None  # the mean of what happened to be usable would flatter
-        intervals = {name: score.score_interval(self.seed) for name, score in counted.items()}
+        intervals = {name: score.interval("score") for name, score in counted.items()}
         whole = composite(
-            {name: score.score() for name, score in counted.items()},
+            {name: scores.get(name) for name in wanted},
             {name: ends for name, ends in intervals.items() if ends is not None},
             bands=self.experiment.bands,
         )
         return Composite(
             value=whole.value,
             ci=whole.interval,
+            axes=tuple(scores),
             band=None if whole.band is None else whole.band.value,
             too_close_to_call=whole.too_close_to_call,
         )
@@ -227,16 +218,14 @@ class _Summary:
 
     def _ruling(self, this: Measured) -> Ruling:
         kld = this.scores["kld"]
-        interval = kld.mean_interval(self.seed)
+        interval = None if kld.bound else kld.interval("mean")
         failed = int((~kld.usable).sum())
         upper = None if interval is None else interval[1]
-        harms = _harms(this.scores)
-        return verdict(upper, failed, len(kld.usable), harms, this.broken, kld_least=kld.figures.get("mean"))
+        return verdict(upper, failed, len(kld.usable), _harms(this.scores), this.broken, kld_least=kld.value("mean"))
 
     def _facts(self, this: Measured) -> ArmFacts:
         kv = this.result.arm.kv
         kld = this.scores.get("kld")
-        figures = kld.figures if kld is not None else {}
         ruling = self._ruling(this) if kld is not None else None
         control = control_of(this, self.measured)
         control_kld = control.scores.get("kld") if control else None
@@ -245,6 +234,7 @@ class _Summary:
         floor = self.floors.get(this.result.arm.name)
         other = self._native_keys_arm(this)
         other_kld = other.scores.get("kld") if other else None
+        measured = kld is not None and len(kld.num) > 0
         return ArmFacts(
             k=kv.k.name,
             v=kv.v.name,
@@ -252,30 +242,31 @@ class _Summary:
             reason=this.reason or "",
             band=_word(ruling.band) if ruling is not None else None,
             at_best=_word(ruling.at_best) if ruling is not None else None,
-            kld=figures.get("mean"),
-            kld_ci=figures.get("mean_ci"),
+            kld=kld.value("mean") if kld is not None else None,
+            kld_ci=kld.interval("mean") if kld is not None else None,
             floor=floor.mean if floor is not None else None,
-            top1=figures.get("top1"),
-            real_flips=figures.get("real_flips"),
-            n_ctx=self._reach(figures),
-            estimator=figures.get("estimator"),
-            n_positions=figures.get("n_positions"),
-            n_failed=figures.get("n_failed", 0),
+            top1=kld.value("top-1") if kld is not None else None,
+            real_flips=kld.value("real flips") if kld is not None else None,
+            n_ctx=self._reach(kld),
+            estimator=str(kld.facts["estimator"]) if kld is not None and measured else None,
+            n_positions=len(kld.num) if kld is not None and measured else None,
+            n_failed=int((~kld.usable).sum()) if kld is not None else 0,
             control=control.result.arm.name if control_kld is not None and control else None,
-            control_kld=control_kld.figures.get("mean") if control_kld is not None else None,
+            control_kld=control_kld.value("mean") if control_kld is not None else None,
             native_keys_arm=other.result.arm.name if other else None,
             native_keys_band=self._band(other),
-            native_keys_kld=other_kld.figures.get("mean") if other_kld is not None else None,
+            native_keys_kld=other_kld.value("mean") if other_kld is not None else None,
             native_keys_format=_native_keys(kv) if _has_pairs(this.result.arm.engine) else "",
             lowered_by="; ".join((*this.broken, *_harms(this.scores))),
             forced=dict(this.result.arm.options).get("force") == "yes",
         )
 
-    def _reach(self, figures: Mapping[str, Any]) -> int | None:
+    def _reach(self, kld: AxisScore | None) -> int | None:
         """The longest context that was measured, tokens: what the axis says of its parts, else what was asked for."""
+        parts = [] if kld is None else [kld, *kld.parts.values()]
+        found = [n_ctx for part in parts if isinstance(n_ctx := part.facts.get("n_ctx"), int)]
         asked = self.experiment.axes.get("kld", {}).get("n_ctx")
-        found = [context["n_ctx"] for context in figures.get("contexts", ())] or asked
-        return max(found, default=None) if isinstance(found, list | tuple) else found
+        return max(found or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
 
     def _band(self, this: Measured | None) -> str | None:
         return None if this is None or "kld" not in this.scores else _word(self._ruling(this).band)
@@ -310,9 +301,16 @@ def _word(band: Band | None) -> Any:
     return None if band is None else band.value
 
 
-def _is_bound(score: AxisScore) -> bool:
-    """A lower bound of the KL enters no composite (METRICS §3)."""
-    return score.figures.get("estimator") is Estimator.TOPK
+def _composed(experiment: Experiment) -> list[str]:
+    """The axes that the composite is the mean of, measured or not; of third parties those that were asked for."""
+    names = dict.fromkeys([*AXES.built_in, *experiment.axes])
+    return [name for name in names if AXES.load(name).in_composite]
+
+
+def _with_noise(kld: Measurement, floor: float) -> Measurement:
+    """The KLD with what last bits alone may move it by."""
+    metrics = (m.model_copy(update={"noise": floor}) if m.unit == "nats" else m for m in kld.metrics)
+    return kld.model_copy(update={"metrics": tuple(metrics)})
 
 
 def _truth(experiment: Experiment, reference: ArmResult, witnesses: Sequence[ArmResult]) -> ArmRecord | None:
@@ -352,17 +350,6 @@ def _native_keys(kv: KVSpec) -> str:
     return "k16v8" if kv.v.name.startswith("fp8") else f"bf16/{kv.v}"
 
 
-def _figures(score: AxisScore) -> dict[str, Any]:
-    """Figures as the record names them; what is not finite has no place in it."""
-    figures = dict(score.figures)
-    for name in ("by_position", "by_confidence"):
-        if name in figures:
-            bins = figures[name]
-            full = Bins(edges=bins["edges"], mean=bins["means"], count=bins["counts"]) if bins["edges"] else None
-            figures[name] = full
-    return figures
-
-
 def _bare_record(result: ArmResult) -> ArmRecord:
     return ArmRecord(
         status=result.status,
@@ -372,5 +359,6 @@ def _bare_record(result: ArmResult) -> ArmRecord:
         model=result.arm.model,
         kv=KVFormats.from_spec(result.arm.kv),
         ran=None if result.ran is None else Ran.model_validate(dict(result.ran)),
-        benches=Benches.model_validate({**result.benches, "timing": dict(result.timing) or None}),
+        benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
+        timing=Timing.model_validate(dict(result.timing)) if result.timing else None,
     )

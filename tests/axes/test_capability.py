@@ -28,7 +28,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate
-from fidelab.results.axis_record import Axes, OtherAxis
+from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
 from tests.capability.test_checks import PROGRAMS
 from tests.engines import tiny
@@ -139,18 +139,17 @@ def _changed(**answers: str | None) -> Answers:
     return {**RIGHT, **{name.replace("_", "-"): answer for name, answer in answers.items()}}
 
 
-def _axis(score: AxisScore) -> OtherAxis:
+def _axis(score: AxisScore) -> Measurement:
     """As the record holds it."""
-    status = {"status": "not_measurable", "reason": score.not_measurable} if score.not_measurable else {"status": "ok"}
-    return Axes.model_validate({"capability": {**score.figures, **status}}).others()["capability"]
+    return score.measurement()
 
 
-def _figures(axis: OtherAxis) -> dict[str, float | None]:
-    return {figure.name: figure.value for figure in axis.figures}
+def _values(axis: Measurement) -> dict[str, float | None]:
+    return {metric.name: metric.value for metric in axis.metrics if metric.name != "score"}
 
 
-def _table(axis: OtherAxis, title: str = "All checks") -> dict[Any, dict[str, Any]]:
-    [table] = [panel for panel in axis.panels if isinstance(panel, TablePlot) and panel.title == title]
+def _table(axis: Measurement, title: str = "All checks") -> dict[Any, dict[str, Any]]:
+    [table] = [plot for plot in axis.plots if isinstance(plot, TablePlot) and plot.title == title]
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
@@ -161,7 +160,7 @@ def test_lost_and_gained_are_counted_against_the_reference(tmp_path: Path) -> No
     ref = _changed(arithmetic_1="43", arithmetic_2="0")
     test = _changed(arithmetic_1="43", arithmetic_3="12", arithmetic_4="about a dozen", knowledge_1="Sydney")
     axis = _axis(_score(tmp_path, ref, test, **WORDS))
-    assert _figures(axis) == {
+    assert _values(axis) == {
         "lost": 3,
         "gained": 1,
         "passed": pytest.approx(19 / 23),
@@ -171,7 +170,7 @@ def test_lost_and_gained_are_counted_against_the_reference(tmp_path: Path) -> No
         "applicable": 23,
         "not applicable": 0,
     }
-    assert axis.score == pytest.approx(1900 / 23)
+    assert axis.value("score") == pytest.approx(1900 / 23)
 
 
 def test_the_table_lists_what_was_lost_first_with_answers_and_reason(tmp_path: Path) -> None:
@@ -186,7 +185,7 @@ def test_the_table_lists_what_was_lost_first_with_answers_and_reason(tmp_path: P
         "reason": "read 12",
     }
     assert list(rows)[1:] == [c.id for c in CHECKS if c.kind in WORDS["kinds"] and c.id != "arithmetic-5"]
-    [texts] = [panel for panel in axis.panels if isinstance(panel, Texts)]
+    [texts] = [plot for plot in axis.plots if isinstance(plot, Texts)]
     assert (texts.pairs[0].candidate, texts.pairs[0].note) == ("It is\n12.", "lost; expected: 2; read 12")
     assert _table(axis, "Checks by kind")["arithmetic"]["lost"] == 1
 
@@ -194,7 +193,7 @@ def test_the_table_lists_what_was_lost_first_with_answers_and_reason(tmp_path: P
 def test_a_limit_leaves_the_first_checks_of_each_kind_and_says_nothing_of_the_others(tmp_path: Path) -> None:
     axis = _axis(_score(tmp_path, RIGHT, RIGHT, kinds=["knowledge", "arithmetic", "vision"], limit=2))
     assert [*_table(axis)] == ["arithmetic-1", "arithmetic-2", "knowledge-1", "knowledge-2", "vision-1", "vision-2"]
-    assert (axis.n_items, _figures(axis)["not applicable"]) == (4, 2)
+    assert (axis.n_items, _values(axis)["not applicable"]) == (4, 2)
 
 
 def test_what_stands_in_the_reasoning_alone_is_no_answer(tmp_path: Path) -> None:
@@ -218,7 +217,7 @@ def test_a_batch_must_write_the_same_tokens_as_single_requests(tmp_path: Path) -
 
 def test_a_candidate_may_write_other_texts_in_its_batch_as_long_as_alone(tmp_path: Path) -> None:
     score = _score(tmp_path, RIGHT, _changed(parallel_1="another text"), **WORDS)
-    assert score.figures["score"] == 100.0
+    assert score.value("score") == 100.0
     assert not score.identical
 
 
@@ -229,7 +228,7 @@ def test_identical_means_equal_ids_everywhere(tmp_path: Path) -> None:
 
 def test_items_without_an_answer_are_counted_and_in_no_figure(tmp_path: Path) -> None:
     axis = _axis(_score(tmp_path, _changed(arithmetic_2=None), _changed(arithmetic_1=None, parallel_1=None), **WORDS))
-    assert (axis.n_items, axis.n_failed, axis.score, _figures(axis)["lost"]) == (23, 3, 100.0, 0)
+    assert (axis.n_items, axis.n_failed, axis.value("score"), _values(axis)["lost"]) == (23, 3, 100.0, 0)
     assert [name for name, row in _table(axis).items() if row["outcome"] == "unusable"] == [
         "arithmetic-1",
         "arithmetic-2",
@@ -240,7 +239,7 @@ def test_items_without_an_answer_are_counted_and_in_no_figure(tmp_path: Path) ->
 def test_a_reference_that_passes_nothing_is_not_measurable(tmp_path: Path) -> None:
     score = _score(tmp_path, dict.fromkeys(RIGHT, "What?"), RIGHT, kinds=["arithmetic"])
     assert score.not_measurable == "the reference passes none of the 8 applicable checks"
-    assert (_axis(score).score, score.lowers) == (None, ())
+    assert (_axis(score).value("score"), score.lowers) == (None, ())
 
 
 def test_silence_alone_and_in_a_batch_is_no_agreement(tmp_path: Path) -> None:
@@ -258,7 +257,7 @@ def test_a_clear_loss_of_right_answers_costs_a_band(tmp_path: Path) -> None:
 def test_a_small_loss_and_a_batch_that_forks_cost_no_band(tmp_path: Path) -> None:
     forks = {f"parallel-{n} in batch": "otherwise" for n in range(1, 9)}
     score = _score(tmp_path, RIGHT, {**_changed(arithmetic_1="0"), **forks}, **WORDS)
-    assert _figures(_axis(score))["lost"] == 9
+    assert _values(_axis(score))["lost"] == 9
     assert score.lowers == ()
 
 
@@ -267,7 +266,7 @@ def test_the_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None
     control = _score(tmp_path / "b", RIGHT, _changed(arithmetic_1="0"), kinds=["arithmetic"])
     excess = candidate.excess_over(control, 0)
     assert excess is not None
-    assert excess["mean"] == pytest.approx(-12.5)
+    assert excess.estimate == pytest.approx(-12.5)
 
 
 def test_without_a_sandbox_code_is_not_applicable_and_nothing_is_run(
@@ -280,7 +279,7 @@ def test_without_a_sandbox_code_is_not_applicable_and_nothing_is_run(
         axis = _axis(_score(tmp_path, RIGHT, _changed(code_1="no code"), kinds=["code", "arithmetic"]))
     finally:
         run_task.cache_clear()
-    assert (axis.n_items, axis.score, _figures(axis)["not applicable"]) == (8, 100.0, 8)
+    assert (axis.n_items, axis.value("score"), _values(axis)["not applicable"]) == (8, 100.0, 8)
     row = _table(axis)["code-1"]
     assert (row["outcome"], row["reason"]) == (
         "not applicable",
@@ -331,8 +330,8 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return cli("run", "exp.yaml", cwd=cwd)
 
 
-def _of(done: Done, name: str) -> OtherAxis:
-    return OtherAxis.model_validate(done.arm(name)["axes"]["capability"])
+def _of(done: Done, name: str) -> Measurement:
+    return done.axis(name, "capability")
 
 
 N_CODE = 8 if CONFINED else 0
@@ -341,15 +340,15 @@ N_ALL = 19 + N_CODE + 8  # an empty prompt has no tokens without a chat template
 
 def test_a_candidate_that_answers_as_the_reference_is_identical(done: Done) -> None:
     axis = _of(done, "exact")
-    assert (axis.status, axis.score, axis.n_items, axis.n_failed) == ("identical", 100.0, N_ALL, 0)
+    assert (axis.status, axis.value("score"), axis.n_items, axis.n_failed) == ("identical", 100.0, N_ALL, 0)
 
 
 @pytest.mark.parametrize("every", [2, 8])
 def test_forgotten_answers_are_lost(every: int, done: Done) -> None:
     lost = -(-19 // every) + -(-N_CODE // every)
     axis = _of(done, f"forget[every={every}]")
-    assert _figures(axis)["lost"] == lost
-    assert axis.score == pytest.approx(100 * (1 - lost / N_ALL))
+    assert _values(axis)["lost"] == lost
+    assert axis.value("score") == pytest.approx(100 * (1 - lost / N_ALL))
 
 
 def test_a_clear_loss_lowers_the_verdict(done: Done) -> None:
@@ -365,8 +364,8 @@ def test_a_candidate_that_writes_nothing_failed(done: Done) -> None:
 
 
 def test_the_floor_holds_a_quarter_of_each_part_and_lists_no_unasked_check(done: Done) -> None:
-    floor = OtherAxis.model_validate(done.report["floor"]["capability"])
-    assert (floor.status, floor.score) == ("identical", 100.0)
+    floor = done.floor("capability")
+    assert (floor.status, floor.value("score")) == ("identical", 100.0)
     assert floor.n_items == 5 + N_CODE // 4 + 2
     reasons = {row["reason"] for row in _table(floor).values() if row["outcome"] == "not applicable"}
     assert "not asked in these captures" not in reasons

@@ -27,7 +27,7 @@ from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model
 from fidelab.probes import Generate
-from fidelab.results.plots import Curve, TablePlot
+from fidelab.results.plots import Curve, TablePlot, Texts
 from tests.runs.harness import Done, cli, write_inputs
 
 V, LENGTH, STOP = 8192, 400, 0
@@ -73,7 +73,7 @@ def _score(
 
 
 def _values(score: AxisScore) -> dict[str, Any]:
-    return {figure.name: figure.value for figure in score.figures["figures"]}
+    return {metric.name: metric.value for metric in score.metrics}
 
 
 CLEAN = [_text(i) for i in range(8)]
@@ -165,7 +165,7 @@ def test_tokens_after_the_onset_are_a_share_of_all_tokens(tmp_path: Path) -> Non
 
 def test_a_failed_prompt_is_counted_and_left_out(tmp_path: Path) -> None:
     score = _score(tmp_path, CLEAN, [*CLEAN[:7], []], {7: "empty output"})
-    assert (score.figures["n_items"], score.figures["n_failed"], score.mean()) == (8, 1, 0.0)
+    assert (score.measurement().n_items, score.measurement().n_failed, score.mean()) == (8, 1, 0.0)
 
 
 def test_equal_ids_are_identical(tmp_path: Path) -> None:
@@ -173,8 +173,7 @@ def test_equal_ids_are_identical(tmp_path: Path) -> None:
 
 
 def test_the_curve_falls_at_the_onsets_and_the_table_names_them(tmp_path: Path) -> None:
-    panels = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).figures["panels"]
-    curve, table = panels[:2]
+    curve, table = _score(tmp_path, CLEAN, [_loop(0, 100), _loop(1, 200), *CLEAN[2:]]).plots[:2]
     assert isinstance(curve, Curve)
     assert isinstance(table, TablePlot)
     clean = dict(zip(curve.x, curve.y, strict=True))
@@ -217,15 +216,16 @@ def test_an_arm_of_garbage_fails_and_its_report_says_why(run: Done) -> None:
 
 
 def test_around_the_onset_there_is_text(run: Done) -> None:
-    [texts] = [panel for panel in run.arm("garbage")["axes"]["degeneration"]["panels"] if panel["kind"] == "texts"]
-    first = texts["pairs"][0]
-    assert first["candidate"] == "\x07" * 64
-    assert first["reference"] == PROSE.encode("ascii", "ignore").decode()[:64]
+    [texts] = [plot for plot in run.axis("garbage", "degeneration").plots if isinstance(plot, Texts)]
+    first = texts.pairs[0]
+    assert first.candidate == "\x07" * 64
+    assert first.reference == PROSE.encode("ascii", "ignore").decode()[:64]
 
 
 def test_shorter_answers_are_no_harm(run: Done) -> None:
-    figures = {figure["name"]: figure["value"] for figure in run.arm("short[at=90]")["axes"]["degeneration"]["figures"]}
-    assert (figures["degenerate"], figures["median length"], figures["median length, reference"]) == (0, 90, 300)
+    found = run.axis("short[at=90]", "degeneration")
+    named = ("degenerate", "median length", "median length, reference")
+    assert [found.value(name) for name in named] == [0, 90, 300]
     assert run.arm("short[at=90]")["verdict"]["band"] == "EXCELLENT"
 
 
@@ -266,11 +266,6 @@ def test_two_bit_keys_and_values_degenerate_earlier_and_bf16_does_not(smollm2: M
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    earlier = {
-        arm.name: next(
-            figure.value for figure in arm.axes.others()["degeneration"].figures if figure.name == "degenerate earlier"
-        )
-        for arm in report.candidates
-    }
+    earlier = {arm.name: arm.axes["degeneration"].value("degenerate earlier") for arm in report.candidates}
     assert earlier["bf16"] == 0
     assert (earlier["int2"] or 0) >= 1 / len(PROMPTS)

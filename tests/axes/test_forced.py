@@ -26,6 +26,7 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.probes import Forced, Generate, Probe
+from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from tests.runs.harness import Done, cli, write_inputs
 
@@ -70,8 +71,8 @@ def _score(store: Path, probe: Forced, ref: Sequence[Rows], test: Sequence[Rows]
     return AXIS.score_parts({"kl": Pair.match(p, q)}, 0)
 
 
-def _figures(score: AxisScore) -> dict[str, Any]:
-    return {figure.name: figure for figure in score.figures["figures"]}
+def _values(score: AxisScore) -> dict[str, Any]:
+    return {metric.name: metric for metric in score.metrics}
 
 
 # --------------------------------------------------------------------------------------------- by hand
@@ -81,11 +82,11 @@ def test_mean_kl_is_over_all_generated_positions(tmp_path: Path) -> None:
     ref, test = [_rows(0, 5), _rows(1, 3)], [_rows(2, 5), _rows(3, 3)]
     score = _score(tmp_path, _forced(5, 3), ref, test)
     expected = _kl(np.concatenate(ref), np.concatenate(test))
-    found = _figures(score)
+    found = _values(score)
     assert found["mean KL"].value == pytest.approx(expected.mean(), abs=1e-6)
     assert found["median KL"].value == pytest.approx(np.median(expected), abs=1e-6)
     assert found["largest KL"].value == pytest.approx(expected.max(), abs=1e-6)
-    assert score.figures["score"] == pytest.approx(100 * math.exp(-expected.mean()), abs=1e-4)
+    assert score.value("score") == pytest.approx(100 * math.exp(-expected.mean()), abs=1e-4)
     agree = np.concatenate(ref).argmax(-1) == np.concatenate(test).argmax(-1)
     assert found["same top token"].value == pytest.approx(agree.mean())
 
@@ -94,12 +95,12 @@ def test_the_prompt_is_what_the_interval_resamples(tmp_path: Path) -> None:
     ref, test = [_rows(i, 4) for i in range(3)], [_rows(9 + i, 4) for i in range(3)]
     score = _score(tmp_path, _forced(4, 4, 4), ref, test)
     assert score.units.tolist() == [0] * 4 + [1] * 4 + [2] * 4
-    assert _score(tmp_path / "one", _forced(4), ref[:1], test[:1]).figures["ci"] is None
+    assert _score(tmp_path / "one", _forced(4), ref[:1], test[:1]).interval("score") is None
 
 
 def test_the_curve_shows_the_kl_of_each_generated_token(tmp_path: Path) -> None:
     ref, test = [_rows(0, 4), _rows(1, 4)], [_rows(2, 4), _rows(3, 4)]
-    [curve] = _score(tmp_path, _forced(4, 4), ref, test).figures["panels"]
+    [curve] = _score(tmp_path, _forced(4, 4), ref, test).plots
     assert isinstance(curve, Curve)
     assert curve.x == (0.0, 1.0, 2.0, 3.0)
     assert curve.y == pytest.approx(np.mean([_kl(ref[i], test[i]) for i in range(2)], axis=0), abs=1e-6)
@@ -109,13 +110,13 @@ def test_equal_rows_are_identical_and_cost_nothing(tmp_path: Path) -> None:
     rows = [_rows(0, 4), _rows(1, 4)]
     score = _score(tmp_path, _forced(4, 4), rows, rows)
     assert score.identical
-    assert (score.figures["score"], score.figures["ci"]) == (100.0, (100.0, 100.0))
+    assert (score.value("score"), score.interval("score")) == (100.0, (100.0, 100.0))
 
 
 def test_a_prompt_without_rows_is_counted_and_left_out(tmp_path: Path) -> None:
     probe, rows = _forced(4, 0), [_rows(0, 4), np.zeros((0, V))]
     score = _score(tmp_path, probe, rows, rows)
-    assert (score.figures["n_items"], score.figures["n_failed"]) == (5, 1)
+    assert (score.measurement().n_items, score.measurement().n_failed) == (5, 1)
     assert not score.identical
 
 
@@ -128,13 +129,13 @@ def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
     ref, broken = _rows(0, 4), _rows(0, 4)
     broken[2, 1] = np.nan
     score = _score(tmp_path, _forced(4), [ref], [broken])
-    assert (score.figures["n_failed"], score.usable.tolist()) == (1, [True, True, False, True])
+    assert (score.measurement().n_failed, score.usable.tolist()) == (1, [True, True, False, True])
 
 
 def test_a_kl_that_jumps_for_good_is_told_with_its_token(tmp_path: Path) -> None:
     ref, test = _rows(0, 80), _rows(0, 80)
     test[50:] = _rows(1, 30)
-    found = _figures(_score(tmp_path, _forced(80), [ref], [test]))
+    found = _values(_score(tmp_path, _forced(80), [ref], [test]))
     assert (found["prompts where KL rises for good"].value, found["rises at token"].value) == (1, 50)
 
 
@@ -194,29 +195,29 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return done
 
 
-def _axis(run: Done, arm: str) -> dict[str, Any]:
-    return dict(run.arm(arm)["axes"]["forced"])
+def _axis(run: Done, arm: str) -> Measurement:
+    return run.axis(arm, "forced")
 
 
 def test_a_tilt_costs_what_its_closed_form_says(run: Done) -> None:
     expected = 0.5 * math.log(0.5 / 0.8) + 0.5 * math.log(0.5 / 0.2)
     axis = _axis(run, "tilt[q=0.8]")
-    assert axis["figures"][0]["value"] == pytest.approx(expected, rel=1e-6)
-    assert axis["score"] == pytest.approx(100 * math.exp(-expected), rel=1e-6)
-    assert (axis["n_items"], axis["n_failed"]) == (8 * 12, 0)
+    assert axis.value("mean KL") == pytest.approx(expected, rel=1e-6)
+    assert axis.value("score") == pytest.approx(100 * math.exp(-expected), rel=1e-6)
+    assert (axis.n_items, axis.n_failed) == (8 * 12, 0)
 
 
 def test_another_text_costs_nothing_where_the_distributions_are_equal(run: Done) -> None:
-    assert _axis(run, "fork[at=3]")["figures"][0]["value"] == 0.0
+    assert _axis(run, "fork[at=3]").value("mean KL") == 0.0
 
 
 def test_the_reference_as_candidate_is_identical(run: Done) -> None:
-    assert _axis(run, "exact")["status"] == "identical"
+    assert _axis(run, "exact").status == "identical"
 
 
 def test_the_floor_is_a_quarter_of_the_prompts(run: Done) -> None:
-    floor = run.report["floor"]["forced"]
-    assert (floor["n_items"], floor["score"]) == (2 * 12, 100.0)
+    floor = run.floor("forced")
+    assert (floor.n_items, floor.value("score")) == (2 * 12, 100.0)
 
 
 def test_only_the_reference_writes_the_text(run: Done) -> None:
@@ -247,6 +248,6 @@ def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp
         floor=0.0,
         output_dir=str(tmp_path),
     )
-    means = [arm.axes.others()["forced"].figures[0].value or 0.0 for arm in report.candidates]
+    means = [arm.axes["forced"].value("mean KL") or 0.0 for arm in report.candidates]
     assert 0.0 < means[0] < 0.02
     assert means[1] > 5 * means[0]

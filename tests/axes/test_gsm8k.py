@@ -27,7 +27,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate, Tokens
-from fidelab.results.axis_record import Axes, OtherAxis
+from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
@@ -150,44 +150,44 @@ def _counts(tmp_path: Path, both: int, lost: int, gained: int, neither: int) -> 
     return _score(tmp_path, ["1"] * len(ref), ref, test)
 
 
-def _figure(score: AxisScore, name: str) -> Any:
-    return next(figure for figure in score.figures["figures"] if figure.name == name)
+def _metric(score: AxisScore, name: str) -> Any:
+    return score.metric(name)
 
 
 def test_accuracies_have_wilson_intervals(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
-    own, reference = _figure(score, "accuracy"), _figure(score, "reference accuracy")
+    own, reference = _metric(score, "accuracy"), _metric(score, "reference accuracy")
     assert (own.value, reference.value) == (22 / 40, 26 / 40)
     assert (own.ci, reference.ci) == (wilson_interval(22, 40), wilson_interval(26, 40))
-    assert score.figures["score"] == pytest.approx(55.0)
-    assert score.figures["ci"] == pytest.approx([100 * end for end in wilson_interval(22, 40)])
+    assert score.value("score") == pytest.approx(55.0)
+    assert score.interval("score") == pytest.approx([100 * end for end in wilson_interval(22, 40)])
 
 
 def test_the_difference_is_paired_and_in_points(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
-    figure = _figure(score, "difference")
-    assert figure.value == pytest.approx(-10.0)
+    metric = _metric(score, "difference")
+    assert metric.value == pytest.approx(-10.0)
     # Dirichlet weights of what was lost, gained and neither, with one more lost and one more gained
     rng, ends = np.random.default_rng(0), []
     for counts, q in (((7, 2, 32), 0.025), ((6, 3, 32), 0.975)):
         share = rng.dirichlet(counts, 200_000)
         ends.append(100 * np.quantile(share[:, 1] - share[:, 0], q))
-    assert figure.ci == pytest.approx(ends, abs=0.2)
-    assert _figure(score, "margin of error").value == pytest.approx((figure.ci[1] - figure.ci[0]) / 2)
+    assert metric.ci == pytest.approx(ends, abs=0.2)
+    assert _metric(score, "margin of error").value == pytest.approx((metric.ci[1] - metric.ci[0]) / 2)
 
 
 def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=20, lost=6, gained=2, neither=12)
-    assert (_figure(score, "lost").value, _figure(score, "gained").value) == (6, 2)
-    assert _figure(score, "right in the reference").value == 26
-    assert _figure(score, "McNemar p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
+    assert (_metric(score, "lost").value, _metric(score, "gained").value) == (6, 2)
+    assert _metric(score, "right in the reference").value == 26
+    assert _metric(score, "McNemar p").value == pytest.approx(stats.binomtest(2, 8).pvalue)
 
 
 def test_a_clear_loss_costs_the_verdict_a_band(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=30, lost=10, gained=0, neither=10)
     [sentence] = score.lowers
     assert sentence.startswith("GSM8K accuracy falls by 20.0 points (95%: ")
-    assert _figure(score, "difference").ci[1] < -5
+    assert _metric(score, "difference").ci[1] < -5
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (2, 0), (10, 8), (0, 10)])
@@ -198,7 +198,7 @@ def test_what_may_be_chance_costs_nothing(lost: int, gained: int, tmp_path: Path
 def test_a_reference_below_five_percent_is_not_measurable(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=0, lost=1, gained=3, neither=20)
     assert score.not_measurable == "the reference solves 1 of 24 problems; below 5% a loss cannot be seen"
-    assert (score.figures["score"], score.figures["ci"], score.lowers) == (None, None, ())
+    assert (score.value("score"), score.interval("score"), score.lowers) == (None, None, ())
 
 
 def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
@@ -207,30 +207,30 @@ def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
 
 def test_answers_are_compared_as_numbers(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1200", "5"], ["#### 1,200", "so $5.00."], ["1200.0 km", "#### 6"])
-    assert _figure(score, "reference accuracy").value == 1.0
-    assert _figure(score, "accuracy").value == 0.5
+    assert _metric(score, "reference accuracy").value == 1.0
+    assert _metric(score, "accuracy").value == 0.5
 
 
 def test_what_follows_a_question_of_its_own_is_no_answer(tmp_path: Path) -> None:
     score = _score(
         tmp_path, ["4"], [" 4\n\nQuestion: more?\nAnswer: 9"], ["I see.\nQuestion: what is 2 + 2?\nAnswer: 4"]
     )
-    assert (_figure(score, "reference accuracy").value, _figure(score, "accuracy").value) == (1.0, 0.0)
-    assert _figure(score, "no number").value == 1
+    assert (_metric(score, "reference accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
+    assert _metric(score, "no number").value == 1
 
 
 def test_the_stop_token_is_no_part_of_the_text(tmp_path: Path) -> None:
     answer = [*b"#### 4", ord("7")]  # a stop that reads as a digit
     pair = _pair(tmp_path, ["4"], [answer], ["#### 4"], stop=ord("7"))
-    assert _figure(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 1.0
+    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 1.0
 
 
 def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) -> None:
     ref = ["<think>5, no</think>#### 7"] * 2
     score = _score(tmp_path, ["7", "7"], ref, ["<think>it is 7</think>I do not know.", "<think>It is 7, or"])
-    assert (_figure(score, "reference accuracy").value, _figure(score, "accuracy").value) == (1.0, 0.0)
-    assert (_figure(score, "no number").value, _figure(score, "numbers in the reasoning alone").value) == (2, 2)
-    assert score.figures["panels"][1].pairs[1].candidate == "<think>It is 7, or"
+    assert (_metric(score, "reference accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
+    assert (_metric(score, "no number").value, _metric(score, "numbers in the reasoning alone").value) == (2, 2)
+    assert score.plots[1].pairs[1].candidate == "<think>It is 7, or"
 
 
 def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_path: Path) -> None:
@@ -242,14 +242,14 @@ def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_p
 
 def test_reasoning_that_the_prompt_begins_is_no_answer(tmp_path: Path) -> None:
     pair = _pair(tmp_path, ["7"], ["So 7"], ["So 7"], opened="<think>\n")
-    assert _figure(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 0.0
+    assert _metric(GSM8K(GSM8K.Settings()).score(pair, 0), "reference accuracy").value == 0.0
 
 
 def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1"] * 3, ["#### 1", "#### 1", None], ["#### 1", None, "#### 1"])
-    assert (score.figures["n_items"], score.figures["n_failed"]) == (3, 2)
-    assert (_figure(score, "accuracy").value, _figure(score, "lost").value) == (1.0, 0)
-    assert [row[-1] for row in score.figures["panels"][0].rows] == ["both right", "failed", "failed"]
+    assert (score.measurement().n_items, score.measurement().n_failed) == (3, 2)
+    assert (_metric(score, "accuracy").value, _metric(score, "lost").value) == (1.0, 0)
+    assert [row[-1] for row in score.plots[0].rows] == ["both right", "failed", "failed"]
     assert not score.identical
 
 
@@ -261,7 +261,7 @@ def test_a_candidate_without_any_answer_does_not_make_the_reference_unmeasurable
     score = _score(tmp_path, ["1"] * 3, ["#### 1"] * 3, [None] * 3)
     assert score.not_measurable == ""
     assert not score.usable.any()
-    assert _figure(score, "accuracy").value is None
+    assert _metric(score, "accuracy").value is None
 
 
 def test_identical_means_equal_ids_not_equal_numbers(tmp_path: Path) -> None:
@@ -275,13 +275,13 @@ def test_the_excess_is_paired_with_the_control_in_points(tmp_path: Path) -> None
     control = _counts(tmp_path / "b", both=25, lost=1, gained=0, neither=4)
     excess = candidate.excess_over(control, 0)
     assert excess is not None
-    assert excess["mean"] == pytest.approx(-100 * 5 / 30)
+    assert excess.estimate == pytest.approx(-100 * 5 / 30)
 
 
 def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path) -> None:
     ref = [f"{i} it is.\n#### {i}" for i in range(12)]
     test = [f"{i} it is.\n#### {i if i < 2 else 99}" for i in range(12)]
-    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).figures["panels"]
+    table, texts = _score(tmp_path, [str(i) for i in range(12)], ref, test).plots
     assert isinstance(table, TablePlot)
     assert table.rows[1] == ("p1", "1", "1", "1", "both right")
     assert table.rows[2] == ("p2", "2", "2", "99", "lost")
@@ -295,8 +295,7 @@ def test_the_table_has_a_row_per_problem_and_the_texts_those_lost(tmp_path: Path
 
 def test_a_record_can_be_made_of_numbers_of_any_length(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1", "1"], ["#### 1", "7" * 390], ["5e99", "1e-50"])
-    axis = Axes.model_validate({"gsm8k": {"status": "ok", **score.figures}}).others()["gsm8k"]
-    cells = [cell for row in axis.panels[0].rows for cell in row]  # type: ignore[union-attr]
+    cells = [cell for row in score.measurement().plots[0].rows for cell in row]  # type: ignore[union-attr]
     assert max(len(str(cell)) for cell in cells) <= 24
 
 
@@ -320,24 +319,20 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     return cli("run", "exp.yaml", cwd=cwd)
 
 
-def _axis(done: Done, name: str) -> OtherAxis:
-    return OtherAxis.model_validate(done.arm(name)["axes"]["gsm8k"])
-
-
-def _value(axis: OtherAxis, name: str) -> float | None:
-    return next(figure.value for figure in axis.figures if figure.name == name)
+def _axis(done: Done, name: str) -> Measurement:
+    return done.axis(name, "gsm8k")
 
 
 def test_a_candidate_that_answers_as_the_reference_is_identical(done: Done) -> None:
     axis = _axis(done, "exact")
-    assert (axis.status, axis.score, axis.n_items, axis.n_failed) == ("identical", 100.0, 40, 0)
+    assert (axis.status, axis.value("score"), axis.n_items, axis.n_failed) == ("identical", 100.0, 40, 0)
 
 
 def test_forgotten_problems_are_lost(done: Done) -> None:
     axis = _axis(done, "forget[every=2]")
-    assert axis.score == 50.0
-    assert [_value(axis, name) for name in ("reference accuracy", "difference", "lost")] == [1.0, -50.0, 20]
-    assert _value(axis, "McNemar p") == pytest.approx(2 * 0.5**20)
+    assert axis.value("score") == 50.0
+    assert [axis.value(name) for name in ("reference accuracy", "difference", "lost")] == [1.0, -50.0, 20]
+    assert axis.value("McNemar p") == pytest.approx(2 * 0.5**20)
 
 
 def test_a_clear_loss_lowers_the_verdict_and_an_unclear_one_does_not(done: Done) -> None:
@@ -355,8 +350,8 @@ def test_a_candidate_that_writes_nothing_failed(done: Done) -> None:
 
 
 def test_a_quarter_of_the_problems_is_the_floor(done: Done) -> None:
-    floor = OtherAxis.model_validate(done.report["floor"]["gsm8k"])
-    assert (floor.status, floor.n_items, floor.score) == ("identical", 10, 100.0)
+    floor = done.floor("gsm8k")
+    assert (floor.status, floor.n_items, floor.value("score")) == ("identical", 10, 100.0)
 
 
 def test_bad_problems_exit_2_in_one_line(tmp_path: Path) -> None:
@@ -399,7 +394,7 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
         writer.add(item, arrays)
     capture = Capture(writer.finish(str(answer.estimator), {}, {}))
     score = axis.score(Pair.match(capture, capture), 0)
-    rows = score.figures["panels"][0].rows
+    rows = score.plots[0].rows
     assert [Decimal(row[1]) for row in rows] == list(numbers)
     assert [row[4] for row in rows] == ["both right"] * 4
     assert score.identical

@@ -27,7 +27,7 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.probes import Generate, Tokens
-from fidelab.results.axis_record import Axes, OtherAxis
+from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot, Texts
 from tests.runs.harness import Done, cli, write_inputs
 
@@ -109,40 +109,40 @@ def _score(pair: Pair) -> AxisScore:
     return PLAD(PLAD.Settings()).score(pair, 0)
 
 
-def _axis(score: AxisScore) -> OtherAxis:
-    """The figures as the record holds them."""
-    return Axes.model_validate({"plad": {**score.figures, "status": "ok"}}).others()["plad"]
+def _axis(score: AxisScore) -> Measurement:
+    """As the record holds it."""
+    return score.measurement()
 
 
-def _figure(score: AxisScore, name: str) -> Any:
-    return next(figure for figure in score.figures["figures"] if figure.name == name)
+def _metric(score: AxisScore, name: str) -> Any:
+    return score.metric(name)
 
 
 def _rows(score: AxisScore) -> dict[Any, dict[str, Any]]:
-    [table] = [panel for panel in score.figures["panels"] if isinstance(panel, TablePlot)]
+    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
     return {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
 @pytest.mark.parametrize(("ref", "test", "cell"), [(2, 3, 60.6531), (1, 3, 36.7879), (5, 2, 100.0), (0, 10, 0.6738)])
 def test_a_cell_scores_as_metrics_says(tmp_path: Path, ref: int, test: int, cell: float) -> None:
     score = _score(_pair(tmp_path, {(0, "typo"): ref}, {(0, "typo"): test}))
-    assert score.figures["score"] == pytest.approx(cell, abs=5e-5)
-    assert _figure(score, "excess drift").value == pytest.approx((test - ref) / 10)
-    assert score.figures["ci"] is None  # a single prompt
+    assert score.value("score") == pytest.approx(cell, abs=5e-5)
+    assert _metric(score, "excess drift").value == pytest.approx((test - ref) / 10)
+    assert score.interval("score") is None  # a single prompt
 
 
 def test_the_score_is_the_mean_over_cells_not_over_prompts(tmp_path: Path) -> None:
     ref = {(0, "typo"): 1, (0, "case"): 1, (0, "punct"): 1, (1, "typo"): 1}
     test = {**ref, (1, "typo"): 3}
-    assert _score(_pair(tmp_path, ref, test)).figures["score"] == pytest.approx((300 + 100 * math.exp(-1)) / 4)
+    assert _score(_pair(tmp_path, ref, test)).value("score") == pytest.approx((300 + 100 * math.exp(-1)) / 4)
 
 
 def test_noise_costs_score_but_no_signed_excess(tmp_path: Path) -> None:
     ref = {(p, "typo"): 5 for p in range(30)}
     test = {(p, "typo"): 5 + (1 if p % 2 else -1) for p in range(30)}
     score = _score(_pair(tmp_path, ref, test))
-    excess, sign = _figure(score, "excess drift"), _figure(score, "sign test")
-    assert score.figures["score"] == pytest.approx(50 + 50 * math.exp(-0.5))
+    excess, sign = _metric(score, "excess drift"), _metric(score, "sign test")
+    assert score.value("score") == pytest.approx(50 + 50 * math.exp(-0.5))
     assert excess.value == pytest.approx(0.0, abs=1e-12)
     assert excess.ci[0] < 0 < excess.ci[1]
     assert sign.value == 1.0
@@ -151,16 +151,16 @@ def test_noise_costs_score_but_no_signed_excess(tmp_path: Path) -> None:
 def test_a_candidate_that_moves_less_has_a_negative_excess(tmp_path: Path) -> None:
     cells = {(p, "typo"): p % 3 for p in range(25)}
     score = _score(_pair(tmp_path, {key: value + 3 for key, value in cells.items()}, cells))
-    assert _figure(score, "excess drift").value == pytest.approx(-0.3)
-    assert _figure(score, "drift of the reference").value == pytest.approx(0.396)
-    assert _figure(score, "drift of the candidate").value == pytest.approx(0.096)
-    assert score.figures["score"] == 100.0
+    assert _metric(score, "excess drift").value == pytest.approx(-0.3)
+    assert _metric(score, "drift of the reference").value == pytest.approx(0.396)
+    assert _metric(score, "drift of the candidate").value == pytest.approx(0.096)
+    assert score.value("score") == 100.0
 
 
 def test_the_sign_test_counts_prompts_not_cells(tmp_path: Path) -> None:
     ref = {(p, name): 2 for p in range(6) for name in ("typo", "case", "punct", "paraphrase")}
     score = _score(_pair(tmp_path, ref, dict.fromkeys(ref, 4)))
-    assert _figure(score, "sign test").value == pytest.approx(stats.binomtest(6, 6).pvalue)
+    assert _metric(score, "sign test").value == pytest.approx(stats.binomtest(6, 6).pvalue)
 
 
 def test_intervals_resample_prompts_with_all_their_cells(tmp_path: Path) -> None:
@@ -170,20 +170,20 @@ def test_intervals_resample_prompts_with_all_their_cells(tmp_path: Path) -> None
     many = {(p, name): per_prompt[p] for p in range(24) for name in names}
     once = {(p, "typo"): per_prompt[p] for p in range(24)}
     scores = [_score(_pair(tmp_path / str(len(c)), dict.fromkeys(c, 2), c)) for c in (many, once)]
-    ours, theirs = (_figure(score, "excess drift") for score in scores)
+    ours, theirs = (_metric(score, "excess drift") for score in scores)
     assert ours.value == pytest.approx(theirs.value)
     # Four copies of each prompt's cell tell nothing new: the error is that of 24 prompts, not of 96 cells.
     error = np.std(np.array(per_prompt) / 10, ddof=1) / math.sqrt(24)
-    for figure in (ours, theirs):
-        assert figure.ci is not None
-        assert figure.ci[1] - figure.ci[0] > 2 * 1.9 * error
-    assert scores[0].figures["ci"] == pytest.approx(scores[1].figures["ci"], abs=1.0)
+    for metric in (ours, theirs):
+        assert metric.ci is not None
+        assert metric.ci[1] - metric.ci[0] > 2 * 1.9 * error
+    assert scores[0].interval("score") == pytest.approx(scores[1].interval("score"), abs=1.0)
 
 
 def test_a_failed_answer_costs_its_cell_and_a_failed_unperturbed_one_all_of_its_prompt(tmp_path: Path) -> None:
     ref = {(p, name): 1 for p in range(3) for name in ("typo", "case")}
     score = _score(_pair(tmp_path, ref, ref, failed={0: "NaN logits", 5: "NaN logits"}))  # prompt 0; prompt 1, case
-    assert (score.figures["n_items"], score.figures["n_failed"]) == (6, 3)
+    assert (score.measurement().n_items, score.measurement().n_failed) == (6, 3)
     assert score.usable.tolist() == [False, False, True, False, True, True]
     assert not score.identical
     assert (_rows(score)["typo"]["failed"], _rows(score)["case"]["failed"]) == (1, 2)
@@ -200,7 +200,7 @@ def test_no_usable_answer_gives_no_figure(tmp_path: Path) -> None:
     cells = {(0, "typo"): 1}
     score = _score(_pair(tmp_path, cells, cells, failed={0: "empty output", 1: "empty output"}))
     assert not score.usable.any()
-    assert (score.figures["score"], _figure(score, "excess drift").value) == (None, None)
+    assert (score.value("score"), _metric(score, "excess drift").value) == (None, None)
     assert _rows(score)["typo"]["score"] is None
 
 
@@ -208,7 +208,7 @@ def test_two_empty_answers_that_did_not_fail_have_no_drift(tmp_path: Path) -> No
     probe = _probe([(0, ""), (0, "typo")], 1)
     both = _capture(tmp_path, "f32", probe, [[], []])
     score = _score(Pair.match(both, _capture(tmp_path, "int4", probe, [[], [5]])))
-    assert score.figures["score"] == pytest.approx(100 * math.exp(-5))
+    assert score.value("score") == pytest.approx(100 * math.exp(-5))
 
 
 def test_equal_drifts_of_other_answers_are_not_identical(tmp_path: Path) -> None:
@@ -217,16 +217,16 @@ def test_equal_drifts_of_other_answers_are_not_identical(tmp_path: Path) -> None
     same = _score(Pair.match(ref, _capture(tmp_path, "bf16", probe, [[1, 2], [1, 3]])))
     other = _score(Pair.match(ref, _capture(tmp_path, "int4", probe, [[7, 8], [7, 9]])))
     assert (same.identical, other.identical) == (True, False)
-    assert same.figures["score"] == other.figures["score"] == 100.0
+    assert same.value("score") == other.value("score") == 100.0
 
 
 def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
     cells = {(p, "typo"): 3 for p in range(5)}
     score = _score(_pair(tmp_path, cells, cells))
     lowest = math.exp(-5)
-    assert score.figures["ci"] == (pytest.approx(100 * (lowest + (1 - lowest) * 0.025 ** (1 / 5))), 100.0)
+    assert score.interval("score") == (pytest.approx(100 * (lowest + (1 - lowest) * 0.025 ** (1 / 5))), 100.0)
     most = 1 - 0.025 ** (1 / 5)
-    assert _figure(score, "excess drift").ci == pytest.approx((-most, most))
+    assert _metric(score, "excess drift").ci == pytest.approx((-most, most))
 
 
 def _answered(store: Path, prompts: Sequence[int], ref: Sequence[int], test: Sequence[int]) -> AxisScore:
@@ -244,16 +244,16 @@ def test_an_arm_that_answers_every_prompt_alike_has_no_score_and_fails(tmp_path:
     assert score.fails == (
         "answers do not depend on the prompt: PLAD finds the same one for 9 of 10 prompts (reference: 1)",
     )
-    assert (score.figures["score"], score.figures["ci"]) == (None, None)
+    assert (score.value("score"), score.interval("score")) == (None, None)
     assert not score.usable.any()
     assert _rows(score)["typo"]["score"] is None
-    assert _figure(score, "excess drift").value is None
-    assert _figure(score, "prompts with the most frequent answer").value == 0.9
+    assert _metric(score, "excess drift").value is None
+    assert _metric(score, "prompts with the most frequent answer").value == 0.9
 
 
 def test_prompts_that_are_alike_may_be_answered_alike(tmp_path: Path) -> None:
     score = _answered(tmp_path, [1] * 9 + [2], [1] * 9 + [2], [8] * 9 + [9])
-    assert (score.fails, score.figures["score"]) == ((), 100.0)
+    assert (score.fails, score.value("score")) == ((), 100.0)
 
 
 def test_a_candidate_may_give_the_one_answer_that_the_reference_gives(tmp_path: Path) -> None:
@@ -262,8 +262,8 @@ def test_a_candidate_may_give_the_one_answer_that_the_reference_gives(tmp_path: 
 
 def test_answers_that_share_nothing_with_the_references_are_counted(tmp_path: Path) -> None:
     score = _answered(tmp_path, range(4), [1, 2, 3, 4], [1, 7, 8, 4])
-    assert (score.figures["score"], score.fails) == (100.0, ())
-    assert _figure(score, "prompts answered unlike the reference").value == 0.5
+    assert (score.value("score"), score.fails) == (100.0, ())
+    assert _metric(score, "prompts answered unlike the reference").value == 0.5
 
 
 def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
@@ -272,8 +272,8 @@ def test_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
     control = _score(_pair(tmp_path, ref, {key: 2 + key[0] % 2 for key in ref}, name="bf16"))
     found = candidate.excess_over(control, 0)
     assert found is not None
-    assert found["mean"] == pytest.approx(candidate.figures["score"] - control.figures["score"])
-    assert found["ci"][1] < 0
+    assert found.estimate == pytest.approx(candidate.value("score") - control.value("score"))
+    assert found.interval[1] < 0
 
 
 # ---------------------------------------------------------------------------------------- what is shown
@@ -291,13 +291,13 @@ def test_the_table_has_a_row_per_perturbation(tmp_path: Path) -> None:
     assert typo["excess, points"] == pytest.approx(20)
     assert typo["sign test p"] == pytest.approx(2 / 2**9)
     assert (case["score"], case["excess, points"], case["sign test p"]) == (100.0, 0.0, 1.0)
-    assert _figure(_score(_pair(tmp_path / "b", ref, test, prompts=10)), "skipped").value == 7
+    assert _metric(_score(_pair(tmp_path / "b", ref, test, prompts=10)), "skipped").value == 7
 
 
 def test_the_answers_with_the_largest_excess_are_shown_first_and_eight_at_most(tmp_path: Path) -> None:
     ref = {(p, "typo"): 1 for p in range(12)}
     test = {(p, "typo"): p % 11 for p in range(12)}  # 0 … 10, then 0
-    [texts] = [p for p in _axis(_score(_pair(tmp_path, ref, test))).panels if isinstance(p, Texts)]
+    [texts] = [p for p in _axis(_score(_pair(tmp_path, ref, test))).plots if isinstance(p, Texts)]
     assert [pair.label for pair in texts.pairs] == [f"prompt {p} (p{p}), typo" for p in range(10, 2, -1)]
     first = texts.pairs[0]
     plain = bytes(PLAIN).decode()
@@ -308,7 +308,7 @@ def test_the_answers_with_the_largest_excess_are_shown_first_and_eight_at_most(t
 
 def test_answers_that_moved_no_more_than_the_references_are_not_shown(tmp_path: Path) -> None:
     score = _score(_pair(tmp_path, {(0, "typo"): 3, (1, "typo"): 2}, {(0, "typo"): 1, (1, "typo"): 2}))
-    assert [type(panel) for panel in score.figures["panels"]] == [TablePlot]
+    assert [type(plot) for plot in score.plots] == [TablePlot]
 
 
 def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> None:
@@ -316,8 +316,8 @@ def test_without_a_vocabulary_there_are_figures_and_no_texts(tmp_path: Path) -> 
     [file] = tmp_path.rglob("vocabularies/*")
     file.unlink()
     score = _score(pair)
-    assert score.figures["score"] < 100
-    assert [type(panel) for panel in score.figures["panels"]] == [TablePlot]
+    assert score.value("score") < 100
+    assert [type(plot) for plot in score.plots] == [TablePlot]
 
 
 # --------------------------------------------------------------------------------------- the questions
@@ -429,7 +429,7 @@ def test_the_floor_scores_prompts_of_the_same_text_too(tmp_path: Path, inputs: A
     ref = _capture(tmp_path, "f32", whole, [list(ids[:4]) for ids in whole.prompts])
     again = _capture(tmp_path, "bf16", part, [list(ids[:4]) for ids in part.prompts])
     score = axis.score(Pair.match(ref, again, subset=True), 0)
-    assert (score.figures["n_items"], score.identical, score.figures["score"]) == (1, True, 100.0)
+    assert (score.measurement().n_items, score.identical, score.value("score")) == (1, True, 100.0)
 
 
 # ----------------------------------------------------------------------------------------------- runs
@@ -454,38 +454,36 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def test_a_candidate_whose_unperturbed_answers_alone_differ_is_caught(run: Done) -> None:
-    plad = run.arm(BASES)["axes"]["plad"]  # four of eight tokens: drift 0.5 against 0
-    assert plad["score"] == pytest.approx(100 * math.exp(-2.5))
-    figures = {figure["name"]: figure["value"] for figure in plad["figures"]}
-    assert figures["excess drift"] == 0.5
-    assert (figures["drift of the reference"], figures["skipped"], plad["n_items"]) == (0.0, 0, 12)
+    plad = run.axis(BASES, "plad")  # four of eight tokens: drift 0.5 against 0
+    assert plad.value("score") == pytest.approx(100 * math.exp(-2.5))
+    assert plad.value("excess drift") == 0.5
+    assert (plad.value("drift of the reference"), plad.value("skipped"), plad.n_items) == (0.0, 0, 12)
 
 
 def test_the_controls_score_stands_beside(run: Done) -> None:
-    plad, control = run.arm(BASES)["axes"]["plad"], run.arm("control")["axes"]["plad"]
-    assert control["score"] == pytest.approx(100 * math.exp(-1.25))
-    assert plad["excess_over_control"]["mean"] == pytest.approx(plad["score"] - control["score"])
+    plad, control = (run.axis(arm, "plad").value("score") or 0.0 for arm in (BASES, "control"))
+    assert control == pytest.approx(100 * math.exp(-1.25))
+    assert run.axis(BASES, "plad").value("over control") == pytest.approx(plad - control)
 
 
 def test_a_candidate_that_differs_everywhere_alike_drifts_no_more(run: Done) -> None:
-    arm = run.arm(ALL)
-    assert (arm["status"], arm["axes"]["plad"]["score"]) == ("ok", 100.0)
+    assert (run.arm(ALL)["status"], run.axis(ALL, "plad").value("score")) == ("ok", 100.0)
 
 
 def test_the_reference_as_candidate_is_identical(run: Done) -> None:
-    assert run.arm("exact")["axes"]["plad"]["status"] == "identical"
+    assert run.axis("exact", "plad").status == "identical"
 
 
 def test_no_output_is_a_failed_axis_that_says_so(run: Done) -> None:
-    plad = run.arm("missing")["axes"]["plad"]
-    assert (plad["status"], plad["n_failed"], plad["score"]) == ("failed", 12, None)
+    plad = run.axis("missing", "plad")
+    assert (plad.status, plad.n_failed, plad.value("score")) == ("failed", 12, None)
 
 
 def test_constant_garbage_is_a_failed_axis_without_a_composite(run: Done) -> None:
-    arm = run.arm("garbage")
-    plad = arm["axes"]["plad"]
+    plad = run.axis("garbage", "plad")
     reason = "answers do not depend on the prompt: PLAD finds the same one for 3 of 3 prompts (reference: 1)"
-    assert (plad["status"], plad["reason"], plad["score"], arm["composite"]) == ("failed", reason, None, None)
+    assert (plad.status, plad.reason, plad.value("score")) == ("failed", reason, None)
+    assert run.arm("garbage")["composite"] is None
 
 
 def test_constant_garbage_is_a_reason_to_fail(tmp_path: Path) -> None:
@@ -500,8 +498,8 @@ def test_constant_garbage_is_a_reason_to_fail(tmp_path: Path) -> None:
 
 
 def test_the_floor_repeats_whole_prompts_and_finds_nothing(run: Done) -> None:
-    floor = run.report["floor"]["plad"]
-    assert (floor["score"], floor["n_items"]) == (100.0, 8)
+    floor = run.floor("plad")
+    assert (floor.value("score"), floor.n_items) == (100.0, 8)
 
 
 def test_an_unknown_perturbation_on_the_command_line_is_one_line(run: Done) -> None:
@@ -520,10 +518,9 @@ def test_on_a_real_model_a_coarse_cache_drifts(smollm2: Model, tmp_path: Path) -
     )
     done = cli("run", "plad.yaml", cwd=tmp_path)
     assert done.code == 0, done.err
-    plad = done.arm("int4")["axes"]["plad"]
-    assert (plad["status"], plad["n_items"], plad["n_failed"]) == ("ok", 4, 0)
-    drifts = {figure["name"]: figure["value"] for figure in plad["figures"]}
-    assert 0 < drifts["drift of the reference"] < 1
-    assert 0 < plad["score"] <= 100
-    [table] = [panel for panel in plad["panels"] if panel["kind"] == "table"]
-    assert [row[:2] for row in table["rows"]] == [["typo", 2], ["punct", 2]]
+    plad = done.axis("int4", "plad")
+    assert (plad.status, plad.n_items, plad.n_failed) == ("ok", 4, 0)
+    assert 0 < (plad.value("drift of the reference") or 0) < 1
+    assert 0 < (plad.value("score") or 0) <= 100
+    [table] = [plot for plot in plad.plots if isinstance(plot, TablePlot)]
+    assert [row[:2] for row in table.rows] == [("typo", 2), ("punct", 2)]

@@ -79,8 +79,8 @@ def _score(tmp_path: Path, axis: RNIAH, ref: list[Any], test: list[Any]) -> Axis
     return axis.score_parts({"main": pair}, 0)
 
 
-def _figures(score: AxisScore) -> dict[str, float | None]:
-    return {figure.name: figure.value for figure in score.figures["figures"]}
+def _values(score: AxisScore) -> dict[str, float | None]:
+    return {metric.name: metric.value for metric in score.metrics}
 
 
 # ---------------------------------------------------------------------------------------------- probes
@@ -194,8 +194,8 @@ def test_a_given_style_needs_no_follow_up() -> None:
 
 def test_equal_answers_are_identical_and_score_100(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True] * 9, [True] * 9)
-    assert (score.identical, score.figures["score"], score.lowers) == (True, 100.0, ())
-    low, high = score.figures["ci"]
+    assert (score.identical, score.value("score"), score.lowers) == (True, 100.0, ())
+    low, high = score.interval("score")
     assert (low, high) == (pytest.approx(100 * 0.025 ** (1 / 9)), 100.0)
 
 
@@ -203,21 +203,21 @@ def test_only_informative_cells_count_and_the_others_are_named(tmp_path: Path) -
     ref = [True] * 3 + [False] * 3 + [True] * 3
     test = [True] * 3 + [True] * 3 + [False] * 3
     score = _score(tmp_path, _axis(), ref, test)
-    figures = _figures(score)
-    assert score.figures["score"] == pytest.approx(50.0)
-    assert (figures["informative cells"], figures["cells"], figures["accuracy difference"]) == (2, 3, 0.0)
-    assert score.figures["details"]["uninformative"] == [{"length": 600, "position": 0.5}]
-    assert score.figures["details"]["score_refract"] == pytest.approx(100 * 2 / 3)
-    assert _score(tmp_path / "compat", _axis(compat="refract"), ref, test).figures["score"] == pytest.approx(200 / 3)
+    values = _values(score)
+    assert score.value("score") == pytest.approx(50.0)
+    assert (values["informative cells"], values["cells"], values["accuracy difference"]) == (2, 3, 0.0)
+    assert score.facts["uninformative"] == [{"length": 600, "position": 0.5}]
+    assert score.value("score (REFRACT)") == pytest.approx(100 * 2 / 3)
+    assert _score(tmp_path / "compat", _axis(compat="refract"), ref, test).value("score") == pytest.approx(200 / 3)
 
 
 def test_a_code_in_the_reasoning_or_denied_is_lost_on_either_side_but_in_compat(tmp_path: Path) -> None:
     answers = ["<think>{}?</think>I do not know.", "It is not {}", "<think>hm</think>{}"]
     score = _score(tmp_path / "a", _axis(positions=[0.5]), [True] * 3, answers)
-    assert (_figures(score)["lost"], _figures(score)["found by the reference"]) == (2, 3)
-    assert _figures(_score(tmp_path / "b", _axis(positions=[0.5]), answers, [True] * 3))["found by the reference"] == 1
+    assert (_values(score)["lost"], _values(score)["found by the reference"]) == (2, 3)
+    assert _values(_score(tmp_path / "b", _axis(positions=[0.5]), answers, [True] * 3))["found by the reference"] == 1
     plain = _score(tmp_path / "c", _axis(positions=[0.5], compat="refract"), [True] * 3, answers)
-    assert (_figures(plain)["lost"], plain.figures["score"]) == (0, 100.0)
+    assert (_values(plain)["lost"], plain.value("score")) == (0, 100.0)
 
 
 def test_the_style_is_chosen_by_what_is_answered_not_by_the_reasoning(tmp_path: Path) -> None:
@@ -228,22 +228,22 @@ def test_the_style_is_chosen_by_what_is_answered_not_by_the_reasoning(tmp_path: 
 
 def test_what_chance_alone_makes_of_the_score_stands_beside_it(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True, True, False] * 3, [False, True, True] * 3)
-    figures = _figures(score)
-    assert score.figures["score"] == 100.0  # as often lost as gained in each cell
-    assert figures["score expected by chance"] == pytest.approx(100 - 100 / 6, abs=1)
-    assert figures["accuracy difference"] == 0.0
-    assert _figures(_score(tmp_path / "b", _axis(), [False] * 9, [True] * 9))["score expected by chance"] is None
+    values = _values(score)
+    assert score.value("score") == 100.0  # as often lost as gained in each cell
+    assert values["score expected by chance"] == pytest.approx(100 - 100 / 6, abs=1)
+    assert values["accuracy difference"] == 0.0
+    assert _values(_score(tmp_path / "b", _axis(), [False] * 9, [True] * 9))["score expected by chance"] is None
 
 
 def test_a_reference_that_finds_nothing_cannot_be_measured(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [False] * 9, [True] * 9)
     assert "accuracy 0 in all 3 cells" in score.not_measurable
-    assert (score.figures["score"], score.figures["ci"], score.score_interval(0)) == (None, None, None)
+    assert (score.value("score"), score.interval("score"), score.score(0).value) == (None, None, None)
 
 
 def test_a_failed_trial_is_counted_and_left_out(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True] * 9, [None, *[True] * 8])
-    assert (score.figures["n_items"], score.figures["n_failed"], score.figures["score"]) == (9, 1, 100.0)
+    assert (score.measurement().n_items, score.measurement().n_failed, score.value("score")) == (9, 1, 100.0)
     assert not score.identical
     assert not _score(tmp_path / "all", _axis(), [True] * 9, [None] * 9).usable.any()
 
@@ -254,8 +254,8 @@ def test_in_hard_mode_a_wrong_code_in_the_answer_is_a_miss_and_one_behind_it_is_
     score = _score(
         tmp_path, axis, [f"{{}}. The old ink color is {wrong}", True, True], [f"{wrong} or {{}}", True, True]
     )
-    assert _figures(score)["reference's accuracy"] == 1.0
-    assert _figures(score)["accuracy"] == pytest.approx(2 / 3)
+    assert _values(score)["reference's accuracy"] == 1.0
+    assert _values(score)["accuracy"] == pytest.approx(2 / 3)
 
 
 def test_harm_needs_an_interval_wholly_below_minus_5_points(tmp_path: Path) -> None:
@@ -269,14 +269,14 @@ def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: 
     candidate = _score(tmp_path / "b", _axis(), [True] * 9, [*[False] * 3, *[True] * 5, False])
     excess = candidate.excess_over(control, 0)
     assert excess is not None
-    assert excess["mean"] == pytest.approx(-100 / 3)
-    assert excess["ci"][0] < -100 / 3 < excess["ci"][1]
+    assert excess.estimate == pytest.approx(-100 / 3)
+    assert excess.interval[0] < -100 / 3 < excess.interval[1]
 
 
 def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path: Path) -> None:
     axis = _axis(lengths=[600, 700])
     ref, test = [True] * 15 + [False] * 3, [True] * 9 + [False] * 3 + [True] * 6
-    heat, table, texts = _score(tmp_path, axis, ref, test).figures["panels"]
+    heat, table, texts = _score(tmp_path, axis, ref, test).plots
     assert isinstance(heat, Heatmap)
     assert isinstance(table, TablePlot)
     assert isinstance(texts, Texts)
@@ -293,7 +293,7 @@ def test_a_reader_sees_where_needles_are_lost_and_what_was_said_instead(tmp_path
 
 
 def test_no_more_than_twelve_misses_are_shown(tmp_path: Path) -> None:
-    texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).figures["panels"][-1]
+    texts = _score(tmp_path, _axis(lengths=[600, 700]), [True] * 18, [False] * 18).plots[-1]
     assert isinstance(texts, Texts)
     assert (len(texts.pairs), texts.title) == (12, "Needles lost (first 12 of 18)")
 
@@ -324,25 +324,25 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 def test_a_run_chooses_the_cloze_and_finds_what_each_arm_lost(run: Done) -> None:
     assert run.code == 0, run.err
-    axes = {name: run.arm(name)["axes"]["rniah"] for name in ("forget[every=3]", "forget[every=1]", "exact")}
-    assert {name: axis["score"] for name, axis in axes.items()} == {
+    axes = {name: run.axis(name, "rniah") for name in ("forget[every=3]", "forget[every=1]", "exact")}
+    assert {name: axis.value("score") for name, axis in axes.items()} == {
         "forget[every=3]": pytest.approx(100 * 2 / 3),
         "forget[every=1]": 0.0,
         "exact": 100.0,
     }
-    assert axes["exact"]["status"] == "identical"
-    assert axes["exact"]["details"]["style"] == "cloze"
-    assert axes["forget[every=1]"]["n_items"] == 18
+    assert axes["exact"].status == "identical"
+    assert axes["exact"].facts["style"] == "cloze"
+    assert axes["forget[every=1]"].n_items == 18
 
 
 def test_an_arm_without_output_fails(run: Done) -> None:
-    axis = run.arm("missing")["axes"]["rniah"]
-    assert (axis["status"], axis["reason"]) == ("failed", "no item was usable")
+    axis = run.axis("missing", "rniah")
+    assert (axis.status, axis.reason) == ("failed", "no item was usable")
 
 
 def test_the_floor_of_a_deterministic_engine_finds_the_same(run: Done) -> None:
-    floor = run.report["floor"]["rniah"]
-    assert (floor["score"], floor["n_items"]) == (100.0, 6)
+    floor = run.floor("rniah")
+    assert (floor.value("score"), floor.n_items) == (100.0, 6)
 
 
 def test_scores_come_again_from_the_captures_alone(run: Done) -> None:
@@ -380,8 +380,8 @@ def test_the_embedded_model_finds_needles_at_512_as_a_cloze(smollm2: Model, tmp_
     [result] = capture(Experiment.model_validate(experiment))
     reference = Capture(result.captures["rniah.main"])
     score = axis.score_parts({"main": Pair.match(reference, reference)}, 0)
-    figures = _figures(score)
-    assert (figures["reference's accuracy"], figures["informative cells"]) == (1.0, 3)
+    values = _values(score)
+    assert (values["reference's accuracy"], values["informative cells"]) == (1.0, 3)
 
 
 def test_the_resolved_settings_name_the_haystack_by_its_whole_path(tmp_path: Path) -> None:

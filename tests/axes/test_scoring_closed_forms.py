@@ -26,7 +26,6 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.probes import Generate, Prefill, Probe
-from fidelab.results.axis_record import Axes
 
 V = 8
 Rows = NDArray[np.float64]
@@ -67,8 +66,8 @@ def test_mean_kl_is_the_mean_over_all_rows(tmp_path: Path) -> None:
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     log_p, log_q = _log_softmax(np.concatenate(ref)), _log_softmax(np.concatenate(test))
     expected = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
-    assert score.figures["mean"] == pytest.approx(expected, abs=1e-6)
-    assert score.figures["score"] == pytest.approx(100 * math.exp(-expected), abs=1e-4)
+    assert score.value("mean") == pytest.approx(expected, abs=1e-6)
+    assert score.value("score") == pytest.approx(100 * math.exp(-expected), abs=1e-4)
 
 
 def test_hidden_states_times_head_are_the_distribution(tmp_path: Path) -> None:
@@ -79,7 +78,7 @@ def test_hidden_states_times_head_are_the_distribution(tmp_path: Path) -> None:
     q = _capture(tmp_path, "int4", probe, [{"hidden": x.astype(np.float32)} for x in states[2:]], head)
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     log_p, log_q = (_log_softmax(np.concatenate(x) @ head.T) for x in (states[:2], states[2:]))
-    assert score.figures["mean"] == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(-1).mean(), abs=1e-5)
+    assert score.value("mean") == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(-1).mean(), abs=1e-5)
 
 
 def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> None:
@@ -90,7 +89,7 @@ def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> 
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     targets = np.array(probe.windows[0][2:5])
     dp = np.exp(_log_softmax(test))[np.arange(3), targets] - np.exp(_log_softmax(ref))[np.arange(3), targets]
-    assert score.figures["rms_dp"] == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
+    assert score.value("RMS Δp") == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
 
 
 def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
@@ -99,15 +98,15 @@ def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
     broken[0][1, 2] = np.nan
     p = _capture(tmp_path, "f32", probe, [{"logprobs": x} for x in ref])
     q = _capture(tmp_path, "int4", probe, [{"logprobs": x} for x in broken])
-    figures = KLD(KLD.Settings()).score(Pair.match(p, q), 0).figures
-    assert (figures["n_positions"], figures["n_failed"], figures["mean"]) == (6, 1, 0.0)
+    score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
+    assert (score.measurement().n_items, score.measurement().n_failed, score.value("mean")) == (6, 1, 0.0)
 
 
 def test_one_unit_gives_no_interval(tmp_path: Path) -> None:
     probe = _prefill(1)
     p = _capture(tmp_path, "f32", probe, [{"logprobs": _rows(0, 3).astype(np.float32)}])
     q = _capture(tmp_path, "int4", probe, [{"logprobs": _rows(1, 3).astype(np.float32)}])
-    assert KLD(KLD.Settings()).score(Pair.match(p, q), 0).figures["mean_ci"] is None
+    assert KLD(KLD.Settings()).score(Pair.match(p, q), 0).interval("mean") is None
 
 
 def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
@@ -124,8 +123,9 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
     candidate, control = (axis.score(Pair.match(p, moved(n, by)), 0) for n, by in (("int4", 0.3), ("bf16", 0.1)))
     difference = candidate.excess_over(control, 0)
     assert difference is not None
-    assert difference["mean"] == pytest.approx(candidate.figures["mean"] - control.figures["mean"], abs=1e-12)
-    assert difference["ci"][0] > 0
+    assert difference.estimate == pytest.approx(candidate.value("mean") - control.value("mean"), abs=1e-12)
+    assert difference.excludes_zero
+    assert difference.estimate > 0
 
 
 # ------------------------------------------------------------------------------------- kld, several contexts
@@ -166,39 +166,37 @@ def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], units: Sequence[in
 def test_an_arms_figures_are_those_of_the_context_with_the_largest_upper_end(tmp_path: Path) -> None:
     spread = [0.0, 0.06, 0.0, 0.06, 0.0, 0.06, 0.0, 0.06]  # mean 0.03, less than the other's, but a wide interval
     score = _at_contexts(tmp_path, {8: [0.032] * 8, 16: spread})
-    short, long = score.figures["contexts"]
-    assert (short["n_ctx"], long["n_ctx"]) == (8, 16)
-    assert short["mean"] == pytest.approx(0.032, abs=1e-6)
-    assert long["mean"] == pytest.approx(0.03, abs=1e-6)
-    assert long["mean_ci"][1] > short["mean_ci"][1]
-    assert {name: score.figures[name] for name in ("n_ctx", "mean", "mean_ci", "n_positions")} == {
-        name: long[name] for name in ("n_ctx", "mean", "mean_ci", "n_positions")
-    }
-    assert score.mean() == long["mean"]
-    assert score.mean_interval(0) == long["mean_ci"]
+    short, long = (score.metric("mean", {"context": n_ctx}) for n_ctx in (8, 16))
+    assert short is not None
+    assert long is not None
+    assert short.value == pytest.approx(0.032, abs=1e-6)
+    assert long.value == pytest.approx(0.03, abs=1e-6)
+    assert (long.interval or (0, 0))[1] > (short.interval or (0, 0))[1]
+    assert (score.facts["n_ctx"], score.value("mean", {}), score.interval("mean", {})) == (
+        16,
+        long.value,
+        long.interval,
+    )
+    assert score.mean() == long.value
+    assert score.mean_interval(0) == long.interval
 
 
 def test_without_an_interval_the_mean_tells_the_worst_context(tmp_path: Path) -> None:
     score = _at_contexts(tmp_path, {8: [0.02], 16: [0.03], 32: [0.01]})
-    assert (score.figures["n_ctx"], score.figures["mean_ci"]) == (16, None)
+    assert (score.facts["n_ctx"], score.interval("mean")) == (16, None)
 
 
 def test_a_context_in_which_positions_failed_is_worse_than_a_dear_one(tmp_path: Path) -> None:
     score = _at_contexts(tmp_path, {8: [0.04] * 8, 16: [0.001] * 7 + [-1.0]})
-    assert (score.figures["n_ctx"], score.figures["n_failed"]) == (16, 7)
+    assert (score.facts["n_ctx"], score.measurement().n_failed) == (16, 7)
 
 
 def test_every_context_counts_its_positions_documents_and_windows(tmp_path: Path) -> None:
     score = _at_contexts(tmp_path, {8: [0.01] * 5, 16: [0.02] * 5}, units=[1, 1, 2, 3, 3])
     named = ("n_ctx", "n_positions", "n_documents", "windows")
-    assert [tuple(one[name] for name in named) for one in score.figures["contexts"]] == [(8, 15, 3, 5), (16, 35, 3, 5)]
-    axis = Axes.model_validate({"kld": {"status": "ok", **_recorded(score)}}).kld
-    assert axis is not None
-    assert (axis.n_ctx, axis.n_documents, len(axis.contexts)) == (16, 3, 2)
-
-
-def _recorded(score: AxisScore) -> dict[str, Any]:
-    return {name: value for name, value in score.figures.items() if not name.startswith("by_")}
+    facts = score.measurement().facts
+    assert [tuple(one[name] for name in named) for one in facts["contexts"]] == [(8, 15, 3, 5), (16, 35, 3, 5)]
+    assert (facts["n_ctx"], facts["n_documents"]) == (16, 3)
 
 
 def test_blocks_of_windows_are_not_counted_as_documents(tmp_path: Path) -> None:
@@ -207,7 +205,7 @@ def test_blocks_of_windows_are_not_counted_as_documents(tmp_path: Path) -> None:
     score = KLD(KLD.Settings()).score(
         Pair.match(_capture(tmp_path, "f32", probe, rows), _capture(tmp_path, "int4", probe, rows)), 0
     )
-    assert (score.figures["n_documents"], score.figures["n_units"]) == (None, 3)
+    assert (score.facts["n_documents"], score.facts["n_units"]) == (None, 3)
 
 
 def test_only_equal_answers_at_every_context_are_identical(tmp_path: Path) -> None:
@@ -218,13 +216,13 @@ def test_only_equal_answers_at_every_context_are_identical(tmp_path: Path) -> No
 def test_the_excess_pairs_both_arms_at_the_context_where_this_one_is_worst(tmp_path: Path) -> None:
     candidate = _at_contexts(tmp_path / "a", {8: [0.01] * 8, 16: [0.05] * 8})
     control = _at_contexts(tmp_path / "b", {8: [0.02] * 8, 16: [0.015] * 8})  # its own worst is the other context
-    assert control.figures["n_ctx"] == 8
+    assert control.facts["n_ctx"] == 8
     excess = candidate.excess_over(control, 0)
     assert excess is not None
-    assert excess["mean"] == pytest.approx(0.05 - 0.015, abs=1e-6)
+    assert excess.estimate == pytest.approx(0.05 - 0.015, abs=1e-6)
     turned = control.excess_over(candidate, 0)
     assert turned is not None
-    assert turned["mean"] == pytest.approx(0.02 - 0.01, abs=1e-6)
+    assert turned.estimate == pytest.approx(0.02 - 0.01, abs=1e-6)
 
 
 def test_an_arm_without_that_context_has_no_excess(tmp_path: Path) -> None:
@@ -321,33 +319,33 @@ def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: 
 
 
 def test_a_candidate_that_stops_early_does_not_score_full_marks(tmp_path: Path) -> None:
-    figures = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]]).figures
-    assert (figures["score"], figures["score_refract"]) == (50.0, 62.5)
+    score = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]])
+    assert (score.value("score"), score.value("score (REFRACT)")) == (50.0, 62.5)
 
 
 def test_in_compat_mode_the_score_is_the_sources(tmp_path: Path) -> None:
     score = _score(tmp_path, [[*range(1, 8), 1, 2, 3]], [[1, 2, 3, 4, 5, 7, 7, 7]], compat="refract")
-    assert score.score() == score.figures["score"] == 62.5
+    assert score.value("score") == 62.5
 
 
 def test_the_score_weighs_prompts_by_their_longest_answer(tmp_path: Path) -> None:
-    figures = _score(tmp_path, [[1, 2, 3], [1, 2, 3, 4]], [[1, 2, 3], [1, 2, 5, 4]]).figures
-    assert figures["score"] == pytest.approx(100 * 5 / 7)
-    assert (figures["exact_match_rate"], figures["median_first_divergence"]) == (0.5, 2.0)
-    assert figures["positional_agreement"] == pytest.approx(6 / 7)
+    score = _score(tmp_path, [[1, 2, 3], [1, 2, 3, 4]], [[1, 2, 3], [1, 2, 5, 4]])
+    assert score.value("score") == pytest.approx(100 * 5 / 7)
+    assert (score.value("exact match"), score.value("median first divergence")) == (0.5, 2.0)
+    assert score.value("positional agreement") == pytest.approx(6 / 7)
 
 
 @pytest.mark.parametrize(("margin", "share"), [(0.05, 1.0), (0.2, 0.0)])
 def test_a_fork_is_a_near_tie_by_the_references_own_margin(tmp_path: Path, margin: float, share: float) -> None:
-    assert _score(tmp_path, [[1, 2, 3]], [[1, 3, 3]], margin).figures["near_tie_share"] == share
+    assert _score(tmp_path, [[1, 2, 3]], [[1, 3, 3]], margin).value("near ties") == share
 
 
 def test_two_empty_answers_are_a_failed_item(tmp_path: Path) -> None:
-    figures = _score(tmp_path, [[], [1, 2]], [[], [1, 2]]).figures
-    assert (figures["n_items"], figures["n_failed"], figures["score"]) == (2, 1, 100.0)
+    found = _score(tmp_path, [[], [1, 2]], [[], [1, 2]]).measurement()
+    assert (found.n_items, found.n_failed, found.value("score")) == (2, 1, 100.0)
 
 
 def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
     sequences = [[1, 2, 3] for _ in range(5)]
-    low, high = _score(tmp_path, sequences, sequences).figures["ci"]
+    low, high = _score(tmp_path, sequences, sequences).interval("score")
     assert (low, high) == (pytest.approx(100 * 0.025 ** (1 / 5)), 100.0)

@@ -13,8 +13,9 @@ from typing import Any
 from unittest import mock
 
 from fidelab.cli import main
+from fidelab.results.measurement import Measurement
 
-__all__ = ["SMALL", "Done", "cli", "compare", "same_report", "write_inputs"]
+__all__ = ["SMALL", "Done", "axis_of", "cli", "compare", "same_report", "write_inputs"]
 
 SMALL = ("--engine", "fake", "--reference", "exact", "--text", "text.txt", "--prompts", "prompts.txt")
 
@@ -42,6 +43,19 @@ class Done:
         if name in ("reference", "control"):
             return dict(report[name])
         return next(dict(arm) for arm in report["candidates"] if arm["name"] == name)
+
+    def axis(self, arm: str, name: str) -> Measurement:
+        """What an axis found on an arm."""
+        return axis_of(self.arm(arm), name)
+
+    def floor(self, name: str) -> Measurement:
+        """What an axis found on the floor."""
+        return Measurement.model_validate(self.report["floor"][name])
+
+
+def axis_of(arm: dict[str, Any], name: str) -> Measurement:
+    """What an axis found, by the record of an arm."""
+    return Measurement.model_validate(arm["axes"][name])
 
 
 def cli(*words: object, cwd: Path) -> Done:
@@ -83,8 +97,7 @@ def same_report(report: dict[str, Any]) -> dict[str, Any]:
         ran = arm["ran"] and {
             key: value for key, value in arm["ran"].items() if key not in ("loaded_host_bytes", "peak_host_bytes")
         }
-        benches = {key: value for key, value in arm["benches"].items() if key != "timing"}
-        return {**arm, "ran": ran, "benches": benches}
+        return {**arm, "ran": ran, "timing": None}
 
     kept = {key: value for key, value in report.items() if key not in ("run_id", "created", "command")}
     arms = {name: strip(report[name]) for name in ("reference", "control")}

@@ -17,8 +17,8 @@ from pyarrow import parquet
 from fidelab.captures.reader import Capture
 from fidelab.captures.writer import CaptureWriter
 from fidelab.probes import Prefill
-from fidelab.results.record import Report
-from tests.runs.harness import SMALL, Done, cli, compare, write_inputs
+from fidelab.results.measurement import Measurement
+from tests.runs.harness import SMALL, Done, axis_of, cli, write_inputs
 from tests.runs.test_attribution import relabelled
 from tests.runs.test_run_closed_forms import tilt
 
@@ -64,8 +64,8 @@ def _compare(cwd: Path, *kv: str, flags: Sequence[object] = ()) -> Done:
     return cli("compare", "fake", *SMALL, "--windows", WINDOWS, *words, *flags, cwd=cwd)
 
 
-def kld(run: Done, arm: str) -> dict[str, Any]:
-    return dict(run.arm(arm)["axes"]["kld"])
+def kld(run: Done, arm: str) -> Measurement:
+    return run.axis(arm, "kld")
 
 
 def test_every_context_is_a_part_of_the_axis_with_its_own_captures(run: Done) -> None:
@@ -78,15 +78,16 @@ def test_every_context_is_a_part_of_the_axis_with_its_own_captures(run: Done) ->
 
 def test_the_verdict_rests_on_the_worst_context(run: Done) -> None:
     found = kld(run, "tilt[q=0.6]")
-    assert (found["n_ctx"], found["mean"]) == (LONG, pytest.approx(tilt(0.8), rel=1e-4))
-    assert [one["mean"] for one in found["contexts"]] == pytest.approx([tilt(0.6), tilt(0.8)], rel=1e-4)
+    assert (found.facts["n_ctx"], found.value("mean")) == (LONG, pytest.approx(tilt(0.8), rel=1e-4))
+    means = [found.value("mean", {"context": n_ctx}) for n_ctx in (SHORT, LONG)]
+    assert means == pytest.approx([tilt(0.6), tilt(0.8)], rel=1e-4)
     assert run.arm("tilt[q=0.6]")["verdict"]["band"] == "FAIL"  # 0.0204 nats alone would PASS
-    assert kld(run, "tilt[q=0.65]")["n_ctx"] == SHORT
+    assert kld(run, "tilt[q=0.65]").facts["n_ctx"] == SHORT
 
 
 def test_a_failed_position_of_either_context_counts(run: Done) -> None:
     arm = f"nan-row[item={LONGER},row=2]"  # the longer context has no such window
-    assert (kld(run, arm)["n_ctx"], kld(run, arm)["n_failed"]) == (SHORT, 1)
+    assert (kld(run, arm).facts["n_ctx"], kld(run, arm).n_failed) == (SHORT, 1)
     assert run.arm(arm)["verdict"]["band"] == "DEGRADED"
 
 
@@ -95,9 +96,9 @@ def test_equal_answers_at_both_contexts_are_identical(run: Done) -> None:
 
 
 def test_the_excess_is_paired_at_the_arms_own_worst_context(run: Done) -> None:
-    assert kld(run, "control")["n_ctx"] == SHORT
-    assert kld(run, "tilt[q=0.6]")["excess_over_control"]["mean"] == pytest.approx(tilt(0.8) - tilt(CONTROL), abs=1e-6)
-    assert kld(run, "tilt[q=0.65]")["excess_over_control"]["mean"] == pytest.approx(MEAN - tilt(0.53), abs=1e-6)
+    assert kld(run, "control").facts["n_ctx"] == SHORT
+    assert kld(run, "tilt[q=0.6]").value("over control") == pytest.approx(tilt(0.8) - tilt(CONTROL), abs=1e-6)
+    assert kld(run, "tilt[q=0.65]").value("over control") == pytest.approx(MEAN - tilt(0.53), abs=1e-6)
 
 
 def test_candidates_are_compared_where_the_worse_one_is_worst(run: Done) -> None:
@@ -122,8 +123,8 @@ def test_the_page_counts_the_positions_of_the_worst_context(run: Done) -> None:
 
 
 def test_the_floor_repeats_a_share_of_every_context(run: Done) -> None:
-    floor = run.report["floor"]["kld"]
-    assert (floor["status"], [one["windows"] for one in floor["contexts"]]) == ("identical", [WINDOWS // 4, 2])
+    floor = run.floor("kld")
+    assert (floor.status, [one["windows"] for one in floor.facts["contexts"]]) == ("identical", [WINDOWS // 4, 2])
 
 
 def test_captures_of_two_contexts_are_scored_apart_from_any_run(tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_captures_of_two_contexts_are_scored_apart_from_any_run(tmp_path: Path) 
     )
     done = cli("score", "--ref", ref, "--test", test, "--json", cwd=tmp_path)
     [arm] = json.loads(done.out)["candidates"]
-    assert [one["n_ctx"] for one in arm["axes"]["kld"]["contexts"]] == [SHORT, LONG]
+    assert [one["n_ctx"] for one in axis_of(arm, "kld").facts["contexts"]] == [SHORT, LONG]
 
 
 def test_the_resolved_settings_repeat_the_contexts(run: Done) -> None:
@@ -184,17 +185,3 @@ def test_a_grid_is_judged_at_the_context_of_its_dearest_cell(tmp_path: Path) -> 
     assert outcome["n_items"] == PREFILLS[f"kld.{LONG}"]
     values = sorted(cell["value"] for cell in outcome["cells"])
     assert values == pytest.approx([0.0, 0.0, tilt(0.6), tilt(0.8)], abs=1e-5)
-
-
-def test_a_report_of_one_context_from_before_there_were_several_can_be_read(tmp_path: Path) -> None:
-    done = compare(tmp_path, "tilt[q=0.6]", flags=["--no-floor"], windows=8, limit=1)
-    path = done.folder / "report.json"
-    data = json.loads(path.read_text())
-    for arm in (data["candidates"][0], data["control"]):
-        for name in ("n_ctx", "n_documents", "contexts"):
-            if arm is not None:
-                del arm["axes"]["kld"][name]
-    path.write_text(json.dumps(data))
-    old = Report.from_json(path).candidates[0].axes.kld
-    assert old is not None
-    assert (old.n_ctx, old.n_documents, old.contexts) == (None, None, ())

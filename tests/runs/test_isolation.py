@@ -16,7 +16,7 @@ from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.results.record import Report
 from fidelab.run import rescore
-from tests.runs.harness import SMALL, Done, cli, write_inputs
+from tests.runs.harness import SMALL, Done, axis_of, cli, write_inputs
 
 SIZES = ("--windows", 40, "--n-ctx", 16, "--control", "none")
 
@@ -164,9 +164,9 @@ def test_a_cell_of_failed_rows_is_no_zero(tmp_path: Path) -> None:
 
 def test_a_row_that_failed_in_one_cell_is_left_out_of_all(tmp_path: Path) -> None:
     done = vary(tmp_path, "margin=1,2", "kv=tilt,nan-row[item=0]", flags=("--windows", 120, "--n-ctx", 8))
-    assert [arm["axes"]["kld"]["n_failed"] for arm in done.report["candidates"]] == [0, 1, 0, 1]
+    assert [axis_of(arm, "kld").n_failed for arm in done.report["candidates"]] == [0, 1, 0, 1]
     assert None not in {cell["value"] for cell in outcome(done)["cells"]}
-    assert outcome(done)["n_items"] == done.report["candidates"][0]["axes"]["kld"]["n_positions"] - 1
+    assert outcome(done)["n_items"] == done.report["candidates"][0]["axes"]["kld"]["n_items"] - 1
 
 
 def test_what_the_control_costs_is_below_the_floor(tmp_path: Path) -> None:

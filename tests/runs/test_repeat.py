@@ -32,7 +32,7 @@ from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.run import prepare
 from tests.cli.test_cli_bad_input import refused
-from tests.runs.harness import Done, cli, compare, write_inputs
+from tests.runs.harness import Done, axis_of, cli, compare, write_inputs
 
 WINDOWS, ROWS, VOCAB = 4, 7, 256  # n_ctx 16, the second half scored
 RARE = 1e-6  # chance that a test of random numbers fails for nothing
@@ -136,10 +136,10 @@ def test_json_is_the_written_record_and_nothing_else(steady: Repeated) -> None:
 
 def test_scores_are_those_of_the_runs_own_reports(shaky: Repeated) -> None:
     reports = [json.loads((run / "report.json").read_text()) for run in shaky.runs]
-    found = [report["candidates"][0]["axes"]["kld"] for report in reports]
+    found = [axis_of(report["candidates"][0], "kld") for report in reports]
     spread = shaky.spread("tilt[q=0.6]", "kld")
-    assert spread["score"]["values"] == [axis["score"] for axis in found]
-    assert spread["nats"]["values"] == [axis["mean"] for axis in found]
+    assert spread["score"]["values"] == [axis.value("score") for axis in found]
+    assert spread["nats"]["values"] == [axis.value("mean") for axis in found]
     assert len(set(spread["nats"]["values"])) == len(found) == 4
 
 
@@ -294,7 +294,7 @@ def test_a_gate_decides_the_exit_code(
         path = folder / name / "report.json"
         data = json.loads(path.read_text())
         data["candidates"] = data["candidates"][:1]
-        data["candidates"][0]["axes"]["trajectory"]["score"] = score
+        data["candidates"][0]["axes"]["trajectory"]["metrics"] = [{"name": "score", "unit": "points", "value": score}]
         path.write_text(json.dumps(data))
     done = cli("repeat", "--resume", folder, *flags, cwd=tmp_path)
     assert done.code == code, done.err

@@ -27,7 +27,8 @@ def told(plain: Done) -> Callable[..., list[Report]]:
             data["settings"] = {**data["settings"], "axes": {axis: {}}}
             status, reason = value if isinstance(value, tuple) else ("ok", None)
             score = None if isinstance(value, tuple) else value
-            data["candidates"][0]["axes"][axis] = {"status": status, "reason": reason, "score": score, **more}
+            metrics = [{"name": name, "value": number} for name, number in {"score": score, **more}.items()]
+            data["candidates"][0]["axes"][axis] = {"status": status, "reason": reason, "metrics": metrics}
             reports.append(Report.model_validate_json(json.dumps(data)))
         return reports
 
@@ -81,7 +82,7 @@ def test_the_worst_spread_is_the_verdict_and_is_named(told: Callable[..., list[R
     calm, wild = (json.loads(report.to_json()) for report in told([50.0, 54.0]))
     for data, score in ((calm, 70.0), (wild, 72.0)):
         twin = json.loads(json.dumps(data["candidates"][0]))
-        twin["axes"]["trajectory"]["score"] = score
+        twin["axes"]["trajectory"]["metrics"] = [{"name": "score", "value": score}]
         data["candidates"].append({**twin, "name": "calmer"})
     record = together([Report.model_validate_json(json.dumps(data)) for data in (calm, wild)])
     assert [spread.verdict for spread in record.spreads] == ["NOISY", "NOISY"]

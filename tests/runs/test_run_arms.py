@@ -16,7 +16,7 @@ from fidelab.engines.base import Verdict
 from fidelab.engines.fake import FakeEngine
 from fidelab.plan.arms import served_name
 from tests.environments.conftest import Second, second
-from tests.runs.harness import Done, cli, compare, write_inputs
+from tests.runs.harness import Done, axis_of, cli, compare, write_inputs
 
 __all__ = ["second"]
 
@@ -76,8 +76,8 @@ def run(cwd: Path, **more: Any) -> Done:
 def test_a_candidate_may_differ_in_its_engine_options_alone(tmp_path: Path) -> None:
     done = run(tmp_path, candidates=["kv=exact,family=geometric", "kv=tilt[q=0.6]"])
     assert done.code == 0
-    assert done.arm("exact family=geometric")["axes"]["kld"]["mean"] > 0.1
-    assert done.arm("tilt[q=0.6]")["axes"]["kld"]["mean"] == pytest.approx(0.0204, rel=0.01)
+    assert done.axis("exact family=geometric", "kld").value("mean") > 0.1
+    assert done.axis("tilt[q=0.6]", "kld").value("mean") == pytest.approx(0.0204, rel=0.01)
 
 
 def test_the_resolved_file_names_the_format_that_was_inherited(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ def test_the_resolved_file_names_the_format_that_was_inherited(tmp_path: Path) -
 def test_an_arm_runs_in_the_interpreter_that_it_names(tmp_path: Path, second: Second) -> None:
     done = run(tmp_path, candidates=[f"kv=tilt[q=0.6],engine=fake,python={second.python},name=there"])
     assert (done.code, done.err) == (0, done.err)
-    assert done.arm("there")["axes"]["kld"]["mean"] == pytest.approx(0.0204, rel=0.01)
+    assert done.axis("there", "kld").value("mean") == pytest.approx(0.0204, rel=0.01)
     [log] = (done.folder / "logs").glob("*there*")
     assert "Error" not in log.read_text()
 
@@ -165,7 +165,7 @@ def test_what_was_forced_and_did_not_engage_fails_without_a_number_that_looks_fi
     arm = done.arm("silent")
     assert (arm["status"], arm["verdict"]["band"]) == ("not_engaged", "FAIL")
     assert arm["verdict"]["sentence"].startswith("do not use: it was forced to run, and something else ran")
-    assert arm["axes"]["kld"]["mean"] is None
+    assert axis_of(arm, "kld").value("mean") is None
     assert compare(tmp_path / "unforced", "silent").arm("silent")["status"] == "not_supported"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.results.store import RunFolder
-from tests.runs.harness import Done, cli, compare
+from tests.runs.harness import Done, axis_of, cli, compare
 
 
 def test_a_crash_and_a_hang_leave_the_other_arms_their_results(broken: Done) -> None:
@@ -35,7 +35,7 @@ def test_a_hang_is_explained_with_the_deadline(broken: Done) -> None:
 @pytest.mark.parametrize("name", ["tilt[q=0.7]", "tilt[q=0.8]"])
 def test_a_failed_arm_has_no_score_no_composite_and_no_verdict(name: str, broken: Done) -> None:
     arm = broken.arm(name)
-    assert (arm["axes"]["kld"]["score"], arm["composite"], arm["verdict"]["band"]) == (None, None, None)
+    assert (axis_of(arm, "kld").value("score"), arm["composite"], arm["verdict"]["band"]) == (None, None, None)
     assert arm["verdict"]["sentence"].startswith("not running: ")
 
 

@@ -17,7 +17,7 @@ from fidelab.captures.reader import is_complete
 from fidelab.errors import FidelabError, UsageError
 from fidelab.results.record import Report
 from tests.runs.conftest import CANDIDATES
-from tests.runs.harness import Done, cli, compare, same_report, write_inputs
+from tests.runs.harness import Done, axis_of, cli, compare, same_report, write_inputs
 
 
 def rows(run: Done) -> dict[str, list[dict[str, Any]]]:
@@ -93,9 +93,9 @@ def test_rescoring_refuses_a_harmed_capture_by_name_and_keeps_the_report(
 
 def test_positions_hold_a_row_per_scored_position_and_arm(grand: Done) -> None:
     table = rows(grand)
-    scored = [arm for arm in (grand.arm("control"), *grand.report["candidates"]) if arm["axes"]["kld"]["n_positions"]]
+    scored = [arm for arm in (grand.arm("control"), *grand.report["candidates"]) if axis_of(arm, "kld").n_items]
     assert {arm: len(found) for arm, found in table.items()} == {
-        arm["name"]: arm["axes"]["kld"]["n_positions"] for arm in scored
+        arm["name"]: axis_of(arm, "kld").n_items for arm in scored
     }
     first = [(row["window"], row["position"]) for row in table["tilt[q=0.6]"]]
     assert first == [(window, position) for window in range(40) for position in range(8, 15)]
@@ -106,11 +106,11 @@ def test_positions_agree_with_the_reports_mean_and_failures(arm: str, grand: Don
     record = grand.arm("control") if arm == "tilt[q=0.52]" else grand.arm(arm)
     values = [row["kl"] for row in rows(grand)[arm]]
     usable = [value for value in values if value is not None]
-    assert values.count(None) == record["axes"]["kld"]["n_failed"]
+    assert values.count(None) == axis_of(record, "kld").n_failed
     if usable:
-        assert sum(usable) / len(usable) == pytest.approx(record["axes"]["kld"]["mean"], rel=1e-12)
+        assert sum(usable) / len(usable) == pytest.approx(axis_of(record, "kld").value("mean"), rel=1e-12)
     else:
-        assert record["axes"]["kld"]["mean"] is None
+        assert axis_of(record, "kld").value("mean") is None
 
 
 # ------------------------------------------------------------------------------------------- other files

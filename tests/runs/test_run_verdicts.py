@@ -14,7 +14,7 @@ from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
 from fidelab.measuring import ArmResult, Scorer
 from fidelab.results.store import RunFolder
-from tests.runs.harness import Done, cli, compare, write_inputs
+from tests.runs.harness import Done, axis_of, cli, compare, write_inputs
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def contradicted(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 def test_a_perplexity_that_improves_under_a_large_kld_costs_a_band(contradicted: Done) -> None:
     better, worse = contradicted.arm("tilt[q=0.66]"), contradicted.arm("tilt[q=0.34]")
-    assert better["axes"]["kld"]["mean"] == pytest.approx(worse["axes"]["kld"]["mean"], abs=1e-6)
+    assert axis_of(better, "kld").value("mean") == pytest.approx(axis_of(worse, "kld").value("mean"), abs=1e-6)
     assert (better["verdict"]["band"], worse["verdict"]["band"]) == ("FAIL", "DEGRADED")
     [why] = [fact for fact in better["verdict"]["because"] if "perplexity" in fact]
     assert why.startswith("perplexity seems to improve (−24.2%) while the mean KLD is 0.05")  # 0.5 / 0.66 - 1
@@ -47,7 +47,7 @@ def test_a_perplexity_that_improves_under_a_large_kld_costs_a_band(contradicted:
 
 def test_a_better_perplexity_under_a_small_kld_costs_nothing(contradicted: Done) -> None:
     arm = contradicted.arm("tilt[q=0.55]")
-    assert arm["axes"]["kld"]["mean"] < 0.01
+    assert axis_of(arm, "kld").value("mean") < 0.01
     assert arm["verdict"]["band"] == "EXCELLENT"
 
 
@@ -70,7 +70,7 @@ def test_lost_needles_cost_a_band_although_no_distribution_moved(tmp_path: Path)
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
     done = cli("run", "run.yaml", cwd=tmp_path)
     forgetful, same = done.arm("forget[every=1]"), done.arm("exact")
-    assert forgetful["axes"]["kld"]["status"] == same["axes"]["kld"]["status"] == "identical"
+    assert axis_of(forgetful, "kld").status == axis_of(same, "kld").status == "identical"
     assert (forgetful["verdict"]["band"], same["verdict"]["band"]) == ("PASS", "EXCELLENT")
     assert any("needle" in fact.lower() or "niah" in fact.lower() for fact in forgetful["verdict"]["because"])
 
@@ -89,8 +89,8 @@ def test_an_axis_that_cannot_be_measured_is_not_in_the_composite(tmp_path: Path)
     }
     (tmp_path / "run.yaml").write_text(json.dumps(experiment))
     arm = cli("run", "run.yaml", cwd=tmp_path).arm("tilt")
-    assert (arm["status"], arm["axes"]["rniah"]["status"]) == ("ok", "not_measurable")
-    assert arm["composite"]["value"] == pytest.approx(arm["axes"]["kld"]["score"])
+    assert (arm["status"], axis_of(arm, "rniah").status) == ("ok", "not_measurable")
+    assert arm["composite"]["value"] == pytest.approx(axis_of(arm, "kld").value("score"))
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 def test_without_an_interval_the_mean_says_what_the_verdict_is_at_best(short: Done) -> None:
     arms = [short.arm(f"tilt[q={q}]") for q in (0.51, 0.6, 0.66, 0.02)]
-    assert {arm["axes"]["kld"]["mean_ci"] for arm in arms} == {None}
+    assert {axis_of(arm, "kld").ci("mean") for arm in arms} == {None}
     assert [(arm["verdict"]["band"], arm["verdict"]["at_best"]) for arm in arms] == [
         (None, None),
         (None, "PASS"),
@@ -142,7 +142,7 @@ def test_a_format_that_must_cost_something_and_costs_exactly_nothing_is_not_enga
         "tilt[q=0.5] and exact keep different numbers, but their KL is exactly 0 everywhere: "
         "one of them did not reach attention"
     )
-    assert {axis["status"] for axis in arm["axes"].values() if axis} == {"not_engaged"}
+    assert {axis["status"] for axis in arm["axes"].values()} == {"not_engaged"}
     assert (done.arm("exact")["status"], done.arm("fork[at=3,every=2]")["status"]) == ("identical", "ok")
 
 

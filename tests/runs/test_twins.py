@@ -157,8 +157,17 @@ def test_the_floor_of_a_known_pair_is_its_closed_form(known: Done) -> None:
     assert arm.floor is not None
     assert arm.floor.mean == pytest.approx(0.6 * math.log(0.6 / 0.52) + 0.4 * math.log(0.4 / 0.48), rel=1e-4)
     assert arm.floor.ci is not None
-    assert arm.axes.kld is not None
-    assert arm.axes.kld.mean == pytest.approx(0.5 * math.log(0.5 / 0.6) + 0.5 * math.log(0.5 / 0.4), rel=1e-4)
+    assert arm.axes["kld"].value("mean") == pytest.approx(
+        0.5 * math.log(0.5 / 0.6) + 0.5 * math.log(0.5 / 0.4), rel=1e-4
+    )
+
+
+def test_last_bits_are_the_noise_of_what_is_measured_in_nats(known: Done) -> None:
+    [arm] = scored(known, {}).candidates
+    assert arm.floor is not None
+    noise = {metric.noise for metric in arm.axes["kld"].metrics if metric.unit == "nats"}
+    assert noise == {arm.floor.mean}
+    assert {metric.noise for metric in arm.axes["kld"].metrics if metric.unit != "nats"} == {0.0}
 
 
 @pytest.mark.parametrize("status", ["failed", "not_supported"])

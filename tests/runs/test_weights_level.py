@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from tests.engines import tiny
-from tests.runs.harness import Done, cli
+from tests.runs.harness import Done, axis_of, cli
 
 WORDS = 3_000
 
@@ -84,7 +84,7 @@ def test_a_quantized_checkpoint_is_compared_with_the_original_by_their_own_heads
     arm = done.arm("rounded")
     expected = brute_force(room, rounded)
     assert expected > 1e-6
-    assert arm["axes"]["kld"]["mean"] == pytest.approx(expected, rel=0.02)
+    assert axis_of(arm, "kld").value("mean") == pytest.approx(expected, rel=0.02)
     assert arm["model"].endswith("rounded")
 
 
@@ -93,7 +93,7 @@ def test_a_padded_vocabulary_is_cut_to_the_common_ids(room: Path) -> None:
     done = compare(room, tiny.save(padded, room / "padded"))
     assert done.code == 0, done.err
     # the common rows are equal: cut and renormalised nothing is left of the padding
-    assert done.arm("padded")["axes"]["kld"]["mean"] == pytest.approx(0.0, abs=1e-9)
+    assert done.axis("padded", "kld").value("mean") == pytest.approx(0.0, abs=1e-9)
 
 
 def test_another_tokenizer_is_refused_by_the_arm_alone(room: Path) -> None:

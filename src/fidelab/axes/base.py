@@ -1,7 +1,7 @@
 """The axis contract, and what all axes share: intervals and the paired excess.
 
-An axis is made from its settings, builds probes, and scores pairs of captures into an :class:`AxisScore`: the
-figures for the report, and items with sufficient statistics from which every interval follows.
+An axis is made from its settings, builds probes, and scores pairs of captures into an :class:`AxisScore`: metrics and
+plots for the report, and items with sufficient statistics from which every interval follows.
 
 Most axes have one probe: they implement ``probe`` and ``score``.  An axis of several *parts* (contexts, styles)
 implements ``probes`` and ``score_parts``; one whose questions depend on what the reference answered adds
@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +23,9 @@ from pydantic import BaseModel, ConfigDict
 from fidelab.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.core import Status
 from fidelab.metrics.intervals import (
+    PairedDifference,
     RatioItems,
     Transform,
     paired_difference,
@@ -31,6 +33,8 @@ from fidelab.metrics.intervals import (
     ratio_interval,
 )
 from fidelab.probes import Generate, Probe, Timed
+from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
+from fidelab.results.plots import Plot
 
 if TYPE_CHECKING:
     from fidelab.inputs.corpus import Text
@@ -38,10 +42,13 @@ if TYPE_CHECKING:
     from fidelab.inputs.tokens import Tokenizer
 
 __all__ = [
+    "OVER_CONTROL",
+    "SCORE",
     "Axis",
     "AxisInputs",
     "AxisScore",
     "AxisSettings",
+    "SampleSize",
     "answer_text",
     "part_name",
     "parts_of",
@@ -70,16 +77,39 @@ class AxisInputs:
     max_positions: int | None
 
 
+SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference")
+OVER_CONTROL = Definition("over control", about="this arm minus the control, paired over the items that both answered")
+_NO_INTERVAL = "no interval"
+
+
+@dataclass(frozen=True)
+class SampleSize:
+    """What a sample size of an axis counts, and how it is asked for: ``fidelab plan-size``.
+
+    ``items``: the word for what is counted (``windows``).  ``flag`` and ``setting``: of their number.  ``source``: what
+    more of them are cut from.
+    """
+
+    items: str
+    flag: str
+    setting: str
+    source: Literal["text", "prompts"]
+
+
 @dataclass(frozen=True, eq=False)
 class AxisScore:
     """One arm on one axis.
 
     ``num``, ``den``, ``units`` [n] hold every item, failed ones included; ``usable`` [n] says which count.  The ratio
     Σnum/Σden is the axis' mean, ``transform`` makes the 0…100 score of it (``None``: the axis has no score),
-    ``scale`` states the paired difference in the axis' own unit (nats, points).  ``figures`` are fields of the axis'
-    record.  ``positions`` are columns for ``positions.parquet``, which holds the rows of axis kld.
+    ``scale`` states the paired difference in the unit of :attr:`Axis.excess`.  ``bound``: items are lower bounds, of
+    which there is no upper end and no difference.
 
-    ``parts``: the scores of an axis whose figures and items are those of one of its parts, ``part``.
+    ``metrics``, ``plots`` and ``facts`` go into the report.  A metric is computed once, when the axis scores: the
+    verdict and the composite read it there.  ``n_items``, ``n_failed``: where they are not the number of items and of
+    unusable ones.  ``positions`` are columns for ``positions.parquet``, which holds the rows of axis kld.
+
+    ``parts``: the scores of an axis whose metrics and items are those of one of its parts, ``part``.
 
     ``onsets`` [n] of axis degeneration: tokens before an item's text degenerates; its budget where it does not.
 
@@ -87,7 +117,6 @@ class AxisScore:
     as a sentence; they cost the verdict a band.  ``fails``: what makes the output unusable.
     """
 
-    figures: Mapping[str, Any]
     num: Floats
     den: Floats
     units: NDArray[Any]
@@ -97,6 +126,12 @@ class AxisScore:
     identical: bool
     proportion: bool = False
     scale: float = 1.0
+    bound: bool = False
+    metrics: tuple[Metric, ...] = ()
+    plots: tuple[Plot, ...] = ()
+    facts: Mapping[str, object] = field(default_factory=dict)
+    n_items: int | None = None
+    n_failed: int | None = None
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     onsets: Floats | None = None
     not_measurable: str = ""
@@ -122,31 +157,72 @@ class AxisScore:
         """95% interval of Σnum/Σden."""
         return ratio_interval(self.items(), seed, bounds=self.bounds, proportion=self.proportion)
 
-    def score(self) -> float | None:
-        """0…100, or ``None`` when nothing was usable or the axis has no score."""
-        return None if self.transform is None else ratio_estimate(self.items(), self.transform)
+    def score(self, seed: int, *, headline: bool = True) -> Metric:
+        """The metric ``score`` with its 95% interval, made of the usable items; null without any.
 
-    def score_interval(self, seed: int) -> tuple[float, float] | None:
-        """95% interval of the score."""
+        Raises:
+            ValueError: an axis without ``transform`` has no score.
+        """
         if self.transform is None:
-            return None
-        return ratio_interval(
+            raise ValueError("a score needs a transform of the mean")
+        interval = ratio_interval(
             self.items(), seed, transform=self.transform, bounds=self.bounds, proportion=self.proportion
         )
+        return SCORE(ratio_estimate(self.items(), self.transform), interval, headline=headline)
 
-    def excess_over(self, control: AxisScore, seed: int) -> dict[str, Any] | None:
-        """This minus the control over the items usable on both: mean and 95% interval of the paired difference.
+    def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
+        """This minus the control over the items usable on both, by paired difference, both at this arm's ``part``.
 
-        Both at this arm's ``part``.
+        ``None``: no item is usable on both, or one of them is a lower bound alone.
         """
         theirs = control.at(self.part)
-        if theirs is None or len(self.num) != len(theirs.num):
+        if self.bound or theirs is None or len(self.num) != len(theirs.num):
             return None
         a, b = self.items(theirs.usable), theirs.items(self.usable)
         if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
             return None
-        difference = paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
-        return {"mean": difference.estimate, "ci": difference.interval}
+        return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
+
+    # ------------------------------------------------------------------------------------------- metrics
+
+    def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
+        """The metric of a name: of a cell, or the first one."""
+        return next((m for m in self.metrics if m.name == name and (cell is None or m.cell == cell)), None)
+
+    def value(self, name: str, cell: Coordinates | None = None) -> float | None:
+        """The value of a metric; ``None`` where it is not there."""
+        metric = self.metric(name, cell)
+        return None if metric is None else metric.value
+
+    def interval(self, name: str, cell: Coordinates | None = None) -> tuple[float, float] | None:
+        """The 95% interval of a metric, where both ends are known."""
+        metric = self.metric(name, cell)
+        return None if metric is None else metric.interval
+
+    def measurement(self, title: str = "", *more: Metric) -> Measurement:
+        """What the report says of it, with ``more`` metrics."""
+        status, reason = Status.IDENTICAL if self.identical else Status.OK, None
+        if self.not_measurable:
+            status, reason = Status.NOT_MEASURABLE, self.not_measurable
+        elif not self.usable.any():
+            status, reason = Status.FAILED, "; ".join(self.fails) or "no item was usable"
+        asked = len(self.num) > 0
+        return Measurement(
+            status=status,
+            reason=reason,
+            title=title,
+            metrics=tuple(map(_estimated, (*self.metrics, *more))),
+            plots=self.plots,
+            n_items=len(self.num) if self.n_items is None and asked else self.n_items,
+            n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,
+            facts=dict(self.facts),
+        )
+
+
+def _estimated(metric: Metric) -> Metric:
+    """Estimated over items: without an interval it proves no change."""
+    sure = metric.ci is not None or metric.exact or metric.caveat or metric.repeats
+    return metric if sure else metric.model_copy(update={"caveat": _NO_INTERVAL})
 
 
 class Axis:
@@ -156,6 +232,14 @@ class Axis:
     title: ClassVar[str] = ""
     """The question that it answers, in a few words: a heading."""
     Settings: ClassVar[type[AxisSettings]]
+    excess: ClassVar[Definition] = OVER_CONTROL
+    """The paired difference to the control: its unit, and which side of it is better."""
+    sample: ClassVar[SampleSize | None] = None
+    """What a sample size counts; ``None``: none can be planned."""
+    in_composite: ClassVar[bool] = False
+    """Its score is one of those that the composite is the mean of."""
+    distributions: ClassVar[bool] = False
+    """It compares distributions over the vocabulary: where those are equal bit by bit, so are the caches."""
     follows: ClassVar[bool] = False
     """Some of its questions depend on the reference's answers."""
     quick: ClassVar[Mapping[str, Any]] = {}

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, part_name
 from fidelab.axes.capability_results import ORDER, PARTS, WITHOUT, Result, read_results
 from fidelab.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Judged, Kind, long_prompt
 from fidelab.capability.template import NotApplicable, thinking_prompt, tool_prompt
@@ -24,7 +24,7 @@ from fidelab.core import canonical_json
 from fidelab.errors import InputError
 from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
 from fidelab.probes import Generate, Tokens
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Definition
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 __all__ = ["Capability"]
@@ -34,6 +34,15 @@ _BATCH = 8
 _PARALLEL_TOKENS = 32
 _SHORTEST_LONG = 256  # tokens; what is shorter is not a long prompt
 _CELL, _TEXT = 80, 1000  # characters of an answer in a table and beside another one
+
+_LOST = Definition("lost", "count", None, "checks that the reference alone passes")
+_GAINED = Definition("gained", "count", None, "checks that the arm alone passes")
+_PASSED = Definition("passed", "share", "higher", "checks that the arm passes")
+_REFERENCE = Definition("reference passed", "share", None, "checks that the reference passes")
+_DIFFERENCE = Definition("difference", "points", "higher", "checks passed minus the reference's, paired")
+_P = Definition("McNemar p", "p", None, "McNemar's exact test of checks lost against gained")
+_APPLICABLE = Definition("applicable", "count", None, "checks that could be asked and judged")
+_NOT_APPLICABLE = Definition("not applicable", "count", None, "checks that could not be asked or judged")
 
 
 class CapabilitySettings(AxisSettings):
@@ -56,6 +65,7 @@ class Capability(Axis):
     name: ClassVar[str] = "capability"
     title: ClassVar[str] = "Capability: what can the model still do?"
     Settings: ClassVar[type[AxisSettings]] = CapabilitySettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
     quick: ClassVar[Mapping[str, Any]] = {"long": 512, "code_tokens": 160}
     settings: CapabilitySettings
 
@@ -105,7 +115,6 @@ class Capability(Axis):
         usable = np.array([result.usable for result in counted], dtype=bool)
         passed = np.array([bool(result.test.passed) for result in counted], dtype=np.float64)
         score = AxisScore(
-            figures={},
             num=passed,
             den=np.ones(len(counted)),
             units=np.array([CHECKS.index(result.check) for result in counted], dtype=np.int64),
@@ -116,7 +125,7 @@ class Capability(Axis):
             proportion=True,
             scale=100.0,
         )
-        return _with_figures(score, results, [result for result in counted if result.usable], seed)
+        return _with_metrics(score, results, [result for result in counted if result.usable], seed)
 
     # ------------------------------------------------------------------------------------------ asking
 
@@ -175,7 +184,7 @@ def _of_kind(kind: Kind) -> list[Check]:
 # -------------------------------------------------------------------------------------------- reporting
 
 
-def _with_figures(score: AxisScore, results: Sequence[Result], good: Sequence[Result], seed: int) -> AxisScore:
+def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Result], seed: int) -> AxisScore:
     outcomes = [result.outcome for result in results]
     lost, gained = outcomes.count("lost"), outcomes.count("gained")
     n, had = len(good), sum(bool(result.ref.passed) for result in good)
@@ -188,27 +197,27 @@ def _with_figures(score: AxisScore, results: Sequence[Result], good: Sequence[Re
         not_measurable = f"the reference passes none of the {len(counted)} applicable checks"
     measured = bool(n) and not not_measurable
     change = _change(good, seed) if measured else PairedDifference(math.nan, None, 0)
-    interval = score.score_interval(seed) if measured else None
-    figures = [
-        Figure(name="lost", value=lost, unit="count"),
-        Figure(name="gained", value=gained, unit="count"),
-        Figure(name="passed", value=score.mean(), ci=interval and _shares(interval), unit="share"),
-        Figure(name="reference passed", value=had / n if n else None, unit="share"),
-        Figure(name="difference", value=change.estimate if measured else None, ci=change.interval, unit="points"),
-        Figure(name="McNemar p", value=mcnemar_exact(lost, gained), unit="p"),
-        Figure(name="applicable", value=len(counted), unit="count"),
-        Figure(name="not applicable", value=outcomes.count("not applicable"), unit="count"),
-    ]
-    fields: dict[str, Any] = {
-        "score": score.score() if measured else None,
-        "ci": interval,
-        "n_items": len(counted),
-        "n_failed": int((~score.usable).sum()),
-        "figures": figures,
-        "panels": [*_panels(results)],
-        "details": {"set": SET_VERSION},
-    }
-    return replace(score, figures=fields, not_measurable=not_measurable, lowers=_lowers(good, seed) if measured else ())
+    whole = score.score(seed) if measured else SCORE(None, headline=True)
+    return replace(
+        score,
+        metrics=(
+            whole,
+            _LOST(lost),
+            _GAINED(gained),
+            _PASSED(score.mean(), whole.interval and _shares(whole.interval)),
+            _REFERENCE(had / n if n else None),
+            _DIFFERENCE(change.estimate, change.interval),
+            _P(mcnemar_exact(lost, gained)),
+            _APPLICABLE(len(counted)),
+            _NOT_APPLICABLE(outcomes.count("not applicable")),
+        ),
+        plots=tuple(_plots(results)),
+        facts={"set": SET_VERSION},
+        n_items=len(counted),
+        n_failed=int((~score.usable).sum()),
+        not_measurable=not_measurable,
+        lowers=_lowers(good, seed) if measured else (),
+    )
 
 
 def _change(good: Sequence[Result], seed: int) -> PairedDifference:
@@ -242,7 +251,7 @@ def _shares(interval: tuple[float, float]) -> tuple[float, float]:
     return interval[0] / 100, interval[1] / 100
 
 
-def _panels(results: Sequence[Result]) -> Iterator[Plot]:
+def _plots(results: Sequence[Result]) -> Iterator[Plot]:
     by_kind = [(kind, [r.outcome for r in results if r.check.kind == kind]) for kind in KINDS]
     yield TablePlot(
         title="Checks by kind",

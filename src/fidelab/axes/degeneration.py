@@ -8,14 +8,14 @@ one, by chance.  Loops and repetition therefore lower the verdict only when more
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.axes.forced import greedy_probe
 from fidelab.captures.pair import Pair
 from fidelab.errors import CaptureError
@@ -30,7 +30,7 @@ from fidelab.metrics.degeneration import (
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
 from fidelab.probes import Generate
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Curve, TablePlot, TextPair, Texts
 
 __all__ = ["Degeneration"]
@@ -39,6 +39,24 @@ _SHOWN = 8  # onsets per arm whose text the report shows
 _BEFORE, _AFTER = 48, 64  # tokens of it before and after the onset
 _POINTS = 64  # of the curve
 _CHANCE = 0.05
+
+_EARLIER = Definition(
+    "degenerate earlier", "share", "lower", f"prompts that degenerate over {EARLIER} tokens before the reference does"
+)
+_LATER = Definition("degenerate later", "share", None, "prompts on which it is the other way round")
+_P = Definition("p of earlier against later", "p", None, "McNemar's exact test")
+
+
+def _side_definitions(suffix: str, whose: str) -> tuple[Definition, ...]:
+    return (
+        Definition(f"degenerate{suffix}", "count", None, f"texts {whose} that degenerate"),
+        Definition(f"median onset{suffix}", "tokens", None, f"tokens before texts {whose} degenerate"),
+        Definition(f"tokens after onset{suffix}", "share", None, f"tokens {whose} that lie behind an onset"),
+        Definition(f"median length{suffix}", "tokens", None, f"tokens of a text {whose}"),
+    )
+
+
+_OWN, _REFERENCE = _side_definitions("", "of the arm"), _side_definitions(", reference", "of the reference")
 
 
 class DegenerationSettings(AxisSettings):
@@ -90,6 +108,7 @@ class Degeneration(Axis):
     name: ClassVar[str] = "degeneration"
     title: ClassVar[str] = "Degeneration: does long text turn into loops or noise?"
     Settings: ClassVar[type[AxisSettings]] = DegenerationSettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="share", better="lower")
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 384}
     settings: DegenerationSettings
 
@@ -106,7 +125,6 @@ class Degeneration(Axis):
         good = [item for item, ok in zip(items, usable, strict=True) if ok]
         budget = pair.ref.manifest["settings"]["n_predict"]
         score = AxisScore(
-            figures={},
             num=np.array([item.harmed for item in items], dtype=np.float64),
             den=np.ones(len(items)),
             units=np.array([item.number for item in items], dtype=np.int64),
@@ -119,17 +137,12 @@ class Degeneration(Axis):
             lowers=_lowers(good),
             fails=_fails(good),
         )
-        figures: dict[str, Any] = {
-            "n_items": len(items),
-            "n_failed": int((~usable).sum()),
-            "figures": (
-                Figure(name="degenerate earlier", value=score.mean(), ci=score.mean_interval(seed), unit="share"),
-                *_figures(good, seed),
-            ),
-            "panels": (_curve(good, pair), _table(good), *_texts(good, pair)),
-            "details": {"settings": dict(pair.ref.manifest["settings"])},
-        }
-        return AxisScore(**{**vars(score), "figures": figures})
+        return replace(
+            score,
+            metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
+            plots=(_curve(good, pair), _table(good), *_texts(good, pair)),
+            facts=pair.ref.manifest["settings"],
+        )
 
 
 def _judged(pair: Pair) -> list[_Item]:
@@ -186,33 +199,27 @@ def _sentence(items: Sequence[_Item], n: int) -> str:
 # ------------------------------------------------------------------------------------- what there is to see
 
 
-def _figures(items: Sequence[_Item], seed: int) -> list[Figure]:
+def _metrics(items: Sequence[_Item], seed: int) -> list[Metric]:
     harmed, spared = sum(item.harmed for item in items), sum(item.spared for item in items)
-    found = [
-        Figure(name="degenerate later", value=spared / len(items) if items else None, unit="share"),
-        Figure(name="p of earlier against later", value=mcnemar_exact(harmed, spared), unit="p"),
+    units = [item.number for item in items]
+    return [
+        _LATER(spared / len(items) if items else None),
+        _P(mcnemar_exact(harmed, spared)),
+        *_side(_OWN, [item.test for item in items], units, seed),
+        *_side(_REFERENCE, [item.ref for item in items], units, seed),
     ]
-    sides: Mapping[str, Callable[[_Item], _Text]] = {"": lambda item: item.test, ", reference": lambda item: item.ref}
-    for suffix, side in sides.items():
-        texts = [side(item) for item in items]
-        lost = RatioItems.of([t.lost for t in texts], [float(len(t.ids)) for t in texts], [i.number for i in items])
-        onsets = [text.onset.at for text in texts if text.onset]
-        found += [
-            Figure(name=f"degenerate{suffix}", value=len(onsets), unit="count"),
-            Figure(name=f"median onset{suffix}", value=float(np.median(onsets)) if onsets else None, unit="tokens"),
-            Figure(
-                name=f"tokens after onset{suffix}",
-                value=ratio_estimate(lost),
-                ci=ratio_interval(lost, seed, bounds=(0.0, 1.0), proportion=True),
-                unit="share",
-            ),
-            Figure(
-                name=f"median length{suffix}",
-                value=float(np.median([len(text.ids) for text in texts])) if texts else None,
-                unit="tokens",
-            ),
-        ]
-    return found
+
+
+def _side(
+    definitions: Sequence[Definition], texts: Sequence[_Text], units: Sequence[int], seed: int
+) -> Iterator[Metric]:
+    degenerate, onset, after, length = definitions
+    lost = RatioItems.of([text.lost for text in texts], [float(len(text.ids)) for text in texts], units)
+    onsets = [text.onset.at for text in texts if text.onset]
+    yield degenerate(len(onsets))
+    yield onset(float(np.median(onsets)) if onsets else None)
+    yield after(ratio_estimate(lost), ratio_interval(lost, seed, bounds=(0.0, 1.0), proportion=True))
+    yield length(float(np.median([len(text.ids) for text in texts])) if texts else None)
 
 
 def _curve(items: Sequence[_Item], pair: Pair) -> Curve:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.rows import compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import Estimator
@@ -23,13 +23,24 @@ from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, kld_score, summarise_kl
 from fidelab.probes import Forced, Generate, Probe
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve
 
 __all__ = ["ForcedDecode", "greedy_probe"]
 
 _BINS = 32
 _PATH, _KL = "path", "kl"
+
+_MEAN = Definition("mean KL", "nats", "lower", "mean KL divergence per token of the reference's text")
+_MEDIAN = Definition("median KL", "nats", "lower", "median KL of a token")
+_P99 = Definition("99th percentile", "nats", "lower", "99th percentile of the KL of a token")
+_MAX = Definition("largest KL", "nats", None, "largest KL of one token")
+_TOP1 = Definition("same top token", "share", "higher", "tokens whose most likely token is the reference's")
+_PROMPTS = Definition("prompts", "count", None, "prompts whose text was forced")
+_RISES = Definition(
+    "prompts where KL rises for good", "count", None, "prompts with a token from which on the KL stays higher"
+)
+_RISES_AT = Definition("rises at token", "tokens", None, "median of those tokens")
 
 
 class ForcedSettings(AxisSettings):
@@ -50,6 +61,8 @@ class ForcedDecode(Axis):
     name: ClassVar[str] = "forced"
     title: ClassVar[str] = "Forced decode: KL while the reference's own text is fed token by token"
     Settings: ClassVar[type[AxisSettings]] = ForcedSettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
+    distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 32}
     follows: ClassVar[bool] = True
     reference_only: ClassVar[tuple[str, ...]] = (_PATH,)
@@ -86,8 +99,7 @@ class ForcedDecode(Axis):
         parts = [compare_item(pair, r, t, _targets(pair.ref.probe, r)) for r, t in pair.items]
         bound = estimator_of(pair) is Estimator.TOPK
         rows, lengths = RowComparison.concat(parts), [len(part) for part in parts]
-        score = (LowerBound if bound else AxisScore)(
-            figures={},
+        score = AxisScore(
             num=rows.kl,
             den=np.ones(len(rows)),
             units=np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths),
@@ -95,34 +107,27 @@ class ForcedDecode(Axis):
             transform=None if bound else kld_score,
             bounds=(0.0, float("inf")),
             identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
+            bound=bound,
         )
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
-        figures: dict[str, Any] = {
-            "score": score.score(),
-            "ci": score.score_interval(seed),
-            "n_items": summary.n_positions,
-            "n_failed": summary.n_failed,
-            "figures": (
-                Figure(
-                    name="mean KL, at least" if bound else "mean KL",
-                    value=summary.mean,
-                    ci=AxisScore.mean_interval(score, seed),
-                    unit="nats",
-                ),
-                Figure(name="median KL", value=summary.median, unit="nats"),
-                Figure(name="99th percentile", value=summary.p99, unit="nats"),
-                Figure(name="largest KL", value=summary.max, unit="nats"),
-                Figure(name="same top token", value=summary.top1, unit="share"),
-                Figure(name="prompts", value=len(parts), unit="count"),
-                Figure(name="prompts where KL rises for good", value=len(jumps), unit="count"),
-                Figure(name="rises at token", value=float(np.median(jumps)) if jumps else None, unit="tokens"),
+        return replace(
+            score,
+            metrics=(
+                *(() if bound else (score.score(seed),)),
+                _MEAN(summary.mean, score.mean_interval(seed), bound=bound),
+                _MEDIAN(summary.median, bound=bound),
+                _P99(summary.p99, bound=bound),
+                _MAX(summary.max, bound=bound),
+                _TOP1(summary.top1),
+                _PROMPTS(len(parts)),
+                _RISES(len(jumps)),
+                _RISES_AT(float(np.median(jumps)) if jumps else None),
             ),
-            "panels": _curve(positions, rows.kl),
-            "details": {"settings": dict(pair.ref.manifest["settings"])},
-        }
-        return replace(score, figures=figures)
+            plots=(_curve(positions, rows.kl),),
+            facts=pair.ref.manifest["settings"],
+        )
 
 
 def greedy_probe(
@@ -160,17 +165,15 @@ def _targets(probe: Probe, item: int) -> NDArray[np.int64]:
     return np.asarray(probe.continuations[item] if isinstance(probe, Forced) else (), dtype=np.int64)
 
 
-def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> tuple[Curve, ...]:
+def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> Curve:
     bins = kl_by_position(positions, kl, min(_BINS, int(positions.max()) + 1))
     middle = (np.asarray(bins.edges[:-1]) + np.asarray(bins.edges[1:]) - 1) / 2
-    return (
-        Curve(
-            key="forced-kl",
-            title="KL along the reference's text",
-            x_label="generated token",
-            y_label="mean KL, nats",
-            x=tuple(middle.tolist()),
-            y=tuple(mean or None for mean in bins.means),  # 0 has no place on a logarithmic axis
-            log_y=True,
-        ),
+    return Curve(
+        key="forced-kl",
+        title="KL along the reference's text",
+        x_label="generated token",
+        y_label="mean KL, nats",
+        x=tuple(middle.tolist()),
+        y=tuple(mean or None for mean in bins.means),  # 0 has no place on a logarithmic axis
+        log_y=True,
     )

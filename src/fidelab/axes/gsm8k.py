@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from json import loads
 from pathlib import Path
@@ -12,7 +12,16 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, answer_text, written_text
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    SCORE,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    answer_text,
+    written_text,
+)
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import canonical_json
@@ -26,7 +35,7 @@ from fidelab.metrics.intervals import (
     wilson_interval,
 )
 from fidelab.probes import Generate
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 
 __all__ = ["GSM8K"]
@@ -35,6 +44,19 @@ _MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
 _HARM = -5.0  # points (METRICS §6)
 _SHOWN = 8  # lost items whose text the report shows
 _DIGITS = 24  # of a number in the table
+
+_ACCURACY = Definition("accuracy", "share", "higher", "problems that the arm solves")
+_REFERENCE = Definition("reference accuracy", "share", None, "problems that the reference solves")
+_DIFFERENCE = Definition("difference", "points", "higher", "accuracy minus the reference's, paired over the problems")
+_MARGIN = Definition("margin of error", "points", None, "half the width of the difference's interval")
+_P = Definition("McNemar p", "p", None, "McNemar's exact test of problems lost against gained")
+_LOST = Definition("lost", "count", None, "problems that the reference alone solves")
+_RIGHT = Definition("right in the reference", "count", None, "problems that the reference solves")
+_GAINED = Definition("gained", "count", None, "problems that the arm alone solves")
+_NO_NUMBER = Definition("no number", "count", None, "answers of the arm without a number")
+_REASONING = Definition(
+    "numbers in the reasoning alone", "count", None, "answers of the arm that end before their reasoning does"
+)
 
 
 class GSM8KSettings(AxisSettings):
@@ -63,6 +85,7 @@ class GSM8K(Axis):
     name: ClassVar[str] = "gsm8k"
     title: ClassVar[str] = "GSM8K: are word problems still solved?"
     Settings: ClassVar[type[AxisSettings]] = GSM8KSettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
     quick: ClassVar[Mapping[str, Any]] = {"limit": 20}
     settings: GSM8KSettings
 
@@ -98,7 +121,6 @@ class GSM8K(Axis):
         able = sum(item.ref.right for item in known)
         weak = bool(known) and able < _MEASURABLE * len(known)
         score = AxisScore(
-            figures={},
             num=np.array([item.test.right for item in items], dtype=np.float64),
             den=np.ones(len(items)),
             units=np.array([item.index for item in items], dtype=np.int64),
@@ -115,15 +137,6 @@ class GSM8K(Axis):
             difference = paired_difference(
                 score.items(), ref, seed, scale=100.0, bounds=score.bounds, proportion=score.proportion
             )
-        own = _accuracy([item.test.right for item in usable])
-        figures: dict[str, Any] = {
-            "score": None if weak else score.score(),
-            "ci": None if weak or own[1] is None else (100.0 * own[1][0], 100.0 * own[1][1]),
-            "n_items": len(items),
-            "n_failed": len(items) - len(usable),
-            "figures": _figures(usable, difference),
-            "panels": _panels(items),
-        }
         reason, cut = "", sum(item.ref.unfinished for item in known)
         if weak:
             reason = (
@@ -131,8 +144,12 @@ class GSM8K(Axis):
             )
         if weak and cut:
             reason += f"; {cut} of its answers have numbers in their reasoning alone: raise axes.gsm8k.n_predict"
-        return AxisScore(
-            **{**vars(score), "figures": figures, "not_measurable": reason, "lowers": () if weak else _harm(difference)}
+        return replace(
+            score,
+            metrics=_metrics(usable, difference, weak=weak),
+            plots=_plots(items),
+            not_measurable=reason,
+            lowers=() if weak else _harm(difference),
         )
 
 
@@ -202,23 +219,30 @@ def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] 
     return (sum(right) / len(right), wilson_interval(sum(right), len(right))) if right else (None, None)
 
 
-def _figures(usable: Sequence[_Item], difference: PairedDifference | None) -> list[Figure]:
+def _metrics(usable: Sequence[_Item], difference: PairedDifference | None, *, weak: bool) -> tuple[Metric, ...]:
+    """``weak``: the reference solves too few problems for a score."""
     own, reference = (_accuracy([getattr(item, side).right for item in usable]) for side in ("test", "ref"))
+    share, ends = (None, None) if weak else own
     lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
     change = difference.estimate if difference else None
     interval = difference.interval if difference else None
-    return [
-        Figure(name="accuracy", value=own[0], ci=own[1], unit="share"),
-        Figure(name="reference accuracy", value=reference[0], ci=reference[1], unit="share"),
-        Figure(name="difference", value=change, ci=interval, unit="points"),
-        Figure(name="margin of error", value=(interval[1] - interval[0]) / 2 if interval else None, unit="points"),
-        Figure(name="McNemar p", value=mcnemar_exact(lost, gained) if usable else None, unit="p"),
-        Figure(name="lost", value=lost, unit="count"),
-        Figure(name="right in the reference", value=sum(item.ref.right for item in usable), unit="count"),
-        Figure(name="gained", value=gained, unit="count"),
-        Figure(name="no number", value=sum(item.test.value is None for item in usable), unit="count"),
-        Figure(name="numbers in the reasoning alone", value=sum(item.test.unfinished for item in usable), unit="count"),
-    ]
+    return (
+        SCORE(
+            None if share is None else 100.0 * share,
+            None if ends is None else (100.0 * ends[0], 100.0 * ends[1]),
+            headline=True,
+        ),
+        _ACCURACY(*own),
+        _REFERENCE(*reference),
+        _DIFFERENCE(change, interval),
+        _MARGIN((interval[1] - interval[0]) / 2 if interval else None),
+        _P(mcnemar_exact(lost, gained) if usable else None),
+        _LOST(lost),
+        _RIGHT(sum(item.ref.right for item in usable)),
+        _GAINED(gained),
+        _NO_NUMBER(sum(item.test.value is None for item in usable)),
+        _REASONING(sum(item.test.unfinished for item in usable)),
+    )
 
 
 def _harm(difference: PairedDifference | None) -> tuple[str, ...]:
@@ -228,7 +252,7 @@ def _harm(difference: PairedDifference | None) -> tuple[str, ...]:
     return (f"GSM8K accuracy falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)
 
 
-def _panels(items: Sequence[_Item]) -> list[Plot]:
+def _plots(items: Sequence[_Item]) -> tuple[Plot, ...]:
     rows = [
         (item.id, _shown(item.gold), _shown(item.ref.value), _shown(item.test.value), item.outcome) for item in items
     ]
@@ -240,7 +264,7 @@ def _panels(items: Sequence[_Item]) -> list[Plot]:
         note="The number read from each answer; – where there is none.",
     )
     if not lost:
-        return [table]
+        return (table,)
     pairs = [
         TextPair(
             label=f"problem {item.id}",
@@ -251,7 +275,7 @@ def _panels(items: Sequence[_Item]) -> list[Plot]:
         for item in lost[:_SHOWN]
     ]
     count = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
-    return [table, Texts(title=f"Problems lost ({count})", pairs=tuple(pairs))]
+    return table, Texts(title=f"Problems lost ({count})", pairs=tuple(pairs))
 
 
 def _shown(value: Decimal | None) -> str:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
+from fidelab.axes.rows import compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.divergence import (
+    BinnedMeans,
     RowComparison,
     kl_by_confidence,
     kl_by_position,
@@ -31,12 +33,36 @@ from fidelab.metrics.divergence import (
 )
 from fidelab.metrics.intervals import standard_error
 from fidelab.probes import Prefill, Probe
+from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.results.plots import Curve
 
 __all__ = ["KLD"]
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _LEAST_CONTEXT = 8  # tokens
 _LEAST_WINDOWS = 6  # of a longer context: below six units intervals are wide and verdicts weak
+
+_MEAN = Definition("mean", "nats", "lower", "mean KL divergence from the reference per scored position")
+_STDERR = Definition("std. error", "nats", None, "standard error of the mean")
+_QUANTILES = {
+    "median": Definition("median", "nats", "lower", "median KL of a position"),
+    "p90": Definition("p90", "nats", "lower", "90th percentile of the KL of a position"),
+    "p95": Definition("p95", "nats", "lower", "95th percentile of the KL of a position"),
+    "p99": Definition("p99", "nats", "lower", "99th percentile of the KL of a position"),
+    "p999": Definition("p99.9", "nats", "lower", "99.9th percentile of the KL of a position"),
+    "max": Definition("max", "nats", "lower", "largest KL of one position"),
+}
+_TOP1 = Definition("top-1", "share", "higher", "positions whose most likely token is the reference's")
+_FLIPS = Definition(
+    "real flips",
+    "share",
+    "lower",
+    "positions whose most likely token changed although the reference prefers its own by 0.1 nats or more",
+)
+_TO_FLIP = Definition(
+    "tokens to flip", "tokens", None, "expected tokens until the first changed most likely token, 1/(1 - top-1)"
+)
+_RMS = Definition("RMS Δp", "share", "lower", "root mean square change of the actual next token's probability")
 
 
 class KLDSettings(AxisSettings):
@@ -71,12 +97,18 @@ class KLDSettings(AxisSettings):
 class KLD(Axis):
     """KL(reference ‖ candidate), nats, after the same context through each arm's own cache; a part per context.
 
-    A single context is the part ``""``.  An arm's figures and items are those of its worst context.  Of rows that hold
-    the top tokens alone KL is a lower bound, and has no score.
+    A single context is the part ``""``.  An arm's metrics and items are those of its worst context: by the band that
+    its upper end and its failed positions give, then by the upper end.  Of rows that hold the top tokens alone KL is a
+    lower bound, and has no score.
     """
 
     name: ClassVar[str] = "kld"
+    title: ClassVar[str] = "KLD: how far do the next-token distributions move?"
     Settings: ClassVar[type[AxisSettings]] = KLDSettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
+    sample: ClassVar[SampleSize] = SampleSize("windows", "--windows", "windows", "text")
+    in_composite: ClassVar[bool] = True
+    distributions: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"windows": 8, "n_ctx": 512}
     settings: KLDSettings
 
@@ -125,13 +157,14 @@ class KLD(Axis):
         nothing = next((score for score in found.values() if score.not_measurable), None)
         if nothing is not None:
             return nothing
-        parts = dict(sorted(found.items(), key=lambda item: int(item[1].figures["n_ctx"])))
+        parts = dict(sorted(found.items(), key=lambda item: _context(item[1])))
         part, worst = max(parts.items(), key=lambda item: _badness(item[1]))
-        contexts = [context for score in parts.values() for context in score.figures["contexts"]]
         columns = {name: [score.positions[name] for score in parts.values()] for name in worst.positions}
+        by_context = [metric for score in parts.values() for metric in _by_context(score)] if len(parts) > 1 else []
         return replace(
             worst,
-            figures={**worst.figures, "contexts": contexts},
+            metrics=(*worst.metrics, *by_context),
+            facts={**worst.facts, "contexts": [_measured(score) for score in parts.values()]},
             identical=all(score.identical for score in parts.values()),
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
@@ -144,14 +177,13 @@ class KLD(Axis):
         if not isinstance(probe, Prefill):
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
         if (nothing := not_measurable([pair])) is not None:
-            return replace(nothing, figures={"mean": None})
+            return nothing
         rows = RowComparison.concat([compare_item(pair, r, t, _targets(probe, r)) for r, t in pair.items])
         order = [r for r, _ in pair.items]
         windows = np.repeat(np.asarray(order, dtype=np.int32), probe.n_rows)
         positions = np.tile(np.arange(probe.first, probe.last + 1, dtype=np.int32), len(order))
         bound = estimator_of(pair) is Estimator.TOPK
-        score = (LowerBound if bound else AxisScore)(
-            figures={},
+        score = AxisScore(
             num=rows.kl,
             den=np.ones(len(rows)),
             units=np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order]),
@@ -159,6 +191,7 @@ class KLD(Axis):
             transform=None if bound else kld_score,
             bounds=(0.0, float("inf")),
             identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
+            bound=bound,
             positions={
                 "window": windows,
                 "position": positions,
@@ -169,16 +202,51 @@ class KLD(Axis):
                 "margin": rows.margin.astype(np.float32),
             },
         )
-        return _with_context(_with_figures(score, rows, positions, pair, seed), pair)
+        documents = pair.ref.manifest["settings"].get("unit") == "document"
+        n_units = len(np.unique(score.units[score.usable]))
+        return replace(
+            score,
+            metrics=_metrics(score, rows, seed),
+            plots=(
+                _curve("position", kl_by_position(positions, rows.kl)),
+                _curve("confidence", kl_by_confidence(rows.confidence, rows.kl)),
+            ),
+            facts={
+                "estimator": str(estimator_of(pair)),
+                "n_ctx": len(probe.windows[0]),
+                "n_units": n_units,
+                "n_documents": n_units if documents else None,
+                "windows": len(pair.items),
+            },
+        )
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:
     """The band by itself, failed positions included; the upper end of the mean KL (the mean, without an interval)."""
-    mean, interval = score.figures["mean"], score.figures["mean_ci"]
+    mean, interval = score.value("mean"), score.interval("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band
     assert band is not None
     return list(Band).index(band), upper
+
+
+def _context(score: AxisScore) -> int:
+    """Tokens per window."""
+    n_ctx = score.facts["n_ctx"]
+    assert isinstance(n_ctx, int)
+    return n_ctx
+
+
+def _measured(score: AxisScore) -> dict[str, object]:
+    """What one context was measured over."""
+    over = {name: score.facts[name] for name in ("n_ctx", "n_documents", "windows")}
+    return {**over, "n_positions": len(score.num)}
+
+
+def _by_context(score: AxisScore) -> list[Metric]:
+    cell: Coordinates = {"context": _context(score)}
+    found = (metric for name in (_MEAN.name, _TOP1.name) if (metric := score.metric(name)) is not None)
+    return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in found]
 
 
 def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
@@ -187,29 +255,34 @@ def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
     return np.asarray(after + [-1] * (probe.n_rows - len(after)), dtype=np.int64)
 
 
-def _with_figures(
-    score: AxisScore, rows: RowComparison, positions: NDArray[np.int32], pair: Pair, seed: int
-) -> AxisScore:
-    summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
-    figures: dict[str, Any] = {
-        **vars(summary),
-        **vars(summarise_flips(rows, score.units, seed)),
-        "score": score.score(),
-        "ci": score.score_interval(seed),
-        "mean_ci": AxisScore.mean_interval(score, seed),  # of the bound itself, where it is one
-        "stderr": standard_error(score.items()),
-        "estimator": estimator_of(pair),
-        "n_units": len(np.unique(score.units[score.usable])),
-        "by_position": vars(kl_by_position(positions, rows.kl)),
-        "by_confidence": vars(kl_by_confidence(rows.confidence, rows.kl)),
-    }
-    return replace(score, figures=figures)
+def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:
+    found = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
+    flips = summarise_flips(rows, score.units, seed)
+    return (
+        _MEAN(found.mean, score.mean_interval(seed), bound=score.bound, headline=True),
+        _STDERR(standard_error(score.items())),
+        *(define(getattr(found, name), bound=score.bound) for name, define in _QUANTILES.items()),
+        _TOP1(found.top1, flips.top1_ci),
+        _FLIPS(flips.real_flips, flips.real_flips_ci),
+        _TO_FLIP(flips.tokens_to_flip, flips.tokens_to_flip_ci),
+        _RMS(found.rms_dp),
+        *(() if score.bound else (score.score(seed, headline=False),)),
+    )
 
 
-def _with_context(score: AxisScore, pair: Pair) -> AxisScore:
-    """The figures with what they were measured over."""
-    documents = pair.ref.manifest["settings"].get("unit") == "document"
-    over = {"n_ctx": len(pair.ref.probe.items()[0]), "n_documents": score.figures["n_units"] if documents else None}
-    summary = {name: score.figures[name] for name in ("mean", "mean_ci", "top1", "n_positions")}
-    context = {**summary, **over, "windows": len(pair.items)}
-    return replace(score, figures={**score.figures, **over, "contexts": [context]})
+def _curve(key: Literal["position", "confidence"], bins: BinnedMeans) -> Curve:
+    """Mean KL per bin, at the bins' middles."""
+    by_position = key == "position"
+    return Curve(
+        key=key,
+        title="KL by position in the window" if by_position else "KL by the reference's confidence",
+        x_label="position in the window, tokens" if by_position else "reference's largest probability",
+        y_label="mean KL, nats",
+        x=tuple((low + high) / 2 for low, high in pairwise(bins.edges)),
+        y=bins.means,
+        log_y=True,
+        kl=True,
+        caption="Rising lines: the cost grows with the context."
+        if by_position
+        else "Left: the reference itself is unsure. High lines at the right are the costly ones.",
+    )

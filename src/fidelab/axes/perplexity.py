@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
 from fidelab.axes.rows import CHUNK, compare_item, estimator_of, item_rows, logits, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.core import Estimator
@@ -26,7 +26,7 @@ from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
 from fidelab.probes import Prefill, Probe
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
 __all__ = ["Perplexity"]
@@ -34,6 +34,12 @@ __all__ = ["Perplexity"]
 _DEFAULT_CONTEXTS = (512, 2048)
 _UNREPORTED = "the server does not report the actual token at {} of {} positions; those where it does are likely ones"
 _SCORED = 8192  # rows per context by default, as KLD's 32 windows of 512 have
+
+_RATIO = Definition("ln ratio", "nats", "lower", "ln(PPL of the arm / PPL of the reference) on the same tokens")
+_STDERR = Definition("std. error", "nats", None, "standard error of the ln ratio")
+_CHANGE = Definition("PPL change", "share", "lower", "PPL of the arm / PPL of the reference - 1")
+_PPL = Definition("PPL", about="perplexity of the arm")
+_REFERENCE_PPL = Definition("reference PPL", about="perplexity of the reference")
 
 Floats = NDArray[np.float64]
 
@@ -71,6 +77,7 @@ class Perplexity(Axis):
     name: ClassVar[str] = "perplexity"
     title: ClassVar[str] = "Perplexity: what does text cost through this cache?"
     Settings: ClassVar[type[AxisSettings]] = PerplexitySettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
     quick: ClassVar[Mapping[str, Any]] = {"contexts": (512,), "windows": 8}
     settings: PerplexitySettings
 
@@ -88,16 +95,17 @@ class Perplexity(Axis):
         lost = sum(rows.unreported for rows in parts.values())
         total = sum(len(rows.ref) for rows in parts.values())
         return AxisScore(
-            figures={
-                "n_items": sum(pair.n_rows for pair in found.values()),
-                "n_failed": sum(pair.n_failed for pair in found.values()),
-                "figures": [figure for n_ctx, pair in found.items() for figure in _figures(n_ctx, pair)],
-                "panels": [_curve(n_ctx, rows) for n_ctx, rows in sorted(parts.items())],
-                "details": {
-                    "mode": settings["mode"],
-                    "contexts": {str(n_ctx): asdict(pair) for n_ctx, pair in sorted(found.items())},
-                },
+            metrics=tuple(metric for n_ctx, pair in found.items() for metric in _metrics(n_ctx, pair)),
+            plots=tuple(_curve(n_ctx, rows) for n_ctx, rows in sorted(parts.items())),
+            facts={
+                "mode": settings["mode"],
+                "contexts": [
+                    {"n_ctx": n_ctx, "n_positions": pair.n_rows, "n_failed": pair.n_failed}
+                    for n_ctx, pair in sorted(found.items())
+                ],
             },
+            n_items=sum(pair.n_rows for pair in found.values()),
+            n_failed=sum(pair.n_failed for pair in found.values()),
             num=longest.test - longest.ref,
             den=np.ones(len(longest.ref)),
             units=longest.units,
@@ -208,17 +216,18 @@ def _item_nll(pair: Pair, probe: Prefill, r: int, t: int) -> tuple[Floats, Float
     return ref, test, 0
 
 
-def _figures(n_ctx: int, pair: PerplexityPair) -> list[Figure]:
+def _metrics(n_ctx: int, pair: PerplexityPair) -> tuple[Metric, ...]:
+    cell: Coordinates = {"context": n_ctx}
     factor = exponential(pair.log_ratio)
     ends = None if pair.interval is None else [exponential(end) for end in pair.interval]
     span = None if ends is None or ends[0] is None or ends[1] is None else (ends[0] - 1, ends[1] - 1)
-    return [
-        Figure(name=f"ln ratio {n_ctx}", value=pair.log_ratio, ci=pair.interval, unit="nats"),
-        Figure(name=f"std. error {n_ctx}", value=pair.stderr, unit="nats"),
-        Figure(name=f"PPL change {n_ctx}", value=None if factor is None else factor - 1, ci=span, unit="share"),
-        Figure(name=f"PPL {n_ctx}", value=pair.ppl_test),
-        Figure(name=f"reference PPL {n_ctx}", value=pair.ppl_ref),
-    ]
+    return (
+        _RATIO(pair.log_ratio, pair.interval, cell=cell),
+        _STDERR(pair.stderr, cell=cell),
+        _CHANGE(None if factor is None else factor - 1, span, cell=cell),
+        _PPL(pair.ppl_test, pair.ppl_test_interval, cell=cell),
+        _REFERENCE_PPL(pair.ppl_ref, pair.ppl_ref_interval, cell=cell),
+    )
 
 
 def _curve(n_ctx: int, rows: _Rows) -> Curve:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, spread
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, spread
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import canonical_json
@@ -22,7 +22,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.probes import Generate, Probe, Tokens
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Definition
 from fidelab.results.plots import TablePlot, TextPair, Texts
 
 __all__ = ["PLAD"]
@@ -32,6 +32,18 @@ _LONGEST = 96  # tokens of an answer that it shows
 
 _UNPERTURBED = ""
 _UNLIKE = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
+
+_EXCESS = Definition("excess drift", "share", "lower", "drift of the candidate minus the reference's, paired")
+_SIGN = Definition("sign test", "p", None, "prompts that drift more against prompts that drift less")
+_REF_DRIFT = Definition("drift of the reference", "share", None, "how much of an answer changes with its prompt")
+_DRIFT = Definition("drift of the candidate", "share", "lower", "how much of an answer changes with its prompt")
+_FREQUENT = Definition(
+    "prompts with the most frequent answer", "share", None, "unperturbed prompts that the candidate answers alike"
+)
+_UNLIKE_SHARE = Definition(
+    "prompts answered unlike the reference", "share", None, "unperturbed prompts whose answers share next to nothing"
+)
+_SKIPPED = Definition("skipped", "count", None, "perturbations that leave a prompt as it is")
 
 
 class PLADSettings(AxisSettings):
@@ -68,6 +80,8 @@ class PLAD(Axis):
     name: ClassVar[str] = "plad"
     title: ClassVar[str] = "PLAD: how much more do answers drift when a prompt is perturbed?"
     Settings: ClassVar[type[AxisSettings]] = PLADSettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
+    in_composite: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: PLADSettings
 
@@ -134,7 +148,6 @@ class PLAD(Axis):
         counted = [] if constant else cells
         usable = [not (cell.failed or constant) for cell in cells]
         score = AxisScore(
-            figures={},
             num=cell_scores([cell.ref_drift for cell in cells], [cell.test_drift for cell in cells]) / 100.0,
             den=np.ones(len(cells)),
             units=np.array([cell.prompt for cell in cells], dtype=np.int64),
@@ -149,24 +162,22 @@ class PLAD(Axis):
         asked = pair.ref.manifest["settings"]
         whole = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
-        figures: dict[str, Any] = {
-            "score": score.score(),
-            "ci": score.score_interval(seed),
-            "n_items": len(cells),
-            "n_failed": sum(cell.failed for cell in cells),
-            "figures": [
-                Figure(name="excess drift", value=whole.excess, ci=whole.interval, unit="share"),
-                Figure(name="sign test", value=whole.p, unit="p"),
-                Figure(name="drift of the reference", value=whole.ref, unit="share"),
-                Figure(name="drift of the candidate", value=whole.test, unit="share"),
-                Figure(name="prompts with the most frequent answer", value=_frequent(plain[1]), unit="share"),
-                Figure(name="prompts answered unlike the reference", value=_unlike(*plain), unit="share"),
-                Figure(name="skipped", value=sum(skipped.values()), unit="count"),
-            ],
-            "panels": [_table(counted, skipped, seed), *_texts(pair, counted)],
-            "details": {name: asked[name] for name in ("n_predict", "prompts", "seed", "template")},
-        }
-        return AxisScore(**{**vars(score), "figures": figures})
+        return replace(
+            score,
+            metrics=(
+                score.score(seed),
+                _EXCESS(whole.excess, whole.interval),
+                _SIGN(whole.p),
+                _REF_DRIFT(whole.ref),
+                _DRIFT(whole.test),
+                _FREQUENT(_frequent(plain[1])),
+                _UNLIKE_SHARE(_unlike(*plain)),
+                _SKIPPED(sum(skipped.values())),
+            ),
+            plots=(_table(counted, skipped, seed), *_texts(pair, counted)),
+            facts={name: asked[name] for name in ("n_predict", "prompts", "seed", "template")},
+            n_failed=sum(cell.failed for cell in cells),
+        )
 
 
 @dataclass(frozen=True)
@@ -298,7 +309,7 @@ class _Summary:
         )
 
 
-# ----------------------------------------------------------------------------------------------- panels
+# ------------------------------------------------------------------------------------------------ plots
 
 
 def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> TablePlot:

@@ -13,6 +13,8 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator, model_validator
 
 from fidelab.axes.base import (
+    OVER_CONTROL,
+    SCORE,
     Axis,
     AxisInputs,
     AxisScore,
@@ -22,13 +24,14 @@ from fidelab.axes.base import (
     spread,
     written_text,
 )
-from fidelab.axes.rniah_panels import Trial, needle_panels
+from fidelab.axes.rniah_plots import Trial, needle_plots
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.core import canonical_json
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
 from fidelab.inputs.needles import FIXED_CODE, Needles, Style, build_prompt, draw_needles
+from fidelab.metrics.intervals import PairedDifference
 from fidelab.metrics.retrieval import (
     Cells,
     accuracy_difference,
@@ -39,7 +42,7 @@ from fidelab.metrics.retrieval import (
     returned,
 )
 from fidelab.probes import Generate, Probe, Timed
-from fidelab.results.axis_record import Figure
+from fidelab.results.measurement import Definition, Metric
 
 __all__ = ["RNIAH"]
 
@@ -47,6 +50,17 @@ _SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
 _LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are to be asked for
 _LEAST_PREDICT, _AROUND = 24, 8  # tokens: of an answer; of it besides the codes
 _HARM = -5.0  # points (METRICS §6)
+
+_DIFFERENCE = Definition("accuracy difference", "points", "higher", "accuracy minus the reference's, paired")
+_LOST = Definition("lost", "count", None, "prompts in which the arm finds fewer needles than the reference")
+_FOUND = Definition("found by the reference", "count", None, "prompts in which the reference finds a needle")
+_CHANCE = Definition("score expected by chance", "points", None, "score of an arm that does not differ, on average")
+_ACCURACY = Definition("accuracy", "share", "higher", "needles that the arm finds")
+_REFERENCE = Definition("reference's accuracy", "share", None, "needles that the reference finds")
+_INFORMATIVE = Definition("informative cells", "count", None, "lengths and positions at which the reference finds any")
+_CELLS = Definition("cells", "count", None, "lengths and positions asked")
+_REFRACT = Definition("score (REFRACT)", "points", "higher", "the score by REFRACT's definition")
+_OURS = Definition("score (informative cells)", "points", "higher", "the score over the informative cells alone")
 
 
 class RNIAHSettings(AxisSettings):
@@ -116,6 +130,8 @@ class RNIAH(Axis):
     Settings: ClassVar[type[AxisSettings]] = RNIAHSettings
     follows: ClassVar[bool] = True
     reference_only: ClassVar[tuple[str, ...]] = ("question",)
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
+    in_composite: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"lengths": (512, 2048)}
     settings: RNIAHSettings
 
@@ -294,26 +310,27 @@ class _RetrievalScore(AxisScore):
         """The usable trials."""
         return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
 
-    def score(self) -> float | None:
-        return None if self.not_measurable else retrieval_score(self.cells(), self.compat)
+    def score(self, seed: int, *, headline: bool = True) -> Metric:
+        """By :func:`retrieval_score`; null where the reference finds nothing."""
+        if self.not_measurable:
+            return SCORE(None, headline=headline)
+        cells = self.cells()
+        return SCORE(
+            retrieval_score(cells, self.compat), retrieval_interval(cells, compat=self.compat), headline=headline
+        )
 
-    def score_interval(self, seed: int) -> tuple[float, float] | None:
-        return None if self.not_measurable else retrieval_interval(self.cells(), compat=self.compat)
-
-    def excess_over(self, control: AxisScore, seed: int) -> dict[str, Any] | None:
+    def excess_over(self, control: AxisScore, seed: int) -> PairedDifference | None:
         """Accuracy minus the control's, over the trials usable on both (points)."""
         both = self.usable & control.usable if len(self.num) == len(control.num) else self.usable[:0]
         if not both.any():
             return None
-        difference = accuracy_difference(Cells(control.num[both], self.num[both], self.cell[both]), seed)
-        return {"mean": difference.estimate, "ci": difference.interval}
+        return accuracy_difference(Cells(control.num[both], self.num[both], self.cell[both]), seed)
 
 
 def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int) -> AxisScore:
     places = sorted({trial.place for trial in trials})
     usable = np.array([not trial.failed for trial in trials], dtype=bool)
     score = _RetrievalScore(
-        figures={},
         num=np.array([trial.cand for trial in trials], dtype=np.float64),
         den=np.ones(len(trials)),
         units=np.arange(len(trials)),
@@ -339,43 +356,31 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         harms = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
     score = replace(score, not_measurable=reason, lowers=tuple(harms))
     share = float(cells.base.mean()) if all_cells else None
-    figures = [
-        Figure(
-            name="accuracy difference",
-            value=None if difference is None else difference.estimate,
-            ci=None if difference is None else difference.interval,
-            unit="points",
+    return replace(
+        score,
+        metrics=(
+            score.score(seed),
+            _DIFFERENCE(
+                None if difference is None else difference.estimate, None if difference is None else difference.interval
+            ),
+            _LOST(int((cells.cand < cells.base).sum())),
+            _FOUND(int((cells.base > 0).sum())),
+            _CHANCE(None if reason else chance_score(cells, seed, compat=compat)),
+            _ACCURACY(score.mean(), score.mean_interval(seed)),
+            _REFERENCE(share),
+            _INFORMATIVE(informative),
+            _CELLS(all_cells),
+            _REFRACT(None if reason else retrieval_score(cells, "refract")),
+            *((_OURS(None if reason else retrieval_score(cells)),) if compat else ()),
         ),
-        Figure(name="lost", value=int((cells.cand < cells.base).sum()), unit="count"),
-        Figure(name="found by the reference", value=int((cells.base > 0).sum()), unit="count"),
-        Figure(
-            name="score expected by chance",
-            value=None if reason else chance_score(cells, seed, compat=compat),
-            unit="points",
-        ),
-        Figure(name="accuracy", value=score.mean(), ci=score.mean_interval(seed), unit="share"),
-        Figure(name="reference's accuracy", value=share, unit="share"),
-        Figure(name="informative cells", value=informative, unit="count"),
-        Figure(name="cells", value=all_cells, unit="count"),
-    ]
-    details = {
-        "style": style,
-        "compat": compat,
-        "score_refract": retrieval_score(cells, "refract"),
-        "score_informative": retrieval_score(cells),
-        "uninformative": [
-            {"length": length, "position": position}
-            for index, (length, position) in enumerate(places)
-            if index not in cells.informative().numbers()
-        ],
-    }
-    record = {
-        "score": score.score(),
-        "ci": score.score_interval(seed),
-        "n_items": len(trials),
-        "n_failed": int((~usable).sum()),
-        "figures": figures,
-        "panels": needle_panels(trials, style),
-        "details": details,
-    }
-    return replace(score, figures=record)
+        plots=needle_plots(trials, style),
+        facts={
+            "style": style,
+            "compat": compat,
+            "uninformative": [
+                {"length": length, "position": position}
+                for index, (length, position) in enumerate(places)
+                if index not in cells.informative().numbers()
+            ],
+        },
+    )

@@ -7,7 +7,6 @@ rests on an upper end, on a difference or on equality (METRICS §3, ``topk``).
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -24,7 +23,6 @@ from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compar
 
 __all__ = [
     "CHUNK",
-    "LowerBound",
     "compare_item",
     "estimator_of",
     "item_rows",
@@ -35,17 +33,6 @@ __all__ = [
 ]
 
 CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
-
-
-@dataclass(frozen=True, eq=False)
-class LowerBound(AxisScore):
-    """An axis score whose items are lower bounds: no upper end, no difference."""
-
-    def mean_interval(self, seed: int) -> None:
-        """None: verdicts rest on the upper end."""
-
-    def excess_over(self, control: AxisScore, seed: int) -> None:
-        """None: the difference of two lower bounds bounds nothing."""
 
 
 def estimator_of(pair: Pair) -> Estimator:
@@ -62,7 +49,6 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
         return None
     nothing = np.empty(0)
     return AxisScore(
-        figures={},
         num=nothing,
         den=nothing,
         units=nothing,

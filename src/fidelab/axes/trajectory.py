@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.agreement import (
+    NEAR_TIE,
     PairAgreement,
     exact_match_rate,
     first_divergence,
@@ -26,11 +27,28 @@ from fidelab.metrics.agreement import (
     trajectory_score,
 )
 from fidelab.probes import Generate
+from fidelab.results.measurement import Definition
+from fidelab.results.plots import Curve, Plot, TextPair, Texts
 
 __all__ = ["Trajectory"]
 
 _SHOWN = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
+
+_EXACT = Definition("exact match", "share", "higher", "prompts with equal token ids throughout")
+_AGREEMENT = Definition(
+    "positional agreement", "share", "higher", "positions with equal tokens, also after a divergence"
+)
+_FIRST = Definition(
+    "median first divergence",
+    "tokens",
+    None,
+    "median index of the first differing token over the prompts whose texts diverge",
+)
+_NEAR_TIES = Definition(
+    "near ties", "share", None, f"divergences where the reference's margin is under {NEAR_TIE} nats"
+)
+_REFRACT = Definition("score (REFRACT)", "points", "higher", "the score by REFRACT's definition")
 
 
 class TrajectorySettings(AxisSettings):
@@ -47,7 +65,11 @@ class Trajectory(Axis):
     """Share of greedily decoded tokens before the candidate leaves the reference's path."""
 
     name: ClassVar[str] = "trajectory"
+    title: ClassVar[str] = "Trajectory: how long does greedy text stay the same?"
     Settings: ClassVar[type[AxisSettings]] = TrajectorySettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="points", better="higher")
+    sample: ClassVar[SampleSize] = SampleSize("prompts", "--limit", "limit", "prompts")
+    in_composite: ClassVar[bool] = True
     quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: TrajectorySettings
 
@@ -89,7 +111,6 @@ class Trajectory(Axis):
             dtype=bool,
         )
         score = AxisScore(
-            figures={},
             num=np.array([p.prefix for p in pairs], dtype=np.float64),
             den=np.array([p.test_length if compat else p.longest for p in pairs], dtype=np.float64),
             units=np.array([r for r, _ in pair.items], dtype=np.int64),
@@ -106,22 +127,20 @@ class Trajectory(Axis):
             for (r, _), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
             if ok and agreement.first_divergence is not None
         ]
-        figures: dict[str, Any] = {
-            "score": score.score(),
-            "ci": score.score_interval(seed),
-            "score_refract": trajectory_score(good, compat="refract"),
-            "exact_match_rate": exact_match_rate(good),
-            "median_first_divergence": median_first_divergence(good),
-            "positional_agreement": positional_agreement(good),
-            "near_tie_share": near_tie_share([fork.margin for fork in forks]),
-            "survival": survival_curve(good, pair.ref.manifest["settings"]["n_predict"]).tolist(),
-            "n_items": len(pairs),
-            "n_failed": int((~usable).sum()),
-            "n_predict": pair.ref.manifest["settings"]["n_predict"],
-            "template": pair.ref.manifest["settings"]["template"],
-            "divergences": _shown(pair, forks),
-        }
-        return AxisScore(**{**vars(score), "figures": figures})
+        asked = pair.ref.manifest["settings"]
+        return replace(
+            score,
+            metrics=(
+                score.score(seed),
+                _EXACT(exact_match_rate(good)),
+                _AGREEMENT(positional_agreement(good)),
+                _FIRST(median_first_divergence(good)),
+                _NEAR_TIES(near_tie_share([fork.margin for fork in forks])),
+                _REFRACT(trajectory_score(good, compat="refract")),
+            ),
+            plots=(_survival(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
+            facts={"n_predict": asked["n_predict"], "template": asked["template"]},
+        )
 
 
 @dataclass(frozen=True)
@@ -135,25 +154,42 @@ class _Fork:
     test: list[int]
 
 
-def _shown(pair: Pair, forks: Sequence[_Fork]) -> list[dict[str, Any]]:
+def _survival(shares: Sequence[float]) -> Curve:
+    return Curve(
+        key="survival",
+        title="How long greedy text stays the same",
+        caption="Share of prompts whose text is still identical after n tokens. One changed token changes all that "
+        "follow, so this ranks and does not judge; compare with the control, which should cost nothing.",
+        x_label="tokens generated",
+        y_label="still identical",
+        x=tuple(map(float, range(len(shares)))),
+        y=tuple(shares),
+        stairs=True,
+        percent=True,
+    )
+
+
+def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Plot, ...]:
     """Some divergences as text: a clear preference of the reference tells more than a near tie."""
     ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_SHOWN]
-    prompts = pair.ref.probe.items()
     try:
-        return [
-            {
-                "item": fork.item,
-                "at": fork.at,
-                "margin": None if math.isnan(fork.margin) else fork.margin,
-                "prompt": pair.ref.text(prompts[fork.item][-_BEFORE:]),
-                "shared": pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
-                "reference": pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
-                "candidate": pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
-            }
-            for fork in ranked
-        ]
+        pairs = tuple(_text(pair, fork) for fork in ranked)
     except CaptureError:  # no vocabulary beside the captures: numbers need none
-        return []
+        return ()
+    return (Texts(title="First divergences", pairs=pairs),) if pairs else ()
+
+
+def _text(pair: Pair, fork: _Fork) -> TextPair:
+    ended = math.isnan(fork.margin)
+    known = "one side ends" if ended else f"margin {fork.margin:.3g} nats"
+    return TextPair(
+        label=f"prompt {fork.item}, token {fork.at}: {known}",
+        tag="ended" if ended else "near tie" if fork.margin < NEAR_TIE else "real",
+        prompt=pair.ref.text(pair.ref.probe.items()[fork.item][-_BEFORE:]),
+        shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
+        reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
+        candidate=pair.test.text(fork.test[fork.at : fork.at + _AFTER]),
+    )
 
 
 def _margin(ref: Capture, item: int, agreement: PairAgreement, test: list[int]) -> float:

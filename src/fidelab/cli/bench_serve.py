@@ -14,7 +14,7 @@ from fidelab.cli.compare import Json
 from fidelab.cli.output import note, show_report
 
 if TYPE_CHECKING:
-    from fidelab.results.serving_record import LoadCell, Serving
+    from fidelab.results.measurement import Measurement
     from fidelab.serving import ServingSettings
 
 __all__ = ["serve", "sweep"]
@@ -312,7 +312,7 @@ def _run(
     _gate(serving)
 
 
-def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Serving:
+def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Measurement:
     """The load; whatever stops it, the cells so far are kept."""
     from fidelab.serving import measure_serving
 
@@ -326,24 +326,18 @@ def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Serving
         raise
 
 
-def _gate(serving: Serving) -> None:
+def _gate(serving: Measurement) -> None:
     """A context that the server does not take is a finding; a cell that failed or is invalid is a fault."""
     from fidelab.benches.load_cell import why_invalid
+    from fidelab.results.measurement import label
 
     bad = [cell for cell in serving.cells if not cell.valid and cell.status != "not_supported"]
     for cell in bad:
-        note(f"fidelab: {_name(cell)}: {why_invalid(cell)}")
+        note(f"fidelab: {label(cell.at)}: {why_invalid(cell)}")
     if serving.reason and serving.reason not in {cell.reason for cell in bad}:
         note(f"fidelab: {serving.reason}")
     if bad or serving.status != "ok":
         raise typer.Exit(1)
-
-
-def _name(cell: LoadCell) -> str:
-    parts = [] if cell.context is None else [f"context {cell.context:,}"]
-    parts += [] if cell.request_rate is None else [f"{cell.request_rate:g} requests/s"]
-    parts += [] if cell.concurrency is None else [f"concurrency {cell.concurrency}"]
-    return ", ".join(parts) or cell.arrival
 
 
 def _command(key: str | None) -> str:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
+    "NEAR_TIE",
     "PairAgreement",
     "exact_match_rate",
     "first_divergence",
@@ -23,6 +24,9 @@ __all__ = [
     "survival_curve",
     "trajectory_score",
 ]
+
+NEAR_TIE = 0.1
+"""Margin (nats) under which a divergence is a near tie (METRICS §2)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +116,7 @@ def median_first_divergence(pairs: Sequence[PairAgreement]) -> float | None:
     return float(np.median(found)) if found else None
 
 
-def near_tie_share(margins: ArrayLike, threshold: float = 0.1) -> float | None:
+def near_tie_share(margins: ArrayLike, threshold: float = NEAR_TIE) -> float | None:
     """Share of divergences (0…1) at which the reference itself hardly preferred its token (METRICS §2).
 
     ``margins [n]``: per divergence, the reference's top-1 minus the candidate's token, nats; NaN (unknown)

@@ -1,6 +1,6 @@
 """The composite score, the only table of bands, and the verdict (METRICS §6).
 
-The composite is the source's summary of four axes; it is shown and never decides.  The verdict is ours: the
+The composite is the source's summary of some axes; it is shown and never decides.  The verdict is ours: the
 upper 95% bound of the mean KL, lowered where something else shows harm.  Without such a bound the mean itself, or a
 lower bound of it, still says what the verdict is at best, and where it is FAIL.
 """
@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from fidelab.errors import UnknownNameError
 
 __all__ = [
-    "AXES",
     "BANDS",
     "Band",
     "Bands",
@@ -33,8 +32,6 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
-
-AXES = ("trajectory", "kld", "rniah", "plad")
 
 
 class Band(StrEnum):
@@ -95,7 +92,7 @@ class Composite:
     Attributes:
         value: 0…100; None when no axis was measured.
         interval: 95% interval; None where an axis measured brought none, or a score is NaN.
-        band: None unless all four axes were measured.
+        band: None unless all its axes were measured.
         too_close_to_call: the band is known and the interval reaches into another one.
         missing: the axes that were not measured.
     """
@@ -113,22 +110,20 @@ def composite(
     *,
     bands: str = "fidelab",
 ) -> Composite:
-    """Harmonic mean of the axis scores (0…100, None = not measured), with interval and band (METRICS §6).
+    """Harmonic mean of the axis scores (0…100), with interval and band (METRICS §6).
 
-    ``intervals``: of each axis' score, 95%.  The composite's follows from them as of independent estimates: with
-    x = 1/score and its ends, the sum S of the x reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²``
-    (Zou & Donner, Statistics in Medicine 27, 2008), and the mean is k/S.
+    ``scores``: of every axis that belongs to it, None where it was not measured.  ``intervals``: of each score, 95%.
+    The composite's follows from them as of independent estimates: with x = 1/score and its ends, the sum S of the x
+    reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²`` (Zou & Donner, Statistics in Medicine 27, 2008),
+    and the mean is k/S.
 
     Raises:
-        UnknownNameError: an axis or a band table that does not exist.
+        UnknownNameError: a band table that does not exist.
     """
-    for axis in (*scores, *(intervals or {})):
-        if axis not in AXES:
-            raise UnknownNameError("composite axis", axis, AXES)
     if bands not in BANDS:
         raise UnknownNameError("band table", bands, BANDS)
-    measured = {axis: score for axis in AXES if (score := scores.get(axis)) is not None}
-    missing = tuple(axis for axis in AXES if axis not in measured)
+    measured = {axis: score for axis, score in scores.items() if score is not None}
+    missing = tuple(axis for axis in scores if axis not in measured)
     value = harmonic_mean(list(measured.values()))
     if value is None:
         return Composite(None, None, None, False, missing)

@@ -10,7 +10,7 @@ import numpy as np
 from fidelab.inputs.needles import Style
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot, TextPair, Texts
 
-__all__ = ["Place", "Trial", "needle_panels"]
+__all__ = ["Place", "Trial", "needle_plots"]
 
 Place = tuple[int, float]
 _SHOWN = 12  # answers per arm
@@ -36,7 +36,7 @@ class Trial:
         return self.length, self.position
 
 
-def needle_panels(trials: Sequence[Trial], style: Style) -> list[Plot]:
+def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
     """Accuracies by length and position, by length, and what was answered where a needle was lost."""
     found: dict[Place, tuple[float, float]] = {}
     for place in {trial.place for trial in trials if not trial.failed}:
@@ -45,12 +45,12 @@ def needle_panels(trials: Sequence[Trial], style: Style) -> list[Plot]:
         found[place] = base, cand
     lengths = sorted({trial.length for trial in trials})
     positions = sorted({trial.position for trial in trials})
-    panels: list[Plot] = [_heatmap(found, lengths, positions), _table(found, lengths, style)]
+    plots: list[Plot] = [_heatmap(found, lengths, positions), _table(found, lengths, style)]
     lost = [t for t in trials if t.cand < t.base and not t.failed]
     if lost:
         shown = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
-        panels.append(Texts(title=f"Needles lost ({shown})", pairs=tuple(map(_miss, lost[:_SHOWN]))))
-    return panels
+        plots.append(Texts(title=f"Needles lost ({shown})", pairs=tuple(map(_miss, lost[:_SHOWN]))))
+    return tuple(plots)
 
 
 def _heatmap(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], positions: Sequence[float]) -> Heatmap:
