@@ -34,7 +34,7 @@ from fidelab.report.tables import Table, ran_of, timing_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
-__all__ = ["ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]
+__all__ = ["KLD", "ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]
 
 
 @dataclass(frozen=True)
