@@ -92,7 +92,7 @@ def draw_grid(plot: Heatmap, grid: Grid) -> HeatGrid:
         name=grid.name,
         width=round(left + wide * len(columns) + (0.7 * widest if slanted else 4), 1),
         height=round(top + tall * len(rows) + 4, 1),
-        body=Markup("\n").join(parts),
+        body=Markup("\n".join(parts)),
         scale=_scale(plot, grid.signed),
         has_absent=any(value is None for values in grid.values for value in values),
     )
