@@ -333,7 +333,10 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
 
 
 def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
-    """Of a cache of plain numbers: Σ over layers of H_kv · D · (bytes of K + bytes of V) (METRICS §8)."""
+    """Of a cache of plain numbers: Σ over layers of H_kv · D · (bytes of K + bytes of V).
+
+    See docs/metrics.md#bytes-per-token.
+    """
     sides = [_ELEMENT.get(str(ran.get(f"{side}_dtype")).removeprefix("torch.")) for side in "kv"]
     if model.layers is None or model.kv_heads is None or model.head_dim is None:
         return None
