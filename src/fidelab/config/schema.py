@@ -182,7 +182,8 @@ class Experiment(BaseModel):
                 ArmConfig.model_validate(cell_fields(levels))
             except ValidationError as error:
                 first = error.errors()[0]
-                raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg'].removeprefix('Value error, ')}") from None
+                place = ".".join(map(str, first["loc"]))
+                raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
         return value
 
     @field_validator("axes", "benches", mode="before")
