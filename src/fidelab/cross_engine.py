@@ -137,7 +137,11 @@ class _Line:
             return self._measure()
         except FidelabError as error:
             line, failed = self._line, {"status": Status.FAILED, "reason": str(error)}
-            head = {"name": line.label, "engine": line.engine.name, "reference": line.reference}
+            head = {
+                "name": line.label,
+                "engine": line.engine.name,
+                "reference": line.reference.label if line.reference else None,
+            }
             return EngineRow.model_validate(head | failed), None
 
     def _measure(self) -> tuple[EngineRow, ArmResult]:
@@ -162,7 +166,7 @@ class _Line:
             floor=floor.mean if floor else None,
             floor_ci=floor.mean_ci if floor else None,
             speed=self._speed(cross.timing) if cross.timing and well else None,
-            candidate=_candidate(line.candidate, report),
+            candidate=_candidate(line.candidate.label, report),
             long=self._long(cross.long.tokens) if cross.long else None,
         )
         return row, reference
