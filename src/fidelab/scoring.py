@@ -334,7 +334,10 @@ def _kernel(result: ArmResult) -> str | None:
 
 
 def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-    """What costs the verdict a band: harms that axes found, and perplexity that contradicts the KLD (METRICS §6)."""
+    """What costs the verdict a band: harms that axes found, and perplexity that contradicts the KLD.
+
+    See docs/metrics.md#verdicts.
+    """
     found = [harm for score in scores.values() for harm in score.lowers]
     kld, perplexity = scores.get("kld"), scores.get("perplexity")
     if kld is not None and perplexity is not None:

@@ -1,4 +1,6 @@
-"""Axis B: KL divergence over the full vocabulary at every scored position (METRICS §3), at one or several contexts.
+"""Axis B: KL divergence over the full vocabulary at every scored position, at one or several contexts.
+
+See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
 
 ``windows`` are those of the shortest context.  A longer one has fewer, so that about as many positions are scored, but
 no fewer than six: what is resampled are documents, and a long window rarely touches more than one.
@@ -99,7 +101,7 @@ class KLD(Axis):
 
     A single context is the part ``""``.  An arm's metrics and items are those of its worst context: by the band that
     its upper end and its failed positions give, then by the upper end.  Of rows that hold the top tokens alone KL is a
-    lower bound, and has no score.
+    lower bound, and has no score.  See docs/metrics.md#mean-kl-divergence.
     """
 
     name: ClassVar[str] = "kld"

@@ -29,7 +29,7 @@ GROUPS = 6
 LOG_FROM = 10**1.5
 """Ratio of largest to smallest abscissa from which measured lengths and loads stand on a logarithmic axis."""
 RULES = {0.01: "EXCELLENT", 0.05: "PASS", 0.1: "DEGRADED"}
-"""Upper edges of the bands (METRICS §6), which an interval has to stay below."""
+"""Upper edges of the bands, which an interval has to stay below.  See docs/metrics.md#verdicts."""
 HOLLOW = "Hollow: not valid, see the table."
 
 

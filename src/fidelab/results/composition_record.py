@@ -1,4 +1,4 @@
-"""What quantization and speculation make together, as a record (METRICS §9).  Units: tok/s for rates."""
+"""What quantization and speculation make together, as a record.  Units: tok/s for rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Arrival = Literal["closed", "constant", "poisson", "trace"]
 
 
 class Composition(Record):
-    """Whether quantization and speculation multiply: ρ = S_both / (S_quantized · S_speculative) (METRICS §9)."""
+    """Whether quantization and speculation multiply: ρ = S_both / (S_quantized · S_speculative).  See docs/metrics.md#speculation."""
 
     arms: dict[str, str]
     """``plain``, ``quantized``, ``speculative``, ``both`` → where they were measured."""

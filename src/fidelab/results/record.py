@@ -203,7 +203,7 @@ class ArmRecord(Outcome):
     timing: Timing | None = None
     """How long the captures took; depends on what lay on disk already, so nothing compares it."""
     composite: Composite | None = None
-    """The source's combined score."""
+    """Harmonic mean of the axis scores, as REFRACT combines them."""
     verdict: Verdict | None = None
     """Candidates have one, also when nothing ran."""
 
