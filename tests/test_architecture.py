@@ -54,15 +54,15 @@ ARROWS: dict[str, set[str] | None] = {
     "axes": {"inputs", "captures", "metrics", "capability", "results.measurement", "results.plots"},
     "capability": {"inputs"},
     "load": {"inputs", "metrics"},
-    "benches": {"inputs", "captures", "metrics", "load", "kernels", "results.bench_record", "results.bench_values"}
-    | {"results.serving_record", "results.axis_record"},
+    "benches": {"inputs", "captures", "metrics", "load", "kernels", "results.measurement", "results.plots"}
+    | {"results.values", "results.composition_record"},
     "kernels": set(),
     "kernel_bench": {"kernels", "metrics", "plugins"},
     "benching": None,
     "plan": {"config", "engines", "environments", "axes", "benches", "models", "captures", "workers.messages"},
-    "results": {"metrics"},
+    "results": {"metrics", "benches"},
     "report": {"results"},
-    "imports": {"results", "report", "metrics", "captures.container"},
+    "imports": {"results", "report", "metrics", "benches", "captures.container"},
 }
 THIRD_PARTY: dict[str, set[str]] = {
     "core": set(),

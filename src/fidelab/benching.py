@@ -37,7 +37,7 @@ from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
-from fidelab.results import serving_record
+from fidelab.results.measurement import Measurement
 from fidelab.results.requests import REQUESTS
 from fidelab.workers.parent import Outcome, Worker
 
@@ -91,14 +91,14 @@ class Benching:
         questions = {name: bench.questions(self._inputs) for name, bench in self._benches().items()}
         live = [question for name, asked in questions.items() if not self._benches()[name].fresh for question in asked]
         fresh = {name: asked for name, asked in questions.items() if self._benches()[name].fresh}
-        live.sort(key=lambda question: question.bench != "memory")  # a peak that others have raised would not fall
+        live.sort(key=lambda question: not self._benches()[question.bench].first)
         loads = self._loads(arms, live)
         self._total = len(arms) * (len(live) + sum(q.repeats for asked in fresh.values() for q in asked))
         for load in range(loads):
             for group in [arms] if loads == 1 else [[arm] for arm in arms]:
                 self._session(group, [q for q in live if q.repeats > load], load, loads)
         (self._folder.parent / REQUESTS).unlink(missing_ok=True)  # of a run that was stopped: loads are put again
-        starts = {name: self._starts(arms, asked[0]) for name, asked in fresh.items()}
+        starts = {name: self._starts(arms, asked[0]) for name, asked in fresh.items() if asked}
         shutil.rmtree(self._folder / _WARM, ignore_errors=True)
         recorded = {arm.role: self._recorded(arm, questions, starts, loads) for arm in arms}
         return [recorded.get(result.role, result) for result in results]
@@ -205,7 +205,7 @@ class Benching:
                 if (arm.role, question.name) in self._faults or self._served(arm.arm, question.bench):
                     continue
                 kind = COLD if number < cold else WARM
-                self._say(f"start-up: {arm.arm.name}, {kind}")
+                self._say(f"{question.bench}: {arm.arm.name}, {kind}")
                 if kind == COLD and not evict(self._files(arm.arm)):
                     continue
                 if parts := self._start(arm, question, number):
@@ -274,7 +274,7 @@ class Benching:
             except CaptureError:
                 continue
 
-    def _loaded(self, arm: Arm, bench: Bench) -> serving_record.Serving | None:
+    def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
         if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).served:
             return None
@@ -293,12 +293,8 @@ class Benching:
             key = os.environ.get(options.get("api-key-env", "OPENAI_API_KEY"))
             return measure_serving(settings, key, watch=Requests(self._folder.parent, arm.name))
         except FidelabError as error:
-            return serving_record.Serving(
-                status=Status.FAILED,
-                reason=str(error),
-                target=options["base-url"],
-                model=options.get("model", ""),
-            )
+            told = {"target": options["base-url"], "model": options.get("model", "")}
+            return Measurement(status=Status.FAILED, reason=str(error), title=bench.title, facts=told)
 
     # -------------------------------------------------------------------------------------------- plumbing
 

@@ -10,14 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import geometric_mean
+from typing import Any
 
 from fidelab.core import Status
 from fidelab.errors import InputError, MismatchError, UsageError
 from fidelab.metrics.speculation import ARMS, compose
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Flag
+from fidelab.results.composition_record import Composition
+from fidelab.results.measurement import Coordinates, Flag, label
 from fidelab.results.record import ArmRecord, Report
-from fidelab.results.serving_record import Arrival, Composition, LoadCell, Server
 from fidelab.results.store import REPORT
 
 __all__ = ["compose_runs"]
@@ -26,41 +26,33 @@ _SPECULATIVE = ("speculative", "both")
 _TELLING = ("vllm", "sglang")  # they have counters whenever they speculate
 _WELL = (Status.OK, Status.IDENTICAL)
 _MAY_DIFFER = ("tokenizer", "weights", "dtype", "goodput")  # by what quantizing changes, or no matter of rates
-_SHAPE = ("arrival", "context", "output", "concurrency", "request_rate")
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """What makes two cells alike."""
-
-    arrival: Arrival | None
-    context: int | None
-    output: int | None
-    concurrency: int | None
-    request_rate: float | None
-
-    def __str__(self) -> str:
-        told = ((name.replace("_", " "), getattr(self, name)) for name in _SHAPE)
-        return ", ".join(f"{name} {value}" for name, value in told if value is not None)
+_RATES = {"serving": ("output rate", "arrival"), "decode": ("isolated", "depth")}
+"""Bench → the metric that is composed, and a coordinate that all its cells have; what is served goes first."""
 
 
 @dataclass(frozen=True)
 class _Cell:
-    """One arm under one load: its repeats (tok/s), or why there are none."""
+    """One arm under one load: its repeats (tok/s), or why there are none; ``server``: what its server counted."""
 
+    at: Coordinates
     rates: tuple[float, ...]
     flags: tuple[Flag, ...]
-    server: Server | None
+    server: Mapping[str, Any] | None
     reason: str | None = None
+
+    @property
+    def speculation(self) -> Mapping[str, Any] | None:
+        """The server's counters of drafts; ``None`` where it has none."""
+        return None if self.server is None else self.server.get("speculation")
 
 
 @dataclass(frozen=True)
 class _Arm:
-    """One of the four: where and how it was measured, and its cells."""
+    """One of the four: where and how it was measured, and its cells by their shape in words."""
 
     where: str
     protocol: Mapping[str, object]
-    cells: Mapping[_Shape, _Cell]
+    cells: Mapping[str, _Cell]
 
 
 def compose_runs(where: Mapping[str, str]) -> list[Composition]:
@@ -101,7 +93,7 @@ def _check_alike(first: str, one: _Arm, second: str, other: _Arm) -> None:
         )
 
 
-def _composition(shape: _Shape, arms: Mapping[str, _Arm]) -> Composition:
+def _composition(shape: str, arms: Mapping[str, _Arm]) -> Composition:
     cells = {name: arm.cells[shape] for name, arm in arms.items()}
     faults = [
         Flag(kind="not-engaged", text=f"{name}: {why}") for name, cell in cells.items() if (why := _doubt(name, cell))
@@ -118,36 +110,44 @@ def _composition(shape: _Shape, arms: Mapping[str, _Arm]) -> Composition:
         flags.append(
             Flag(kind="noise", text="an arm was measured once, so there is no interval; --repeats 3 gives one")
         )
-    told = {name: cell.server.speculation for name, cell in cells.items() if cell.server}
-    return Composition(
-        arms={name: arm.where for name, arm in arms.items()},
-        **vars(shape),
-        rates={name: geometric_mean(cell.rates) for name, cell in cells.items() if cell.rates},
-        acceptance_lengths={
-            name: said.acceptance_length for name, said in told.items() if said and said.acceptance_length
-        },
-        rho=None if composed is None else composed.rho,
-        ci=None if composed is None else composed.interval,
-        kind="cannot tell" if composed is None else composed.kind,
-        flags=(*faults, *flags),
+    at = cells["plain"].at
+    counts = {
+        "context": at.get("context", at.get("depth")),
+        "output": at.get("output"),
+        "concurrency": at.get("concurrency", at.get("batch")),
+    }
+    lengths = {name: (cell.speculation or {}).get("acceptance_length") for name, cell in cells.items()}
+    return Composition.model_validate(
+        {
+            "arms": {name: arm.where for name, arm in arms.items()},
+            "arrival": at.get("arrival"),
+            **{name: count for name, count in counts.items() if isinstance(count, int)},  # a mixture is told in words
+            "request_rate": at.get("rate"),
+            "rates": {name: geometric_mean(cell.rates) for name, cell in cells.items() if cell.rates},
+            "acceptance_lengths": {name: length for name, length in lengths.items() if length},
+            "rho": None if composed is None else composed.rho,
+            "ci": None if composed is None else composed.interval,
+            "kind": "cannot tell" if composed is None else composed.kind,
+            "flags": (*faults, *flags),
+        }
     )
 
 
 def _doubt(name: str, cell: _Cell) -> str | None:
     """Why it is not known that an arm speculated, or that it did not; ``None`` where its server showed it."""
-    server, wanted = cell.server, name in _SPECULATIVE
+    server, said, wanted = cell.server, cell.speculation, name in _SPECULATIVE
     unknown = f"so nothing shows {'that it speculated' if wanted else 'that it did not speculate'}"
     if server is None:
         return f"no server told what it counted, {unknown}"
-    said = server.speculation
     if said is None:
-        return (
-            None if not wanted and server.kind in _TELLING else f"its server has no counters of speculation, {unknown}"
-        )
+        silent = not wanted and server.get("kind") in _TELLING
+        return None if silent else f"its server has no counters of speculation, {unknown}"
+    drafted = said.get("drafted")
+    engaged = (said.get("accepted") or 0) > 0 or (said.get("acceptance_length") or 0) > 1
     if wanted:
-        return None if said.engaged else f"it did not speculate: {_count(said.drafted)} draft tokens, none accepted"
-    if said.engaged or said.drafted:
-        return f"it was to run without speculation and speculated: {_count(said.drafted)} draft tokens"
+        return None if engaged else f"it did not speculate: {_count(drafted)} draft tokens, none accepted"
+    if engaged or drafted:
+        return f"it was to run without speculation and speculated: {_count(drafted)} draft tokens"
     return None
 
 
@@ -166,7 +166,7 @@ def _read(flag: str, where: str) -> _Arm:
         raise InputError(f"--{flag} {where}: there is no report; name a run's folder or its {REPORT}")
     report = Report.from_json(file)
     arms = [arm for arm in (report.reference, report.control, *report.candidates) if arm is not None]
-    measured = [arm for arm in arms if arm.benches.serving or arm.benches.decode]
+    measured = [arm for arm in arms if _bench(arm)]
     chosen = [arm for arm in measured if name in (None, arm.name)]
     names = ", ".join(arm.name for arm in measured)
     if not measured:
@@ -185,7 +185,7 @@ def _read(flag: str, where: str) -> _Arm:
 
 def _protocol(report: Report, arm: ArmRecord) -> dict[str, object]:
     """What must agree, besides the cells themselves."""
-    bench = "serving" if arm.benches.serving else "decode"
+    bench = _bench(arm)
     key = report.comparability_key.get(f"benches.{bench}")
     told = key if isinstance(key, Mapping) else {}
     return {"bench": bench, **{name: value for name, value in told.items() if name not in _MAY_DIFFER}}
@@ -201,34 +201,32 @@ def _split(where: str) -> tuple[Path, str | None]:
     return path, None
 
 
+def _bench(arm: ArmRecord) -> str | None:
+    """The bench that is composed; ``None`` where the arm has none of that kind."""
+    return next((name for name in _RATES if name in arm.benches), None)
+
+
 def _why(arm: ArmRecord) -> str:
-    outcome = arm.benches.serving or arm.benches.decode
-    return (outcome and outcome.reason) or arm.reason or arm.status.value
+    bench = _bench(arm)
+    return (bench and arm.benches[bench].reason) or arm.reason or arm.status.value
 
 
-def _cells(arm: ArmRecord) -> dict[_Shape, _Cell]:
-    """By the load's shape."""
-    if serving := arm.benches.serving:
-        pairs = [(_Shape(*(getattr(cell, name) for name in _SHAPE)), _loaded(cell)) for cell in serving.cells]
-    else:
-        cells = arm.benches.decode.cells if arm.benches.decode else ()
-        pairs = [(_Shape(None, cell.tokens, cell.n, cell.batch, None), _decoded(cell)) for cell in cells]
-    found: dict[_Shape, _Cell] = {}
-    for shape, cell in pairs:
-        if shape in found:
-            raise InputError(f"{arm.name} has two cells with {shape}: they cannot be told apart")
-        found[shape] = cell
+def _cells(arm: ArmRecord) -> dict[str, _Cell]:
+    """By the load's shape in words; of decoding, with the tokens decoded."""
+    bench = _bench(arm)
+    if bench is None:
+        return {}
+    measured, (rate, shape) = arm.benches[bench], _RATES[bench]
+    found = {}
+    for at in measured.shapes():
+        if shape not in at:
+            continue
+        cell, metric = measured.cell(at), measured.metric(rate, at)
+        facts = cell.facts if cell else {}
+        where: Coordinates = {**at, "output": facts["n"]} if "n" in facts else at
+        rates = tuple(filter(None, metric.repeats or (metric.value,))) if metric else ()
+        flags = tuple(dict.fromkeys((*(cell.flags if cell else ()), *(metric.flags if metric else ()))))
+        well = cell is None or (cell.status in _WELL and cell.valid)
+        reason = None if well and rates else (cell and cell.reason) or ("not measured" if well else "not valid")
+        found[label(where)] = _Cell(where, rates, flags, facts.get("server"), reason)
     return found
-
-
-def _loaded(cell: LoadCell) -> _Cell:
-    """A cell of a server."""
-    rates = tuple(rate for rate in cell.repeats.get("output_rate", (cell.output_rate,)) if rate)
-    fine = cell.status in _WELL and cell.valid and rates
-    return _Cell(rates, cell.flags, cell.server, None if fine else cell.reason or "not valid")
-
-
-def _decoded(cell: SpeedCell) -> _Cell:
-    """A cell of an engine by itself, which no server speaks of."""
-    rates = cell.rate.repeats if cell.rate is not None and cell.status in _WELL else ()
-    return _Cell(rates, cell.flags, None, None if rates else cell.reason or "not measured")

@@ -43,8 +43,7 @@ from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.probes import Prefill, Timed
-from fidelab.results.bench_values import Spread
-from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed
+from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed, Spread
 from fidelab.results.record import Ran, Report
 from fidelab.results.store import RunFolder
 from fidelab.run import Prepared, capture, execute, prepare
@@ -146,7 +145,7 @@ class _Line:
         results = [ArmResult.from_record(arm, run.path) for arm in run.read_outcomes()["arms"]]
         reference = next(result for result in results if result.role == "reference")
         well = report.reference.status is Status.OK
-        floor = report.floor.kld
+        floor = report.floor.get("kld")
         row = EngineRow(
             name=line.label,
             engine=line.engine.name,
@@ -159,8 +158,8 @@ class _Line:
             run=str(run.path.relative_to(self._folder)),
             ran=report.reference.ran,
             perplexity=_perplexity(cross, reference) if well else {},
-            floor=floor.mean if floor else None,
-            floor_ci=floor.mean_ci if floor else None,
+            floor=floor.value("mean") if floor else None,
+            floor_ci=floor.ci("mean") if floor else None,
             speed=self._speed(cross.timing) if cross.timing and well else None,
             candidate=_candidate(line.candidate, report),
             long=self._long(cross.long.tokens) if cross.long else None,
@@ -254,21 +253,22 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | N
     axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
     captures = {part: Capture(path) for part, path in parts.items()}
     score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
-    return {n_ctx: found["ppl_ref"] for n_ctx, found in score.figures["details"]["contexts"].items()}
+    found = (metric for metric in score.metrics if metric.name == "reference PPL")
+    return {str(metric.cell["context"]): metric.value for metric in found}
 
 
 def _candidate(kv: str, report: Report) -> Candidate:
     [arm] = report.candidates
-    axes = {name: axis for name in report.settings["axes"] if (axis := getattr(arm.axes, name, None)) is not None}
-    kld = arm.axes.kld
+    axes = {name: arm.axes[name] for name in report.settings["axes"] if name in arm.axes}
+    kld = axes.get("kld")
     return Candidate(
         status=arm.status,
         reason=arm.reason,
         kv=kv,
-        kld=kld.mean if kld else None,
-        kld_ci=kld.mean_ci if kld else None,
-        scores={name: axis.score for name, axis in axes.items()},
-        score_ci={name: axis.ci for name, axis in axes.items()},
+        kld=kld.value("mean") if kld else None,
+        kld_ci=kld.ci("mean") if kld else None,
+        scores={name: axis.value("score") for name, axis in axes.items()},
+        score_ci={name: axis.ci("score") for name, axis in axes.items()},
         composite=arm.composite,
         verdict=arm.verdict,
     )
@@ -346,17 +346,16 @@ def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agree
     if score is None:
         reason = measured.reason or "no full-vocabulary KLD"
         return Agreement(status=Status.FAILED, reason=reason, reference=reference, other=name)
-    figures = score.figures
     return Agreement(
         status=measured.status,
         reason=measured.reason,
         reference=reference,
         other=name,
-        kld=figures["mean"],
-        ci=figures["mean_ci"],
-        top1=figures["top1"],
-        n_positions=figures["n_positions"],
-        n_failed=figures["n_failed"],
+        kld=score.value("mean"),
+        ci=score.interval("mean"),
+        top1=score.value("top-1"),
+        n_positions=len(score.usable),
+        n_failed=int((~score.usable).sum()),
     )
 
 

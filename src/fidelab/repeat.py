@@ -123,11 +123,11 @@ class AxisSpread(Record):
     verdict: Judgement | None = None
     """By the standard deviation of the score; null with fewer than two scores: not measurable."""
     exact: bool = False
-    """All runs gave the same score (KLD: and the same mean)."""
+    """All runs gave the same score, and the same cost in nats."""
     score: Spread
     """The score (points, 0-100)."""
     nats: Spread | None = None
-    """KLD: the mean KL (nats)."""
+    """What the axis measures in nats, before it is made a score (KLD: the mean KL)."""
     lost: tuple[Lost, ...] = ()
     """Runs without a score."""
 
@@ -327,17 +327,19 @@ def _new_folder(parent: Path, label: str) -> Path:
 
 
 def _spread(name: str, axis: str, arms: Sequence[ArmRecord]) -> AxisSpread | None:
-    outcomes = [getattr(arm.axes, axis, None) for arm in arms]
-    scores = [None if outcome is None else outcome.score for outcome in outcomes]
+    outcomes = [arm.axes.get(axis) for arm in arms]
+    scores = [None if outcome is None else outcome.value("score") for outcome in outcomes]
     lost = []
-    for number, (arm, outcome, score) in enumerate(zip(arms, outcomes, scores, strict=True), 1):
-        if score is None:
+    for number, (arm, outcome, value) in enumerate(zip(arms, outcomes, scores, strict=True), 1):
+        if value is None:
             end = arm if outcome is None else outcome
             lost.append(Lost(run=number, status=end.status, reason=end.reason or "it has no score"))
     if len(lost) == len(arms) and any(one.status in (Status.OK, Status.IDENTICAL) for one in lost):
         return None
     score = Spread.of(scores)
-    nats = Spread.of([None if one is None else one.mean for one in outcomes]) if axis == "kld" else None
+    costs = [metric for outcome in outcomes if outcome for metric in outcome.metrics if metric.unit == "nats"]
+    cost = next((metric.name for metric in sorted(costs, key=lambda metric: not metric.headline)), None)
+    nats = None if cost is None else Spread.of([None if one is None else one.value(cost) for one in outcomes])
     return AxisSpread(
         candidate=name,
         axis=axis,

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.axes import AXES
-from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
+from fidelab.axes.base import Axis, AxisScore, SampleSize, part_name, parts_of
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.config.load import load
@@ -50,22 +50,6 @@ from fidelab.results.store import EVENTS, RunFolder
 __all__ = ["Advice", "Line", "Precision", "SizePlan", "Supply", "plan_size"]
 
 _LEAST = 1e-12  # of a precision: below it, counts of units have no meaning
-
-
-@dataclass(frozen=True)
-class _Sized:
-    """What an axis counts: its items, the flag and the setting of their number, the unit of its estimate."""
-
-    items: str
-    flag: str
-    setting: str
-    unit: str
-
-
-_AXES = {
-    "kld": _Sized("windows", "--windows", "windows", "nats"),
-    "trajectory": _Sized("prompts", "--limit", "limit", "points"),
-}
 
 
 @dataclass(frozen=True)
@@ -153,12 +137,16 @@ class Advice:
 
 @dataclass(frozen=True)
 class SizePlan:
-    """The answer: every estimate of the pilot, and what to run; ``advice`` is ``None`` where the pilot does."""
+    """The answer: every estimate of the pilot, and what to run; ``advice`` is ``None`` where the pilot does.
+
+    ``items``: the word for what is counted; ``source``: what more of them are cut from, ``text`` or ``prompts``.
+    """
 
     run_id: str
     axis: str
     unit: str
     items: str
+    source: str
     items_now: int
     asked: Precision
     lines: tuple[Line, ...]
@@ -169,8 +157,8 @@ def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
     """Items that a 95% interval of ± ``precision`` needs, by what the run in ``run_dir`` found.
 
     Args:
-        precision: half-width in nats (kld) or points of the score (trajectory), or ``5%`` of each candidate's estimate;
-            its excess over the control is held to the same half-width.
+        precision: half-width in the axis' own unit (kld: nats, trajectory: points of the score), or ``5%`` of each
+            candidate's estimate; its excess over the control is held to the same half-width.
 
     Raises:
         UsageError: a precision that cannot be, or an axis that the run does not have.
@@ -184,15 +172,18 @@ def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
     report, experiment = Report.from_json(folder.report), load(folder.config)
     if axis not in experiment.axes:
         raise UnknownNameError("axis of this run", axis, experiment.axes)
-    if axis not in _AXES:
-        raise UsageError(f"axis {axis} cannot be planned; plan-size knows {', '.join(_AXES)}")
-    pilot = _Pilot(folder, experiment, axis)
+    samples = {name: AXES.load(name).sample for name in experiment.axes}
+    if samples[axis] is None:
+        known = ", ".join(name for name, sample in samples.items() if sample is not None)
+        raise UsageError(f"axis {axis} cannot be planned; of this run's axes, plan-size knows {known or 'none'}")
+    pilot = _Pilot(folder, experiment, axis, samples[axis])
     lines = tuple(_lines(report, pilot, asked))
     if all(line.status == "failed" for line in lines):
         raise InputError(f"{run_dir}: nothing to plan from: {lines[0].arm}: {lines[0].reason}")
     more = [line for line in lines if line.status == "needed"]
     advice = _advice(folder, pilot, more, report.command) if more else None
-    return SizePlan(report.run_id, axis, _AXES[axis].unit, _AXES[axis].items, pilot.n_items, asked, lines, advice)
+    sample = pilot.sample
+    return SizePlan(report.run_id, axis, pilot.unit, sample.items, sample.source, pilot.n_items, asked, lines, advice)
 
 
 # ---------------------------------------------------------------------------------------------- the pilot
@@ -201,10 +192,11 @@ def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
 class _Pilot:
     """One axis of a finished run, scored again in memory."""
 
-    def __init__(self, folder: RunFolder, experiment: Experiment, axis: str) -> None:
-        self.experiment, self.axis = experiment, axis
+    def __init__(self, folder: RunFolder, experiment: Experiment, axis: str, sample: SampleSize) -> None:
+        self.experiment, self.axis, self.sample = experiment, axis, sample
         self.results = _results(folder)
         cls: type[Axis] = AXES.load(axis)
+        self.unit = cls.excess.unit
         self._scorer = cls(cls.Settings.model_validate(experiment.axes[axis]))
         self._reference = self._captures("reference")
 
@@ -247,12 +239,12 @@ def _results(folder: RunFolder) -> dict[str, ArmResult]:
 
 def _why_not(arm: ArmRecord, axis: str) -> str | None:
     """Why an arm has nothing to plan from on this axis."""
-    found: Any = getattr(arm.axes, axis)
+    found = arm.axes.get(axis)
     if arm.status in (Status.NOT_ENGAGED, Status.NOT_SUPPORTED):
         return arm.reason
     if found is None:
         return arm.reason or "no figures on this axis"
-    return None if found.status in (Status.OK, Status.IDENTICAL) else str(found.reason)
+    return None if found.measured else found.reason
 
 
 def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[Line]:
@@ -266,10 +258,15 @@ def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[Line]:
             continue
         score = pilot.score(f"candidate:{arm.name}")
         # equal tokens alone do not show equal output: a few prompts more may differ
-        if score.identical and arm.axes.kld is not None and arm.axes.kld.status is Status.IDENTICAL:
+        if score.identical and _same_distributions(arm):
             yield Line(arm.name, "mean", "exact")
         else:
             yield from _candidate(arm.name, score, control, asked, pilot.n_items)
+
+
+def _same_distributions(arm: ArmRecord) -> bool:
+    identical = (axis for axis, found in arm.axes.items() if found.status is Status.IDENTICAL)
+    return any(AXES.load(axis).distributions for axis in identical)
 
 
 def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Precision, n: int) -> Iterator[Line]:
@@ -337,12 +334,12 @@ def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[Line], command: st
     folders = {path for parts in captures.values() for path in parts.values()}
     supply = _supply(pilot)
     short = supply is not None and supply.holds < items
-    longer = "wikitext-2" if short and pilot.axis == "kld" and pilot.experiment.text == "default" else None
+    text = pilot.sample.source == "text" and pilot.experiment.text == "default"
     return Advice(
         items=items,
         upper=max(line.items_upper or 0 for line in lines),
-        flag=_AXES[pilot.axis].flag,
-        command=_command(command, pilot.axis, items, longer),
+        flag=pilot.sample.flag,
+        command=_command(command, pilot, items, "wikitext-2" if short and text else None),
         supply=supply,
         seconds=_seconds(folder, pilot.axis, asked, factor),
         disk_bytes=math.ceil(factor * sum(Capture(path, verify=False).bytes for path in folders)),
@@ -398,13 +395,14 @@ def _events(folder: RunFolder) -> Iterator[Any]:
             yield json.loads(line)
 
 
-def _command(command: str, axis: str, items: int, text: str | None) -> str | None:
+def _command(command: str, pilot: _Pilot, items: int, text: str | None) -> str | None:
     """The run's own command with the new number, and another text; None where it was no command of a kind we know."""
     if command.startswith("fidelab compare "):
-        words = _with_flag(shlex.split(command), _AXES[axis].flag, str(items))
+        words = _with_flag(shlex.split(command), pilot.sample.flag, str(items))
         return shlex.join(words if text is None else _with_flag(words, "--text", text))
     if command.startswith("fidelab run "):
-        settings = [f"axes.{axis}.{_AXES[axis].setting}={items}", *([] if text is None else [f"text={text}"])]
+        setting = f"axes.{pilot.axis}.{pilot.sample.setting}={items}"
+        settings = [setting, *([] if text is None else [f"text={text}"])]
         return shlex.join([*shlex.split(command), *(word for setting in settings for word in ("--set", setting))])
     return None
 

@@ -21,7 +21,8 @@ from fidelab.imports.kld_dumps import import_dumps
 from fidelab.imports.leave import Imported
 from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.report.positions import read_positions
-from fidelab.results.axis_record import KldAxis
+from fidelab.results.measurement import Measurement
+from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord
 from tests.runs.harness import cli
 
@@ -62,10 +63,13 @@ def run(folder: Path, ref: Path, *tests: Path, **more: object) -> Imported:
     return import_dumps(ref, tests, folder / "runs", **more)  # type: ignore[arg-type]
 
 
-def only(result: Imported) -> tuple[ArmRecord, KldAxis]:
+def only(result: Imported) -> tuple[ArmRecord, Measurement]:
     [arm] = result.report.candidates
-    assert arm.axes.kld is not None
-    return arm, arm.axes.kld
+    return arm, arm.axes["kld"]
+
+
+def curve(axis: Measurement, key: str) -> Curve:
+    return next(plot for plot in axis.plots if isinstance(plot, Curve) and plot.key == key)
 
 
 # ---------------------------------------------------------------------------------------------- figures
@@ -75,22 +79,22 @@ def test_figures_are_those_of_the_closed_form(tmp_path: Path) -> None:
     ref, test, kl = dumps(tmp_path)
     arm, axis = only(run(tmp_path, ref, test))
     flat = kl.flatten().numpy()
-    assert axis.mean == pytest.approx(flat.mean(), rel=1e-5)
-    assert axis.score == pytest.approx(100 * math.exp(-flat.mean()), rel=1e-6)
-    assert (axis.median, axis.p99, axis.max) == pytest.approx(tuple(np.quantile(flat, [0.5, 0.99, 1.0])), rel=1e-4)
-    assert (axis.n_positions, axis.n_failed, axis.estimator) == (24 * ROWS, 0, Estimator.LOGPROBS)
-    assert axis.rms_dp is None  # the dumps hold no tokens
-    assert axis.by_confidence is not None
-    assert sum(axis.by_confidence.count) == 24 * ROWS
+    assert axis.value("mean") == pytest.approx(flat.mean(), rel=1e-5)
+    assert axis.value("score") == pytest.approx(100 * math.exp(-flat.mean()), rel=1e-6)
+    assert tuple(map(axis.value, ("median", "p99", "max"))) == pytest.approx(
+        tuple(np.quantile(flat, [0.5, 0.99, 1.0])), rel=1e-4
+    )
+    assert (axis.n_items, axis.n_failed, axis.facts["estimator"]) == (24 * ROWS, 0, Estimator.LOGPROBS)
+    assert axis.value("RMS Δp") is None  # the dumps hold no tokens
+    assert len(curve(axis, "confidence").x) > 1
     assert arm.composite is not None
-    assert (arm.composite.value, arm.composite.band) == (axis.score, None)
+    assert (arm.composite.value, arm.composite.band) == (axis.value("score"), None)
 
 
 def test_mean_by_position_is_the_mean_over_windows(tmp_path: Path) -> None:
     ref, test, kl = dumps(tmp_path)
     _, axis = only(run(tmp_path, ref, test))
-    assert axis.by_position is not None
-    found = [mean for mean in axis.by_position.mean if mean is not None]
+    found = [mean for mean in curve(axis, "position").y if mean is not None]
     assert found == pytest.approx(kl.mean(0).tolist(), rel=1e-4)
 
 
@@ -107,20 +111,20 @@ def test_the_interval_is_over_blocks_of_windows_that_overlap(tmp_path: Path) -> 
     _, axis = only(run(tmp_path, ref, test))  # 8 rows every 2: four windows share a token
     blocks = np.repeat(np.arange(24) // 4, ROWS)
     expected = ratio_interval(RatioItems.of(kl.flatten().numpy(), 1.0, blocks), 42, bounds=(0.0, math.inf))
-    assert axis.n_units == 6
-    assert axis.mean_ci == pytest.approx(expected, rel=1e-4)
+    assert axis.facts["n_units"] == 6
+    assert axis.ci("mean") == pytest.approx(expected, rel=1e-4)
 
 
 def test_windows_that_do_not_overlap_make_smaller_blocks(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path)
     _, axis = only(run(tmp_path, ref, test, stride=ROWS))
-    assert axis.n_units == 8  # ∛24 is about 3
+    assert axis.facts["n_units"] == 8  # ∛24 is about 3
 
 
 def test_a_single_block_gives_no_interval_and_no_verdict(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=3)
     arm, axis = only(run(tmp_path, ref, test))
-    assert (axis.mean_ci, axis.n_units) == (None, 1)
+    assert (axis.ci("mean"), axis.facts["n_units"]) == (None, 1)
     assert arm.verdict is not None
     assert arm.verdict.band is None
     assert "single block" in arm.verdict.sentence
@@ -148,7 +152,7 @@ def test_half_precision_is_renormalised(tmp_path: Path) -> None:
         ref, test, kl = dumps(tmp_path / str(dtype), dtype=dtype)
         result = run(tmp_path, ref, test)
         _, axis = only(result)
-        assert axis.mean == pytest.approx(float(kl.mean()), abs=near)
+        assert axis.value("mean") == pytest.approx(float(kl.mean()), abs=near)
         assert any("bfloat16" in note for note in result.notes) == (dtype is torch.bfloat16)
 
 
@@ -161,7 +165,7 @@ def test_another_vocabulary_size_is_cut_to_the_common_ids(tmp_path: Path) -> Non
     for i, rows in enumerate(wide):
         p, q = log_probs(i), torch.log_softmax(rows[:, :VOCAB], -1)
         kl.append((p.exp() * (p - q)).sum(-1))
-    assert axis.mean == pytest.approx(float(torch.stack(kl).mean()), rel=1e-5)
+    assert axis.value("mean") == pytest.approx(float(torch.stack(kl).mean()), rel=1e-5)
     assert any("57 ids" in note for note in result.notes)
 
 
@@ -171,9 +175,9 @@ def test_rows_with_nan_are_failed_and_cap_the_verdict(tmp_path: Path) -> None:
     rows[5, 7] = math.nan
     save(test, {3: rows})
     arm, axis = only(run(tmp_path, ref, test))
-    assert (axis.n_failed, axis.n_positions) == (1, 24 * ROWS)
+    assert (axis.n_failed, axis.n_items) == (1, 24 * ROWS)
     kl[3, 5] = math.nan
-    assert axis.mean == pytest.approx(float(kl.nanmean()), rel=1e-3)
+    assert axis.value("mean") == pytest.approx(float(kl.nanmean()), rel=1e-3)
     assert arm.verdict is not None
     assert arm.verdict.band == "DEGRADED"
     rows[:] = math.nan
@@ -197,7 +201,7 @@ def test_broken_rows_of_the_reference_are_said_to_be_its_own(tmp_path: Path) -> 
 def test_a_dump_without_any_usable_row_fails(tmp_path: Path) -> None:
     ref, _, _ = dumps(tmp_path)
     arm, axis = only(run(tmp_path, ref, save(tmp_path / "nan", [torch.full((ROWS, VOCAB), math.nan)] * 24)))
-    assert (axis.status, axis.mean, axis.n_failed) == (Status.FAILED, None, 24 * ROWS)
+    assert (axis.status, axis.value("mean"), axis.n_failed) == (Status.FAILED, None, 24 * ROWS)
     assert arm.verdict is not None
     assert arm.verdict.band == "FAIL"
 
@@ -220,7 +224,7 @@ def test_several_candidates_are_ordered_by_paired_differences(tmp_path: Path) ->
     assert [arm.name for arm in result.report.candidates] == ["NVFP4", "AWQ"]
     [pair] = result.report.comparisons
     assert (pair.better, pair.worse, pair.differs) == ("AWQ", "NVFP4", True)
-    means = {arm.name: arm.axes.kld.mean for arm in result.report.candidates if arm.axes.kld and arm.axes.kld.mean}
+    means = {arm.name: arm.axes["kld"].value("mean") or 0.0 for arm in result.report.candidates}
     assert pair.difference == pytest.approx(means["NVFP4"] - means["AWQ"])
 
 
@@ -284,7 +288,7 @@ def test_a_shorter_last_window_is_no_fault(tmp_path: Path) -> None:
     windows = [log_probs(i, rows=ROWS if i < 4 else 3) for i in range(5)]
     ref = save(tmp_path / "ref", windows)
     test = save(tmp_path / "test", [tilted(rows, 1.0)[0] for rows in windows])
-    assert only(run(tmp_path, ref, test))[1].n_positions == 4 * ROWS + 3
+    assert only(run(tmp_path, ref, test))[1].n_items == 4 * ROWS + 3
 
 
 def test_other_window_numbers_are_named(tmp_path: Path) -> None:

@@ -14,8 +14,7 @@ from fidelab.errors import InputError
 from fidelab.imports.leave import Imported
 from fidelab.imports.refract import import_refract
 from fidelab.metrics.intervals import binomial_interval
-from fidelab.results.axis_record import OtherAxis
-from fidelab.results.plots import Heatmap, TablePlot
+from fidelab.results.plots import Curve, Heatmap, TablePlot
 from fidelab.results.record import ArmRecord, Report
 from tests.imports.sample import (
     DIVERGED,
@@ -42,13 +41,9 @@ def candidate(folder: Path, report: Any) -> ArmRecord:
     return imported(folder, report).report.candidates[0]
 
 
-def other(arm: ArmRecord, name: str) -> OtherAxis:
-    return arm.axes.others()[name]
-
-
 def compared(arm: ArmRecord) -> dict[str, tuple[Any, ...]]:
     """Figure → (in the file, by REFRACT's definition, by ours, agrees)."""
-    panel = other(arm, "refract").panels[0]
+    panel = arm.axes["refract"].plots[0]
     assert isinstance(panel, TablePlot)
     return {str(name): tuple(rest) for name, *rest in panel.rows}
 
@@ -58,54 +53,49 @@ def compared(arm: ArmRecord) -> dict[str, tuple[Any, ...]]:
 
 def test_a_candidate_that_stops_early_scores_62_5_by_their_definition_and_50_by_ours(tmp_path: Path) -> None:
     arm = candidate(tmp_path, refract_report())
-    axis = arm.axes.trajectory
-    assert axis is not None
-    assert (axis.score_refract, axis.score) == (62.5, 50.0)
+    axis = arm.axes["trajectory"]
+    assert (axis.value("score (REFRACT)"), axis.value("score")) == (62.5, 50.0)
     assert compared(arm)["trajectory score"] == (62.5, 62.5, 50.0, "yes")
 
 
 def test_lengths_do_where_the_file_has_no_token_ids(tmp_path: Path) -> None:
     arm = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(10, 8, 5)]))
-    axis = arm.axes.trajectory
-    assert axis is not None
-    assert (axis.score_refract, axis.score, axis.median_first_divergence) == (62.5, 50.0, 5.0)
-    assert axis.positional_agreement is None  # what matches after the fork is not in the lengths
+    axis = arm.axes["trajectory"]
+    assert (axis.value("score (REFRACT)"), axis.value("score")) == (62.5, 50.0)
+    assert axis.value("median first divergence") == 5.0
+    assert axis.value("positional agreement") is None  # what matches after the fork is not in the lengths
 
 
 def test_token_ids_show_what_matches_after_the_fork(tmp_path: Path) -> None:
-    axis = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt([1, 2, 3, 4], [1, 2, 9, 4])])).axes.trajectory
-    assert axis is not None
-    assert (axis.positional_agreement, axis.survival) == (0.75, (1.0, 1.0, 1.0, 0.0, 0.0))
+    axis = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt([1, 2, 3, 4], [1, 2, 9, 4])])).axes["trajectory"]
+    assert axis.value("positional agreement") == 0.75
+    assert isinstance(axis.plots[0], Curve)
+    assert axis.plots[0].y == (1.0, 1.0, 1.0, 0.0, 0.0)
 
 
 def test_prompts_are_the_units_of_the_trajectory_interval(tmp_path: Path) -> None:
-    equal = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(TEN, TEN)] * 30)).axes.trajectory
-    single = candidate(tmp_path, refract_report()).axes.trajectory
-    assert equal is not None
-    assert equal.ci == pytest.approx((100 * binomial_interval(30, 30)[0], 100.0))
-    assert single is not None
-    assert single.ci is None
+    equal = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(TEN, TEN)] * 30)).axes["trajectory"]
+    single = candidate(tmp_path, refract_report()).axes["trajectory"]
+    assert equal.ci("score") == pytest.approx((100 * binomial_interval(30, 30)[0], 100.0))
+    assert single.ci("score") is None
 
 
 def test_a_prompt_without_any_token_is_counted_as_failed(tmp_path: Path) -> None:
-    axis = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(TEN, DIVERGED), prompt([], [])])).axes.trajectory
-    assert axis is not None
-    assert (axis.score, axis.n_items, axis.n_failed) == (50.0, 2, 1)
+    axis = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(TEN, DIVERGED), prompt([], [])])).axes["trajectory"]
+    assert (axis.value("score"), axis.n_items, axis.n_failed) == (50.0, 2, 1)
 
 
 def test_the_axis_is_found_under_its_new_name_too(tmp_path: Path) -> None:
     report = refract_report(composite_detail={})
     report["axes"]["trajectory"] = report["axes"].pop("gtm")
-    axis = candidate(tmp_path, report).axes.trajectory
-    assert axis is not None
-    assert axis.score == 50.0
+    axis = candidate(tmp_path, report).axes["trajectory"]
+    assert axis.value("score") == 50.0
 
 
 def test_without_per_prompt_data_no_trajectory_score_is_taken_over(tmp_path: Path) -> None:
     arm = candidate(tmp_path, with_axis("gtm", per_prompt=None))
-    axis = arm.axes.trajectory
-    assert axis is not None
-    assert (axis.status, axis.score) == (Status.NOT_MEASURABLE, None)
+    axis = arm.axes["trajectory"]
+    assert (axis.status, axis.value("score")) == (Status.NOT_MEASURABLE, None)
     assert compared(arm)["trajectory score"] == (62.5, None, None, "")
     assert compared(arm)["composite"][1] is None  # theirs needs all its axes
     assert arm.composite is not None
@@ -113,53 +103,51 @@ def test_without_per_prompt_data_no_trajectory_score_is_taken_over(tmp_path: Pat
 
 
 def test_kld_keeps_what_the_file_has_and_no_more(tmp_path: Path) -> None:
-    axis = candidate(tmp_path, refract_report()).axes.kld
-    assert axis is not None
-    assert axis.score == pytest.approx(49.6585, abs=1e-4)
-    assert (axis.mean, axis.top1, axis.rms_dp) == (0.7, 0.8, None)
-    assert (axis.mean_ci, axis.ci, axis.stderr, axis.n_positions, axis.p99) == (None, None, None, None, None)
+    axis = candidate(tmp_path, refract_report()).axes["kld"]
+    assert axis.value("score") == pytest.approx(49.6585, abs=1e-4)
+    assert (axis.value("mean"), axis.value("top-1"), axis.value("RMS Δp")) == (0.7, 0.8, None)
+    assert (axis.ci("mean"), axis.ci("score"), axis.n_items) == (None, None, None)
+    assert (axis.value("std. error"), axis.value("p99")) == (None, None)
 
 
 def test_rniah_counts_cells_in_which_the_reference_finds_the_needle(tmp_path: Path) -> None:
     arm = candidate(tmp_path, refract_report())
     stated, again, ours, agrees = compared(arm)["R-NIAH score"]
     assert (stated, again, ours, agrees) == (pytest.approx(200 / 3), pytest.approx(200 / 3), 50.0, "yes")
-    panel = other(arm, "rniah").panels[0]
+    panel = arm.axes["rniah"].plots[0]
     assert isinstance(panel, Heatmap)
     assert [grid.values for grid in panel.grids] == [((1, 1, 0),), ((1, 0, 0),), ((0, -1, 0),)]
 
 
 def test_trials_of_all_informative_cells_bound_the_retrieval_score(tmp_path: Path) -> None:
     cells = [cell(1, 1) | {"n_trials": 3}, cell(1, 1, 8192) | {"n_trials": 3}, cell(0, 0, 16384) | {"n_trials": 3}]
-    axis = other(candidate(tmp_path, with_axis("rniah", cells=cells)), "rniah")
-    assert axis.ci == pytest.approx((100 * binomial_interval(6, 6)[0], 100.0))
+    axis = candidate(tmp_path, with_axis("rniah", cells=cells)).axes["rniah"]
+    assert axis.ci("score") == pytest.approx((100 * binomial_interval(6, 6)[0], 100.0))
     unknown = [{key: value for key, value in one.items() if key != "n_trials"} for one in cells]
-    assert other(candidate(tmp_path, with_axis("rniah", cells=unknown)), "rniah").ci is None
+    assert candidate(tmp_path, with_axis("rniah", cells=unknown)).axes["rniah"].ci("score") is None
 
 
 def test_rniah_is_not_measurable_where_the_reference_finds_nothing(tmp_path: Path) -> None:
-    axis = other(candidate(tmp_path, with_axis("rniah", cells=[cell(0, 0), cell(0, 1, 8192)])), "rniah")
-    assert (axis.status, axis.score) == (Status.NOT_MEASURABLE, None)
+    axis = candidate(tmp_path, with_axis("rniah", cells=[cell(0, 0), cell(0, 1, 8192)])).axes["rniah"]
+    assert (axis.status, axis.value("score")) == (Status.NOT_MEASURABLE, None)
 
 
 def test_plad_follows_the_cases_and_shows_the_signed_excess_beside(tmp_path: Path) -> None:
-    axis = other(candidate(tmp_path, refract_report()), "plad")
-    assert axis.score == pytest.approx(PLAD_SCORE, abs=1e-4)
-    figures = {figure.name: figure for figure in axis.figures}
-    assert figures["excess drift"].value == pytest.approx(sum(cand - ref for ref, cand in DRIFTS) / 4)
-    assert figures["sign test"].value == pytest.approx(2 * (1 + 4) / 16)  # three of four prompts drift further
+    axis = candidate(tmp_path, refract_report()).axes["plad"]
+    assert axis.value("score") == pytest.approx(PLAD_SCORE, abs=1e-4)
+    assert axis.value("excess drift") == pytest.approx(sum(cand - ref for ref, cand in DRIFTS) / 4)
+    assert axis.value("sign test") == pytest.approx(2 * (1 + 4) / 16)  # three of four prompts drift further
 
 
 def test_a_perturbation_of_one_prompt_is_no_unit_of_its_own(tmp_path: Path) -> None:
     entries = [drift(0.1, 0.3, n // 4, kind) for n, kind in enumerate(("typo", "case", "punct", "paraphrase") * 2)]
-    axis = other(candidate(tmp_path, with_axis("plad", per_prompt=entries)), "plad")
-    sign = next(figure for figure in axis.figures if figure.name == "sign test")
-    assert (axis.n_items, sign.value) == (8, 0.5)  # two prompts, both worse
+    axis = candidate(tmp_path, with_axis("plad", per_prompt=entries)).axes["plad"]
+    assert (axis.n_items, axis.value("sign test")) == (8, 0.5)  # two prompts, both worse
 
 
 def test_a_drift_that_is_no_number_is_counted_as_failed(tmp_path: Path) -> None:
-    axis = other(candidate(tmp_path, with_axis("plad", per_prompt=[drift(0.5, 0.2), drift(math.nan, 0.2)])), "plad")
-    assert (axis.n_items, axis.n_failed, axis.score) == (2, 1, 100.0)
+    axis = candidate(tmp_path, with_axis("plad", per_prompt=[drift(0.5, 0.2), drift(math.nan, 0.2)])).axes["plad"]
+    assert (axis.n_items, axis.n_failed, axis.value("score")) == (2, 1, 100.0)
 
 
 # --------------------------------------------------------------------------------- composite and verdict
@@ -219,32 +207,28 @@ def test_a_large_mean_kl_without_an_interval_fails(tmp_path: Path) -> None:
 )
 def test_chunks_give_an_interval_and_its_upper_end_the_verdict(mean: float, band: str, tmp_path: Path) -> None:
     arm = candidate(tmp_path, with_axis("kld", mean_kld=mean, per_chunk=[mean] * 40))
-    assert arm.axes.kld is not None
-    assert arm.axes.kld.mean_ci == pytest.approx((mean, mean))
+    assert arm.axes["kld"].ci("mean") == pytest.approx((mean, mean))
     assert arm.verdict is not None
     assert arm.verdict.band == band
 
 
 def test_chunks_count_by_their_positions(tmp_path: Path) -> None:
     chunks = [{"mean_kld": 0.1, "n_positions": 1}, {"mean_kld": 0.3, "n_positions": 3}] * 4
-    axis = candidate(tmp_path, with_axis("kld", mean_kld=0.25, per_chunk=chunks)).axes.kld
-    assert axis is not None
-    assert axis.mean_ci == pytest.approx((0.25, 0.25))  # without the weights the chunks would contradict the mean
-    assert axis.n_units == 4  # blocks of two adjacent chunks, each alike
+    axis = candidate(tmp_path, with_axis("kld", mean_kld=0.25, per_chunk=chunks)).axes["kld"]
+    assert axis.ci("mean") == pytest.approx((0.25, 0.25))  # without the weights the chunks would contradict the mean
+    assert axis.facts["n_units"] == 4  # blocks of two adjacent chunks, each alike
 
 
 def test_chunks_that_contradict_the_mean_make_no_interval(tmp_path: Path) -> None:
     result = imported(tmp_path, with_axis("kld", mean_kld=0.7, per_chunk=[0.1] * 40))
-    assert result.report.candidates[0].axes.kld is not None
-    assert result.report.candidates[0].axes.kld.mean_ci is None
+    assert result.report.candidates[0].axes["kld"].ci("mean") is None
     assert any("no interval" in note for note in result.notes)
 
 
 def test_top_k_backends_give_no_kld_no_band_and_no_verdict(tmp_path: Path) -> None:
     for backend in ("vllm", "sglang"):
         arm = candidate(tmp_path, refract_report(environment={"backend": backend}))
-        assert arm.axes.kld is not None
-        assert (arm.axes.kld.status, arm.axes.kld.mean) == (Status.NOT_MEASURABLE, None)
+        assert (arm.axes["kld"].status, arm.axes["kld"].value("mean")) == (Status.NOT_MEASURABLE, None)
         assert arm.composite is not None
         assert arm.composite.band is None
         assert arm.verdict is not None
@@ -257,7 +241,7 @@ def test_a_skipped_axis_is_not_measured_and_leaves_no_band(tmp_path: Path) -> No
     report["composite_detail"]["gtm_score"] = None
     result = imported(tmp_path, report)
     arm = result.report.candidates[0]
-    assert arm.axes.trajectory is None
+    assert "trajectory" not in arm.axes
     assert arm.composite is not None
     assert arm.composite.band is None
     assert any(note.startswith("not measured: trajectory") for note in result.notes)

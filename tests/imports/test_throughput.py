@@ -11,13 +11,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from fidelab.benches.base import CellResult
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.leave import Imported
 from fidelab.imports.throughput import import_throughput, speed_ratios
-from fidelab.results.bench_record import Benches
+from fidelab.results.measurement import Cell, Measurement
 from fidelab.results.record import Report
-from fidelab.results.serving_record import LoadCell, Serving
 from tests.imports.recorded import cells, row, step, sweeps
 from tests.runs.harness import cli
 
@@ -45,25 +45,44 @@ def imported(folder: Path, *contents: Any, **more: Any) -> Imported:
     return import_throughput(paths, folder / "runs", **more)
 
 
-def benches(result: Imported, index: int = 0) -> Benches:
+def benches(result: Imported, index: int = 0) -> dict[str, Measurement]:
     return [result.report.reference, *result.report.candidates][index].benches
 
 
-def serving(result: Imported, index: int = 0) -> Serving:
-    found = benches(result, index).serving
-    assert found is not None
-    return found
+def serving(result: Imported, index: int = 0) -> Measurement:
+    return benches(result, index)["serving"]
 
 
-def cell(found: Serving, concurrency: int, context: int | None = 0) -> LoadCell:
-    return next(c for c in found.cells if (c.concurrency, c.context) == (concurrency, context))
+def parts(found: Measurement) -> list[CellResult]:
+    """Each cell with its metrics."""
+    every = found.metrics
+    return [CellResult(one, tuple(metric for metric in every if metric.cell == one.at)) for one in found.cells]
 
 
-def kinds(found: LoadCell | Serving) -> list[str]:
+def loads(found: Measurement) -> list[CellResult]:
+    """Without the cells that saturation stands in."""
+    return [load for load in parts(found) if "arrival" in load.cell.at]
+
+
+def load(found: Measurement, concurrency: int, context: int | str = 0) -> CellResult:
+    return next(one for one in loads(found) if shape(one) == (context, concurrency))
+
+
+def shape(one: CellResult) -> tuple[object, object]:
+    return one.cell.at["context"], one.cell.at["concurrency"]
+
+
+def saturations(found: Measurement) -> list[tuple[float | None, Any]]:
+    """The concurrency of each context, and what the next step adds."""
+    cells = [one for one in found.cells if "arrival" not in one.at]
+    return [(found.value("saturation", one.at), one.facts["gain"]) for one in cells]
+
+
+def kinds(found: Cell | Measurement) -> list[str]:
     return [flag.kind for flag in found.flags]
 
 
-def from_file(path: Path, folder: Path) -> Serving:
+def from_file(path: Path, folder: Path) -> Measurement:
     return serving(import_throughput([path], folder / "runs"))
 
 
@@ -73,40 +92,32 @@ def from_file(path: Path, folder: Path) -> Serving:
 def test_a_file_with_sweeps_comes_in_whole_and_without_a_flag(tmp_path: Path) -> None:
     found = imported(tmp_path, sweeps(loads=[{"concurrency": 4, "throughput": 160.0, "tpot_ms": 25.0, "ttft_ms": 0}]))
     serve = serving(found)
-    assert [(c.context, c.concurrency) for c in serve.cells] == [(1024, 1), (32768, 1), (None, 4)]
+    assert [shape(one) for one in loads(serve)] == [(1024, 1), (32768, 1), ("mixed", 4)]
     assert all(c.valid and not c.flags and c.status is Status.OK for c in serve.cells)
     assert not serve.flags
-    first, loaded = serve.cells[0], serve.cells[2]
-    assert (first.context_measured, first.output) == (1020, 50)
-    assert first.tpot is not None
-    assert first.ttft is not None
-    assert (first.tpot.mean, first.ttft.mean) == (20.0, 100.0)
-    assert first.output_rate == pytest.approx(50 / 1.08)
-    assert (loaded.output_rate, loaded.ttft) == (160.0, None)  # a TTFT of 0 is an empty field
-    decode = benches(found).decode
-    assert decode is not None
-    assert [(c.tokens, c.rate and c.rate.median, c.n) for c in decode.cells] == [(1020, 50.0, 49), (32700, 25.0, 49)]
+    first, _, loaded = loads(serve)
+    assert (first.value("context counted"), first.cell.at["output"]) == (1020, 50)
+    assert (first.value("TPOT mean"), first.value("TTFT mean")) == (20.0, 100.0)
+    assert first.value("output rate") == pytest.approx(50 / 1.08)
+    assert (loaded.value("output rate"), loaded.value("TTFT mean")) == (160.0, None)  # a TTFT of 0 is an empty field
+    decode = parts(benches(found)["decode"])
+    depths = [(one.cell.at["depth"], one.value("isolated"), one.cell.facts["n"]) for one in decode]
+    assert depths == [(1020, 50.0, 49), (32700, 25.0, 49)]
 
 
 def test_a_file_with_cells_comes_in_by_context_and_concurrency_in_milliseconds(tmp_path: Path) -> None:
     found = imported(tmp_path, cells(row(2, 190.0, 16384), row(2, 200.0), row(1, 100.0)))
     serve = serving(found)
-    assert [(c.context, c.concurrency, c.output_rate) for c in serve.cells] == [
-        (0, 1, 100.0),
-        (0, 2, 200.0),
-        (16384, 2, 190.0),
-    ]
-    first = serve.cells[0]
-    assert first.ttft is not None
-    assert first.ttft.mean == pytest.approx(50)
-    assert first.ttft.percentiles == pytest.approx({"p50": 40, "p99": 200})
-    assert (first.seconds, first.output_tokens, first.n_completed) == (30.0, 3000, 1)
-    assert first.server is not None
-    assert (first.server.kind, first.server.ratio, first.server.kv_usage_mean) == ("vllm", 1.0, 0.25)
+    rates = [(*shape(one), one.value("output rate")) for one in loads(serve)]
+    assert rates == [(0, 1, 100.0), (0, 2, 200.0), (16384, 2, 190.0)]
+    first = loads(serve)[0]
+    assert [first.value(f"TTFT {part}") for part in ("mean", "p50", "p99")] == pytest.approx([50, 40, 200])
+    assert first.cell.facts["measured"] == {"seconds": 30.0, "output_tokens": 3000, "completed": 1}
+    assert (first.cell.facts["server"]["kind"], first.cell.facts["server"]["kv_usage_mean"]) == ("vllm", 0.25)
+    assert first.cell.facts["client over server"] == 1.0
     assert all(c.valid and not c.flags for c in serve.cells)
-    prefill = benches(found).prefill
-    assert prefill is not None
-    assert [(c.tokens, c.rate and c.rate.median, c.flags) for c in prefill.cells] == [(8192, 16384.0, ())]
+    [prefill] = parts(benches(found)["prefill"])
+    assert (prefill.cell.at["tokens"], prefill.value("rate"), prefill.cell.flags) == (8192, 16384.0, ())
 
 
 def test_newer_cells_count_tokens_by_usage_over_the_measured_part_alone(tmp_path: Path) -> None:
@@ -122,14 +133,12 @@ def test_newer_cells_count_tokens_by_usage_over_the_measured_part_alone(tmp_path
         "input_seq_len_avg": 16000.0,
         "effective_concurrency": 1,
     }
-    found = serving(imported(tmp_path, cells(row(1, 100.0, 16384, server_gen_throughput=99.9, **new)))).cells[0]
-    assert (found.output_rate, found.seconds, found.context_measured) == (100.0, 30.0, 16000.0)
-    assert found.tpot is not None
-    assert found.itl is not None
-    assert found.e2el is not None
-    assert (found.tpot.mean, found.itl.mean, found.e2el.mean) == (10.0, 27.0, 20000.0)
-    assert found.valid
-    assert not found.flags
+    [found] = loads(serving(imported(tmp_path, cells(row(1, 100.0, 16384, server_gen_throughput=99.9, **new)))))
+    assert (found.value("output rate"), found.value("context counted")) == (100.0, 16000.0)
+    assert found.cell.facts["measured"]["seconds"] == 30.0
+    assert [found.value(f"{name} mean") for name in ("TPOT", "ITL", "E2E")] == [10.0, 27.0, 20000.0]
+    assert found.cell.valid
+    assert not found.cell.flags
 
 
 def test_the_first_file_is_the_reference_and_the_run_folder_says_where_all_came_from(tmp_path: Path) -> None:
@@ -170,7 +179,8 @@ def test_files_of_one_name_are_told_apart_by_their_folders_or_by_names(tmp_path:
 
 @pytest.mark.parametrize(("length", "off"), [(512, True), (970, True), (980, False), (1100, True)])
 def test_a_depth_off_by_more_than_5_percent_is_flagged_and_invalid(length: int, off: bool, tmp_path: Path) -> None:
-    first, second = serving(imported(tmp_path, sweeps([step(1024, length, 20.0), step(2048, 2048, 22.0)], []))).cells
+    found = serving(imported(tmp_path, sweeps([step(1024, length, 20.0), step(2048, 2048, 22.0)], [])))
+    first, second = found.cells
     assert (first.valid, kinds(first)) == ((False, ["depth"]) if off else (True, []))
     assert second.valid
 
@@ -180,14 +190,13 @@ def test_a_sweep_whose_inputs_are_half_of_each_context_says_so_with_figures(tmp_
     flag = found.cells[1].flags[0]
     assert flag.text.startswith("stands for a context of 1,024 tokens, but prompts of 512 were requested")
     assert "0.50×" in flag.text
-    assert found.cells[1].context_measured is None  # nothing was measured
+    assert loads(found)[1].value("context counted") is None  # nothing was measured
 
 
 def test_decode_stands_at_the_counted_depth_and_is_doubtful_only_where_nothing_was_counted(tmp_path: Path) -> None:
     def flagged(length: int) -> list[tuple[int, list[str]]]:
-        found = benches(imported(tmp_path, sweeps([step(1024, length, 20.0)], []))).decode
-        assert found is not None
-        return [(one.tokens, [flag.kind for flag in one.flags]) for one in found.cells]
+        found = benches(imported(tmp_path, sweeps([step(1024, length, 20.0)], [])))["decode"]
+        return [(int(one.at["depth"]), [flag.kind for flag in one.flags]) for one in found.cells]
 
     assert flagged(900) == [(900, [])]
     assert flagged(512) == [(512, ["depth"])]
@@ -256,22 +265,20 @@ def test_one_stream_slower_than_its_own_latencies_is_inconsistent(tmp_path: Path
 def test_a_decode_rate_that_is_not_its_own_tpot_is_inconsistent(tmp_path: Path) -> None:
     found = imported(tmp_path, sweeps([step(1024, 1024, 20.0, tok_per_sec=30.0, throughput=None)], []))
     assert kinds(serving(found).cells[0]) == ["inconsistent"]
-    decode = benches(found).decode
-    assert decode is not None
-    assert decode.cells[0].flags[0].text == "30.0 tok/s, but TPOT 20 ms is 50.0"
+    assert benches(found)["decode"].cells[0].flags[0].text == "30.0 tok/s, but TPOT 20 ms is 50.0"
 
 
 def test_100_tokens_in_4_1_seconds_stated_as_16_are_flagged(tmp_path: Path) -> None:
     stated = row(1, 16.0, total_tokens=100, wall_time=4.1, server_gen_throughput=None)
-    found = serving(imported(tmp_path, cells(stated))).cells[0]
-    assert found.output_rate == pytest.approx(24.4, abs=0.05)
-    assert (found.valid, kinds(found)) == (False, ["inconsistent"])
-    assert found.flags[0].text == "100 tokens in 4.1 s are 24.4 tok/s, not 16.0"
+    [found] = loads(serving(imported(tmp_path, cells(stated))))
+    assert found.value("output rate") == pytest.approx(24.4, abs=0.05)
+    assert (found.cell.valid, kinds(found.cell)) == (False, ["inconsistent"])
+    assert found.cell.flags[0].text == "100 tokens in 4.1 s are 24.4 tok/s, not 16.0"
 
 
 def test_prefill_that_is_not_its_tokens_over_its_time_is_flagged(tmp_path: Path) -> None:
-    found = benches(imported(tmp_path, cells(prefill={"4096": {"ttft_seconds": 1.0, "tok_per_sec": 8192.0}}))).prefill
-    assert found is not None
+    content = cells(prefill={"4096": {"ttft_seconds": 1.0, "tok_per_sec": 8192.0}})
+    found = benches(imported(tmp_path, content))["prefill"]
     assert [flag.kind for flag in found.cells[0].flags] == ["inconsistent"]
     assert "4,096 prompt tokens in 1 s are 4096.0 tok/s, not 8192.0" in found.cells[0].flags[0].text
 
@@ -301,29 +308,29 @@ def test_failed_requests_and_cells_that_were_not_full_are_flagged(tmp_path: Path
             ),
         )
     )
-    assert [(kinds(c), c.valid) for c in found.cells] == [
+    assert [(kinds(c), c.valid) for c in found.cells if "arrival" in c.at] == [
         (["errors"], True),
         (["errors"], False),
         (["underfilled"], False),
         (["underfilled"], False),
     ]
-    assert found.cells[1].errors == {"unspecified": 4}
+    assert found.cells[1].facts["errors"] == {"unspecified": 4}
 
 
 def test_a_share_of_the_cache_above_one_is_left_out(tmp_path: Path) -> None:
-    server = serving(imported(tmp_path, cells(row(1, 100.0, server_utilization=25.0)))).cells[0].server
-    assert server is not None
-    assert (server.kv_usage_mean, server.output_rate) == (None, 100.0)
+    [found] = loads(serving(imported(tmp_path, cells(row(1, 100.0, server_utilization=25.0)))))
+    assert (found.cell.facts["server"]["kv_usage_mean"], found.value("server's output rate")) == (None, 100.0)
 
 
 def test_a_load_that_failed_keeps_its_reason_and_an_empty_one_says_so(tmp_path: Path) -> None:
-    loads: list[dict[str, Any]] = [
+    steps: list[dict[str, Any]] = [
         {"concurrency": 1, "tok_per_sec": 0, "error": "OOM"},
         {"concurrency": 2, "tok_per_sec": 0, "tpot_ms": 0.0, "error": " "},
     ]
-    failed, empty = serving(imported(tmp_path, sweeps([], loads))).cells
+    found = serving(imported(tmp_path, sweeps([], steps)))
+    failed, empty = found.cells
     assert (failed.status, failed.reason, failed.valid) == (Status.FAILED, "OOM", False)
-    assert (empty.status, empty.output_rate, empty.valid) == (Status.NOT_MEASURABLE, None, False)
+    assert (empty.status, found.value("output rate"), empty.valid) == (Status.NOT_MEASURABLE, None, False)
     assert "throughput_sweep[1]" in (empty.reason or "")
 
 
@@ -339,18 +346,16 @@ def test_awq_is_1_15_times_nvfp4_alone_and_1_38_times_at_64_where_only_nvfp4_is_
     ratios = speed_ratios(serving(found, 1), serving(found, 0))
     assert [round(ratios[0, c], 2) for c in (1, 64)] == [1.15, 1.38]
     assert any("AWQ over NVFP4, context 0: 1.15× at C = 1" in note for note in found.notes)
-    (nvfp4,), (awq,) = serving(found, 0).saturation, serving(found, 1).saturation
-    assert nvfp4.concurrency == 32
-    assert nvfp4.gain == pytest.approx(0.009, abs=5e-4)
-    assert awq.concurrency is None
-    assert awq.gain == pytest.approx(0.096, abs=5e-4)
+    (nvfp4,), (awq,) = (saturations(serving(found, index)) for index in (0, 1))
+    assert nvfp4 == (32, pytest.approx(0.009, abs=5e-4))
+    assert awq == (None, pytest.approx(0.096, abs=5e-4))
 
 
 def test_invalid_cells_enter_neither_saturation_nor_ratios(tmp_path: Path) -> None:
     broken = row(4, 100.0, total_tokens=1000, server_spec_accept_rate=0.5)
     found = imported(tmp_path, cells(row(1, 100.0), row(2, 190.0), row(4, 380.0)), cells(row(2, 190.0), broken))
     assert speed_ratios(serving(found, 1), serving(found, 0)) == {(0, 2): 1.0}
-    assert not serving(found, 1).saturation
+    assert not saturations(serving(found, 1))
 
 
 # ----------------------------------------------------------------------------------------------- real files
@@ -360,7 +365,7 @@ def test_invalid_cells_enter_neither_saturation_nor_ratios(tmp_path: Path) -> No
 @pytest.mark.parametrize("path", sorted(RDNA4.glob("seed_era/*.results.json")), ids=lambda path: path.name)
 def test_every_sweep_of_the_first_era_stands_for_twice_its_depth(path: Path, tmp_path: Path) -> None:
     found = from_file(path, tmp_path)
-    swept = [c for c in found.cells if c.context]
+    swept = [one.cell for one in loads(found) if shape(one)[0] not in (0, "mixed")]
     assert len(swept) >= 6
     for one in swept:
         assert not one.valid
@@ -371,8 +376,8 @@ def test_every_sweep_of_the_first_era_stands_for_twice_its_depth(path: Path, tmp
 @rdna4
 def test_later_sweeps_that_counted_their_prompts_are_not_called_flat(tmp_path: Path) -> None:
     found = [from_file(path, tmp_path) for path in sorted(RDNA4.glob("results/*.results.json"))]
-    assert [serve.target for serve in found if serve.flags] == ["qwen3.6-vl-reap-26b-a3b-awq.results.json"]
-    doubled = [serve.target for serve in found if any("0.50×" in f.text for c in serve.cells for f in c.flags)]
+    assert [serve.facts["target"] for serve in found if serve.flags] == ["qwen3.6-vl-reap-26b-a3b-awq.results.json"]
+    doubled = [serve.facts["target"] for serve in found if any("0.50×" in f.text for c in serve.cells for f in c.flags)]
     assert doubled == ["devstral-24b-awq-131k.results.json", "qwen3.6-vl-reap-26b-a3b-awq.results.json"]
 
 
@@ -383,11 +388,11 @@ def test_coder_30b_at_32_is_no_figure_to_be_used(tmp_path: Path) -> None:
     table = json.loads(first.read_text())
     table["throughput_sweep"] = [{"concurrency": 32, "throughput": 332.3}]  # as the lab's own page has it
     found = import_throughput([first, write(tmp_path, table, "page.json")], tmp_path / "runs")
-    assert cell(serving(found), 32, None).output_rate == peak == 166.34
+    assert load(serving(found), 32, "mixed").value("output rate") == peak == 166.34
     assert any("166.3" in flag.text and "332.3" in flag.text for flag in serving(found).flags)
-    later = cell(from_file(RDNA4 / "results" / "coder-30b-awq.results.json", tmp_path), 32, None)
-    assert (later.valid, kinds(later), later.output_rate) == (False, ["inconsistent"], 288.67)
-    assert later.flags[0].text.endswith("make 430.0")
+    later = load(from_file(RDNA4 / "results" / "coder-30b-awq.results.json", tmp_path), 32, "mixed")
+    assert (later.cell.valid, kinds(later.cell), later.value("output rate")) == (False, ["inconsistent"], 288.67)
+    assert later.cell.flags[0].text.endswith("make 430.0")
 
 
 @kld
@@ -395,40 +400,39 @@ def test_coder_30b_at_32_is_no_figure_to_be_used(tmp_path: Path) -> None:
 def test_with_mtp_stream_events_were_counted_and_the_acceptance_rate_is_a_counter(name: str, tmp_path: Path) -> None:
     found = from_file(KLD / "throughput" / f"vllm_{name}_mtp.json", tmp_path)
     events = [c for c in found.cells if "stream-events" in kinds(c)]
-    assert len(found.cells) == 40
+    assert len(loads(found)) == 40
     assert len(events) >= 39
     assert not any(c.valid for c in events)
-    shallow = [c.server.ratio for c in events if c.context == 0 and c.server and c.server.ratio]
+    shallow = [c.facts["client over server"] for c in events if c.at["context"] == 0]
     assert 0.38 < min(shallow) <= max(shallow) < 0.43  # 2.4 to 2.6 tokens an event
     assert kinds(found) == ["inconsistent"]
     assert "running count" in found.flags[0].text
     plain = from_file(KLD / "throughput" / f"vllm_{name}_nomtp.json", tmp_path)
     assert {kind for c in plain.cells for kind in kinds(c)} == {"server-mismatch"}
-    assert not any(c.flags for c in plain.cells if c.context == 0)
+    assert not any(one.cell.flags for one in loads(plain) if shape(one)[0] == 0)
     assert not plain.flags
 
 
 @kld
 def test_a_gauge_s_median_is_not_what_the_clients_received(tmp_path: Path) -> None:
     found = from_file(KLD / "throughput" / "results_awq.json", tmp_path)
-    assert [(c.concurrency, kinds(c)) for c in found.cells] == [
+    assert [(one.cell.at["concurrency"], kinds(one.cell)) for one in loads(found)] == [
         (1, ["server-mismatch"]),
         (4, ["server-mismatch"]),
         (16, []),
         (32, ["server-mismatch"]),
     ]
-    assert cell(found, 1).flags[0].text == "147.5 tok/s by the client's count is 1.18 of the server's 124.8"
+    assert load(found, 1).cell.flags[0].text == "147.5 tok/s by the client's count is 1.18 of the server's 124.8"
 
 
 @kld
 def test_on_the_cells_that_were_kept_nvfp4_saturates_and_awq_does_not(tmp_path: Path) -> None:
     names = ("lukealonso_nvfp4", "nvidia_nvfp4", "awq")
     found = import_throughput([KLD / "throughput" / f"results_{name}.json" for name in names], tmp_path / "runs")
-    points = [serving(found, index).saturation[0] for index in range(3)]
-    assert [point.concurrency for point in points] == [16, 16, None]
-    assert [point.gain for point in points] == pytest.approx([-0.001, 0.030, 0.512], abs=1e-3)
-    gauges = [cell(serving(found, index), 32).server for index in (2, 0)]
-    awq, nvfp4 = (server.output_rate for server in gauges if server)
+    points = [saturations(serving(found, index))[0] for index in range(3)]
+    assert [concurrency for concurrency, _ in points] == [16, 16, None]
+    assert [gain for _, gain in points] == pytest.approx([-0.001, 0.030, 0.512], abs=1e-3)
+    awq, nvfp4 = (load(serving(found, index), 32).value("server's output rate") for index in (2, 0))
     assert awq is not None
     assert nvfp4 is not None
     assert round(awq / nvfp4, 2) == 1.38
@@ -437,14 +441,13 @@ def test_on_the_cells_that_were_kept_nvfp4_saturates_and_awq_does_not(tmp_path: 
 @kld
 def test_the_newer_form_counts_by_usage_and_its_speculation_is_no_fault(tmp_path: Path) -> None:
     found = from_file(KLD / "glm51" / "decode-matrix_glm-dcp1-mtp1.json", tmp_path)
-    assert len(found.cells) == 12
+    assert len(loads(found)) == 12
     assert all(c.valid and not c.flags for c in found.cells)
-    first = found.cells[0]
-    assert first.tpot is not None
-    assert first.itl is not None
-    assert first.output_rate == pytest.approx(95.58, abs=0.01)
-    assert (first.tpot.mean, first.itl.mean) == pytest.approx((10.525, 27.133), abs=1e-3)  # 2.6 tokens an event
-    assert cell(found, 1, 32768).context_measured == 32338
+    first = loads(found)[0]
+    assert first.value("output rate") == pytest.approx(95.58, abs=0.01)
+    means = first.value("TPOT mean"), first.value("ITL mean")
+    assert means == pytest.approx((10.525, 27.133), abs=1e-3)  # 2.6 tokens an event
+    assert load(found, 1, 32768).value("context counted") == 32338
 
 
 # ------------------------------------------------------------------------------------------------ bad files

@@ -26,20 +26,30 @@ TEXTS = (
     "    indented",
     "{{ 7 * 7 }}{% raw %}",
 )
-_WORDS = {"schema", "created", "status", "band", "at_best", "estimator", "unit", "kind"}
+_WORDS = {"schema", "created", "status", "band", "at_best", "unit", "better", "aggregate", "limit", "kind"}
 """Keys whose values are words of the schema, not free text."""
 
 
 def hostile_report(text: str) -> Report:
-    """The sample with ``text`` in every free text and axis name; a number keeps the arms' names apart."""
+    """The sample with ``text`` in every free text, axis and metric name; a number keeps the arms' names apart.
+
+    Metrics of KLD keep their names: the main table asks for them.
+    """
     number = itertools.count(1)
 
-    def put(tree: Any, key: str = "") -> Any:
+    def put(tree: Any, key: str = "", axis: str = "") -> Any:
+        if isinstance(tree, dict) and key == "axes":
+            return {
+                name if name in ("kld", "trajectory") else text + name: put(value, name, name)
+                for name, value in tree.items()
+            }
         if isinstance(tree, dict):
-            foreign = set(tree) - {"kld", "trajectory"} if key == "axes" else set()
-            return {text + name if name in foreign else name: put(value, name) for name, value in tree.items()}
+            named = {name: put(value, name, axis) for name, value in tree.items()}
+            if axis and "unit" in tree:
+                named["name"] = tree["name"] if axis == "kld" else text + tree["name"]
+            return named
         if isinstance(tree, list):
-            return [put(value, key) for value in tree]
+            return [put(value, key, axis) for value in tree]
         if not isinstance(tree, str) or key in _WORDS:
             return tree
         return f"{text}{next(number)}" if key == "name" else text

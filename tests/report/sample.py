@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fidelab.core import Estimator, KVSpec, Status
-from fidelab.results.axis_record import Axes, Bins, Excess, KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.plots import Divergence
+from fidelab.core import KVSpec, Status
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.plots import Curve, TextPair, Texts
 from fidelab.results.record import ArmRecord, Composite, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
@@ -21,69 +22,132 @@ OUTCOMES = ("EXCELLENT", "PASS", "FAIL", "identical", "failed", "not engaged", "
 """Words that every rendering of the sample contains."""
 
 MODEL = "SmolLM2-135M-Instruct"
+MEAN = Definition("mean", "nats", "lower", about="mean KL divergence per position")
+TOP1 = Definition("top-1", "share", "higher")
+SCORE = Definition("score", "points", "higher")
+NO_INTERVAL = "without an interval"
 
 
-def kld_axis(mean: float, half: float, control: float | None = None, **changes: Any) -> KldAxis:
-    """An axis whose other figures follow from the mean."""
-    excess, changed = None, mean / (1 + mean)
-    if control is not None:
-        excess = Excess(mean=mean - control, ci=(mean - control - half, mean - control + half))
-    fields: dict[str, Any] = {
-        "status": Status.OK,
-        "score": 100 * (1 - mean / (1 + mean)),
-        "ci": (90.0, 99.9),
-        "mean": mean,
-        "mean_ci": (max(0.0, mean - half), mean + half),
-        "stderr": half / 2,
-        "median": mean / 3,
-        "p90": mean * 2,
-        "p95": mean * 4,
-        "p99": mean * 9,
-        "p999": mean * 30,
-        "max": mean * 100,
-        "top1": 1 - changed,
-        "top1_ci": (1 - 1.25 * changed, 1 - 0.8 * changed) if changed else (0.999, 1.0),
-        "real_flips": changed / 4,
-        "real_flips_ci": (changed / 5, changed / 3) if changed else (0.0, 0.001),
-        "tokens_to_flip": 1 / changed if changed else None,
-        "tokens_to_flip_ci": (0.8 / changed, 1.25 / changed) if changed else (1000.0, None),
-        "rms_dp": mean / (1 + mean),
-        "n_positions": 8160,
-        "n_failed": 0,
-        "estimator": Estimator.HIDDEN,
-        "excess_over_control": excess,
-        "by_position": Bins(
-            edges=tuple(range(255, 512, 32)),
-            mean=tuple(None if bin == 5 else mean * (0.8 + bin / 20) for bin in range(8)),
-            count=tuple(0 if bin == 5 else 1020 for bin in range(8)),
+def kld_axis(mean: float, half: float, control: float | None = None, **changes: Any) -> Measurement:
+    """KLD whose other metrics follow from the mean.
+
+    ``changes`` replace fields of the measurement; ``bound``: only lower bounds are known; ``contexts``: tokens per
+    window → (mean, positions, documents), each of its own; ``over``: the excess over the control and its interval.
+    """
+    changed = mean / (1 + mean)
+    bound = changes.pop("bound", False)
+    contexts: Mapping[int, tuple[float, int, int | None]] = changes.pop("contexts", {})
+    over = changes.pop("over", None)
+    if over is None and control is not None:
+        over = (mean - control, (mean - control - half, mean - control + half))
+    quantiles = {"median": 1 / 3, "p90": 2, "p95": 4, "p99": 9, "p99.9": 30, "max": 100}
+    metrics = [
+        MEAN(mean, (max(0.0, mean - half), mean + half), bound=bound, headline=True),
+        Definition("std. error", "nats", "lower")(half / 2),
+        *(
+            Definition(name, "nats", "lower")(mean * factor, bound=bound, caveat=NO_INTERVAL)
+            for name, factor in quantiles.items()
         ),
-        "by_confidence": Bins(edges=(0, 0.5, 1), mean=(mean, mean), count=(4000, 4160)),
-        "n_units": 31,
-        "n_ctx": 512,
-        "n_documents": 31,
-    }
-    return KldAxis(**{**fields, **changes})
-
-
-def trajectory_axis(score: float, half: float, **changes: Any) -> TrajectoryAxis:
-    """An axis whose other figures follow from the score."""
+        TOP1(1 - changed, (1 - 1.25 * changed, 1 - 0.8 * changed) if changed else (0.999, 1.0)),
+        Definition("real flips", "share", "lower")(
+            changed / 4, (changed / 5, changed / 3) if changed else (0.0, 0.001)
+        ),
+        Definition("tokens to flip", "tokens")(
+            1 / changed if changed else None, (0.8 / changed, 1.25 / changed) if changed else (1000.0, None)
+        ),
+        Definition("RMS Δp", "share", "lower")(changed, caveat=NO_INTERVAL),
+        SCORE(100 * (1 - changed), (90.0, 100.0)),
+    ]
+    for n_ctx, (own, _, _) in contexts.items():
+        metrics.append(MEAN(own, (own / 2.5, own * 2), cell={"context": n_ctx}, bound=bound))
+        metrics.append(TOP1(1 - own / (1 + own), cell={"context": n_ctx}))
+    if over is not None:
+        metrics.append(Definition("over control", "nats", "lower")(*over, bound=bound))
+    facts: dict[str, Any] = {"estimator": "topk" if bound else "hidden", "n_ctx": 512, "n_units": 31, "n_documents": 31}
+    if contexts:
+        facts["contexts"] = [
+            {"n_ctx": n_ctx, "n_positions": n, "n_documents": documents, "windows": 16}
+            for n_ctx, (_, n, documents) in contexts.items()
+        ]
     fields: dict[str, Any] = {
         "status": Status.OK,
-        "score": score,
-        "ci": (score - half, min(100.0, score + half)),
-        "exact_match_rate": score / 200,
-        "median_first_divergence": 17.5,
-        "near_tie_share": 0.4,
-        "positional_agreement": 0.62,
+        "title": "KL divergence from the reference",
+        "metrics": tuple(metrics),
+        "n_items": 8160,
+        "n_failed": 0,
+        "facts": facts,
+        "plots": kld_curves(mean),
+    }
+    return Measurement(**{**fields, **changes})
+
+
+def kld_curves(mean: float, edges: Sequence[float] = range(255, 512, 32)) -> tuple[Curve, ...]:
+    """Mean KL by position in the window, with a gap, and by the reference's confidence."""
+    middles = tuple((a + b) / 2 for a, b in itertools.pairwise(edges))
+    return (
+        Curve(
+            key="position",
+            title="KL by position in the window",
+            x_label="position in the window, tokens",
+            y_label="mean KL, nats (log)",
+            x=middles,
+            y=tuple(None if bin == 5 else mean * (0.8 + bin / 20) for bin in range(len(middles))),
+            log_y=True,
+            kl=True,
+            caption="Rising lines: the cost grows with the context.",
+        ),
+        Curve(
+            key="confidence",
+            title="KL by the reference's confidence",
+            x_label="reference's largest probability",
+            y_label="mean KL, nats (log)",
+            x=(0.25, 0.75),
+            y=(mean, mean),
+            log_y=True,
+            kl=True,
+            caption="Left: the reference itself is unsure. High lines at the right are the costly ones.",
+        ),
+    )
+
+
+def trajectory_axis(score: float, half: float, **changes: Any) -> Measurement:
+    """Greedy text whose other metrics follow from the score.
+
+    ``changes`` replace fields; ``survival``: shares still identical after 0, 1, … tokens; ``texts``: first divergences.
+    """
+    survival = changes.pop("survival", (1.0, 0.9, 0.7))
+    texts: tuple[TextPair, ...] = changes.pop("texts", ())
+    exact = changes.pop("exact", 1.0 if score == 100 else score / 200)
+    metrics = (
+        SCORE(score, (score - half, min(100.0, score + half)), headline=True),
+        Definition("exact match", "share", "higher")(exact),
+        Definition("positional agreement", "share", "higher")(1.0 if exact == 1 else 0.62),
+        Definition("median first divergence", "tokens")(None if exact == 1 else 17.5),
+        Definition("near ties", "share")(None if exact == 1 else 0.4),
+        Definition("score (REFRACT)", "points", "higher")(score),
+        Definition("over control", "points", "higher")(score - 90, (score - 95, score - 85)),
+    )
+    curve = Curve(
+        key="survival",
+        title="How long greedy text stays the same",
+        x_label="tokens generated",
+        y_label="still identical",
+        x=tuple(range(len(survival))),
+        y=survival,
+        stairs=True,
+        percent=True,
+        caption="Share of prompts whose text is still identical after n tokens.",
+    )
+    fields: dict[str, Any] = {
+        "status": Status.OK,
+        "title": "Greedy text",
+        "metrics": metrics,
         "n_items": 10,
         "n_failed": 0,
-        "n_predict": 64,
-        "template": "chat",
-        "excess_over_control": Excess(mean=score - 90, ci=(score - 95, score - 85)),
-        "survival": (1.0, 0.9, 0.7),
-        "score_refract": score,
+        "facts": {"n_predict": 64, "template": "chat"},
+        "plots": (curve, *([Texts(title="where texts part", pairs=texts)] if texts else [])),
     }
-    return TrajectoryAxis(**{**fields, **changes})
+    return Measurement(**{**fields, **changes})
 
 
 def hostile_report() -> Report:
@@ -93,9 +157,17 @@ def hostile_report() -> Report:
         "trajectory": trajectory_axis(
             70,
             10,
-            template=HOSTILE,
-            divergences=(
-                Divergence(item=0, at=1, prompt=HOSTILE, shared=HOSTILE, reference=HOSTILE, candidate=HOSTILE),
+            facts={"template": HOSTILE, HOSTILE: HOSTILE},
+            texts=(
+                TextPair(
+                    label=HOSTILE,
+                    prompt=HOSTILE,
+                    shared=HOSTILE,
+                    reference=HOSTILE,
+                    candidate=HOSTILE,
+                    note=HOSTILE,
+                    tag=HOSTILE,
+                ),
             ),
         ),
         HOSTILE: hostile_axis(),
@@ -113,7 +185,7 @@ def hostile_report() -> Report:
         candidates=(
             ran.model_copy(
                 update={
-                    "axes": Axes.model_validate(axes),
+                    "axes": axes,
                     "verdict": Verdict(band="PASS", sentence=HOSTILE, because=(HOSTILE,)),
                 }
             ),
@@ -132,11 +204,7 @@ def many_arms(n: int) -> Report:
                 mean,
                 mean / 5,
                 control=0.00003,
-                by_position=Bins(
-                    edges=tuple(range(256, 513, 8)),
-                    mean=tuple(mean * (1 + 0.3 * ((7 * bin + number) % 5)) for bin in range(32)),
-                    count=(32,) * 32,
-                ),
+                plots=kld_curves(mean, range(256, 513, 8)),
             ),
             "trajectory": trajectory_axis(
                 95 - 4 * number, 4, survival=tuple((1 - number / n / 40) ** step for step in range(65))
@@ -145,9 +213,7 @@ def many_arms(n: int) -> Report:
         }
         band = "EXCELLENT" if mean < 0.008 else "PASS" if mean < 0.04 else "DEGRADED" if mean < 0.08 else "FAIL"
         name = f"format_{number:02}"
-        arms.append(
-            candidate(name, mean, band, 46080 - 1500 * number, f"costs {mean:.3g} nats", axes=Axes.model_validate(axes))
-        )
+        arms.append(candidate(name, mean, band, 46080 - 1500 * number, f"costs {mean:.3g} nats", axes=axes))
     return sample_report(candidates=tuple(arms))
 
 
@@ -164,11 +230,12 @@ def positions_for(report: Report, seed: int = 0) -> dict[str, dict[str, Any]]:
     arms = [*([report.control] if report.control else []), *report.candidates]
     columns = {}
     for found in arms:
-        kld = found.axes.kld
-        if kld is None or kld.mean is None:
+        kld = found.axes.get("kld")
+        mean = kld.value("mean", {}) if kld is not None else None
+        if kld is None or mean is None:
             continue
-        n = kld.n_positions or 0
-        kl = kld.mean * rng.lognormal(-1.125, 1.5, n)
+        n = kld.n_items or 0
+        kl = mean * rng.lognormal(-1.125, 1.5, n)
         kl[: kld.n_failed or 0] = np.nan
         columns[found.name] = {
             "window": (np.arange(n) // 255).astype(np.int32),
@@ -209,8 +276,7 @@ def candidate(kv: str, mean: float, band: str, size: float, sentence: str, **cha
     composite = Composite(value=88.1, ci=(84.2, 91.0), too_close_to_call=band == "DEGRADED")
     fields: dict[str, Any] = {
         "ran": Ran(k_dtype=spec.k.name, v_dtype=spec.v.name, attention="sdpa", cache_bytes_per_token=size),
-        "axes": Axes(kld=kld_axis(mean, mean / 5, control=0.00003), trajectory=trajectory_axis(70.3, 12.1)),
-        "benches": {"memory": {"status": "ok", "reserved_bytes": 123456}},
+        "axes": {"kld": kld_axis(mean, mean / 5, control=0.00003), "trajectory": trajectory_axis(70.3, 12.1)},
         "composite": composite,
         "verdict": Verdict.model_validate(
             {"band": band, "sentence": sentence, "because": [f"upper bound {1.2 * mean:.3g}"]}
@@ -226,25 +292,23 @@ def broken(kv: str, status: Status, reason: str) -> ArmRecord:
 
 def sample_report(**changes: Any) -> Report:
     """The whole sample; ``changes`` replace its fields."""
-    half_broken = Axes.model_validate(
-        {
-            "kld": kld_axis(0.151, 0.02, control=0.00003, n_failed=12),
-            "trajectory": TrajectoryAxis(status=Status.FAILED, reason="time-out after 60 s"),
-            "rniah": OtherAxis(status=Status.NOT_MEASURABLE, reason="no informative cell", details={"cells": 9}),
-        }
-    )
+    half_broken = {
+        "kld": kld_axis(0.151, 0.02, control=0.00003, n_failed=12),
+        "trajectory": Measurement(status=Status.FAILED, reason="time-out after 60 s"),
+        "rniah": Measurement(status=Status.NOT_MEASURABLE, reason="no informative cell", facts={"cells": 9}),
+    }
     k16v8 = {
         "kld": kld_axis(0.000712, 0.000142, control=0.00003),
-        "trajectory": trajectory_axis(70.3, 12.1, divergences=DIVERGENCES),
+        "trajectory": trajectory_axis(70.3, 12.1, texts=DIVERGENCES),
         "rniah": rniah_axis(0.0),
         "plad": plad_axis(),
     }
     fp8 = {
         "kld": kld_axis(0.0312, 0.00624, control=0.00003),
-        "trajectory": trajectory_axis(36.3, 12.1, survival=(1.0, 0.5, 0.3), divergences=DIVERGENCES[1:]),
+        "trajectory": trajectory_axis(36.3, 12.1, survival=(1.0, 0.5, 0.3), texts=DIVERGENCES[1:]),
         "rniah": rniah_axis(0.33),
     }
-    same = Axes(kld=kld_axis(0, 0, status=Status.IDENTICAL), trajectory=trajectory_axis(100, 0))
+    same = {"kld": kld_axis(0, 0, status=Status.IDENTICAL), "trajectory": trajectory_axis(100, 0)}
     fields: dict[str, Any] = {
         "run_id": "2026-05-04-smollm2-a1b2",
         "created": datetime(2026, 5, 4, 12, 30, 15, tzinfo=UTC),
@@ -254,7 +318,7 @@ def sample_report(**changes: Any) -> Report:
         "settings": {"axes": {"kld": {"protocol": "half", "n_ctx": 512, "windows": 32}}, "seed": 0},
         "comparability_key": {"inputs": "9f2c", "protocol": "half", "n_predict": 64},
         "reference": arm("f32", ran=Ran(k_dtype="f32", v_dtype="f32", cache_bytes_per_token=92160)),
-        "control": arm("bf16", axes=Axes(kld=kld_axis(0.00003, 0.000004), trajectory=trajectory_axis(90, 6))),
+        "control": arm("bf16", axes={"kld": kld_axis(0.00003, 0.000004), "trajectory": trajectory_axis(90, 6)}),
         "candidates": (
             candidate(
                 "k16v8",
@@ -262,7 +326,7 @@ def sample_report(**changes: Any) -> Report:
                 "EXCELLENT",
                 34560,
                 "safe: costs 0.000712 nats; 1 top token in 1,405 changes",
-                axes=Axes.model_validate(k16v8),
+                axes=k16v8,
             ),
             candidate(
                 "fp8_e4m3",
@@ -270,7 +334,7 @@ def sample_report(**changes: Any) -> Report:
                 "PASS",
                 23040,
                 "safe: costs 0.0312 nats; 1 top token in 33 changes",
-                axes=Axes.model_validate(fp8),
+                axes=fp8,
             ),
             candidate(
                 "int4[group=32,skip-layers=0,29]",
@@ -290,8 +354,6 @@ def sample_report(**changes: Any) -> Report:
             broken("fp8_e5m2", Status.NOT_ENGAGED, "the cache holds bf16"),
             broken("nvfp4", Status.NOT_SUPPORTED, "hf has: bf16, f16, f32, fp8_e4m3, int4"),
         ),
-        "floor": Axes(
-            kld=kld_axis(0, 0, n_positions=2040), trajectory=trajectory_axis(100, 0, exact_match_rate=1.0, n_items=3)
-        ),
+        "floor": {"kld": kld_axis(0, 0, n_items=2040), "trajectory": trajectory_axis(100, 0, n_items=3)},
     }
     return Report(**{**fields, **changes})

@@ -1,12 +1,12 @@
-"""Axes with figures and panels for the sample: ordinary, hostile and odd ones."""
+"""Axes with metrics and plots for the sample: ordinary, hostile and odd ones."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.results.axis_record import Excess, Figure, OtherAxis
-from fidelab.results.plots import Curve, Divergence, Grid, Heatmap, TablePlot, TextPair, Texts
+from fidelab.results.measurement import Cell, Definition, Flag, Measurement
+from fidelab.results.plots import Bars, Curve, Grid, Heatmap, TablePlot, TextPair, Texts
 
 HOSTILE = (
     "</script><script>alert(1);document.title='owned'</script>"
@@ -16,38 +16,50 @@ HOSTILE = (
 """Tries to leave text, attributes, comments, the data block and the template; changes the title where a script runs."""
 
 DIVERGENCES = (
-    Divergence(
-        item=3,
-        at=17,
-        margin=1.31,
+    TextPair(
+        label="prompt 3, token 17: margin 1.31 nats",
+        tag="real",
         prompt="Name a colour of the sky.\n",
         shared="The sky is ",
         reference="blue during\n  the day",
         candidate="green & <b>bold</b>",
     ),
-    Divergence(item=0, at=2, margin=0.04, prompt="Count.", shared="1, ", reference="2, 3", candidate="two, three"),
-    Divergence(item=5, at=9, prompt="Say no.", shared="No.", reference="", candidate=" Never."),
+    TextPair(
+        label="prompt 0, token 2: margin 0.0400 nats",
+        tag="near tie",
+        prompt="Count.",
+        shared="1, ",
+        reference="2, 3",
+        candidate="two, three",
+    ),
+    TextPair(
+        label="prompt 5, token 9: one side ends",
+        tag="ended",
+        prompt="Say no.",
+        shared="No.",
+        reference="",
+        candidate=" Never.",
+    ),
 )
 
 
-def rniah_axis(lost: float, **changes: Any) -> OtherAxis:
-    """Retrieval: figures, three heat maps with a gap, and a curve that arms share."""
+def rniah_axis(lost: float, **changes: Any) -> Measurement:
+    """Retrieval: metrics, three heat maps with a gap, and a curve that arms share."""
     base = ((1.0, 1.0, 1.0), (1.0, 0.67, None))
     kept = tuple(tuple(None if value is None else round(value * (1 - lost), 3) for value in row) for row in base)
     less = tuple(tuple(None if value is None else round(-value * lost, 3) for value in row) for row in base)
     fields: dict[str, Any] = {
         "status": Status.OK,
-        "score": 100 * (1 - lost),
-        "ci": (max(0.0, 90 - 100 * lost), 100.0),
         "n_items": 18,
         "n_failed": 0,
-        "excess_over_control": Excess(mean=-100 * lost, ci=(-100 * lost - 5, -100 * lost + 5)),
-        "figures": (
-            Figure(name="accuracy", value=0.94 * (1 - lost), ci=(0.5 * (1 - lost), 0.99), unit="share"),
-            Figure(name="sign test", value=0.0004, unit="p"),
-            Figure(name="onset", value=None, unit="tokens"),
+        "metrics": (
+            Definition("score", "points", "higher")(100 * (1 - lost), (max(0.0, 90 - 100 * lost), 100.0)),
+            Definition("over control", "points", "higher")(-100 * lost, (-100 * lost - 5, -100 * lost + 5)),
+            Definition("accuracy", "share", "higher")(0.94 * (1 - lost), (0.5 * (1 - lost), 0.99)),
+            Definition("sign test", "p")(0.0004),
+            Definition("onset", "tokens")(None),
         ),
-        "panels": (
+        "plots": (
             Heatmap(
                 title="hits by length and place",
                 x_label="place in the prompt",
@@ -74,16 +86,18 @@ def rniah_axis(lost: float, **changes: Any) -> OtherAxis:
             ),
         ),
     }
-    return OtherAxis(**{**fields, **changes})
+    return Measurement(**{**fields, **changes})
 
 
-def plad_axis() -> OtherAxis:
+def plad_axis() -> Measurement:
     """Perturbations: a table and texts."""
-    return OtherAxis(
+    return Measurement(
         status=Status.OK,
-        score=96.5,
-        figures=(Figure(name="mean excess", value=-0.0031, ci=(-0.01, 0.004), unit="ratio"),),
-        panels=(
+        metrics=(
+            Definition("score", "points", "higher")(96.5),
+            Definition("mean excess", "ratio", "lower")(-0.0031, (-0.01, 0.004)),
+        ),
+        plots=(
             TablePlot(
                 title="by perturbation",
                 columns=("perturbation", "cell", "skipped"),
@@ -98,13 +112,13 @@ def plad_axis() -> OtherAxis:
     )
 
 
-def odd_axis(name: str) -> OtherAxis:
-    """Panels without content, and with the largest and smallest numbers."""
+def odd_axis(name: str) -> Measurement:
+    """Plots without content, and with the largest and smallest numbers."""
     words: dict[str, Any] = {"title": name, "x_label": name, "y_label": name}
-    return OtherAxis(
+    return Measurement(
         status=Status.OK,
-        figures=(Figure(name=name, value=1e300),),
-        panels=(
+        metrics=(Definition(name)(1e300), Definition(name, "bytes")(1e300, cell={name: name})),
+        plots=(
             Heatmap(**words, x=(), y=(), low=0, high=0, grids=(Grid(name=name, values=()),)),
             Heatmap(
                 **words,
@@ -120,17 +134,24 @@ def odd_axis(name: str) -> OtherAxis:
             TablePlot(title=name, columns=(), rows=((),)),
             TablePlot(title=name, columns=(name, name), rows=((1e-300, None), (-5, "text"))),
             Texts(title=name, pairs=()),
+            Bars(key="nothing", title=name, y_label=name, labels=(), parts={}),
+            Bars(key="zero", title=name, y_label=name, labels=(name, name), parts={name: (0.0, 1e300)}),
         ),
     )
 
 
-def hostile_axis() -> OtherAxis:
+def hostile_axis() -> Measurement:
     """Hostile text in every field that an axis may fill."""
-    return OtherAxis(
+    return Measurement(
         status=Status.OK,
         reason=HOSTILE,
-        figures=(Figure(name=HOSTILE, value=1.0),),
-        panels=(
+        metrics=(
+            Definition(HOSTILE, about=HOSTILE)(1.0, caveat=HOSTILE, flags=(Flag(kind=HOSTILE, text=HOSTILE),)),
+            Definition(HOSTILE, "tok/s", "higher")(1.0, cell={HOSTILE: HOSTILE}, headline=True),
+        ),
+        cells=(Cell(status=Status.FAILED, reason=HOSTILE, at={HOSTILE: HOSTILE}, facts={HOSTILE: HOSTILE}),),
+        flags=(Flag(kind=HOSTILE, text=HOSTILE),),
+        plots=(
             Heatmap(
                 title=HOSTILE,
                 x_label=HOSTILE,
@@ -142,12 +163,35 @@ def hostile_axis() -> OtherAxis:
                 grids=(Grid(name=HOSTILE, values=((0.5,),)),),
                 note=HOSTILE,
             ),
-            Curve(key=HOSTILE, title=HOSTILE, x_label=HOSTILE, y_label=HOSTILE, x=(1, 2), y=(1, 2)),
+            Curve(
+                key=HOSTILE,
+                title=HOSTILE,
+                x_label=HOSTILE,
+                y_label=HOSTILE,
+                x=(1, 2),
+                y=(1, 2),
+                series=HOSTILE,
+                caption=HOSTILE,
+                doubts=("", HOSTILE),
+            ),
+            Bars(
+                key=HOSTILE, title=HOSTILE, y_label=HOSTILE, labels=(HOSTILE,), parts={HOSTILE: (1.0,)}, caption=HOSTILE
+            ),
             TablePlot(title=HOSTILE, columns=(HOSTILE, "n"), rows=((HOSTILE, 1),), note=HOSTILE),
             Texts(
                 title=HOSTILE,
-                pairs=(TextPair(label=HOSTILE, reference=HOSTILE, candidate=HOSTILE, note=HOSTILE),),
+                pairs=(
+                    TextPair(
+                        label=HOSTILE,
+                        reference=HOSTILE,
+                        candidate=HOSTILE,
+                        note=HOSTILE,
+                        prompt=HOSTILE,
+                        shared=HOSTILE,
+                        tag=HOSTILE,
+                    ),
+                ),
             ),
         ),
-        details={HOSTILE: HOSTILE},
+        facts={HOSTILE: HOSTILE},
     )

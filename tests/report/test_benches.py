@@ -3,35 +3,37 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 
 import pytest
 from rich.cells import cell_len
 from rich.console import Console
 
 from fidelab.core import Status
-from fidelab.report.bench_charts import bench_plots
-from fidelab.report.bench_tables import ratio_of
-from fidelab.report.benches import performance_of
+from fidelab.report.cells import ratio_of
 from fidelab.report.numbers import format_amount, format_mib, format_ratio, format_tokens
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
-from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Benches, Decode, Memory, Prefill, SpeedCell, Timing
-from fidelab.results.bench_values import Flag, Spread
-from fidelab.results.record import Report
-from fidelab.results.serving_record import Saturation, Server
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement
+from fidelab.results.record import Report, Timing
 from tests.report.sample import HOSTILE, arm, broken, sample_report
 from tests.report.sample_benches import (
+    ISOLATED,
     MIB,
+    RATE,
     bench_report,
+    decode,
     hostile_benches,
     load_cell,
+    load_shape,
     memory,
     prefill,
     rich_report,
     serving,
     spread,
 )
+
+Found = dict[str, Measurement]
 
 
 def printed(report: Report, width: int = 100) -> str:
@@ -42,22 +44,33 @@ def printed(report: Report, width: int = 100) -> str:
     return console.file.getvalue()
 
 
-def two(first: Benches, second: Benches) -> Report:
+def two(first: Found, second: Found) -> Report:
     """Reference and one candidate, with benches and no axes."""
     return sample_report(
-        reference=arm("bf16", benches=first), candidates=(arm("k16v8", benches=second),), control=None, floor=Axes()
+        reference=arm("bf16", benches=first), candidates=(arm("k16v8", benches=second),), control=None, floor={}
     )
 
 
-def only(**benches: object) -> Benches:
-    """Such benches."""
-    return Benches.model_validate(benches)
+def rates(*cells: tuple[int, int, float], half: float = 0.02) -> Found:
+    """Prefill: (tokens, batch, tok/s); the largest length at the smallest batch stands for it."""
+    leading = max((-batch, tokens) for tokens, batch, _ in cells)
+    metrics = [
+        RATE.repeated(spread(rate, half), cell={"tokens": tokens, "batch": batch}, headline=(-batch, tokens) == leading)
+        for tokens, batch, rate in cells
+    ]
+    return {"prefill": Measurement(status=Status.OK, metrics=tuple(metrics))}
 
 
-def rates(*cells: tuple[int, int, float]) -> Prefill:
-    """(tokens, batch, tok/s)."""
-    found = [SpeedCell(status=Status.OK, tokens=n, batch=batch, rate=spread(rate)) for n, batch, rate in cells]
-    return Prefill(status=Status.OK, cells=tuple(found))
+def loads(*cells: tuple[int, int, bool], speed: float = 1.0) -> Found:
+    """Serving: (context, requests at once, valid); the last valid load stands for it."""
+    valid = [(context, n) for context, n, good in cells if good]
+    metrics = [
+        metric
+        for context, n, _ in cells
+        for metric in load_cell(context, n, speed, headline=(context, n) in valid[-1:])
+    ]
+    outcomes = [Cell(status=Status.OK, at=load_shape(context, n), valid=good) for context, n, good in cells]
+    return {"serving": Measurement(status=Status.OK, metrics=tuple(metrics), cells=tuple(outcomes))}
 
 
 def summary(report: Report) -> dict[str, list[str]]:
@@ -67,12 +80,15 @@ def summary(report: Report) -> dict[str, list[str]]:
     return {name: [str(row[n]) for row in found.rows] for n, name in enumerate(found.columns)}
 
 
-def table(report: Report, key: str) -> list[dict[str, str]]:
-    """Rows of a bench's first table."""
-    found = build_view(report).performance
-    assert found is not None
-    shown = next(bench for bench in found.benches if bench.key == key).tables[0]
+def table(report: Report, name: str, number: int = 0) -> list[dict[str, str]]:
+    """Rows of a bench's table."""
+    section = next(section for section in build_view(report).benches if section.name == name)
+    shown = section.tables[number]
     return [dict(zip(shown.columns, row, strict=True)) for row in shown.rows]
+
+
+def column(report: Report, name: str, head: str) -> Sequence[str]:
+    return [row[head] for row in table(report, name)]
 
 
 # ------------------------------------------------------------------------------------------------------ numbers
@@ -92,64 +108,74 @@ def test_ratios_and_mebibytes_and_lengths_read_as_people_write_them() -> None:
 # -------------------------------------------------------------------------------------------------- the summary
 
 
-def test_the_summary_takes_the_largest_length_at_the_smallest_batch_and_the_ratio_to_the_reference() -> None:
+def test_the_summary_takes_what_stands_for_the_first_arm_and_the_ratio_to_the_reference() -> None:
     report = two(
-        only(prefill=rates((128, 1, 500), (2048, 1, 400), (2048, 4, 1600))),
-        only(prefill=rates((128, 1, 600), (2048, 1, 500), (8192, 1, 300))),
+        rates((128, 1, 500), (2048, 1, 400), (2048, 4, 1600)),
+        rates((128, 1, 600), (2048, 1, 500), (8192, 1, 300)),
     )
-    assert summary(report) == {"prefill tok/s, 2k tokens": ["400", "500 (1.25×)"]}
+    assert summary(report) == {"prefill: rate, tok/s, tokens 2048, batch 1": ["400", "500 (1.25×)"]}
+
+
+def test_a_coordinate_that_never_differs_is_not_told() -> None:
+    assert list(summary(two(rates((128, 1, 500), (512, 1, 500)), {}))) == ["prefill: rate, tok/s, tokens 512"]
 
 
 def test_an_arm_without_the_cell_has_no_figure_and_none_to_compare_with() -> None:
-    absent = two(only(prefill=rates((128, 1, 500))), only(memory=memory(100)))
-    assert summary(absent)["prefill tok/s, 128 tokens"] == ["500", "–"]
-    lone = two(only(memory=memory(100)), only(prefill=rates((128, 1, 500))))
-    assert summary(lone)["prefill tok/s, 128 tokens"] == ["–", "500"]
+    absent = two(rates((128, 1, 500)), {"memory": memory(100)})
+    assert summary(absent)["prefill: rate, tok/s"] == ["500", "–"]
+    lone = two({"memory": memory(100)}, rates((128, 1, 500)))
+    assert summary(lone)["prefill: rate, tok/s"] == ["–", "500"]
 
 
-def test_peaks_are_of_the_device_only_where_all_arms_have_one() -> None:
-    both = two(only(memory=memory(100, device=True)), only(memory=memory(50, device=True)))
-    mixed = two(only(memory=memory(100, device=True)), only(memory=memory(50)))
-    assert "peak MiB, device" in summary(both)
-    assert "peak MiB, host" in summary(mixed)
-    assert summary(both)["KV bytes per token"] == ["100", "50 (0.50×)"]
+def test_bytes_are_mebibytes_where_they_are_many() -> None:
+    found = summary(two({"memory": memory(100)}, {"memory": memory(50)}))
+    assert found["memory: KV bytes per token"] == ["100", "50 (0.50×)"]
+    assert found["memory: peak host, MiB"] == ["621", "621 (1.00×)"]
 
 
 def test_a_ratio_that_the_repeats_cannot_tell_is_marked() -> None:
-    base = spread(100, 0.1)
-    assert ratio_of(spread(150, 0.1), base) == "1.50×"
-    assert ratio_of(spread(60, 0.1), base) == "0.60×"
-    assert ratio_of(spread(115, 0.1), base) == ratio_of(spread(115, 0.1), spread(100, 0.2)) == "≈ 1.15×"
-    single = Spread(median=200, low=200, high=200, repeats=(200,))
-    assert ratio_of(single, base) == "≈ 2.00×"
-    assert ratio_of(None, base) == ratio_of(base, None) == ratio_of(base, spread(0)) == "–"
+    base = RATE.repeated(spread(100, 0.1))
+    assert ratio_of(RATE.repeated(spread(150, 0.1)), base) == "1.50×"
+    assert ratio_of(RATE.repeated(spread(60, 0.1)), base) == "0.60×"
+    near, wide = RATE.repeated(spread(115, 0.1)), RATE.repeated(spread(100, 0.2))
+    assert ratio_of(near, base) == ratio_of(near, wide) == "≈ 1.15×"
+    assert ratio_of(RATE.repeated([200]), base) == ratio_of(RATE(200), base) == "≈ 2.00×"
+    assert ratio_of(None, base) == ratio_of(base, None) == ratio_of(base, RATE(0)) == "–"
+
+
+def test_what_is_measured_once_by_its_nature_has_a_plain_ratio() -> None:
+    size = Definition("KV", "bytes", "lower", exact=True)
+    assert ratio_of(size(50), size(100)) == "0.50×"
+    assert ratio_of(RATE(50), RATE(100)) == "0.50×"
 
 
 def test_a_reference_that_shares_its_name_is_told_from_the_candidate() -> None:
     report = bench_report("bf16", "bf16", "int8", prefill=prefill())
-    assert list(dict.fromkeys(row["arm"] for row in table(report, "prefill"))) == ["reference bf16", "bf16", "int8"]
+    assert list(dict.fromkeys(column(report, "prefill", "arm"))) == ["reference bf16", "bf16", "int8"]
     assert "| `reference bf16` |" in report.to_markdown()
     assert printed(report).count("reference bf16 ") >= 2
-    assert bench_plots(report)["prefill"][0].legend[0][0] == "reference bf16"
 
 
 def test_every_column_of_the_rich_sample_is_there() -> None:
     assert list(summary(rich_report())) == [
-        *("prefill tok/s, 8k tokens", "decode tok/s, depth 16k", "KV bytes per token", "start-up s, warm"),
-        *("peak MiB, host", "served tok/s, 64 at once, context 128"),
+        "startup: total, s, start warm",
+        "prefill: rate, tok/s, tokens 8192, batch 1",
+        "decode: isolated, tok/s, depth 16384, batch 1",
+        "memory: KV bytes per token",
+        "memory: peak host, MiB",
+        "serving: output rate, tok/s, context 128, concurrency 64",
     ]
 
 
 def test_an_invalid_cell_is_no_figure_of_the_summary() -> None:
-    cells = (load_cell(128, 1), load_cell(128, 2, valid=False))
-    report = two(only(serving=serving().model_copy(update={"cells": cells})), only(serving=serving(2.0)))
-    assert list(summary(report)) == ["served tok/s, 1 at once, context 128"]
+    both = two(loads((128, 1, True), (128, 2, False)), loads((128, 1, False), (128, 2, True), speed=2.0))
+    assert summary(both) == {"serving: output rate, tok/s, concurrency 1": ["59.7", "–"]}
 
 
 def test_time_taken_alone_is_no_bench() -> None:
-    arms = [("reference", arm("bf16", benches=Benches(timing=Timing(load_seconds=2, seconds=9))))]
-    assert performance_of(arms) is None
-    view = build_view(sample_report(reference=arms[0][1], candidates=(), control=None, floor=Axes()))
+    timed = arm("bf16", timing=Timing(load_seconds=2, seconds=9))
+    view = build_view(sample_report(reference=timed, candidates=(), control=None, floor={}))
+    assert view.performance is None
     assert view.fidelity
     assert [table.rows for table in view.tables if table.key == "timing"] == [(("bf16", "2.00", "9.00"),)]
 
@@ -157,37 +183,44 @@ def test_time_taken_alone_is_no_bench() -> None:
 # -------------------------------------------------------------------------------------------------- per bench
 
 
-def test_a_speed_has_its_spread_its_ratio_and_says_whether_it_is_steady() -> None:
-    cells = (
-        SpeedCell(status=Status.OK, tokens=128, rate=spread(200, 0.1, steady=False)),
-        SpeedCell(status=Status.OK, tokens=512, rate=spread(100, 0)),
+def test_a_speed_has_its_spread_its_ratio_and_says_where_it_is_not_steady() -> None:
+    first = Measurement(
+        status=Status.OK,
+        metrics=(
+            RATE.repeated(spread(200, 0.1), cell={"tokens": 128, "batch": 1}),
+            RATE.repeated(spread(100, 0), cell={"tokens": 512, "batch": 1}),
+        ),
     )
-    first, second = only(prefill=Prefill(status=Status.OK, cells=cells)), only(prefill=rates((128, 1, 250)))
-    rows = table(two(first, second), "prefill")
-    assert [row["tok/s"] for row in rows] == ["200", "100", "250"]
-    assert [row["low–high"] for row in rows] == ["180–220", "100–100", "240–260"]
-    assert [row["steady"] for row in rows] == ["not steady", "steady", "steady"]
-    assert [row["× ref."] for row in rows] == ["–", "–", "1.25×"]
+    report = two({"prefill": first}, rates((128, 1, 250)))
+    assert column(report, "prefill", "rate, tok/s") == ["200 (180–220)", "100 (100–100)", "250 (245–255)"]
+    assert column(report, "prefill", "× ref.") == ["–", "–", "1.25×"]
+    assert column(report, "prefill", "notes") == ["1", "", ""]
+    [section] = build_view(report).benches
+    assert section.footnotes == ("1: not steady: the last three repeats of rate differ by 5% or more",)
 
 
-def test_subtraction_stands_beside_the_isolated_rate_and_is_labelled() -> None:
-    cell = SpeedCell(status=Status.OK, tokens=64, n=32, rate=spread(50), by_subtraction=spread(45))
-    rows = table(two(only(decode=Decode(status=Status.OK, cells=(cell,))), only()), "decode")
-    assert (rows[0]["isolated tok/s"], rows[0]["by subtraction tok/s"], rows[0]["depth"]) == ("50.0", "45.0", "64")
+def test_several_metrics_of_a_cell_stand_beside_each_other() -> None:
+    at: Coordinates = {"depth": 64, "batch": 1}
+    metrics = (ISOLATED.repeated(spread(50), cell=at), Definition("by subtraction", "tok/s")(45, cell=at))
+    cell = Cell(status=Status.OK, at=at, facts={"n": 32})
+    found = {"decode": Measurement(status=Status.OK, metrics=metrics, cells=(cell,))}
+    [row] = table(two(found, {}), "decode")
+    assert (row["isolated, tok/s"], row["by subtraction, tok/s"], row["n"]) == ("50.0 (49.0–51.0)", "45.0", "32")
 
 
 def test_equal_doubts_share_a_footnote_and_name_their_arms() -> None:
+    first: Coordinates = {"tokens": 64, "batch": 1}
     flags = (Flag(kind="unsteady", text="differs by 8%"),)
-    cell = SpeedCell(status=Status.OK, tokens=64, rate=spread(50), flags=flags)
-    other = SpeedCell(status=Status.FAILED, reason="out of memory", tokens=128)
-    found = only(prefill=Prefill(status=Status.OK, cells=(cell, other)))
+    cells = (
+        Cell(status=Status.OK, at=first, flags=flags),
+        Cell(status=Status.FAILED, reason="out of memory", at={"tokens": 128, "batch": 1}),
+    )
+    found = {"prefill": Measurement(status=Status.OK, metrics=(RATE(50, cell=first),), cells=cells)}
     report = two(found, found)
-    assert [row["notes"] for row in table(report, "prefill")] == ["1", "2", "1", "2"]
-    view = build_view(report)
-    assert view.performance is not None
-    notes = view.performance.benches[0].notes
-    assert notes.numbered() == ["1: differs by 8%", "2: failed: out of memory"]
-    assert notes.named() == ["bf16, k16v8: differs by 8%", "bf16, k16v8: failed: out of memory"]
+    assert column(report, "prefill", "notes") == ["1", "2", "1", "2"]
+    [section] = build_view(report).benches
+    assert section.footnotes == ("1: differs by 8%", "2: failed: out of memory")
+    assert section.doubts == ("bf16, k16v8: differs by 8%", "bf16, k16v8: failed: out of memory")
 
 
 def test_start_up_tells_cold_from_warm_and_where_the_time_goes() -> None:
@@ -195,68 +228,48 @@ def test_start_up_tells_cold_from_warm_and_where_the_time_goes() -> None:
     assert [(row["arm"], row["start"]) for row in rows] == [
         (name, kind) for name in ("bf16", "k16v8") for kind in ("cold", "warm")
     ]
-    assert rows[0]["weights"] == "2.20"
+    assert rows[0]["weights, s"] == "2.20 (2.16–2.24)"
     assert rows[2]["× ref."] == f"≈ {format_ratio((2 * 1.1 / 1.1 + 3.2) / (2 * 1.1 + 3.2))}"
 
 
-def test_memory_leaves_out_what_nobody_measured() -> None:
-    plain = Memory(status=Status.OK, kv_bytes_per_token=100, reserved_bytes=3 * MIB, reserved_tokens=4096)
-    [row] = table(two(only(memory=plain), only()), "memory")
-    assert row == {"arm": "bf16", "KV bytes per token": "100", "pool MiB": "3.00", "pool tokens": "4,096"}
+def test_a_table_leaves_out_what_nobody_measured() -> None:
+    metrics = (
+        Definition("KV bytes per token", "bytes", "lower", exact=True)(100),
+        Definition("weights", "bytes", "lower", exact=True)(None),
+        Definition("pool", "bytes")(3 * MIB),
+        Definition("pool tokens", "tokens", "higher")(4096),
+    )
+    [row] = table(two({"memory": Measurement(status=Status.OK, metrics=metrics)}, {}), "memory")
+    assert row == {"arm": "bf16", "KV bytes per token": "100", "pool, MiB": "3.00", "pool tokens": "4,096"}
 
 
-def test_a_serving_cell_shows_context_asked_and_measured_latencies_and_errors() -> None:
-    cell = load_cell(4096, 8, errors={"timeout": 2, "http-500": 1}, valid=False, context_measured=4402.6)
-    report = two(only(serving=serving().model_copy(update={"cells": (cell,)})), only())
-    [row] = table(report, "serving")
-    assert row["context asked/ measured"] == "4k/4,403"
-    assert row["errors"] == "3"
-    assert row["valid"] == "no"
-    assert cell.ttft is not None
-    assert row["TTFT ms p50/p99"] == "/".join(format_amount(cell.ttft.percentiles[p]) for p in ("p50", "p99"))
-    assert "failed requests by kind: timeout 2, http-500 1" in printed(report)
+def test_a_load_shows_latencies_by_median_and_tail_and_whether_it_counts() -> None:
+    report = two(loads((4096, 8, False), (4096, 16, True)), {})
+    row, valid = table(report, "serving")
+    assert (row["concurrency"], row["valid"], valid["valid"]) == ("8", "no", "yes")
+    values = {metric.name: metric.value for metric in load_cell(4096, 8)}
+    assert row["TTFT p50/p99, ms"] == "/".join(format_amount(values[f"TTFT {p}"]) for p in ("p50", "p99"))
+    assert not [head for head in row if head.startswith("TTFT") and head != "TTFT p50/p99, ms"]
 
 
-def test_failed_requests_are_told_once() -> None:
-    flag = Flag(kind="errors", text="3 of 64 requests failed: 2 timeout, 1 http-500")
-    cell = load_cell(4096, 8, errors={"timeout": 2, "http-500": 1}, valid=False, flags=(flag,))
-    shown = printed(two(only(serving=serving().model_copy(update={"cells": (cell,)})), only()))
-    assert flag.text in shown
-    assert "failed requests by kind" not in shown
-
-
-def test_what_the_server_says_of_its_queue_and_cache_stands_beside_the_load() -> None:
-    server = Server(kind="vllm", running_mean=7.25, running_max=8, waiting_max=3, kv_usage_mean=0.2, kv_usage_max=0.415)
-    cells = (load_cell(128, 8, server=server), load_cell(128, 16, server=None))
-    rows = table(two(only(serving=serving().model_copy(update={"cells": cells})), only()), "serving")
-    assert [row["server running/ queued"] for row in rows] == ["7.25/3", "–"]
-    assert [row["KV used"] for row in rows] == ["41.50%", "–"]
+def test_what_a_cell_says_besides_metrics_stands_beside_them() -> None:
+    facts = {"server": {"kind": "vllm", "queued": 3, "mean": 7.25}, "errors": [1], "ok": True, "none": None}
+    cells = tuple(Cell(status=Status.OK, at=load_shape(128, n), facts=facts if n == 8 else {}) for n in (8, 16))
+    metrics = (*load_cell(128, 8), *load_cell(128, 16))
+    rows = table(two({"serving": Measurement(status=Status.OK, metrics=metrics, cells=cells)}, {}), "serving")
+    assert [row["server queued"] for row in rows] == ["3", "–"]
+    assert (rows[0]["server kind"], rows[0]["server mean"], rows[0]["ok"]) == ("vllm", "7.25", "yes")
+    assert not {"errors", "none", "server"} & set(rows[0])
 
 
 def test_invalid_cells_have_no_ratio() -> None:
-    good, bad = load_cell(128, 1), load_cell(128, 1, valid=False)
-    plain = serving()
-    report = two(
-        only(serving=plain.model_copy(update={"cells": (good,)})),
-        only(serving=plain.model_copy(update={"cells": (bad,)})),
-    )
+    report = two(loads((128, 1, True)), loads((128, 1, False)))
     assert {row.get("× ref.", "–") for row in table(report, "serving")} == {"–"}
 
 
-def test_the_saturation_line_says_where_and_by_how_much() -> None:
-    found = (
-        Saturation(context=128, concurrency=32, gain=0.009),
-        Saturation(context=4096, gain=0.096),
-        Saturation(context=8192, concurrency=4, gain=-0.02),
-    )
-    report = two(only(serving=serving().model_copy(update={"saturation": found})), only())
-    view = build_view(report)
-    assert view.performance is not None
-    assert view.performance.benches[0].lines == (
-        "bf16: context 128: saturated at 32 requests at once: the next step adds 0.9%, less than 5%",
-        "bf16: context 4k: not saturated as far as was measured (the last step adds 9.6%)",
-        "bf16: context 8k: saturated at 4 requests at once: the next step adds −2.0%, less than 5%",
-    )
+def test_loads_of_another_shape_have_a_table_of_their_own() -> None:
+    rows = table(bench_report("bf16", serving=serving()), "serving", 1)
+    assert [(row["context"], row["saturation"]) for row in rows] == [("128", "32"), ("32,768", "–")]
 
 
 # ------------------------------------------------------------------------------------------------------ the text
@@ -272,8 +285,22 @@ def test_no_line_is_wider_than_the_terminal(report: Report, width: int) -> None:
 
 def test_what_a_narrow_terminal_has_no_room_for_is_said() -> None:
     report = bench_report("bf16", "k16v8")
-    assert "lag ms p99" in printed(report, 80).split("narrow terminal:")[1]
+    left_out = " ".join(printed(report, 80).split("narrow terminal:")[1].split())
+    assert "; goodput, req/s; " in left_out
+    assert "notes" not in left_out
     assert "narrow terminal" not in printed(report, 400)
+
+
+def test_intervals_stand_behind_their_values_where_there_is_room() -> None:
+    report = bench_report("bf16", prefill=prefill())
+    assert "2,937 (2,879–2,996)" in printed(report, 100)
+    assert "2,937 (2,879–2,996)" not in printed(report, 30)
+
+
+def test_an_arm_is_named_once_and_not_at_all_where_it_is_alone() -> None:
+    several = printed(bench_report("bf16", "k16v8", decode=decode())).partition("decode: Decode")[2]
+    assert (several.count("bf16"), several.count("k16v8")) == (1, 1)
+    assert "bf16" not in printed(bench_report("bf16", decode=decode())).partition("decode: Decode")[2]
 
 
 def test_fidelity_speed_and_memory_of_an_arm_stand_in_one_row() -> None:
@@ -287,7 +314,7 @@ def test_benches_without_axes_have_no_verdicts_and_a_title_that_says_what_was_me
     report = bench_report("bf16", "k16v8", prefill=prefill(), memory=memory(100))
     text = printed(report)
     assert text.startswith("Prefill and memory: SmolLM2-135M-Instruct on hf; reference bf16 (bf16)")
-    for word in ("verdict", "KLD", "floor", "control", "traj."):
+    for word in ("verdict", "KLD", "floor", "control", "trajectory"):
         assert word not in text
     assert build_view(bench_report()).subtitle == "bf16 (bf16)"
 
@@ -300,10 +327,15 @@ def test_arms_that_failed_are_said_without_verdicts_too() -> None:
 
 
 def test_a_bench_that_failed_is_said_once_for_all_arms() -> None:
-    failed = only(prefill=Prefill(status=Status.NOT_SUPPORTED, reason="this engine answers no Timed probes"))
-    assert build_view(two(failed, failed)).failures == (
+    failed = Measurement(status=Status.NOT_SUPPORTED, reason="this engine answers no Timed probes")
+    assert build_view(two({"prefill": failed}, {"prefill": failed})).failures == (
         "bf16, k16v8: prefill not supported: this engine answers no Timed probes",
     )
+
+
+def test_what_concerns_all_metrics_of_a_bench_is_said() -> None:
+    found = prefill().model_copy(update={"flags": (Flag(kind="cache", text="what should be cold was not"),)})
+    assert "bf16: what should be cold was not" in printed(two({"prefill": found}, {}))
 
 
 def test_hostile_text_is_literal_and_on_one_line() -> None:
@@ -318,8 +350,8 @@ def test_hostile_text_is_literal_and_on_one_line() -> None:
 
 def test_markdown_has_the_summary_and_names_no_server() -> None:
     text = bench_report("bf16", "k16v8").to_markdown()
-    assert "| `k16v8` | 1,395 (1.10×) | 16.4 (1.10×) |" in text
-    assert "Decode: bf16, k16v8: the last three repeats differ by 8%" in text
+    assert "| 1,395 (1.10×) | 16.4 (1.10×) |" in text
+    assert "decode: bf16, k16v8: the last three repeats differ by 8%" in text
     assert "127.0.0.1" not in text
     assert "KLD" not in text
 

@@ -5,21 +5,75 @@ from __future__ import annotations
 import itertools
 import math
 import re
+from collections.abc import Sequence
+from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelab.report.charts import Band, Line, Rule, Size, draw_bands, draw_lines, draw_rules, line_style
+from fidelab.report.charts import Band, Chart, Line, Rule, Size, Stack, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier, pareto
-from fidelab.report.heatmap import colour, contrast, draw_grid, ink
+from fidelab.report.heatmap import HeatGrid, colour, contrast, draw_grid, ink
 from fidelab.report.labels import LETTER, spread
 from fidelab.report.scales import Axis, Scale, scale_for
 from fidelab.report.view import Point
-from fidelab.results.plots import Grid, Heatmap
+from fidelab.results.plots import Curve, Grid, Heatmap
 
-SIZE = Size(560, 330)
+SIZE, BARE = Size(560, 330), Size(560, 330, labels=False)
 positive = st.floats(1e-9, 1e3)
+
+
+def parts(chart: Chart | HeatGrid, name: str, style: str = "") -> list[ElementTree.Element]:
+    """Every such element of a drawing that has this class."""
+    found = ElementTree.fromstring(f"<svg>{chart.body}</svg>").iter(name)
+    return [element for element in found if not style or style in (element.get("class") or "").split()]
+
+
+def number(element: ElementTree.Element | None, key: str) -> float:
+    """An attribute's value."""
+    assert element is not None
+    return float(element.get(key, "nan"))
+
+
+def path_of(stroke: ElementTree.Element) -> str:
+    """The line itself, without the shapes under it."""
+    return next(path.get("d", "") for path in stroke.iter("path") if path.get("class") is None)
+
+
+def shape_of(stroke: ElementTree.Element) -> str:
+    """The shape under or around a line."""
+    return next(path.get("d", "") for path in stroke.iter("path") if path.get("class") == "area")
+
+
+def ends(chart: Chart) -> tuple[float, float, float, float]:
+    """Left, right, top and bottom of the plane."""
+    line = parts(chart, "line", "frame")[0]
+    return number(line, "x1"), number(line, "x2"), 30.0, number(line, "y1")
+
+
+def x_ticks(chart: Chart) -> dict[str, float]:
+    """Labels of the abscissa and their places."""
+    return {tick.text or "": number(tick, "x") for tick in parts(chart, "text", "tick")}
+
+
+def y_ticks(chart: Chart) -> dict[str, float]:
+    """Labels of the ordinate and the places of their grid lines."""
+    lines = {number(line, "y1") + 4 for line in parts(chart, "line", "grid")}
+    texts = parts(chart, "text")
+    return {
+        t.text or "": number(t, "y") - 4 for t in texts if t.get("text-anchor") == "end" and number(t, "y") in lines
+    }
+
+
+def line(
+    y: Sequence[float | None], x: Sequence[float] = (), name: str = "a", area: bool = False, **changes: Any
+) -> Line:
+    """A line through these values, at 0, 1, 2, … unless ``x`` says otherwise."""
+    at = tuple(x) or tuple(range(len(y)))
+    curve = Curve(key="k", title="t", x_label="x", y_label="y", x=at, y=tuple(y), **changes)
+    return Line(name, "candidate0", "s0 d0", curve, area)
 
 
 def points_of(d: str) -> list[tuple[float, float]]:
@@ -105,27 +159,27 @@ def test_percent_ticks_read_as_percentages() -> None:
 
 
 def test_a_line_runs_through_its_values() -> None:
-    line = Line("a", "candidate0", "s0", [0, 5, 10], [1.0, 0.1, 0.01])
-    chart = draw_lines([line], Axis("x"), Axis("y", log=True, low=0.01, high=1.0), Size(560, 330, labels=False))
-    middle = ((chart.left + chart.right) / 2, (chart.top + chart.bottom) / 2)
-    assert points_of(chart.strokes[0].d) == [(chart.left, chart.top), middle, (chart.right, chart.bottom)]
+    y = Axis("y", log=True, low=0.01, high=1.0)
+    chart = draw_lines([line([1.0, 0.1, 0.01], [0, 5, 10])], Axis("x"), y, BARE)
+    left, right, top, bottom = ends(chart)
+    middle = ((left + right) / 2, (top + bottom) / 2)
+    assert points_of(path_of(parts(chart, "g", "stroke")[0])) == [(left, top), middle, (right, bottom)]
 
 
 def test_a_gap_interrupts_the_line_and_a_lone_value_is_a_dot() -> None:
-    stroke = draw_lines([Line("a", "", "", range(6), [1, 2, None, 3, None, 4])], Axis("x"), Axis("y"), SIZE).strokes[0]
-    assert stroke.d.count("M") == 3
-    assert len(stroke.dots) == 4
-    many = Line("a", "", "", range(20), [1.0, None] * 5 + [1.0] * 10)
-    assert len(draw_lines([many], Axis("x"), Axis("y"), SIZE).strokes[0].dots) == 5
+    chart = draw_lines([line([1, 2, None, 3, None, 4])], Axis("x"), Axis("y"), SIZE)
+    assert path_of(parts(chart, "g", "stroke")[0]).count("M") == 3
+    assert len(parts(chart, "circle")) == 4
+    many = line([1.0, None] * 5 + [1.0] * 10)
+    assert len(parts(draw_lines([many], Axis("x"), Axis("y"), SIZE), "circle")) == 5
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=30))
 def test_stairs_hold_each_value_until_the_next_abscissa(values: list[float]) -> None:
-    line = Line("a", "", "", range(len(values)), values)
-    chart = draw_lines([line], Axis("x"), Axis("y", low=0, high=1), SIZE, stairs=True)
-    x = Scale(0, len(values) - 1, chart.left, chart.right)
-    y = Scale(0, 1, chart.bottom, chart.top)
-    corners = points_of(chart.strokes[0].d)
+    chart = draw_lines([line(values, stairs=True)], Axis("x"), Axis("y", low=0, high=1), SIZE)
+    left, right, top, bottom = ends(chart)
+    x, y = Scale(0, len(values) - 1, left, right), Scale(0, 1, bottom, top)
+    corners = points_of(path_of(parts(chart, "g", "stroke")[0]))
     assert corners[0] == (x(0), y(values[0]))
     assert corners[-1] == (x(len(values) - 1), y(values[-1]))
     for n, (before, after) in enumerate(itertools.pairwise(values), 1):
@@ -135,16 +189,69 @@ def test_stairs_hold_each_value_until_the_next_abscissa(values: list[float]) -> 
 
 
 def test_an_area_reaches_down_to_the_axis() -> None:
-    chart = draw_lines([Line("a", "", "", [0, 1], [1.0, 2.0], area=True)], Axis("x"), Axis("y"), SIZE)
-    assert chart.strokes[0].area == f"{chart.strokes[0].d}V{chart.bottom:g}H{chart.left:g}Z"
+    chart = draw_lines([line([1.0, 2.0], area=True)], Axis("x"), Axis("y"), SIZE)
+    [stroke] = parts(chart, "g", "stroke")
+    left, _, _, bottom = ends(chart)
+    assert shape_of(stroke) == f"{path_of(stroke)}V{bottom:g}H{left:g}Z"
+
+
+def test_the_spread_reaches_from_the_lowest_to_the_highest_repeat() -> None:
+    drawn = line([3.0, 2.0], low=(2.0, 1.5), high=(4.0, 2.5))
+    chart = draw_lines([drawn], Axis("x"), Axis("y", low=0, high=5), BARE)
+    left, right, top, bottom = ends(chart)
+    y = Scale(0, 5, bottom, top)
+    corners = points_of(shape_of(parts(chart, "g", "stroke")[0]).removesuffix("Z"))
+    assert corners == [(left, y(4)), (right, y(2.5)), (right, y(1.5)), (left, y(2))]
+
+
+@given(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=1, max_size=8).filter(any))
+def test_a_spread_is_one_closed_shape_per_run_of_values(low: list[float | None]) -> None:
+    high = tuple(None if value is None else value + 1 for value in low)
+    [stroke] = parts(draw_lines([line(low, low=tuple(low), high=high)], Axis("x"), Axis("y"), BARE), "g", "stroke")
+    runs = "".join(" " if value is None else "x" for value in low).split()
+    assert shape_of(stroke).count("M") == shape_of(stroke).count("Z") == len(runs)
+
+
+def test_what_does_not_count_is_hollow_says_why_and_no_line_runs_through_it() -> None:
+    drawn = line(
+        [100, 90, 80], name="q8_0", doubts=("", "the cache holds bf16", ""), low=(99, 1, 79), high=(101, 99, 81)
+    )
+    chart = draw_lines([drawn], Axis("x"), Axis("y", low=0, high=100), BARE)
+    [stroke], [hollow] = parts(chart, "g", "stroke"), parts(chart, "circle", "hollow")
+    left, right, top, bottom = ends(chart)
+    place = ((left + right) / 2, Scale(0, 100, bottom, top)(90))
+    assert (number(hollow, "cx"), number(hollow, "cy")) == place
+    assert points_of(path_of(stroke))[0] != place
+    assert len(points_of(path_of(stroke))) == 2
+    assert len(points_of(shape_of(stroke).removesuffix("Z"))) == 4
+    assert "q8_0: the cache holds bf16" in [title.text for title in parts(chart, "title")]
 
 
 def test_names_of_lines_that_end_together_do_not_overlap() -> None:
-    lines = [Line(f"arm {n}", "", "", [0, 1], [1.0, 1.0 + n / 1000]) for n in range(6)]
+    lines = [line([1.0, 1.0 + n / 1000], name=f"arm {n}") for n in range(6)]
     chart = draw_lines(lines, Axis("x"), Axis("y", low=0, high=5), SIZE)
-    heights = sorted(stroke.label_y for stroke in chart.strokes)
+    names = parts(chart, "text", "name")
+    heights = sorted(number(name, "y") for name in names)
+    assert len(names) == 6
     assert min(b - a for a, b in itertools.pairwise(heights)) >= 14
-    assert all(chart.right + 7 + LETTER * len(stroke.label) <= SIZE.width for stroke in chart.strokes)
+    assert all(number(name, "x") + LETTER * len(name.text or "") <= SIZE.width for name in names)
+
+
+def test_names_of_points_cover_neither_each_other_nor_a_point() -> None:
+    crowd = line([n % 5 for n in range(20)], name="a", names=tuple(str(n) for n in range(20)))
+    for size in (BARE, Size(360, 300, labels=False)):
+        chart = draw_lines([crowd], Axis("x"), Axis("y"), size)
+        boxes = [box_of(tag) for tag in parts(chart, "text", "tag")]
+        dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in points_of(path_of(parts(chart, "g", "stroke")[0]))]
+        assert boxes
+        for a, b in [*itertools.combinations(boxes, 2), *itertools.product(boxes, dots)]:
+            assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+def test_wide_labels_of_the_ordinate_stay_inside_the_drawing() -> None:
+    chart = draw_lines([line([0, 3e8])], Axis("x"), Axis("bytes", low=0), SIZE)
+    labels = [text for text in parts(chart, "text") if text.text == "300,000,000"]
+    assert [number(label, "x") - LETTER * len("300,000,000") >= 0 for label in labels] == [True]
 
 
 @given(st.lists(st.floats(0, 200), max_size=12))
@@ -158,16 +265,26 @@ def test_spread_keeps_order_and_distance_and_stays_inside(levels: list[float]) -
         assert placed == levels
 
 
-def test_a_band_reaches_from_the_axis_to_its_value() -> None:
-    scale = Scale(1e-6, 1, 300, 0, log=True)
-    (box,) = draw_bands([Band("control", "control", 1e-3), Band("floor", "floor", 1e-7)], scale)
-    assert (box.y, box.height, box.style) == (150, 150, "control")
+def test_a_band_reaches_from_the_axis_to_its_value_and_labels_of_bands_stand_apart() -> None:
+    bands = [Band("noise", "control", 1e-3), Band("repeats", "floor", 9e-4), Band("nothing", "floor", 1e-9)]
+    y = Axis("y", log=True, low=1e-6, high=1.0)
+    chart = draw_lines([line([1.0, 0.1])], Axis("x"), y, SIZE, bands=bands)
+    floor, control = parts(chart, "rect", "box")
+    assert number(control, "y") + number(control, "height") == ends(chart)[3] == 282
+    assert number(control, "y") == 156
+    names = {label.text: number(label, "y") for label in parts(chart, "text", "boxlabel")}
+    assert names.keys() == {"noise", "repeats"}
+    assert names["noise"] <= names["repeats"] - 12
+    assert number(floor, "height") < number(control, "height")
 
 
-def test_levels_outside_the_scale_are_left_out_and_crowded_names_too() -> None:
+@pytest.mark.parametrize(("height", "names"), [(330, ["low", "middle", "high"]), (152, ["low", "middle"])])
+def test_levels_outside_the_scale_are_left_out_and_crowded_names_too(height: int, names: list[str]) -> None:
     rules = [Rule(0.01, "low"), Rule(0.05, "middle"), Rule(0.1, "high"), Rule(10, "outside")]
-    assert [mark.label for mark in draw_rules(rules, Scale(1e-4, 1, 300, 0, log=True))] == ["low", "middle", "high"]
-    assert [mark.label for mark in draw_rules(rules, Scale(1e-4, 1, 100, 0, log=True))] == ["low", "middle", ""]
+    y = Axis("y", log=True, low=1e-4, high=1.0)
+    chart = draw_lines([line([1.0, 0.1])], Axis("x"), y, Size(560, height), rules=rules)
+    assert len(parts(chart, "line", "rule")) == 3
+    assert [label.text for label in parts(chart, "text", "rulelabel")] == names
 
 
 def test_24_candidates_look_different() -> None:
@@ -177,20 +294,45 @@ def test_24_candidates_look_different() -> None:
 # --------------------------------------------------------------------------------------------- frontier
 
 
+def marks(chart: Chart | None) -> dict[str, tuple[float, float]]:
+    """Arm → the place of its point."""
+    assert chart is not None
+    found = {}
+    for mark in parts(chart, "g", "mark"):
+        dot = next(circle for circle in mark.iter("circle") if "dot" in (circle.get("class") or ""))
+        found[mark.findtext("text") or ""] = number(dot, "cx"), number(dot, "cy")
+    return found
+
+
+def box_of(label: ElementTree.Element) -> tuple[float, float, float, float]:
+    """Where a label lies: left, top, right, bottom."""
+    length = LETTER * len(label.text or "")
+    begin = number(label, "x") - (length if label.get("text-anchor") == "end" else 0)
+    return begin, number(label, "y") - 11, begin + length, number(label, "y") + 3
+
+
 def test_a_tenfold_kl_is_one_step_on_the_axis() -> None:
     chart = draw_frontier((Point("a", 100, 0.1, None, "pass"), Point("b", 50, 0.001, None, "pass")), Size(860, 380))
     assert chart is not None
-    assert [tick.label for tick in chart.y_ticks] == ["0.001", "0.01", "0.1"]
-    grid = chart.y_ticks[0].at - chart.y_ticks[1].at
-    assert chart.marks[1].y - chart.marks[0].y == pytest.approx(2 * grid, abs=0.2)
+    grid = y_ticks(chart)
+    assert list(grid) == ["0.001", "0.01", "0.1"]
+    place = marks(chart)
+    assert place["b"][1] - place["a"][1] == pytest.approx(2 * (grid["0.001"] - grid["0.01"]), abs=0.2)
 
 
 def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
     points = (Point("a", 0, 0, (0, 0), "excellent"), Point("b", 9, 1e-7, (-1e-7, 3e-7), "pass"))
     chart = draw_frontier(points, Size(860, 380))
     assert chart is not None
-    assert [mark.zero for mark in chart.marks] == [False, True]
-    assert all(chart.top <= y <= chart.bottom for mark in chart.marks for y in (mark.y, mark.top, mark.bottom))
+    _, _, top, bottom = ends(chart)
+    assert len(parts(chart, "circle", "zero")) == 1
+    levels = [
+        number(whisker, key)
+        for mark in parts(chart, "g", "mark")
+        for whisker in mark.iter("line")
+        for key in ("y1", "y2")
+    ]
+    assert all(top <= y <= bottom for y in (*levels, *(y for _, y in marks(chart).values())))
 
 
 def test_no_points_no_chart() -> None:
@@ -213,9 +355,10 @@ def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
     points = [Point("a", 10, 0.1, None, "x"), Point("b", 20, 0.01, None, "x"), Point("c", 20, 0.1, None, "x")]
     chart = draw_frontier(points, SIZE)
     assert chart is not None
-    place = {mark.name: (mark.x, mark.y) for mark in chart.marks}
-    assert points_of(chart.step) == [place["a"], (place["b"][0], place["a"][1]), place["b"]]
-    assert {mark.name for mark in chart.marks if mark.best} == {"a", "b"}
+    place = marks(chart)
+    [step] = parts(chart, "path", "step")
+    assert points_of(step.get("d", "")) == [place["a"], (place["b"][0], place["a"][1]), place["b"]]
+    assert len(parts(chart, "circle", "ring")) == 2
 
 
 @pytest.mark.parametrize("width", [360, 1120])
@@ -223,16 +366,31 @@ def test_labels_cover_neither_labels_nor_points(width: int) -> None:
     points = [Point(f"format_{n}", 1000 + 3 * n, 0.01 + n / 1e4, None, "pass") for n in range(8)]
     chart = draw_frontier(points, Size(width, 430))
     assert chart is not None
-    boxes = []
-    for mark in chart.marks:
-        length = LETTER * len(mark.name)
-        begin = mark.label_x if mark.anchor == "start" else mark.label_x - length
-        boxes.append((begin, mark.label_y - 11, begin + length, mark.label_y + 3))
-        assert begin >= 0
-        assert begin + length <= width
-    dots = [(mark.x - 4, mark.y - 4, mark.x + 4, mark.y + 4) for mark in chart.marks]
+    boxes = [box_of(label) for label in parts(chart, "text", "name")]
+    assert all(box[0] >= 0 and box[2] <= width for box in boxes)
+    dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in marks(chart).values()]
     for a, b in itertools.combinations([*boxes, *dots[:1]], 2):
         assert a[2] <= b[0] or b[2] <= a[0] or a[3] <= b[1] or b[3] <= a[1]
+
+
+# ------------------------------------------------------------------------------------------------- bars
+
+
+def test_parts_of_a_bar_follow_each_other_in_proportion_and_keep_their_colours() -> None:
+    stacks = [Stack("a", "x", [("p", 1.0), ("q", 3.0)], 4.2), Stack("b", "y", [("q", 2.0)], 2.0)]
+    chart = draw_bars(stacks, ["p", "q"], "seconds", 560)
+    first, second, alone = (part.find("rect") for part in parts(chart, "g", "part"))
+    colours = [part.get("class") for part in parts(chart, "g", "part")]
+    ticks = x_ticks(chart)
+    unit = ticks["1"] - ticks["0"]
+    assert number(first, "x") == number(alone, "x") == ends(chart)[0]
+    assert [number(rect, "width") for rect in (first, second)] == pytest.approx([unit, 3 * unit], abs=0.5)
+    assert number(second, "x") == pytest.approx(number(first, "x") + number(first, "width"), abs=0.11)
+    assert colours[1] == colours[2] != colours[0]
+    figures = [text for text in parts(chart, "text") if text.text in ("4.20", "2.00")]
+    assert len(figures) == 2
+    assert all(number(text, "x") + LETTER * 4 <= 560 for text in figures)
+    assert number(alone, "y") - number(first, "y") > number(first, "height")
 
 
 # --------------------------------------------------------------------------------------------- heat map
@@ -279,15 +437,19 @@ def test_contrast_is_that_of_the_standard() -> None:
 
 
 def test_cells_stand_in_their_row_and_column_and_gaps_have_no_colour() -> None:
-    panel = heatmap(((0.5, None), (1.0, 2.0), (0.0, 0.25)))
-    grid = draw_grid(panel, panel.grids[0])
-    first, gap, *_, last = grid.cells
-    assert (last.x - first.x, last.y - first.y) == (grid.cell_width, 2 * grid.cell_height)
-    assert (first.text, gap.fill, gap.title, last.text) == ("0.5", "", "0, 1: not measured", "0.25")
-    assert last.x + grid.cell_width <= grid.width
-    assert last.y + grid.cell_height <= grid.height
+    plot = heatmap(((0.5, None), (1.0, 2.0), (0.0, 0.25)))
+    grid = draw_grid(plot, plot.grids[0])
+    first, *_, last = parts(grid, "rect")
+    assert number(last, "x") - number(first, "x") == number(first, "width")
+    assert number(last, "y") - number(first, "y") == 2 * number(first, "height")
+    [gap] = parts(grid, "rect", "absent")
+    assert gap.get("fill") is None
+    assert "0, 1: not measured" in [title.text for title in parts(grid, "title")]
+    assert [text.text for text in parts(grid, "text") if text.get("style")] == ["0.5", "1", "2", "0", "0.25"]
+    assert number(last, "x") + number(last, "width") <= grid.width
+    assert number(last, "y") + number(last, "height") <= grid.height
 
 
 def test_a_wide_heat_map_prints_no_numbers() -> None:
-    panel = heatmap((tuple(n / 10 for n in range(17)),))
-    assert {cell.text for cell in draw_grid(panel, panel.grids[0]).cells} == {""}
+    plot = heatmap((tuple(n / 10 for n in range(17)),))
+    assert not [text for text in parts(draw_grid(plot, plot.grids[0]), "text") if text.get("style")]

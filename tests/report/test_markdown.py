@@ -12,7 +12,6 @@ from markdown_it.token import Token
 
 from fidelab.report.markdown import render_markdown
 from fidelab.report.numbers import one_line
-from fidelab.results.axis_record import Axes
 from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis
@@ -111,7 +110,7 @@ def test_every_outcome_is_shown(word: str) -> None:
 
 
 def test_a_row_holds_the_figures_of_its_arm() -> None:
-    axes = Axes(kld=kld_axis(0.0312, 0.00624, control=0.00003), trajectory=trajectory_axis(70.3, 12.1))
+    axes = {"kld": kld_axis(0.0312, 0.00624, control=0.00003), "trajectory": trajectory_axis(70.3, 12.1)}
     [_, _, _, _, row] = rows(sample_report(candidates=(candidate("q8_0", 0.0312, "PASS", 23040, "safe", axes=axes),)))
     cells = ["PASS", "0.0312 (0.025–0.037)", "+0.0312 (0.025–0.037)", "1 in 33 (26–41)", "1 in 132 (99–165)", "33"]
     cells += ["23,040"]
@@ -155,7 +154,7 @@ def test_settings_of_another_form_do_not_matter(settings: dict[str, object]) -> 
 
 def test_failures_floor_control_and_version_are_told() -> None:
     text = render_markdown(sample_report())
-    for told in ("12 of 8,160 positions failed", "- control bf16", "- floor (reference", "fidelab 0.1.0 on 2026-05-04"):
+    for told in ("12 of 8,160 items failed", "- control bf16", "- floor (reference", "fidelab 0.1.0 on 2026-05-04"):
         assert told in text
 
 

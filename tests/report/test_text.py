@@ -66,7 +66,7 @@ def test_a_narrow_terminal_says_what_is_left_out() -> None:
 
 def test_failed_items_come_before_the_table() -> None:
     text = printed(sample_report())
-    assert text.index("12 of 8,160 positions failed") < text.index("verdict")
+    assert text.index("12 of 8,160 items failed") < text.index("verdict")
 
 
 def test_each_candidate_has_its_sentence() -> None:

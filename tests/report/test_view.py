@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from fidelab.core import Estimator, Status
+from fidelab.core import Status
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.report.notebook import render_notebook
 from fidelab.report.numbers import (
     format_bytes,
     format_figure,
-    format_figure_margin,
+    format_interval,
     format_kld,
     format_odds,
     format_odds_span,
@@ -24,13 +24,14 @@ from fidelab.report.numbers import (
     format_score,
     format_share,
     format_span,
+    heading,
     one_line,
     printable,
 )
-from fidelab.report.sections import sections_of
+from fidelab.report.sections import Section, sections_of
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
-from fidelab.results.axis_record import Axes, Excess, Figure, KldContext, OtherAxis
+from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
@@ -175,7 +176,7 @@ def test_the_reason_is_shown_even_where_the_sentence_lacks_it() -> None:
 
 
 def test_topk_figures_are_lower_bounds_and_have_no_excess() -> None:
-    axes = Axes(kld=kld_axis(0.02, 0.001, control=0.01, estimator=Estimator.TOPK))
+    axes = {"kld": kld_axis(0.02, 0.001, control=0.01, bound=True)}
     view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
     row = view.candidates[0]
     assert (row.kld.value, row.excess.value) == ("≥ 0.0200", "–")
@@ -183,21 +184,21 @@ def test_topk_figures_are_lower_bounds_and_have_no_excess() -> None:
 
 
 def test_a_negative_excess_is_shown_as_such() -> None:
-    axes = Axes(kld=kld_axis(0.02, 0.001, excess_over_control=Excess(mean=-0.001, ci=(-0.002, 0))))
+    axes = {"kld": kld_axis(0.02, 0.001, over=(-0.001, (-0.002, 0)))}
     view = build_view(sample_report(candidates=(candidate("q4", 0.02, "PASS", 1, "x", axes=axes),)))
     assert str(view.candidates[0].excess) == "−0.00100 (−0.0020 to 0)"
 
 
 def test_failed_items_are_listed_with_their_counts() -> None:
     assert build_view(sample_report()).failures == (
-        "int4[group=32,skip-layers=0,29]: 12 of 8,160 positions failed (KLD)",
+        "int4[group=32,skip-layers=0,29]: 12 of 8,160 items failed (kld)",
         "int4[group=32,skip-layers=0,29]: trajectory failed: time-out after 60 s",
         "int4[group=32,skip-layers=0,29]: rniah not measurable: no informative cell",
     )
 
 
 def test_a_missing_floor_and_control_are_said() -> None:
-    view = build_view(sample_report(floor=Axes(), control=None))
+    view = build_view(sample_report(floor={}, control=None))
     assert (view.floor, view.control) == (
         "floor (reference against itself): not measured",
         "control: none",
@@ -205,7 +206,7 @@ def test_a_missing_floor_and_control_are_said() -> None:
 
 
 def test_controls_of_other_kernel_paths_have_rows_and_are_told() -> None:
-    path = arm("bf16", name="bf16 (eager)", axes=Axes(kld=kld_axis(0.001, 0.0001)))
+    path = arm("bf16", name="bf16 (eager)", axes={"kld": kld_axis(0.001, 0.0001)})
     view = build_view(sample_report(controls=(path,)))
     assert [row.name for row in view.rows if row.role == "control"] == ["bf16", "bf16 (eager)"]
     first, second, last = view.control.split("; ")
@@ -219,7 +220,7 @@ def test_a_broken_control_says_why() -> None:
 
 
 def test_asked_and_ran_stand_side_by_side() -> None:
-    table = build_view(sample_report()).tables[-1]
+    table = build_view(sample_report()).tables[0]
     row = dict(zip(table.columns, table.rows[-1], strict=True))
     assert (row["K asked"], row["K ran"]) == ("nvfp4", "–")
 
@@ -240,6 +241,10 @@ def test_asked_and_ran_stand_side_by_side() -> None:
         (0.0312, "p", "0.0312"),
         (0.0, "p", "0"),
         (2.0, "", "2.00"),
+        (1234.5, "tok/s", "1,234"),
+        (0.0123, "s", "0.0123"),
+        (46080, "bytes", "46,080"),
+        (33333.3, "tokens", "33,333"),
     ],
 )
 def test_figures_are_written_by_their_unit(value: float | None, unit: str, text: str) -> None:
@@ -247,8 +252,24 @@ def test_figures_are_written_by_their_unit(value: float | None, unit: str, text:
 
 
 def test_intervals_of_figures_are_written_by_their_unit() -> None:
-    assert [format_figure_margin((-1.0, 3.0), unit) for unit in ("nats", "points")] == ["−1.0 to 3.0", "−1.0 to 3.0"]
-    assert format_figure_margin(None, "share") == "–"
+    assert [format_interval((-1.0, 3.0), unit) for unit in ("nats", "points")] == ["−1.0 to 3.0", "−1.0 to 3.0"]
+    assert format_interval((60.0, 80.0), "points") == "60–80"
+    assert format_interval((1000.0, None), "tokens") == "1,000–∞"
+    assert format_interval((2**20, 2**21), "bytes", mib=True) == "1.00–2.00"
+    assert format_interval(None, "share") == "–"
+
+
+@pytest.mark.parametrize(
+    ("name", "unit", "text"),
+    [
+        ("rate", "tok/s", "rate, tok/s"),
+        ("KV bytes per token", "bytes", "KV bytes per token"),
+        ("tokens to flip", "tokens", "tokens to flip"),
+        ("top-1", "share", "top-1"),
+    ],
+)
+def test_a_heading_names_the_unit_unless_the_values_or_the_name_do(name: str, unit: str, text: str) -> None:
+    assert heading(name, unit) == text
 
 
 def test_texts_keep_their_lines_but_no_control_characters() -> None:
@@ -257,7 +278,8 @@ def test_texts_keep_their_lines_but_no_control_characters() -> None:
 
 def test_one_line_says_what_was_compared() -> None:
     assert build_view(sample_report()).compared == (
-        "7 configurations compared with reference f32 on 8,160 positions in 31 documents, 10 prompts, rniah and plad"
+        "7 configurations compared with reference f32 on 8,160 positions in 31 documents, "
+        "trajectory (10 items), rniah (18 items) and plad"
     )
 
 
@@ -281,55 +303,90 @@ def test_the_summary_groups_candidates_by_verdict_the_best_first() -> None:
     }
 
 
+def section(report: Report, name: str) -> Section:
+    return next(found for found in sections_of(report) if found.name == name)
+
+
 def test_axes_of_control_and_floor_have_rows_too() -> None:
-    axes = Axes.model_validate({"rniah": rniah_axis(0.1)})
-    report = sample_report(control=arm("bf16", axes=axes), floor=axes)
-    table = sections_of(report)[0].table
-    assert table.columns == ("arm", "status", "score", "over control", "accuracy", "sign test", "items", "failed")
-    assert [row[0] for row in table.rows] == [
-        "k16v8",
-        "fp8_e4m3",
-        "int4[group=32,skip-layers=0,29]",
-        "control bf16",
-        "floor",
+    axes = {"rniah": rniah_axis(0.1)}
+    found = section(sample_report(control=arm("bf16", axes=axes), floor=axes), "rniah")
+    [table] = found.tables
+    assert table.columns == ("arm", "score", "over control", "accuracy", "sign test", "items", "failed")
+    assert [row[0] for row in table.rows] == ["control bf16", "k16v8", "fp8_e4m3", "floor"]
+    assert found.notes == ("int4[group=32,skip-layers=0,29]: not measurable: no informative cell",)
+    assert [arm.id for arm, _ in found.curves[0].lines] == ["control", "candidate0", "candidate1", "floor"]
+
+
+def test_plots_of_one_key_are_grouped_and_the_others_stand_with_their_arm() -> None:
+    report = sample_report()
+    assert [(group.key, len(group.lines)) for group in section(report, "kld").curves] == [
+        ("position", 6),
+        ("confidence", 6),
     ]
-    assert [line.style for line in sections_of(report)[0].curves[0].lines] == ["s0 d0", "s1 d0", "control", "floor"]
+    [plad] = section(report, "plad").shown
+    assert (plad.arm.name, len(plad.heatmaps), len(plad.tables), len(plad.texts)) == ("k16v8", 0, 1, 1)
+
+
+def test_each_set_of_coordinates_has_a_table_and_what_never_differs_is_said_in_its_title() -> None:
+    made = Definition("ln ratio", "nats", "lower")
+    found = Measurement(
+        status=Status.OK,
+        metrics=(made(0.5), *(made(n / 8192, cell={"context": n, "part": "all"}) for n in (512, 2048))),
+        n_items=7,
+    )
+    whole, parts = section(sample_report(candidates=(arm("q4", axes={"x": found}),)), "x").tables
+    assert (whole.title, whole.columns, whole.rows) == (
+        "x",
+        ("arm", "ln ratio, nats", "items"),
+        (("q4", "0.500", "7"),),
+    )
+    assert (parts.title, parts.columns) == ("x, by context (part all)", ("arm", "context", "ln ratio, nats"))
+    assert (parts.named, parts.rows) == (2, (("q4", "512", "0.0625"), ("q4", "2,048", "0.250")))
+
+
+def test_a_bound_an_open_interval_and_an_excess_are_marked() -> None:
+    report = sample_report(
+        candidates=(arm("q4", axes={"kld": kld_axis(0, 0, control=0.01, bound=True)}),), control=None
+    )
+    [row] = [dict(zip(table.columns, table.rows[0], strict=True)) for table in section(report, "kld").tables]
+    assert row["mean, nats"] == "≥ 0 (0–0)"
+    assert row["tokens to flip"] == "> 1,000"
+    assert row["over control, nats"] == "≥ −0.0100 (−0.0100 to −0.0100)"
 
 
 FLOOR = "floor (reference against itself): "
 HERE = ", on this machine and thread count"
 
 
-def floor_of(**axes: object) -> str:
-    return build_view(sample_report(floor=Axes.model_validate(axes))).floor.removeprefix(FLOOR)
+def floor_of(**axes: Measurement) -> str:
+    return build_view(sample_report(floor=axes)).floor.removeprefix(FLOOR)
 
 
 def test_what_repeats_is_counted() -> None:
-    kld = kld_axis(0, 0, n_positions=510)
-    assert floor_of(kld=kld, trajectory=trajectory_axis(100, 0, exact_match_rate=1.0, n_items=3)) == (
-        f"3 of 3 prompts and 510 of 510 positions repeat{HERE}"
+    kld = kld_axis(0, 0, n_items=510)
+    assert floor_of(trajectory=trajectory_axis(100, 0, n_items=3), kld=kld) == (
+        f"trajectory (3 of 3 items) and kld (510 of 510 items) repeat{HERE}"
     )
-    assert floor_of(kld=kld_axis(0, 0, n_positions=510, n_failed=2)) == f"508 of 510 positions repeat{HERE}"
-    contexts = tuple(KldContext(n_ctx=n, n_positions=n, windows=1) for n in (255, 1023))
-    assert floor_of(kld=kld_axis(0, 0, n_positions=255, contexts=contexts)) == f"1,278 of 1,278 positions repeat{HERE}"
+    assert floor_of(kld=kld_axis(0, 0, n_items=510, n_failed=2)) == f"kld (508 of 510 items) repeats{HERE}"
+    contexts = {n: (0.0, n, None) for n in (255, 1023)}
+    assert floor_of(kld=kld_axis(0, 0, n_items=255, contexts=contexts)) == f"kld (1,278 of 1,278 items) repeats{HERE}"
 
 
 def test_a_floor_that_does_not_repeat_is_told_by_its_cost() -> None:
-    greedy = trajectory_axis(95, 3, exact_match_rate=0.5, n_items=8)
-    assert floor_of(kld=kld_axis(0.001, 0.0005), trajectory=greedy) == (
-        "4 of 8 prompts repeat, trajectory 95.0 (92–98); KLD 0.00100 (0.00050–0.0015) nats"
-    )
-    assert floor_of(kld=kld_axis(0, 0, n_positions=510), trajectory=greedy) == (
-        f"510 of 510 positions repeat{HERE}; 4 of 8 prompts repeat, trajectory 95.0 (92–98)"
+    greedy = trajectory_axis(95, 3, exact=0.5, n_items=8)
+    apart = "trajectory: 4 of 8 items repeat, trajectory 95.0 (92–98)"
+    assert floor_of(trajectory=greedy, kld=kld_axis(0.001, 0.0005)) == (f"{apart}; kld: mean 0.00100 (0.00050–0.0015)")
+    assert floor_of(kld=kld_axis(0, 0, n_items=510), trajectory=greedy) == (
+        f"kld (510 of 510 items) repeats{HERE}; {apart}"
     )
 
 
-def test_the_floor_of_general_axes_is_told() -> None:
-    same = OtherAxis(status=Status.IDENTICAL, score=100.0)
-    other = OtherAxis(status=Status.OK, score=98.0)
+def test_the_floor_of_any_axis_is_told() -> None:
+    same = Measurement(status=Status.IDENTICAL)
+    other = Measurement(status=Status.OK, metrics=(Definition("score", "points")(98.0),))
     assert floor_of(rniah=same) == f"rniah repeats{HERE}"
     assert floor_of(rniah=same, plad=other) == f"rniah repeats{HERE}; plad 98.0"
-    assert floor_of(perplexity=OtherAxis(status=Status.OK)) == "perplexity: see the other axes"
+    assert floor_of(perplexity=Measurement(status=Status.OK)) == "perplexity: measured"
 
 
 def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:
@@ -385,12 +442,8 @@ def test_folders_of_own_builds_stay_at_home() -> None:
 
 
 def test_contexts_stand_beside_each_other() -> None:
-    found = [(512, 0.0073, 31), (2048, 0.0133, 6)]
-    contexts = tuple(
-        KldContext(n_ctx=n, mean=mean, mean_ci=(mean / 2.5, mean * 2), n_positions=4080, n_documents=many, windows=16)
-        for n, mean, many in found
-    )
-    axes = Axes(kld=kld_axis(0.0133, 0.002, contexts=contexts))
+    contexts = {512: (0.0073, 4080, 31), 2048: (0.0133, 4080, 6)}
+    axes = {"kld": kld_axis(0.0133, 0.002, contexts=contexts)}
     view = build_view(sample_report(candidates=(candidate("q4", 0.0133, "PASS", 1, "x", axes=axes),), control=None))
     assert view.beside[0].columns == ("arm", "512 tokens", "2,048 tokens")
     assert view.beside[0].rows == (("q4", "0.00730 (0.0029–0.015)", "0.0133 (0.0053–0.027)"),)
@@ -410,26 +463,30 @@ def test_the_composite_is_shown_where_all_its_axes_ran_or_its_bands_were_asked_f
 
 
 def test_what_holds_for_several_arms_is_said_once() -> None:
-    axis = OtherAxis(status=Status.NOT_MEASURABLE, reason="the reference solves nothing")
-    arms = tuple(arm(name, axes=Axes.model_validate({"gsm8k": axis})) for name in ("q8_0", "q4_0"))
+    axis = Measurement(status=Status.NOT_MEASURABLE, reason="the reference solves nothing")
+    arms = tuple(arm(name, axes={"gsm8k": axis}) for name in ("q8_0", "q4_0"))
     failures = build_view(sample_report(candidates=arms, control=None)).failures
     assert failures == ("q8_0, q4_0: gsm8k not measurable: the reference solves nothing",)
 
 
-def test_other_axes_are_summed_up_by_their_score_or_their_first_figure() -> None:
-    scored = OtherAxis(status=Status.OK, score=90.0, ci=(80.0, 95.0), title="Is it so?")
-    figure = Figure(name="ln ratio", value=0.01, ci=(0.005, 0.015), unit="nats")
-    unscored = OtherAxis(status=Status.OK, figures=(figure,))
-    lost = OtherAxis(status=Status.FAILED, reason="time-out")
-    first = Axes.model_validate({"rniah": scored, "perplexity": unscored})
-    second = Axes.model_validate({"rniah": lost})
-    report = sample_report(candidates=(arm("q8_0", axes=first), arm("q4_0", axes=second)), control=None)
+def test_other_axes_are_summed_up_by_their_headlines_or_their_first_metric() -> None:
+    score = Definition("score", "points", "higher")(90.0, (80.0, 95.0), headline=True)
+    scored = Measurement(status=Status.OK, metrics=(Definition("cells", "count")(9), score), title="Is it so?")
+    ratio = Definition("ln ratio", "nats", "lower")
+    unscored = Measurement(
+        status=Status.OK,
+        metrics=tuple(ratio(0.01, (0.005, 0.015), cell={"context": n, "part": 1}) for n in (512, 2048)),
+    )
+    lost = Measurement(status=Status.FAILED, reason="time-out")
+    arms = (arm("q8_0", axes={"rniah": scored, "perplexity": unscored}), arm("q4_0", axes={"rniah": lost}))
+    report = sample_report(candidates=arms, control=None)
     [table] = build_view(report).beside
-    assert table.columns == ("arm", "rniah", "perplexity: ln ratio")
+    assert table.columns == ("arm", "rniah", "perplexity: ln ratio, nats, context 512")
     assert table.rows == (("q8_0", "90.0 (80–95)", "0.0100 (0.0050–0.015)"), ("q4_0", "failed", "–"))
-    assert [section.title for section in sections_of(report)] == ["Is it so?", "perplexity"]
+    titles = {found.name: found.title for found in sections_of(report)}
+    assert (titles["rniah"], titles["perplexity"]) == ("Is it so?", "perplexity")
 
 
 def test_without_other_axes_there_is_no_summary_of_them() -> None:
-    alone = arm("q8_0", axes=Axes(kld=kld_axis(0.1, 0.01)))
+    alone = arm("q8_0", axes={"kld": kld_axis(0.1, 0.01)})
     assert build_view(sample_report(candidates=(alone,), control=None)).beside == ()

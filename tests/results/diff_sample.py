@@ -1,115 +1,91 @@
-"""Reports to compare: one candidate with every figure of axes and benches, and what a comparison says of one metric."""
+"""Reports to compare: one candidate with metrics of axes and benches, and what a comparison says of one metric."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from fidelab.results.axis_record import Axes
-from fidelab.results.bench_values import Spread
+from fidelab.core import Status
 from fidelab.results.compare import compare
 from fidelab.results.diff_record import Diff, MetricChange, Thresholds
-from fidelab.results.record import Report
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
+from fidelab.results.record import Composite, Report
 from tests.report.sample import candidate, sample_report
 
 KEY = {"kld": {"items": "9f2c", "settings": {"n_ctx": 512}}, "trajectory.raw": {"n_predict": 64}}
+COMPOSITE = Composite(value=88.1, ci=(84.2, 91.0), axes=("trajectory", "kld"))
+RATE = Definition("rate", "tok/s", "higher")
+ISOLATED = Definition("isolated", "tok/s", "higher")
+BY_SUBTRACTION = Definition("by subtraction", "tok/s", "higher", optional=True)
+OUTPUT = Definition("output rate", "tok/s", "higher")
+STORED = Definition("KV bytes per token", "bytes", "lower", exact=True)
+PEAK = Definition("peak host", "bytes", "lower")
 
 
-def spread(*repeats: float) -> dict[str, Any]:
-    return Spread.over(repeats).model_dump(mode="json")
+def measured(*metrics: Metric, **fields: Any) -> Measurement:
+    """What an axis or a bench found."""
+    return Measurement(**{"status": Status.OK, "metrics": metrics, **fields})
 
 
-def latency(n: int, mean: float, **percentiles: float) -> dict[str, Any]:
-    return {"n": n, "mean": mean, "percentiles": percentiles}
+def load(concurrency: int, rate: float, *, valid: bool = True, **changes: Metric) -> Measurement:
+    """One load: rate, latency, tokens per verification; ``changes`` replace metrics by their first word."""
+    at: Coordinates = {"context": 1024, "output": 64, "arrival": "closed", "concurrency": concurrency}
+    found = {
+        "output": OUTPUT(rate, cell=at),
+        "TTFT": Definition("TTFT p50", "ms", "lower")(50.5, cell=at),
+        "failed": Definition("failed requests", "share", "lower")(0.05, cell=at),
+        "effective": Definition("effective concurrency", "count")(3.5, cell=at),
+        "acceptance": Definition("acceptance length", "tokens", "higher", limit="slowdown")(2.75, cell=at),
+    }
+    flags = () if valid else (Flag(kind="depth", text="the server counted 512 tokens"),)
+    metrics = {name: metric.model_copy(update={"cell": at}) for name, metric in {**found, **changes}.items()}
+    return measured(*metrics.values(), cells=(Cell(status=Status.OK, at=at, valid=valid, flags=flags),))
 
 
-def load_cell(**changes: Any) -> dict[str, Any]:
+def joined(*parts: Measurement) -> Measurement:
+    """Cells of several loads in one measurement."""
+    return measured(
+        *(metric for part in parts for metric in part.metrics),
+        cells=tuple(cell for part in parts for cell in part.cells),
+    )
+
+
+def decoded(slow: Mapping[Any, float] = {}) -> Measurement:
+    """Two depths at two batch sizes; ``slow``: (depth, batch) → factor."""
+    metrics = []
+    for depth in (0, 1024):
+        for batch in (1, 4):
+            rates = [100 * batch - depth / 100 + i for i in range(3)]
+            at: Coordinates = {"depth": depth, "batch": batch}
+            metrics.append(ISOLATED.repeated([slow.get((depth, batch), 1.0) * rate for rate in rates], cell=at))
+            metrics.append(BY_SUBTRACTION.repeated(rates, cell=at))
+    return measured(*metrics)
+
+
+def benches(**changes: Measurement) -> dict[str, Measurement]:
+    """All kinds of benches."""
+    start = Definition("total", "s", "lower")
     return {
-        "status": "ok",
-        "arrival": "closed",
-        "context": 1024,
-        "output": 64,
-        "concurrency": 4,
-        "n_requests": 200,
-        "n_completed": 190,
-        "completed_rate": 6.25,
-        "output_rate": 400.5,
-        "total_rate": 6800.5,
-        "ttft": latency(190, 51.5, p50=50.5, p95=80.5, p99=120.5),
-        "tpot": latency(190, 9.25, p50=9.125),
-        "itl": latency(12000, 9.5, p50=9.375, p99=11.5),
-        "e2el": latency(190, 640.5, p50=630.5),
-        "goodput": {"targets": {"ttft": 500}, "share": 0.875, "rate": 5.75},
-        "server": {
-            "kind": "vllm",
-            "output_rate": 398.5,
-            "speculation": {"drafted": 10, "accepted": 5, "acceptance_length": 2.75},
-        },
+        "startup": measured(*(start.repeated((5.5, 5.6, 5.7), cell={"start": kind}) for kind in ("cold", "warm"))),
+        "prefill": measured(*(RATE.repeated((700, 710, 720), cell={"tokens": n, "batch": 1}) for n in (512, 2048))),
+        "decode": decoded(),
+        "memory": measured(STORED(23040), PEAK(23047), PEAK(23051, cell={"tokens": 512, "batch": 1})),
+        "serving": joined(load(4, 400.5), load(8, 700.5)),
         **changes,
     }
 
 
-def benches(**changes: Any) -> dict[str, Any]:
-    """Every field that is a figure has a value of its own."""
-    speed = {"status": "ok", "tokens": 512, "rate": spread(700, 710, 720), "by_subtraction": None}
-    full: dict[str, Any] = {
-        "timing": {"load_seconds": 77, "seconds": 78},
-        "startup": {
-            "status": "ok",
-            "cold": {"total": spread(5.5, 5.6, 5.7), "parts": {"import": spread(1.5), "weights": spread(3.5)}},
-            "warm": {"total": spread(2.5, 2.6, 2.7), "parts": {"import": spread(1.25), "weights": spread(1.125)}},
-        },
-        "prefill": {"status": "ok", "cells": [speed, {**speed, "tokens": 2048, "rate": spread(600, 610, 620)}]},
-        "decode": {
-            "status": "ok",
-            "cells": [
-                {
-                    **speed,
-                    "tokens": depth,
-                    "batch": batch,
-                    "n": 32,
-                    "rate": spread(*(100 * batch - depth / 100 + i for i in range(3))),
-                    "by_subtraction": spread(*(200 * batch - depth / 100 + i for i in range(3))),
-                }
-                for depth in (0, 1024)
-                for batch in (1, 4)
-            ],
-        },
-        "memory": {
-            "status": "ok",
-            "kv_bytes_per_token": 23040,
-            "expected_bytes_per_token": 23041,
-            "state_bytes_per_sequence": 23042,
-            "reserved_bytes": 23043,
-            "reserved_tokens": 23044,
-            "weights_bytes": 23045,
-            "loaded_host_bytes": 23046,
-            "peak_host_bytes": 23047,
-            "peak_device_bytes": 23048,
-            "points": [{"tokens": 512, "kv_bytes": 23050, "peak_host_bytes": 23051, "peak_device_bytes": 23052}],
-        },
-        "serving": {
-            "status": "ok",
-            "target": "http://127.0.0.1:1",
-            "model": "m",
-            "cells": [load_cell(), load_cell(concurrency=8, output_rate=700.5)],
-            "saturation": [{"context": 1024, "concurrency": 4, "gain": 0.01}],
-        },
-    }
-    return {**full, **changes}
-
-
-def run(found: Mapping[str, Any] | None = None, **changes: Any) -> Report:
+def run(found: Mapping[str, Measurement] | None = None, **changes: Any) -> Report:
     """A report of one candidate with these benches."""
     fields: dict[str, Any] = {
-        "candidates": (candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", benches=found or {}),),
+        "candidates": (candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", benches=found or {}, composite=COMPOSITE),),
         "comparability_key": KEY,
     }
     return sample_report(**{**fields, **changes})
 
 
-def with_axes(**axes: Any) -> Report:
-    return run(candidates=(candidate("fp8_e4m3", 0.03, "PASS", 1, "safe", axes=Axes.model_validate(axes)),))
+def with_axes(**axes: Measurement) -> Report:
+    return run(candidates=(candidate("fp8_e4m3", 0.03, "PASS", 1, "safe", axes=axes),))
 
 
 def one(diff: Diff, group: str, metric: str, cell: str = "", role: str = "candidate") -> MetricChange:
@@ -125,11 +101,11 @@ def outcome(was: Report, now: Report, *place: str, **limits: float) -> str:
     return one(compare(was, now, Thresholds(**limits)), *place).outcome
 
 
-def decode(*repeats: float, **changes: Any) -> Report:
-    cell = {"status": "ok", "tokens": 1024, "rate": spread(*repeats), **changes}
-    return run({"decode": {"status": "ok", "cells": [cell]}})
+def decode(*repeats: float, by_subtraction: tuple[float, ...] = ()) -> Report:
+    at: Coordinates = {"depth": 1024, "batch": 1}
+    other = [BY_SUBTRACTION.repeated(by_subtraction, cell=at)] if by_subtraction else []
+    return run({"decode": measured(ISOLATED.repeated(repeats, cell=at), *other)})
 
 
 def serving(**changes: Any) -> Report:
-    cell = load_cell(**changes)
-    return run({"serving": {"status": "ok", "target": "x", "model": "m", "cells": [cell]}})
+    return run({"serving": load(4, 400.5, **changes)})

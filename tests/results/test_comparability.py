@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 
+from fidelab.core import Status
 from fidelab.errors import MismatchError
-from fidelab.results.axis_record import Axes
 from fidelab.results.compare import compare
-from fidelab.results.flatten import flatten
+from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Composite, Report
+from fidelab.results.table import tabulate
 from tests.report.sample import arm, candidate, kld_axis, sample_report
-from tests.results.diff_sample import KEY, benches, one, run
+from tests.results.diff_sample import COMPOSITE, KEY, benches, measured, one, run
 
 
 def keyed(**key: Any) -> Report:
@@ -28,7 +29,7 @@ def test_a_mismatch_names_the_field_and_both_values_and_the_others_go_on() -> No
     [found] = diff.refused
     assert (found.field, found.baseline, found.now) == ("kld.settings.n_ctx", 512, 4096)
     assert set(found.groups) == {"kld", "composite"}  # which rests on it
-    assert found.n_metrics == len([key for key in flatten(run()).metrics if key.group in found.groups])
+    assert found.n_metrics == len([key for key in tabulate(run()).metrics if key.group in found.groups])
     assert {change.group for change in diff.changes} == {"trajectory", "cache"}
     assert "kld" in diff.faults()[0]
     assert diff.faults(allow_missing=True) == []
@@ -56,8 +57,8 @@ def test_a_key_that_names_no_axis_concerns_all_axes_and_no_bench() -> None:
 
 
 def test_an_axis_that_neither_side_measured_hinders_no_other() -> None:
-    failed = {"status": "not_measurable", "reason": "no data set"}
-    axes = Axes.model_validate({"kld": kld_axis(0.01, 0.001), "gsm8k": failed})
+    failed = Measurement(status=Status.NOT_MEASURABLE, reason="no data set")
+    axes = {"kld": kld_axis(0.01, 0.001), "gsm8k": failed}
     was, now = (
         run(
             candidates=(candidate("fp8_e4m3", 0.03, "PASS", 1, "safe", axes=axes, composite=None),),
@@ -77,19 +78,21 @@ def test_floors_over_other_shares_of_the_items_are_not_compared() -> None:
     was, now = (run(settings={"floor": share}) for share in (0.25, 1.0))
     [found] = compare(was, now).refused
     assert (found.field, found.baseline, found.now) == ("floor", 0.25, 1.0)
-    assert found.n_metrics == len([key for key in flatten(was).metrics if key.role == "floor"])
+    assert found.n_metrics == len([key for key in tabulate(was).metrics if key.role == "floor"])
 
 
 def test_an_excess_over_another_control_is_not_compared() -> None:
-    other = compare(run(), run(control=arm("f16", axes=Axes(kld=kld_axis(0.00003, 0.000004)))))
+    other = compare(run(), run(control=arm("f16", axes={"kld": kld_axis(0.00003, 0.000004)})))
     assert {refusal.field: set(refusal.groups) for refusal in other.refused} == {"control.kv": {"kld", "trajectory"}}
     assert one(other, "kld", "mean").outcome == "unchanged"
 
 
 def test_composites_of_other_axes_are_not_compared() -> None:
-    axes = Axes(kld=kld_axis(0.0312, 0.00624, control=0.00003))
-    alone = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", axes=axes, composite=Composite(value=88.1))
-    assert refused(run(), run(candidates=(alone,))) == {"composite.axes": ("composite",)}
+    both, alone = (
+        candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", composite=Composite(value=88.1, axes=axes))
+        for axes in (("kld", "trajectory"), ("kld",))
+    )
+    assert refused(run(candidates=(both,)), run(candidates=(alone,))) == {"composite.axes": ("composite",)}
 
 
 def test_where_nothing_can_be_compared_the_difference_is_named() -> None:
@@ -99,7 +102,7 @@ def test_where_nothing_can_be_compared_the_difference_is_named() -> None:
 
 
 def test_figures_without_a_better_side_and_bytes_per_token_are_no_comparison() -> None:
-    pool = {"memory": {"status": "ok", "reserved_bytes": 1000}}
+    pool = {"memory": measured(Definition("pool", "bytes")(1000))}
     other = {name: {"items": "other"} for name in ("kld", "trajectory")}
     with pytest.raises(MismatchError, match="nothing can be compared"):
         compare(run(pool), run(pool, comparability_key=other))
@@ -108,7 +111,7 @@ def test_figures_without_a_better_side_and_bytes_per_token_are_no_comparison() -
 def test_where_no_arm_is_in_both_their_names_are_said() -> None:
     def of(name: str, reference: str) -> Report:
         arms = {"candidates": (candidate(name, 0.1, "FAIL", 1, "no"),), "reference": arm(reference), "control": None}
-        return sample_report(**arms, floor=Axes(), comparability_key={})
+        return sample_report(**arms, floor={}, comparability_key={})
 
     with pytest.raises(MismatchError, match=r"is in both; the baseline has f32, fp8_e4m3, the run bf16, int4"):
         compare(of("fp8_e4m3", "f32"), of("int4", "bf16"))
@@ -116,7 +119,7 @@ def test_where_no_arm_is_in_both_their_names_are_said() -> None:
 
 def test_versions_and_what_ran_are_told_beside() -> None:
     ran = {"k_dtype": "fp8_e4m3", "attention": "flash", "versions": {"torch": "3.0"}, "peak_host_bytes": 5}
-    found = [candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", ran=ran, engine="vllm")]
+    found = [candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", ran=ran, engine="vllm", composite=COMPOSITE)]
     diff = compare(run(), run(candidates=found, environment={"device": {"name": "gpu", "driver": "570"}}))
     told = {(difference.where, difference.field): difference.now for difference in diff.beside}
     assert told["fp8_e4m3", "engine"] == "vllm"

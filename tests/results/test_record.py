@@ -12,11 +12,12 @@ from pydantic import BaseModel, ValidationError
 
 from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
-from fidelab.results.axis_record import Axes, Bins, KldAxis, TrajectoryAxis
-from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, write_atomically
+from fidelab.results.measurement import Definition, Measurement, Metric
+from fidelab.results.plots import Curve
+from fidelab.results.record import ArmRecord, Composite, KVFormats, Ran, Report, write_atomically
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
-SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-0.schema.json"
+SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-1.schema.json"
 
 
 def edited(tmp_path: Path, edit: dict[str, Any]) -> Path:
@@ -38,21 +39,22 @@ def test_hostile_text_survives_the_round_trip(tmp_path: Path) -> None:
 
 def test_absent_is_null() -> None:
     reference = json.loads(sample_report().to_json())["reference"]
-    assert reference["axes"] == {"kld": None, "trajectory": None}
-    assert reference["composite"] is None
+    assert (reference["axes"], reference["composite"]) == ({}, None)
 
 
 def test_schema_name_comes_first() -> None:
-    assert next(iter(json.loads(sample_report().to_json()).items())) == ("schema", "fidelab.report/0")
+    assert next(iter(json.loads(sample_report().to_json()).items())) == ("schema", "fidelab.report/1")
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(
     ("model", "fields"),
     [
-        (KldAxis, {"status": "ok", "mean": ...}),
-        (KldAxis, {"status": "ok", "mean_ci": (0, ...)}),
-        (TrajectoryAxis, {"status": "ok", "survival": [1, ...]}),
+        (Metric, {"name": "mean", "value": ...}),
+        (Metric, {"name": "mean", "ci": (0, ...)}),
+        (Metric, {"name": "rate", "cell": {"rate": ...}}),
+        (Curve, {"key": "k", "title": "t", "x_label": "", "y_label": "", "x": [1], "y": [...]}),
+        (Measurement, {"status": "ok", "facts": {"a": [...]}}),
         (Ran, {"scale": ...}),
         (Ran, {"scale": {"layers": [...]}}),
         (KVFormats, {"k": "a", "v": "b", "options": {"group": ...}}),
@@ -83,7 +85,7 @@ def test_lone_surrogates_are_refused() -> None:
 
 def test_another_schema_is_named(tmp_path: Path) -> None:
     path = edited(tmp_path, {"schema": "fidelab.report/7", "new": 1})
-    with pytest.raises(InputError, match=r"has schema 'fidelab\.report/7'; .* reads 'fidelab\.report/0'"):
+    with pytest.raises(InputError, match=r"has schema 'fidelab\.report/7'; .* reads 'fidelab\.report/1'"):
         Report.from_json(path)
 
 
@@ -109,8 +111,11 @@ def test_broken_json_is_named_by_line_and_column(tmp_path: Path) -> None:
         ({"command": 3}, "command"),
         ({"created": "2026-05-04T12:00:00"}, "created"),
         ({"reference": {"name": "x"}}, "reference.status"),
-        ({"floor": {"kld": {"status": "ok", "mean": "0.1"}}}, "floor.kld.mean"),
-        ({"floor": {"kdl": {"status": "ok", "mean": 0.1}}}, "floor.kdl.mean"),
+        ({"floor": {"kld": {"status": "ok", "mean": 0.1}}}, "floor.kld.mean"),
+        (
+            {"floor": {"kld": {"status": "ok", "metrics": [{"name": "mean", "value": "0.1"}]}}},
+            "floor.kld.metrics.0.value",
+        ),
     ],
 )
 def test_malformed_reports_are_refused_by_place(tmp_path: Path, edit: dict[str, Any], place: str) -> None:
@@ -141,25 +146,25 @@ def test_an_arm_cannot_be_not_measurable() -> None:
         arm("bf16", status=Status.NOT_MEASURABLE, reason="x")
 
 
-def test_a_failed_axis_has_no_score() -> None:
-    with pytest.raises(ValidationError, match="cannot have a score"):
-        KldAxis(status=Status.FAILED, reason="x", score=100)
-
-
 @pytest.mark.parametrize("score", [-0.1, 100.1])
-def test_scores_lie_between_0_and_100(score: float) -> None:
+def test_composites_lie_between_0_and_100(score: float) -> None:
     with pytest.raises(ValidationError):
-        KldAxis(status=Status.OK, score=score)
+        Composite(value=score)
 
 
 def test_an_interval_upside_down_is_refused() -> None:
     with pytest.raises(ValidationError, match="lies above"):
-        KldAxis(status=Status.OK, mean_ci=(0.2, 0.1))
+        Metric(name="mean", ci=(0.2, 0.1))
 
 
-def test_bins_need_one_more_edge() -> None:
-    with pytest.raises(ValidationError, match="2 edges need 1 means"):
-        Bins(edges=(0, 1), mean=(1, 2), count=(1, 2))
+def test_two_metrics_of_one_name_and_shape_are_refused() -> None:
+    rate = Definition("rate", "tok/s", "higher")
+    assert (
+        len(Measurement(status=Status.OK, metrics=(rate(1, cell={"batch": 1}), rate(1, cell={"batch": 2}))).metrics)
+        == 2
+    )
+    with pytest.raises(ValidationError, match="two metrics are named 'rate' at batch 1"):
+        Measurement(status=Status.OK, metrics=(rate(1, cell={"batch": 1}), rate(2, cell={"batch": 1})))
 
 
 def test_two_candidates_of_one_name_are_refused() -> None:
@@ -171,11 +176,6 @@ def test_two_candidates_of_one_name_are_refused() -> None:
 def test_a_record_cannot_be_edited() -> None:
     with pytest.raises(ValidationError, match="frozen"):
         sample_report().run_id = "x"
-
-
-def test_axes_without_a_model_keep_the_general_form() -> None:
-    axes = Axes.model_validate({"rniah": {"status": "ok", "score": 50, "details": {"cells": [1, 2]}}})
-    assert axes.others()["rniah"].details == {"cells": [1, 2]}
 
 
 def test_free_fields_hold_what_json_gives_back() -> None:

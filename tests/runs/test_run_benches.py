@@ -31,7 +31,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def cells(arm: dict[str, Any], name: str) -> dict[tuple[int, int], dict[str, Any]]:
-    return {(cell["tokens"], cell["batch"]): cell for cell in arm["benches"][name]["cells"]}
+    """(length, batch) → how it ended, and its leading metric as ``rate``."""
+    found = arm["benches"][name]
+    rates = {str(metric["cell"]): metric for metric in reversed(found["metrics"])}
+    return {tuple(cell["at"].values()): {**cell, "rate": rates.get(str(cell["at"]))} for cell in found["cells"]}
+
+
+def value(found: dict[str, Any], name: str, **cell: object) -> float:
+    """A metric of a measurement: of this shape of work, or the first."""
+    metrics = [metric for metric in found["metrics"] if metric["name"] == name]
+    return next(float(metric["value"]) for metric in metrics if not cell or metric["cell"] == cell)
 
 
 def test_a_bench_without_axes_gives_speed_and_no_verdict(alone: Done) -> None:
@@ -42,12 +51,12 @@ def test_a_bench_without_axes_gives_speed_and_no_verdict(alone: Done) -> None:
     for arm in arms:
         assert arm["status"] == "ok"
         assert arm["ran"]["k_format"] == arm["kv"]["k"] + ("[q=0.6]" if arm["kv"]["k"] == "tilt" else "")
-        assert {key: cell["rate"]["median"] for key, cell in cells(arm, "prefill").items()} == {
+        assert {key: cell["rate"]["value"] for key, cell in cells(arm, "prefill").items()} == {
             (16, 1): RATE,
             (32, 1): RATE,
         }
-        assert all(value is None for value in arm["axes"].values())
-        assert arm["benches"]["startup"]["warm"]["total"]["median"] > 0
+        assert arm["axes"] == {}
+        assert value(arm["benches"]["startup"], "total", start="warm") > 0
     assert report["candidates"][0]["verdict"] is None or report["candidates"][0]["verdict"]["band"] is None
 
 
@@ -66,7 +75,9 @@ def test_two_arms_that_compute_the_same_are_measured_apart(tmp_path: Path) -> No
 
 def test_warm_up_answers_are_not_kept(alone: Done) -> None:
     assert not (alone.folder / "timed" / "warm-up").exists()
-    assert cells(json.loads(alone.out)["reference"], "prefill")[16, 1]["warmups"] == 3  # three alike are steady
+    assert (
+        cells(json.loads(alone.out)["reference"], "prefill")[16, 1]["facts"]["warmups"] == 3
+    )  # three alike are steady
 
 
 def test_fidelity_speed_and_memory_stand_in_one_report(tmp_path: Path) -> None:
@@ -80,9 +91,9 @@ def test_fidelity_speed_and_memory_stand_in_one_report(tmp_path: Path) -> None:
     assert done.code == 0, done.err
     for name in ("reference", "control", "tilt[q=0.6]"):
         arm = done.arm(name)
-        assert cells(arm, "decode")[512, 1]["rate"]["median"] == WRITTEN
-        assert arm["benches"]["memory"]["points"][0]["kv_bytes"] > 0
-    assert done.arm("tilt[q=0.6]")["axes"]["kld"]["mean"] > 0
+        assert cells(arm, "decode")[512, 1]["rate"]["value"] == WRITTEN
+        assert value(arm["benches"]["memory"], "KV", tokens=128, batch=1) > 0
+    assert value(done.arm("tilt[q=0.6]")["axes"]["kld"], "mean") > 0
     assert set(done.report["comparability_key"]) >= {"kld", "trajectory", "benches.decode", "benches.memory"}
 
 
@@ -101,7 +112,7 @@ def test_a_resumed_bench_asks_only_what_is_missing_and_finds_the_same(tmp_path: 
         for arm in (report["reference"], *report["candidates"]):
             for name in ("prefill", "decode"):
                 for cell in arm["benches"][name]["cells"]:
-                    cell["warmups"] = None
+                    cell["facts"]["warmups"] = None
     assert speeds(after) == speeds(before)
 
 
@@ -136,7 +147,7 @@ def test_an_arm_that_dies_in_a_bench_leaves_the_others_theirs(tmp_path: Path) ->
     assert bad["status"] == "failed"
     assert "the worker" in bad["benches"]["prefill"]["reason"]
     assert good["status"] == "ok"
-    assert cells(good, "prefill")[32, 1]["rate"]["median"] == RATE
+    assert cells(good, "prefill")[32, 1]["rate"]["value"] == RATE
     assert "tilt[q=0.6]" in done.err
 
 
@@ -209,9 +220,9 @@ def test_load_on_servers_stands_beside_their_arms(tmp_path: Path) -> None:
         arms = ("--base-url", fast.url, "--candidate", f"base-url={slow.url},name=slow")
         done = cli("bench", model, "--engine", "openai", *arms, *shape, *sizes, cwd=tmp_path)
     assert done.code == 0, done.err
-    [one], [other] = (done.arm(name)["benches"]["serving"]["cells"] for name in ("reference", "slow"))
-    assert (one["output_tokens"], other["output_tokens"]) == (48, 48)
-    assert one["output_rate"] > other["output_rate"]
+    one, other = (done.arm(name)["benches"]["serving"] for name in ("reference", "slow"))
+    assert [found["cells"][0]["facts"]["measured"]["output_tokens"] for found in (one, other)] == [48, 48]
+    assert value(one, "output rate") > value(other, "output rate")
     rows = [json.loads(line) for line in (done.folder / "requests.jsonl").read_text().splitlines()]
     assert {row["arm"] for row in rows} == {done.arm("reference")["name"], "slow"}
     assert sum(row["arm"] == "slow" and not row["warmup"] for row in rows) == 6

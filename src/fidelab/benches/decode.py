@@ -12,14 +12,41 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from fidelab.benches.base import Answers, Bench, BenchInputs, Counts, Facts, LiveSettings, Question, unsteady
-from fidelab.benches.cells import outcome_of
+from fidelab.benches.base import (
+    Answers,
+    Bench,
+    BenchInputs,
+    CellResult,
+    Counts,
+    Facts,
+    LiveSettings,
+    Question,
+    against,
+    complete,
+    joined,
+    largest,
+    unsteady,
+)
 from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
-from fidelab.results import bench_record
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Flag, Spread
+from fidelab.results.measurement import Definition, Flag, Measurement
 
-__all__ = ["Decode", "DecodeSettings"]
+__all__ = ["BY_SUBTRACTION", "ISOLATED", "Decode", "DecodeSettings", "decode_complete"]
+
+ISOLATED = Definition(
+    "isolated",
+    "tok/s",
+    "higher",
+    "Tokens of the whole batch behind the first one, over the time from the first to the last.",
+    aggregate="median",
+)
+BY_SUBTRACTION = Definition(
+    "by subtraction",
+    "tok/s",
+    "higher",
+    "The same tokens over the time of the whole answer less the median of separate prefills.",
+    aggregate="median",
+    optional=True,
+)
 
 _NOISE = 0.1  # share of the difference that the spread of what is subtracted may have
 _ALONE = ".alone"  # the part of a depth that is read only
@@ -50,36 +77,50 @@ class Decode(Bench):
             for end, n in ((_ALONE, 0), ("", self.settings.n))
         )
 
-    def record(self, answers: Mapping[str, Answers], facts: Facts) -> bench_record.Decode:
-        cells = tuple(
-            _cell(whole, answers.get(part + _ALONE), facts)
-            for part, whole in answers.items()
-            if not part.endswith(_ALONE)
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        wholes = ((part, answer) for part, answer in answers.items() if not part.endswith(_ALONE))
+        return decode_complete(
+            joined((_rates(whole, answers.get(part + _ALONE), facts) for part, whole in wholes), self.title)
         )
-        return bench_record.Decode(**outcome_of(cells), cells=cells)
 
 
-def _cell(whole: Answers, alone: Answers | None, facts: Facts) -> SpeedCell:
-    asked = whole.question
-    shape = {"tokens": asked.tokens, "batch": asked.batch, "n": asked.n, **whole.outcome()}
+def decode_complete(found: Measurement) -> Measurement:
+    """With its curve against the depth, headed by the deepest."""
+    plots = against(
+        found,
+        ISOLATED.name,
+        "depth",
+        key="decode",
+        title="Decode against depth",
+        x_label="tokens in the cache",
+        y_label="tok/s",
+        caption="Isolated: time between the first and the last token. Median of the repeats, shaded from slowest to "
+        "fastest.",
+    )
+    return complete(found, [largest(found, ISOLATED.name, "depth")], plots)
+
+
+def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
+    asked, at = whole.question, whole.at("depth")
     if whole.seconds is None:
-        return SpeedCell(**shape)
+        return CellResult(whole.cell(at))
+
+    def together(rate: Rate) -> list[float]:
+        """Of all sequences."""
+        return [asked.batch * one for one in rate.repeats]
+
     what = f"depth {asked.tokens} × {asked.batch}"
-    rate = _times(decode_rate_isolated(whole.seconds), asked.batch)
+    rate = decode_rate_isolated(whole.seconds)
+    metrics = [ISOLATED.repeated(together(rate), cell=at)]
     flags = unsteady(what, rate.steady, facts.loads)
-    subtracted = None
     if alone is not None and alone.seconds is not None:
         first = alone.seconds[:, 0]
         subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], first, asked.n)
+        if subtracted is not None:
+            metrics.append(BY_SUBTRACTION.repeated(together(subtracted), cell=at))
         if doubt := _doubt(subtracted, float(np.ptp(first)), asked.n):
             flags = (*flags, Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
-    return SpeedCell(
-        **shape,
-        rate=Spread.of(rate),
-        by_subtraction=None if subtracted is None else Spread.of(_times(subtracted, asked.batch)),
-        warmups=whole.warmups,
-        flags=flags,
-    )
+    return CellResult(whole.cell(at, flags, n=asked.n), tuple(metrics))
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:
@@ -90,8 +131,3 @@ def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:
     if spread <= _NOISE * left:
         return ""
     return f"is rough: the prefills alone lie {spread:.2g} s apart, and {left:.2g} s are what is left for decoding"
-
-
-def _times(rate: Rate, batch: int) -> Rate:
-    """The rate of all sequences together."""
-    return Rate(tuple(batch * one for one in rate.repeats))

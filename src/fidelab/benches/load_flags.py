@@ -9,7 +9,7 @@ import numpy as np
 
 from fidelab.benches.load_pool import Pool
 from fidelab.metrics.serving import fill, sent_rate
-from fidelab.results.bench_values import Flag, FlagKind
+from fidelab.results.measurement import Flag
 
 __all__ = ["DEPTH", "FAILED", "FILLED", "LAG", "MISMATCH", "RATE", "SPOILS", "find_flags"]
 
@@ -20,13 +20,13 @@ LAG = 0.1  # of the median gap between events
 RATE = 0.95  # of the requests per second asked
 MISMATCH = (0.9, 1.1)  # client's over server's output rate
 
-SPOILS: frozenset[FlagKind] = frozenset({"depth", "underfilled", "errors", "no-usage", "rate"})
+SPOILS = frozenset({"depth", "underfilled", "errors", "no-usage", "rate"})
 """Kinds for which a cell may be invalid; the others make it doubtful."""
 
 
 def find_flags(pool: Pool) -> tuple[Flag, ...]:
     """All that is doubtful about a cell."""
-    checks: tuple[tuple[FlagKind, Callable[[Pool], str | None]], ...] = (
+    checks: tuple[tuple[str, Callable[[Pool], str | None]], ...] = (
         ("depth", _depth),
         ("underfilled", _underfilled),
         ("output", _output),
@@ -119,11 +119,10 @@ def _rate(pool: Pool) -> str | None:
 
 
 def _mismatch(pool: Pool) -> str | None:
-    ours, server = pool.output_rate(), pool.server()
-    if ours is None or server is None or server.ratio is None or MISMATCH[0] <= server.ratio <= MISMATCH[1]:
+    ours, ratio = pool.output_rate(), pool.ratio()
+    if ours is None or ratio is None or MISMATCH[0] <= ratio <= MISMATCH[1]:
         return None
-    theirs = server.output_rate or 0
-    return f"the client saw {_rounded(ours)} tok/s, the server counted {_rounded(theirs)}: ratio {server.ratio:.2f}"
+    return f"the client saw {_rounded(ours)} tok/s, the server counted {_rounded(ours / ratio)}: ratio {ratio:.2f}"
 
 
 def _rounded(rate: float) -> str:

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import chain
+from typing import Any
 
 import numpy as np
 
+from fidelab.benches import load_figures as figures
+from fidelab.benches.load_figures import Latency, Values, load_at, load_facts
 from fidelab.load.exchange import DriveResult, Exchange, Request
 from fidelab.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.metrics.serving import LATENCIES, count_good, effective_concurrency, latencies, percentiles
-from fidelab.results.serving_record import Arrival, Client, Distribution, Goodput, Server, Speculation
+from fidelab.results.composition_record import Arrival
+from fidelab.results.measurement import Coordinates
 
 __all__ = ["Asked", "Drive", "Pool"]
 
@@ -42,6 +47,11 @@ class Asked:
     """The latencies that are recorded."""
     percentiles: Sequence[float] = (50, 95, 99)
     """Their percentiles."""
+
+    @property
+    def at(self) -> Coordinates:
+        """The shape of the load."""
+        return load_at(self.arrival, self.context, self.output, self.concurrency, self.request_rate)
 
 
 @dataclass(frozen=True)
@@ -98,59 +108,80 @@ class Pool:
         flown = sum(effective_concurrency(d.measured, start, end) * (end - start) for d, start, end in spans)
         return self.per_second(flown)
 
-    def distributions(self) -> dict[str, Distribution]:
-        found = {}
-        for name in self.asked.shown:
-            values = self.latencies.of(name)
-            if len(values):
-                ranks = percentiles(values, self.asked.percentiles)
-                found[name] = Distribution(n=len(values), mean=float(values.mean()), percentiles=ranks)
-        return found
+    @cached_property
+    def shown(self) -> list[Latency]:
+        """The latencies that were asked for, as far as there are any."""
+        asked = [(name, self.latencies.of(name)) for name in self.asked.shown]
+        return [Latency.over(name, values, self.asked.percentiles) for name, values in asked if len(values)]
 
-    def goodput(self) -> Goodput | None:
-        rate = self.per_second(good := count_good(self.sent, self.asked.targets))
-        if not self.asked.targets or rate is None or not self.sent:
-            return None
-        return Goodput(targets=dict(self.asked.targets), share=good / len(self.sent), rate=rate)
+    def good(self) -> int | None:
+        """Requests that met every target; ``None`` where there is none, or nothing was sent."""
+        targets = self.asked.targets
+        return count_good(self.sent, targets) if targets and self.sent and self.seconds > 0 else None
 
-    def figures(self) -> dict[str, float | None]:
-        """What repeats are compared by: rates, and of each latency the mean and the percentiles."""
-        goodput = self.goodput()
-        found: dict[str, float | None] = {
-            "output_rate": self.output_rate(),
-            "total_rate": self.total_rate(),
-            "completed_rate": self.per_second(len(self.done)),
-            "goodput": goodput.rate if goodput else None,
+    def rates(self) -> Values:
+        """What repeats are compared by, with the latencies."""
+        good = self.good()
+        return {
+            figures.OUTPUT_RATE: self.output_rate(),
+            figures.TOTAL_RATE: self.total_rate(),
+            figures.COMPLETED_RATE: self.per_second(len(self.done)),
+            figures.GOODPUT: None if good is None else self.per_second(good),
         }
-        for name, values in self.distributions().items():
-            found[f"{name}_mean"] = values.mean
-            found |= {f"{name}_{rank}": value for rank, value in values.percentiles.items()}
-        return found
 
-    def client(self) -> Client:
+    def more(self) -> Values:
+        """What is known of the whole besides rates and latencies."""
+        n, good, server = len(self.sent), self.good(), self.server
+        drafts = server.speculation if server else None
+        return {
+            figures.IN_FLIGHT: self.in_flight(),
+            figures.REQUESTS: n,
+            figures.ERRORS: self.failed,
+            figures.FAILED_REQUESTS: 1 - len(self.done) / n if n else None,
+            figures.GOOD_REQUESTS: None if good is None else good / n,
+            figures.ACCEPTANCE: drafts.acceptance_length if drafts else None,
+            figures.SERVER_RATE: server.output_rate if server else None,
+            figures.COUNTED_CONTEXT: self.context(),
+        }
+
+    def facts(self) -> dict[str, Any]:
+        """What is no metric: what the server says of itself, the client's own part, tokens, errors by kind."""
         lag = self.lag(50, 99)
-        return Client(
-            lag_p50=lag.get("p50"),
-            lag_p99=lag.get("p99"),
-            cpu_seconds=sum(drive.result.cpu_seconds for drive in self.drives),
-            workers=max(drive.result.workers for drive in self.drives),
-        )
+        client = {
+            "lag_p50": lag.get("p50"),
+            "lag_p99": lag.get("p99"),
+            "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
+            "workers": max(drive.result.workers for drive in self.drives),
+        }
+        measured = {
+            "seconds": self.seconds,
+            "completed": len(self.done),
+            "input_tokens": sum(exchange.prompt_tokens or 0 for exchange in self.done),
+            "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
+        }
+        errors = Counter(exchange.error for exchange in self.sent if exchange.error)
+        return load_facts(measured, errors, self.server and asdict(self.server), self.ratio(), client)
+
+    def ratio(self) -> float | None:
+        """The client's output rate over the server's."""
+        ours, theirs = self.output_rate(), self.server.output_rate if self.server else None
+        return ours / theirs if ours is not None and theirs else None
 
     def lag(self, *ranks: float) -> dict[str, float]:
         """Percentiles of the client's lag, milliseconds; empty where it was too short to be read."""
         values = np.concatenate([drive.result.lag for drive in self.drives])
         return percentiles(1e3 * values, ranks) if len(values) else {}
 
-    def server(self) -> Server | None:
+    @cached_property
+    def server(self) -> ServerReading | None:
+        """What the server says of itself over all drives."""
         read = [(drive.server, drive.seconds) for drive in self.drives if drive.server is not None]
         if not read:
             return None
         readings = [reading for reading, _ in read]
-        ours, theirs = self.output_rate(), _mean(read, lambda reading: reading.output_rate)
-        return Server(
+        return ServerReading(
             kind=readings[0].kind,
-            output_rate=theirs,
-            ratio=ours / theirs if ours is not None and theirs else None,
+            output_rate=_mean(read, lambda reading: reading.output_rate),
             kv_usage_mean=_mean(read, lambda reading: reading.kv_usage_mean),
             kv_usage_max=_most(reading.kv_usage_max for reading in readings),
             running_mean=_mean(read, lambda reading: reading.running_mean),
@@ -185,12 +216,12 @@ def _sum(values: Iterable[float | None]) -> float | None:
     return sum(known) if known else None
 
 
-def _speculation(readings: Sequence[SpeculationReading]) -> Speculation | None:
+def _speculation(readings: Sequence[SpeculationReading]) -> SpeculationReading | None:
     if not readings:
         return None
     drafts, accepted = _sum(each.drafts for each in readings), _sum(each.accepted for each in readings)
     lengths = [each.acceptance_length for each in readings if each.acceptance_length is not None]
-    return Speculation(
+    return SpeculationReading(
         drafted=_sum(each.drafted for each in readings),
         accepted=accepted,
         drafts=drafts,

@@ -7,14 +7,33 @@ from typing import ClassVar
 
 from pydantic import Field
 
-from fidelab.benches.base import Answers, Bench, BenchInputs, Facts, LiveSettings, Question, Sizes, unsteady
-from fidelab.benches.cells import outcome_of
+from fidelab.benches.base import (
+    Answers,
+    Bench,
+    BenchInputs,
+    CellResult,
+    Facts,
+    LiveSettings,
+    Question,
+    Sizes,
+    against,
+    complete,
+    joined,
+    largest,
+    unsteady,
+)
 from fidelab.metrics.latency import prefill_rate
-from fidelab.results import bench_record
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Spread
+from fidelab.results.measurement import Definition, Measurement
 
-__all__ = ["Prefill", "PrefillSettings"]
+__all__ = ["RATE", "Prefill", "PrefillSettings", "prefill_complete"]
+
+RATE = Definition(
+    "rate",
+    "tok/s",
+    "higher",
+    "Prompt tokens of the whole batch over the time to the first token, with a cold prefix cache.",
+    aggregate="median",
+)
 
 
 class PrefillSettings(LiveSettings):
@@ -37,16 +56,28 @@ class Prefill(Bench):
             for n in self.settings.lengths
         )
 
-    def record(self, answers: Mapping[str, Answers], facts: Facts) -> bench_record.Prefill:
-        cells = tuple(_cell(answer, facts) for answer in answers.values())
-        return bench_record.Prefill(**outcome_of(cells), cells=cells)
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        return prefill_complete(joined((_rate(answer, facts) for answer in answers.values()), self.title))
 
 
-def _cell(answer: Answers, facts: Facts) -> SpeedCell:
-    asked = answer.question
-    shape = {"tokens": asked.tokens, "batch": asked.batch, **answer.outcome()}
+def _rate(answer: Answers, facts: Facts) -> CellResult:
+    asked, at = answer.question, answer.at()
     if answer.seconds is None:
-        return SpeedCell(**shape)
+        return CellResult(answer.cell(at))
     rate = prefill_rate(answer.seconds, asked.tokens * asked.batch)
     flags = unsteady(f"{asked.tokens} tokens × {asked.batch}", rate.steady, facts.loads)
-    return SpeedCell(**shape, rate=Spread.of(rate), warmups=answer.warmups, flags=flags)
+    return CellResult(answer.cell(at, flags), (RATE.repeated(rate.repeats, cell=at),))
+
+
+def prefill_complete(found: Measurement) -> Measurement:
+    """With its curve against the length, headed by the longest prompts."""
+    plots = against(
+        found,
+        RATE.name,
+        key="prefill",
+        title="Prefill against prompt length",
+        x_label="prompt, tokens",
+        y_label="tok/s",
+        caption="Median of the repeats; shaded from the slowest to the fastest.",
+    )
+    return complete(found, [largest(found, RATE.name)], plots)

@@ -8,8 +8,9 @@ from typing import ClassVar
 from pydantic import Field
 
 from fidelab.benches.base import Answers, Bench, BenchInputs, BenchSettings, Facts, Question, Sizes
+from fidelab.benches.load_figures import TITLE
 from fidelab.core import Status
-from fidelab.results import serving_record
+from fidelab.results.measurement import Measurement
 
 __all__ = ["LoadSettings", "Serving"]
 
@@ -28,7 +29,7 @@ class Serving(Bench):
     """Cells by context and concurrency (METRICS §8)."""
 
     name: ClassVar[str] = "serving"
-    title: ClassVar[str] = "How fast is it behind its server?"
+    title: ClassVar[str] = TITLE
     Settings = LoadSettings
     loads: ClassVar[bool] = True
     protocol: ClassVar[tuple[str, ...]] = ("output",)
@@ -36,7 +37,7 @@ class Serving(Bench):
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         return ()
 
-    def record(self, answers: Mapping[str, Answers], facts: Facts) -> serving_record.Serving:
-        """Of an arm that no server stands behind."""
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        """Of an arm that no server stands behind; :mod:`fidelab.serving` measures the others."""
         reason = "no server stands behind this arm; measure one with: fidelab bench serve --base-url URL"
-        return serving_record.Serving(status=Status.NOT_SUPPORTED, reason=reason, target="", model="")
+        return Measurement(status=Status.NOT_SUPPORTED, reason=reason, title=TITLE)

@@ -68,13 +68,13 @@ def list_baselines(folder: Folder = _DIR, as_json: Json = False) -> None:
 def _listed(store: Baselines, name: str) -> dict[str, Any]:
     """What there is to say of a baseline; a damaged one is no reason not to list the others."""
     from fidelab.errors import FidelabError
-    from fidelab.results.flatten import flatten
+    from fidelab.results.table import tabulate
 
     try:
         _, report = store.read(name)
     except FidelabError as error:
         return {"name": name, "problem": str(error)}
-    metrics = flatten(report).metrics
+    metrics = tabulate(report).metrics
     arms = list(dict.fromkeys(key.arm for key in metrics))
     facts = {"created": report.created.isoformat(), "run_id": report.run_id, "model": report.reference.model}
     return {"name": name, **facts, "arms": arms, "metrics": len(metrics)}

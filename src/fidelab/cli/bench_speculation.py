@@ -13,7 +13,7 @@ from fidelab.cli.compare import Json
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
-    from fidelab.results.serving_record import Composition
+    from fidelab.results.composition_record import Composition
 
 __all__ = ["speculation"]
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from fidelab.benches.base import CellResult
 from fidelab.benches.load_cell import why_invalid
+from fidelab.benches.load_figures import OUTPUT_RATE, latency
 from fidelab.report.numbers import format_amount
-from fidelab.results.serving_record import Distribution, LoadCell, Serving
+from fidelab.results.measurement import Measurement
 from fidelab.serving import Contact, Watch
 
 __all__ = ["watcher"]
@@ -34,7 +36,7 @@ class _Lines(Watch):
     def begin(self, title: str, requests: int) -> None:
         self._title = title
 
-    def measured(self, cell: LoadCell, serving: Serving) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         self._line(f"{self._title}: {_figures(cell)}")
 
     def _line(self, text: str) -> None:
@@ -57,7 +59,7 @@ class _Bar(_Lines):
         if self._task is not None:
             self._bar.update(self._task, completed=done, total=requests)
 
-    def measured(self, cell: LoadCell, serving: Serving) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         self.close()
         super().measured(cell, serving)
 
@@ -68,16 +70,16 @@ class _Bar(_Lines):
         self._bar.stop()
 
 
-def _figures(cell: LoadCell) -> str:
-    parts = [f"{format_amount(cell.output_rate)} tok/s"] if cell.output_rate is not None else []
-    parts += [
-        f"{name} p50 {format_amount(median)} ms"
-        for name, values in (("TTFT", cell.ttft), ("TPOT", cell.tpot))
-        if (median := _median(values)) is not None
+def _figures(cell: CellResult) -> str:
+    figures = {
+        "{} tok/s": OUTPUT_RATE,
+        "TTFT p50 {} ms": latency("ttft", "p50"),
+        "TPOT p50 {} ms": latency("tpot", "p50"),
+    }
+    parts = [
+        words.format(format_amount(value))
+        for words, metric in figures.items()
+        if (value := cell.value(metric.name)) is not None
     ]
-    parts += [why] if (why := why_invalid(cell)) else []
+    parts += [why] if (why := why_invalid(cell.cell)) else []
     return ", ".join(parts) or "no figures"
-
-
-def _median(values: Distribution | None) -> float | None:
-    return None if values is None else values.percentiles.get("p50")

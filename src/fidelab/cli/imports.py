@@ -147,7 +147,7 @@ def _show_comparison(imported: Imported) -> None:
     from fidelab.report.numbers import ABSENT, one_line
     from fidelab.results.plots import TablePlot
 
-    panel = imported.report.candidates[0].axes.others()[AXIS].panels[0]
+    panel = imported.report.candidates[0].axes[AXIS].plots[0]
     assert isinstance(panel, TablePlot)
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 __all__ = ["gate", "note", "parse_pairs", "show_report"]
 
-_PIPE = 200  # a table of loads with everything in it
+_PIPE = 400  # a table of loads with everything in it
 
 
 def note(text: str) -> None:
@@ -42,8 +42,8 @@ def gate(report: Report, fail_under: float | None) -> None:
     lost = [arm for arm in _arms(report) if arm.status in ("failed", "not_engaged")]
     faults = shared(((arm.name, str(arm.reason)) for arm in lost), " failed: ")
     for arm in _arms(report):
-        benches = {name: bench for name, bench in arm.benches if bench is not None and name != "timing"}
-        faults += [f"{arm.name}: {name} failed: {b.reason}" for name, b in benches.items() if b.status == "failed"]
+        failed = ((name, bench) for name, bench in arm.benches.items() if bench.status == "failed")
+        faults += [f"{arm.name}: {name} failed: {bench.reason}" for name, bench in failed]
     if fail_under is not None:
         faults += [fault for arm in report.candidates if (fault := _misses(arm, fail_under))]
     for fault in faults:
@@ -57,11 +57,11 @@ def _arms(report: Report) -> list[ArmRecord]:
 
 
 def _misses(arm: ArmRecord, fail_under: float) -> str | None:
-    kld = arm.axes.kld
-    if kld is None or kld.ci is None:
+    interval = arm.axes["kld"].ci("score") if "kld" in arm.axes else None
+    if interval is None:
         return f"{arm.name} misses --fail-under {fail_under:g}: it has no KLD score with an interval"
-    if kld.ci[0] < fail_under:
-        return f"{arm.name} misses --fail-under {fail_under:g}: the lower bound of its KLD score is {kld.ci[0]:.2f}"
+    if interval[0] < fail_under:
+        return f"{arm.name} misses --fail-under {fail_under:g}: the lower bound of its KLD score is {interval[0]:.2f}"
     return None
 
 

@@ -141,7 +141,7 @@ def _show(found: Repeat, folder: Path) -> None:
     table.add_column("arm", overflow="fold", max_width=17)
     table.add_column("axis", overflow="fold", max_width=12)
     table.add_column("verdict")
-    for heading in ("sd\npoints", "mean\nrange", "mean KL\nsd, nats"):
+    for heading in ("sd\npoints", "mean\nrange", "cost, nats\nsd, nats"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("scores of the runs", overflow="fold")
     for spread in found.spreads:

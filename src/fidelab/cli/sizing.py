@@ -31,9 +31,12 @@ def plan_size(
     run_dir: RunDir,
     precision: Annotated[
         str,
-        typer.Option(help="Wanted half-width: nats (kld), points (trajectory), or '5%' of each candidate's estimate."),
+        typer.Option(
+            help="Wanted half-width: in the axis' own unit (kld: nats, trajectory: points), or '5%' of each "
+            "candidate's estimate."
+        ),
     ],
-    axis: Annotated[str, typer.Option(help="kld or trajectory.")] = "kld",
+    axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
     as_json: flags.Json = False,
 ) -> None:
     """Say how many windows or prompts a 95% interval of ± so much needs, from a finished run.
@@ -125,11 +128,11 @@ def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
     span = " A unit (document or block of windows) is taken to span as many windows as here."
     found = [
         f"About {n} {plan.items} give what is asked, if more are like these; skewed costs make the upper figure "
-        f"optimistic.{span if plan.axis == 'kld' else ''}"
+        f"optimistic.{span if plan.source == 'text' else ''}"
     ]
     supply = advice.supply
     if supply is not None and supply.holds < advice.upper:
-        more = "a longer --text" if plan.axis == "kld" else "--prompts FILE with more of them"
+        more = "a longer --text" if plan.source == "text" else "--prompts FILE with more of them"
         if supply.name == "text default":
             more = "--text wikitext-2 or a longer file"
         short = f": pass {more}; what others cost may vary otherwise" if advice.short else ""

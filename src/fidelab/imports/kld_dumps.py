@@ -35,8 +35,9 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, standard_error
-from fidelab.results.axis_record import Axes, Bins, KldAxis
+from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats
+from fidelab.results.upgrade import KLD, binned, metrics_of
 
 __all__ = ["import_dumps"]
 
@@ -181,42 +182,48 @@ def _columns(arm: _Arm, places: Places) -> dict[str, NDArray[Any]]:
 
 def _record(arm: _Arm, label: str, bare: dict[str, Any], places: Places, seed: int) -> ArmRecord:
     axis = _axis(arm, places, seed)
+    fields = {"name": label, "axes": {"kld": axis}, **bare}
     if axis.status is Status.IDENTICAL:
         verdict = kld_verdict(None, _UNPROVEN, status=Status.NOT_ENGAGED)
-        return ArmRecord(
-            status=Status.NOT_ENGAGED, reason=_UNPROVEN, name=label, axes=Axes(kld=axis), verdict=verdict, **bare
-        )
+        return ArmRecord(status=Status.NOT_ENGAGED, reason=_UNPROVEN, verdict=verdict, **fields)
     reason = "the windows make a single block: nothing to make an interval of; capture more of them"
-    composite = None if axis.score is None else Composite(value=axis.score, ci=axis.ci)
-    verdict = kld_verdict(axis, reason)
-    return ArmRecord(status=Status.OK, name=label, axes=Axes(kld=axis), composite=composite, verdict=verdict, **bare)
+    score = axis.value("score")
+    composite = None if score is None else Composite(value=score, ci=axis.ci("score"), axes=("kld",))
+    return ArmRecord(status=Status.OK, composite=composite, verdict=kld_verdict(axis, reason), **fields)
 
 
-def _axis(arm: _Arm, places: Places, seed: int) -> KldAxis:
+def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
     rows, items = arm.rows, arm.items()
+    facts = {"estimator": str(Estimator.LOGPROBS)}
+    asked: dict[str, Any] = {
+        "title": "KL divergence of dumped distributions",
+        "n_items": len(rows),
+        "n_failed": int(rows.failed.sum()),
+    }
     if not arm.usable.any():
-        return KldAxis(
-            status=Status.FAILED,
-            reason="no row was usable",
-            n_positions=len(rows),
-            n_failed=len(rows),
-            estimator=Estimator.LOGPROBS,
-        )
-    identical = bool(arm.usable.all() and (rows.kl == 0.0).all())
-    by_position, by_confidence = kl_by_position(places["position"], rows.kl), kl_by_confidence(rows.confidence, rows.kl)
-    return KldAxis(
-        status=Status.IDENTICAL if identical else Status.OK,
+        return Measurement(status=Status.FAILED, reason="no row was usable", facts=facts, **asked)
+    figures = {
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
         **vars(summarise_flips(rows, arm.units, seed)),
-        score=ratio_estimate(items, kld_score),
-        ci=ratio_interval(items, seed, transform=kld_score, bounds=_BOUNDS),
-        mean_ci=ratio_interval(items, seed, bounds=_BOUNDS),
-        stderr=standard_error(items),
-        estimator=Estimator.LOGPROBS,
-        n_units=len(np.unique(items.units)),
-        n_ctx=int(places["n_ctx"][0]) if len(np.unique(places["n_ctx"])) == 1 else None,
-        by_position=Bins(edges=by_position.edges, mean=by_position.means, count=by_position.counts),
-        by_confidence=Bins(edges=by_confidence.edges, mean=by_confidence.means, count=by_confidence.counts),
+        "mean_ci": ratio_interval(items, seed, bounds=_BOUNDS),
+        "stderr": standard_error(items),
+        "score": ratio_estimate(items, kld_score),
+        "score_ci": ratio_interval(items, seed, transform=kld_score, bounds=_BOUNDS),
+    }
+    by_position, by_confidence = kl_by_position(places["position"], rows.kl), kl_by_confidence(rows.confidence, rows.kl)
+    return Measurement(
+        status=Status.IDENTICAL if (rows.kl == 0.0).all() else Status.OK,
+        metrics=tuple(metrics_of(figures, KLD)),
+        plots=(
+            binned("position", by_position.edges, by_position.means),
+            binned("confidence", by_confidence.edges, by_confidence.means),
+        ),
+        facts={
+            **facts,
+            "n_units": len(np.unique(items.units)),
+            "n_ctx": int(places["n_ctx"][0]) if len(np.unique(places["n_ctx"])) == 1 else None,
+        },
+        **asked,
     )
 
 

@@ -18,7 +18,7 @@ from fidelab.core import Status
 from fidelab.metrics.composite import verdict
 from fidelab.report.html import write_html
 from fidelab.report.sentence import ArmFacts, sentence
-from fidelab.results.axis_record import KldAxis
+from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, Comparison, Report, Verdict
 from fidelab.results.store import RunFolder
 
@@ -45,15 +45,15 @@ class Source:
 
 
 def kld_verdict(
-    axis: KldAxis | None, reason: str, *, k: str = "auto", v: str = "auto", status: Status = Status.OK
+    axis: Measurement | None, reason: str, *, k: str = "auto", v: str = "auto", status: Status = Status.OK
 ) -> Verdict:
     """The verdict by the upper 95% bound of the mean KL (METRICS §6); ``reason`` says why there is no such bound.
 
     ``k`` and ``v`` are the cache's formats where they are what was changed; the sentence may advise on them.
     """
-    interval = axis.mean_ci if axis is not None else None
-    mean = axis.mean if axis is not None else None
-    n_failed, n_positions = (axis.n_failed or 0, axis.n_positions or 0) if axis is not None else (0, 0)
+    kld = axis or Measurement(status=Status.OK)
+    interval, mean = kld.ci("mean"), kld.value("mean")
+    n_failed, n_positions = kld.n_failed or 0, kld.n_items or 0
     ruling = verdict(None if interval is None else interval[1], n_failed, n_positions, kld_least=mean)
     facts = ArmFacts(
         k=k,
@@ -64,8 +64,8 @@ def kld_verdict(
         at_best=ruling.at_best,
         kld=mean,
         kld_ci=interval,
-        top1=axis.top1 if axis is not None else None,
-        estimator=axis.estimator if axis is not None else None,
+        top1=kld.value("top-1"),
+        estimator=kld.facts.get("estimator"),
         n_positions=n_positions or None,
         n_failed=n_failed,
     )

@@ -15,10 +15,10 @@ from fidelab.errors import InputError
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
 from fidelab.imports.refract_axes import Line, Recomputed, read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import RefractFile, read_refract
-from fidelab.metrics.composite import AXES, BANDS, harmonic_mean
+from fidelab.metrics.composite import BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
 from fidelab.report.numbers import format_kld
-from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.measurement import Measurement
 from fidelab.results.plots import TablePlot
 from fidelab.results.record import ArmRecord, Composite, KVFormats
 
@@ -26,6 +26,7 @@ __all__ = ["AXIS", "import_refract"]
 
 AXIS = "refract"
 """Axis of our report that holds the comparison of the three values."""
+_AXES = ("trajectory", "kld", "rniah", "plad")  # of REFRACT's composite
 
 
 def import_refract(
@@ -50,18 +51,17 @@ def import_refract(
     }
     measured = {axis: part for axis, part in found.items() if part is not None}
     if not measured:
-        raise InputError(f"{path}: holds no axis that was measured; known are gtm, {', '.join(AXES)}")
+        raise InputError(f"{path}: holds no axis that was measured; known are gtm, {', '.join(_AXES)}")
     summary, ours = _combined(file, measured)
     notes = _notes(file, measured, summary)
     lines = [line for part in measured.values() for line in part.lines] + summary
-    panels = (_comparison(lines), *(panel for part in measured.values() for panel in part.panels))
-    axes: dict[str, Any] = {axis: part.record for axis, part in measured.items()}
-    axes[AXIS] = OtherAxis(status=Status.OK, panels=panels, details=_details(file, notes))
+    axes = {axis: part.record for axis, part in measured.items()}
+    axes[AXIS] = Measurement(status=Status.OK, plots=(_comparison(lines),), facts=_facts(file, notes))
     kv = file.kv("candidate")
     kld = axes.get("kld")
     candidate = _arm(file, kv, name or _label(kv)).model_copy(
         update={
-            "axes": Axes.model_validate(axes),
+            "axes": axes,
             "composite": ours,
             "verdict": kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v),
         }
@@ -81,12 +81,13 @@ def _label(kv: KVFormats) -> str:
     return kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}"
 
 
-def _why_no_bound(kld: KldAxis | None) -> str:
+def _why_no_bound(kld: Measurement | None) -> str:
     if kld is None:
         return "the file holds no KLD"
-    if kld.mean is None:
+    mean = kld.value("mean")
+    if mean is None:
         return kld.reason or "the file holds no mean KL"
-    return f"the file holds a mean KL ({format_kld(kld.mean)} nats) and nothing to make an interval of"
+    return f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
 
 
 def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[Line], Composite | None]:
@@ -94,7 +95,8 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
     scores = {axis: part.lines[0] for axis, part in measured.items()}
     again = [float(line.again) for line in scores.values() if line.again is not None]
     theirs = harmonic_mean(again) if len(again) == len(scores) else None
-    mine = combine({axis: None if line.ours is None else float(line.ours) for axis, line in scores.items()})
+    ours = {axis: float(line.ours) for axis, line in scores.items() if line.ours is not None}
+    mine = combine({axis: ours.get(axis) for axis in _AXES})
     stated = file.root["composite"].number()
     values = (stated, theirs, mine.value)
     lines = [Line("composite", *values)]
@@ -108,7 +110,8 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
         lines.append(Line(f"band, {table} {edges}", cells[0], cells[1], cells[2]))
     if mine.value is None:
         return lines, None
-    return lines, Composite(value=mine.value, band=None if mine.band is None else mine.band.value)
+    band = None if mine.band is None else mine.band.value
+    return lines, Composite.model_validate({"value": mine.value, "axes": list(ours), "band": band})
 
 
 def _comparison(lines: list[Line]) -> TablePlot:
@@ -129,7 +132,7 @@ def _notes(file: RefractFile, measured: Mapping[str, Recomputed], summary: list[
         if line.agrees is False
     ]
     notes += [note for part in measured.values() for note in part.notes]
-    lacking = [axis for axis in AXES if axis not in measured]
+    lacking = [axis for axis in _AXES if axis not in measured]
     if lacking:
         notes.append(f"not measured: {', '.join(lacking)}; without all four axes there is no band of the composite")
     if file.json.not_finite:
@@ -144,7 +147,7 @@ def _shown(value: float | str | None) -> str:
     return value if isinstance(value, str) else f"{value:.6g}"
 
 
-def _details(file: RefractFile, notes: tuple[str, ...]) -> dict[str, Any]:
+def _facts(file: RefractFile, notes: tuple[str, ...]) -> dict[str, Any]:
     theirs = [note.text() for node in file.root["axes"].value for note in file.root["axes"][node]["notes"].items()]
     return {
         "notes": list(notes),
@@ -168,11 +171,11 @@ def _source(file: RefractFile, measured: Mapping[str, Recomputed]) -> Source:
     }
     key: dict[str, Any] = {}
     trajectory, kld = measured.get("trajectory"), file.axis("kld")
-    if trajectory is not None and isinstance(trajectory.record, TrajectoryAxis):
+    if trajectory is not None:
         prompts = (file.axis("trajectory") or file.root)["per_prompt"].items()
         key["trajectory"] = {
             "prompts": digest(*(prompt["prompt"].text() for prompt in prompts)),
-            "n_predict": trajectory.record.n_predict,
+            "n_predict": trajectory.record.facts["n_predict"],
         }
     if kld is not None:
         key["kld"] = {

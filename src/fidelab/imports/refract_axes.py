@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,8 +31,9 @@ from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, sign_test
 from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval, standard_error
 from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
-from fidelab.results.axis_record import Figure, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
+from fidelab.results.upgrade import KLD, SCORE, TRAJECTORY, metrics_of, survival
 
 __all__ = ["Line", "Recomputed", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
 
@@ -62,12 +63,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Recomputed:
-    """One axis: its record, its lines (the score first), panels that its record has no place for, and remarks."""
+    """One axis: its record, its lines (the score first), and remarks."""
 
-    record: KldAxis | TrajectoryAxis | OtherAxis
+    record: Measurement
     lines: tuple[Line, ...]
-    panels: tuple[Plot, ...] = ()
-    notes: tuple[str, ...] = field(default=())
+    notes: tuple[str, ...] = ()
 
 
 # ------------------------------------------------------------------------------------------- trajectory
@@ -84,7 +84,7 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
     pairs = [pair for pair in known if pair is not None]
     if not pairs or len(pairs) < len(known):
         reason = "the file holds neither token ids nor prefix lengths of every prompt"
-        record = TrajectoryAxis(status=Status.NOT_MEASURABLE, reason=reason, n_predict=n_predict)
+        record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, facts={"n_predict": n_predict})
         return Recomputed(record, (Line("trajectory score", stated, None, None),))
     usable = np.array([not pair.failed for pair in pairs])
     items = RatioItems.of(
@@ -94,26 +94,29 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
     ours, again = trajectory_score(pairs), trajectory_score(pairs, compat="refract")
     with_ids = all(prompt["ref_token_ids"].value is not None for prompt in prompts)
     rate, median = exact_match_rate(pairs), median_first_divergence(pairs)
-    record = TrajectoryAxis(
+    figures = {
+        "score": ours,
+        "score_ci": ratio_interval(items, seed, transform=_percent, bounds=(0.0, 1.0), proportion=True),
+        "exact_match_rate": rate,
+        "positional_agreement": positional_agreement(pairs) if with_ids else None,
+        "median_first_divergence": median,
+        "score_refract": again,
+    }
+    record = Measurement(
         status=Status.OK if usable.any() else Status.FAILED,
         reason=None if usable.any() else "no prompt has a token on either side",
-        score=ours,
-        ci=ratio_interval(items, seed, transform=_percent, bounds=(0.0, 1.0), proportion=True),
-        score_refract=again,
-        exact_match_rate=rate,
-        median_first_divergence=median,
-        positional_agreement=positional_agreement(pairs) if with_ids else None,
-        survival=tuple(survival_curve(pairs).tolist()),
+        metrics=tuple(metrics_of(figures, TRAJECTORY)),
+        plots=(survival(survival_curve(pairs).tolist()), _prompts_plot(prompts, pairs)),
         n_items=len(pairs),
         n_failed=int((~usable).sum()),
-        n_predict=n_predict,
+        facts={"n_predict": n_predict},
     )
     lines = (
         Line("trajectory score", stated, again, ours),
         Line("exact match rate", axis["full_match_rate"].number(), rate, rate),
         Line("median first divergence", axis["median_first_divergence"].number(), median, median),
     )
-    return Recomputed(record, lines, (_prompts_panel(prompts, pairs),), _contradictions(prompts, pairs))
+    return Recomputed(record, lines, _contradictions(prompts, pairs))
 
 
 def _agreement(prompt: Node) -> PairAgreement | None:
@@ -149,7 +152,7 @@ def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> 
     return (f"lengths stated for {len(wrong)} of {len(pairs)} prompts are not those of their token ids: {shown}",)
 
 
-def _prompts_panel(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> TablePlot:
+def _prompts_plot(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> TablePlot:
     rows = tuple(
         (prompt["id"].text(), prompt["category"].text(), pair.prefix, pair.ref_length, pair.test_length, text[:120])
         for prompt, pair in zip(prompts, pairs, strict=True)
@@ -172,26 +175,31 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
         return None
     stated, mean = file.score("kld"), axis["mean_kld"].number(0.0)
     if mean is None:
-        record = KldAxis(status=Status.FAILED, reason="the mean KL of the file is no number")
+        record = Measurement(status=Status.FAILED, reason="the mean KL of the file is no number")
         return Recomputed(record, (Line("KLD score", stated, None, None),))
     if file.backend.lower() in TOPK_BACKENDS:
         reason = f"REFRACT's {file.backend} backend sees the most likely tokens alone, not the full vocabulary"
-        record = KldAxis(status=Status.NOT_MEASURABLE, reason=f"{reason} (its figure: {mean:.6g} nats)")
+        record = Measurement(status=Status.NOT_MEASURABLE, reason=f"{reason} (its figure: {mean:.6g} nats)")
         return Recomputed(record, (Line("KLD score", stated, kld_score(mean), None),), notes=(reason,))
     chunks, notes = _chunks(axis, mean)
     bounds = (0.0, math.inf)
     same, rms = axis["same_topp_pct"].number(0.0, 100.0), axis["rms_dp_pct"].number(0.0, 100.0)
-    record = KldAxis(
+    figures = {
+        "mean": mean,
+        "mean_ci": ratio_interval(chunks, seed, bounds=bounds) if chunks else None,
+        "stderr": standard_error(chunks) if chunks else None,
+        "top1": None if same is None else same / 100,
+        "rms_dp": None if rms is None else rms / 100,
+        "score": kld_score(mean),
+        "score_ci": ratio_interval(chunks, seed, transform=kld_score, bounds=bounds) if chunks else None,
+    }
+    record = Measurement(
         status=Status.OK,
-        score=kld_score(mean),
-        ci=ratio_interval(chunks, seed, transform=kld_score, bounds=bounds) if chunks else None,
-        mean=mean,
-        mean_ci=ratio_interval(chunks, seed, bounds=bounds) if chunks else None,
-        stderr=standard_error(chunks) if chunks else None,
-        top1=None if same is None else same / 100,
-        rms_dp=None if rms is None else rms / 100,
-        n_units=len(np.unique(chunks.units)) if chunks else None,
-        estimator=Estimator.LOGPROBS if file.backend != "unknown" else None,
+        metrics=tuple(metrics_of(figures, KLD)),
+        facts={
+            "n_units": len(np.unique(chunks.units)) if chunks else None,
+            "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,
+        },
     )
     return Recomputed(record, (Line("KLD score", stated, kld_score(mean), kld_score(mean)),), notes=notes)
 
@@ -249,20 +257,20 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
     ours, again = retrieval_score(trials), retrieval_score(trials, compat="refract")
     counted = all(cell.n_trials for cell in known)
     reason = "the reference finds the needle in no cell" if known else "the file holds no cell"
-    record = OtherAxis(
+    accuracy = Definition("reference's accuracy", "share"), Definition("candidate's accuracy", "share")
+    sides = (values.mean() if known else None for values in (refs, tests))
+    record = Measurement(
         status=Status.NOT_MEASURABLE if ours is None else Status.OK,
         reason=reason if ours is None else None,
-        score=ours,
-        ci=retrieval_interval(trials) if counted else None,
+        metrics=(
+            *([] if ours is None else [SCORE(ours, retrieval_interval(trials) if counted else None, headline=True)]),
+            *(define(side) for define, side in zip(accuracy, sides, strict=True)),
+            Definition("informative cells", "count")((refs > 0).sum()),
+        ),
+        plots=_cells_plots(known),
         n_items=len(entries),
         n_failed=len(entries) - len(known),
-        figures=(
-            Figure(name="reference's accuracy", value=float(refs.mean()) if known else None, unit="share"),
-            Figure(name="candidate's accuracy", value=float(tests.mean()) if known else None, unit="share"),
-            Figure(name="informative cells", value=int((refs > 0).sum()), unit="count"),
-        ),
-        panels=_cells_panels(known),
-        details={"needle": axis["needle"].text(), "skipped cells": len(axis["skipped_cells"].items())},
+        facts={"needle": axis["needle"].text(), "skipped cells": len(axis["skipped_cells"].items())},
     )
     return Recomputed(record, (Line("R-NIAH score", file.score("rniah"), again, ours),))
 
@@ -278,7 +286,7 @@ class _Cell:
     test: float
 
 
-def _cells_panels(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
+def _cells_plots(cells: Sequence[_Cell]) -> tuple[Plot, ...]:
     places = {(cell.length, cell.position): (cell.ref, cell.test) for cell in cells}
     if not places:
         return ()
@@ -325,7 +333,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
     ]
     if not drifts:
         reason = "the file holds no drifts of prompts"
-        record = OtherAxis(status=Status.NOT_MEASURABLE, reason=reason, n_items=len(entries), n_failed=len(entries))
+        record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, n_items=len(entries), n_failed=len(entries))
         return Recomputed(record, (Line("PLAD score", stated, None, None),))
     prompts = np.array([prompt for prompt, _, _, _ in drifts])
     excess = np.array([test - ref for _, _, ref, test in drifts])
@@ -337,30 +345,26 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
     for index, (_, kind, _, _) in enumerate(drifts):
         by_kind[kind].append(index)
     kinds = {kind: float(cells[rows].mean()) for kind, rows in by_kind.items()}
-    record = OtherAxis(
+    interval = ratio_interval(score, seed, transform=_percent, bounds=(LOWEST_CELL / 100, 1.0), proportion=True)
+    drift = Definition("excess drift", "ratio", "lower")
+    record = Measurement(
         status=Status.OK,
-        score=again,
-        ci=ratio_interval(score, seed, transform=_percent, bounds=(LOWEST_CELL / 100, 1.0), proportion=True),
+        metrics=(
+            SCORE(again, interval, headline=True),
+            drift(excess.mean(), ratio_interval(signed, seed, bounds=(-1.0, 1.0))),
+            Definition("sign test", "p")(sign_test(signed.by_unit().num)),
+            *(Definition(kind, "points")(value) for kind, value in kinds.items()),
+        ),
+        plots=(_kinds_plot(by_kind, drifts, kinds),),
         n_items=len(entries),
         n_failed=len(entries) - len(drifts),
-        figures=(
-            Figure(
-                name="excess drift",
-                value=float(excess.mean()),
-                ci=ratio_interval(signed, seed, bounds=(-1.0, 1.0)),
-                unit="ratio",
-            ),
-            Figure(name="sign test", value=sign_test(signed.by_unit().num), unit="p"),
-            *(Figure(name=kind, value=value, unit="points") for kind, value in kinds.items()),
-        ),
-        panels=(_kinds_panel(by_kind, drifts, kinds),),
     )
     stated_kinds = {kind: node.number() for kind, node in axis["per_perturbation_score"].entries()}
     per_kind = (Line(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
     return Recomputed(record, (Line("PLAD score", stated, again, again), *per_kind))
 
 
-def _kinds_panel(
+def _kinds_plot(
     by_kind: dict[str, list[int]], drifts: Sequence[tuple[str, str, float, float]], scores: dict[str, float]
 ) -> TablePlot:
     rows: list[tuple[str | float, ...]] = []

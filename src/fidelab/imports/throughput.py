@@ -11,30 +11,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from fidelab.benches.base import joined
+from fidelab.benches.decode import Decode, decode_complete
+from fidelab.benches.load_figures import OUTPUT_RATE, serving_measurement
+from fidelab.benches.prefill import Prefill, prefill_complete
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
+from fidelab.imports.json_file import read_json
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
 from fidelab.imports.throughput_cells import read_cells
-from fidelab.imports.throughput_file import Recorded, open_recorded
+from fidelab.imports.throughput_file import Recorded
 from fidelab.imports.throughput_flags import check_twice
 from fidelab.imports.throughput_sweeps import SWEEPS, read_sweeps
-from fidelab.metrics.saturation import saturation
-from fidelab.results.axis_record import Axes
-from fidelab.results.bench_record import Benches, Decode, Prefill, SpeedCell
-from fidelab.results.bench_values import Flag
+from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
 from fidelab.results.record import ArmRecord, KVFormats, Report
-from fidelab.results.serving_record import LoadCell, Saturation, Serving
 
-__all__ = ["import_throughput", "saturations", "speed_ratios"]
+__all__ = ["import_throughput", "speed_ratios"]
 
 _UNSTATED = KVFormats(k="unstated", v="unstated")
-_SAME = (
-    "model",
-    "engine",
-    "hardware",
-    "method",
-    "output_tokens",
-)  # two files that agree in these should agree in speed
+# two files that agree in these should agree in speed
+_SAME = ("model", "engine", "hardware", "method", "output_tokens")
 
 
 def import_throughput(
@@ -60,7 +56,10 @@ def import_throughput(
     arms: list[ArmRecord] = []
     for file, label in zip(found, _labels(found, paths, names), strict=True):
         arms += [_arm(file, label, recorded)] if isinstance(file, Recorded) else _own(file, label)
-    reference, *candidates = _apart(arms)
+    twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
+    if twice is not None:
+        raise UsageError(f"two arms are named {twice!r}; tell them apart with --name, once per file")
+    reference, *candidates = arms
     verdict = kld_verdict(None, "files of recorded throughput hold no fidelity")
     report, folder = leave_run(
         _source(found, paths, arms),
@@ -72,32 +71,23 @@ def import_throughput(
     return Imported(report, folder, tuple(_notes([reference, *candidates])))
 
 
-def saturations(cells: Sequence[LoadCell]) -> tuple[Saturation, ...]:
-    """Where output tok/s stops growing with the concurrency, per context with at least two valid cells."""
-    by_context: dict[int | None, dict[int, float]] = {}
-    for cell in cells:
-        if cell.valid and cell.concurrency and cell.output_rate:
-            by_context.setdefault(cell.context, {}).setdefault(cell.concurrency, cell.output_rate)
-    return tuple(
-        Saturation(context=context, concurrency=at, gain=gain)
-        for context, rates in by_context.items()
-        if len(rates) > 1
-        for at, gain in [saturation(list(rates), list(rates.values()))]
-    )
-
-
-def speed_ratios(candidate: Serving, reference: Serving) -> dict[tuple[int | None, int], float]:
+def speed_ratios(candidate: Measurement, reference: Measurement) -> dict[tuple[int | float | str, int], float]:
     """Output tok/s of a candidate over the reference's, by context and concurrency, where both cells are valid."""
-    ours, theirs = _rates(candidate), _rates(reference)
-    return {cell: rate / theirs[cell] for cell, rate in ours.items() if cell in theirs}
+    ours, theirs = (
+        {
+            _load(metric.cell): metric.value
+            for metric in serving.metrics
+            if metric.name == OUTPUT_RATE.name and metric.value and "concurrency" in metric.cell
+            if (cell := serving.cell(metric.cell)) is None or cell.valid
+        }
+        for serving in (candidate, reference)
+    )
+    return {load: rate / theirs[load] for load, rate in ours.items() if load in theirs}
 
 
-def _rates(serving: Serving) -> dict[tuple[int | None, int], float]:
-    return {
-        (cell.context, cell.concurrency): cell.output_rate
-        for cell in serving.cells
-        if cell.valid and cell.concurrency and cell.output_rate
-    }
+def _load(at: Coordinates) -> tuple[int | float | str, int]:
+    """(context, concurrency)."""
+    return at["context"], int(at["concurrency"])
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -105,8 +95,10 @@ def _rates(serving: Serving) -> dict[tuple[int | None, int], float]:
 
 def _read(path: Path) -> Recorded | Report:
     """A file in whichever form it has."""
-    file = open_recorded(path)
+    file = read_json(path)
     root = file.root
+    if not isinstance(root.value, dict):
+        raise InputError(f"{path}: expected an object of results, found {type(root.value).__name__}")
     if str(root["schema"].value).startswith("fidelab.report/"):
         return Report.from_json(path)
     if "results" in root:
@@ -119,7 +111,7 @@ def _read(path: Path) -> Recorded | Report:
             f"{path}: no recorded throughput that is read: neither {' nor '.join(SWEEPS)} nor results (with metadata) "
             f"is there, found {there[:100]!r}"
         )
-    if not read.cells:
+    if not read.loads:
         raise InputError(f"{path}: holds no row of results")
     return read
 
@@ -135,48 +127,25 @@ def _labels(found: Sequence[Recorded | Report], paths: Sequence[Path], names: Se
     ]
 
 
-def _apart(arms: Sequence[ArmRecord]) -> Sequence[ArmRecord]:
-    """The arms, whose names differ."""
-    twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
-    if twice is not None:
-        raise UsageError(f"two arms are named {twice!r}; tell them apart with --name, once per file")
-    return arms
-
-
 def _own(report: Report, label: str) -> list[ArmRecord]:
     """The arms of a run of ours that were benched; their fidelity is over another reference and stays behind."""
-    arms = [arm for arm in (report.reference, report.control, *report.candidates) if arm and _speed(arm.benches)]
+    arms = [arm for arm in (report.reference, report.control, *report.candidates) if arm and arm.benches]
     if not arms:
         raise InputError(f"run {report.run_id}: no arm of it has benches")
-    bare = {"axes": Axes(), "composite": None, "verdict": None}
+    bare: dict[str, Any] = {"axes": {}, "composite": None, "verdict": None}
     names = [arm.name if not label else label if len(arms) == 1 else f"{label}/{arm.name}" for arm in arms]
     return [arm.model_copy(update={**bare, "name": name}) for arm, name in zip(arms, names, strict=True)]
 
 
-def _speed(benches: Benches) -> bool:
-    return any((benches.startup, benches.prefill, benches.decode, benches.memory, benches.serving))
-
-
 def _arm(file: Recorded, label: str, among: Sequence[Recorded]) -> ArmRecord:
-    serving = Serving(
-        status=Status.OK,
-        target=file.file.path.name,
-        model=file.model,
-        cells=file.cells,
-        saturation=saturations(file.cells),
-        settings=dict(file.settings),
-        flags=file.flags + tuple(_contradictions(file, among)),
-    )
-    prefill = Prefill(status=Status.OK, cells=file.prefill) if file.prefill else None
-    decode = Decode(status=Status.OK, cells=file.decode) if file.decode else None
-    return ArmRecord(
-        status=Status.OK,
-        name=label,
-        engine=file.engine,
-        model=file.model,
-        kv=_UNSTATED,
-        benches=Benches(prefill=prefill, decode=decode, serving=serving),
-    )
+    flags = (*file.flags, *_contradictions(file, among))
+    facts = {"target": file.file.path.name, "model": file.model, "settings": dict(file.settings)}
+    benches = {"serving": serving_measurement(file.loads, facts, flags)}
+    if file.prefill:
+        benches["prefill"] = prefill_complete(joined(file.prefill, Prefill.title, status=Status.OK))
+    if file.decode:
+        benches["decode"] = decode_complete(joined(file.decode, Decode.title, status=Status.OK))
+    return ArmRecord(status=Status.OK, name=label, engine=file.engine, model=file.model, kv=_UNSTATED, benches=benches)
 
 
 # ------------------------------------------------------------------------------------------------ checking
@@ -187,13 +156,13 @@ def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]
     for other in among:
         if other is file or _identity(file) is None or _identity(other) != _identity(file):
             continue
-        theirs = {(cell.context, cell.concurrency): cell.output_rate for cell in other.cells}
-        cases = []
-        for cell in file.cells:
-            rate, their = cell.output_rate, theirs.get((cell.context, cell.concurrency))
-            if rate and their:
-                flags = check_twice(rate, their, _where(cell), other.file.path.name)
-                cases += [(max(rate / their, their / rate), flag) for flag in flags]
+        theirs = {_load(load.cell.at): load.value(OUTPUT_RATE.name) for load in other.loads}
+        cases = [
+            (max(rate / their, their / rate), flag)
+            for load in file.loads
+            if (rate := load.value(OUTPUT_RATE.name)) and (their := theirs.get(_load(load.cell.at)))
+            for flag in check_twice(rate, their, _where(load.cell.at), other.file.path.name)
+        ]
         if cases:
             yield max(cases, key=lambda case: case[0])[1]
 
@@ -204,31 +173,35 @@ def _identity(file: Recorded) -> tuple[Any, ...] | None:
     return tuple(facts.get(name) for name in _SAME) if facts.get("hardware") else None
 
 
-def _where(cell: LoadCell) -> str:
-    context = "" if cell.context is None else f"a context of {cell.context:,} and "
-    return f"at {context}C = {cell.concurrency}"
+def _where(at: Coordinates) -> str:
+    context = "" if at["context"] == "mixed" else f"a context of {at['context']:,} and "
+    return f"at {context}C = {at['concurrency']}"
 
 
 def _notes(arms: Sequence[ArmRecord]) -> Iterator[str]:
     """Per arm and kind of flag: how many cells, and the first one's words; then speed over the reference's."""
     for arm in arms:
-        for flag in arm.benches.serving.flags if arm.benches.serving else ():
+        serving = arm.benches.get("serving")
+        for flag in serving.flags if serving else ():
             yield f"{arm.name}: {flag.kind}: {flag.text}"
-        for cells in (arm.benches.serving, arm.benches.prefill):
-            yield from (f"{arm.name}: {line}" for line in _counted(cells.cells if cells else ()))
-    reference = arms[0].benches.serving
+        loads = [cell for cell in serving.cells if "arrival" in cell.at] if serving else []
+        prefill = arm.benches.get("prefill")
+        for cells in (loads, prefill.cells if prefill else ()):
+            yield from (f"{arm.name}: {line}" for line in _counted(cells))
+    reference = arms[0].benches.get("serving")
     for arm in arms[1:]:
-        if reference is None or arm.benches.serving is None:
+        serving = arm.benches.get("serving")
+        if reference is None or serving is None:
             continue
-        by_context: dict[int | None, list[str]] = {}
-        for (context, concurrency), ratio in speed_ratios(arm.benches.serving, reference).items():
+        by_context: dict[int | float | str, list[str]] = {}
+        for (context, concurrency), ratio in speed_ratios(serving, reference).items():
             by_context.setdefault(context, []).append(f"{ratio:.2f}× at C = {concurrency}")
         for context, ratios in by_context.items():
-            at = "" if context is None else f", context {context:,}"
+            at = "" if context == "mixed" else f", context {context:,}"
             yield f"{arm.name} over {arms[0].name}{at}: {', '.join(ratios)}"
 
 
-def _counted(cells: Sequence[LoadCell | SpeedCell]) -> Iterator[str]:
+def _counted(cells: Sequence[Cell]) -> Iterator[str]:
     for kind in dict.fromkeys(flag.kind for cell in cells for flag in cell.flags):
         texts = [flag.text for cell in cells for flag in cell.flags if flag.kind == kind]
         n = sum(any(flag.kind == kind for flag in cell.flags) for cell in cells)
@@ -238,7 +211,7 @@ def _counted(cells: Sequence[LoadCell | SpeedCell]) -> Iterator[str]:
 def _source(found: Sequence[Recorded | Report], paths: Sequence[Path], arms: Sequence[ArmRecord]) -> Source:
     facts = [_facts(file, path) for file, path in zip(found, paths, strict=True)]
     shared: dict[str, Any] = {"recorded": sorted({fact["form"] for fact in facts})}
-    settings = [arm.benches.serving.settings for arm in arms if arm.benches.serving]
+    settings = [serving.facts.get("settings", {}) for arm in arms if (serving := arm.benches.get("serving"))]
     for name in ("method", "output_tokens", "max_tokens", "duration_per_test", "ignore_eos"):
         values = [one.get(name) for one in settings]
         if any(value is not None for value in values):

@@ -6,8 +6,14 @@ ones count tokens by the server's usage over ``measurement_seconds``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
+from fidelab.benches import load_figures as figures
+from fidelab.benches.base import CellResult
+from fidelab.benches.load_figures import Latency, apart, load_at, load_facts
+from fidelab.benches.prefill import RATE
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
@@ -15,16 +21,13 @@ from fidelab.imports.throughput_file import (
     Recorded,
     at_least_one,
     load_cell,
-    name_says_speculation,
     positive,
     speed_cell,
     texts,
 )
 from fidelab.imports.throughput_flags import check_counter, check_depth, check_flat, check_server, check_tokens
 from fidelab.metrics.consistency import agree, token_rate
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Flag
-from fidelab.results.serving_record import Distribution, LoadCell, Server
+from fidelab.results.measurement import Flag
 
 __all__ = ["FORM", "read_cells"]
 
@@ -34,6 +37,8 @@ _UNDERFILLED = 0.9  # share of the asked concurrency below which a cell is not w
 _FAILED = 0.05  # share of failed requests above which a cell is invalid
 _QUANTILES = ("p50", "p90", "p95", "p99")
 _SHARE = "server_spec_accept_rate"
+# names that speak of speculative decoding: vllm_awq_mtp, not vllm_awq_nomtp
+_SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?dec)", re.IGNORECASE)
 
 
 def read_cells(file: JsonFile) -> Recorded:
@@ -45,31 +50,36 @@ def read_cells(file: JsonFile) -> Recorded:
     head, rows = file.root["metadata"], file.root["results"].items()
     engine, model = head["engine"].text() or "unknown", head["model"].text() or "unnamed model"
     shares = [share for row in rows if (share := row[_SHARE].number(0, MOST)) is not None]
-    speculation = any(shares) or name_says_speculation(file.path.stem, model)
-    cells = sorted(
-        (_cell(row, engine, speculation) for row in rows), key=lambda cell: (cell.context or 0, cell.concurrency or 0)
-    )
+    speculation = any(shares) or any(map(_SPECULATION.search, (file.path.stem, model)))
+    loads = sorted((_cell(row, engine, speculation) for row in rows), key=_shape)
     flags = check_counter(shares, _SHARE)
-    singles = [cell for cell in cells if cell.concurrency == 1]
+    singles = [load for load in loads if load.cell.at["concurrency"] == 1]
+    counted = [load.value(figures.COUNTED_CONTEXT.name) is not None for load in singles]
     flags += check_flat(
-        [cell.context or 0 for cell in singles],
-        [(cell.server and cell.server.output_rate) or cell.output_rate or 0 for cell in singles],
-        verified=all(cell.context_measured is not None for cell in singles),
-        recorded=any(cell.context_measured is not None for cell in singles),
+        [_shape(load)[0] for load in singles],
+        [load.value(figures.SERVER_RATE.name) or load.value(figures.OUTPUT_RATE.name) or 0 for load in singles],
+        verified=all(counted),
+        recorded=any(counted),
     )
     return Recorded(
         file,
         FORM,
         engine=engine,
         model=model,
-        cells=tuple(cells),
-        prefill=tuple(sorted(_prefill(file.root["prefill"]), key=lambda cell: cell.tokens)),
+        loads=tuple(apart(loads)),
+        prefill=tuple(apart(sorted(_prefill(file.root["prefill"]), key=lambda load: int(load.cell.at["tokens"])))),
         flags=flags,
         settings={**texts(head, _SETTINGS), "speculation": speculation},
     )
 
 
-def _cell(row: Node, engine: str, speculation: bool) -> LoadCell:
+def _shape(load: CellResult) -> tuple[int, int]:
+    """(context, concurrency); a context that is not known counts as 0."""
+    context = load.cell.at["context"]
+    return 0 if context == "mixed" else int(context), int(load.cell.at["concurrency"])
+
+
+def _cell(row: Node, engine: str, speculation: bool) -> CellResult:
     concurrency = at_least_one(row["concurrency"])
     context = row["context_tokens"].count(MOST)
     tokens = _first(row, "client_output_tokens", "total_tokens")
@@ -84,28 +94,36 @@ def _cell(row: Node, engine: str, speculation: bool) -> LoadCell:
     flags = check_depth(context, prompt)
     flags += () if is_gauge else check_tokens(stated, tokens, seconds)
     flags += check_server(rate, gauge, speculation=speculation)
-    flags += _filling(row, concurrency) + _errors(failed, sent)
-    server = _server(row, engine, counted, gauge)
-    cell = load_cell(
+    flags += _filling(row, concurrency)
+    flags += (Flag(kind="errors", text=f"{failed} of {sent} requests failed"),) if failed else ()
+    return load_cell(
         row.place,
+        load_at("closed", context, None, concurrency),
         flags,
-        context=context,
-        concurrency=concurrency,
-        seconds=seconds,
-        n_requests=sent,
-        n_completed=done,
-        errors={"unspecified": failed} if failed else {},
-        output_tokens=round(tokens or 0),
-        context_measured=prompt,
-        effective_concurrency=positive(row["effective_concurrency"]),
-        output_rate=rate,
-        ttft=_distribution(row, "ttft", sent),
-        tpot=_distribution(row, "inter_token_latency", sent),
-        itl=_distribution(row, "chunk_inter_token_latency", sent),
-        e2el=_distribution(row, "request_latency", done),
-        server=server,
+        {figures.OUTPUT_RATE: rate},
+        (
+            *_latency(row, "ttft", "ttft", sent),
+            *_latency(row, "tpot", "inter_token_latency", sent),
+            *_latency(row, "itl", "chunk_inter_token_latency", sent),
+            *_latency(row, "e2el", "request_latency", done),
+        ),
+        more={
+            figures.SERVER_RATE: gauge,
+            figures.FAILED_REQUESTS: 1 - done / sent if sent else None,
+            figures.IN_FLIGHT: positive(row["effective_concurrency"]),
+            figures.COUNTED_CONTEXT: prompt,
+            figures.REQUESTS: sent or None,
+            figures.ERRORS: failed if sent else None,
+        },
+        facts=load_facts(
+            {"seconds": seconds, "completed": done, "output_tokens": round(tokens or 0)},
+            {"unspecified": failed} if failed else {},
+            _server(row, engine, gauge),
+            counted / gauge if counted and gauge else None,
+            None,
+        ),
+        usable=failed <= _FAILED * sent,
     )
-    return cell.model_copy(update={"valid": False}) if failed > _FAILED * sent else cell
 
 
 def _first(row: Node, *names: str) -> float | None:
@@ -123,35 +141,30 @@ def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
     return (Flag(kind="underfilled", text=f"{running:.4g} requests ran on average where {concurrency} were asked"),)
 
 
-def _errors(failed: int, sent: int) -> tuple[Flag, ...]:
-    return (Flag(kind="errors", text=f"{failed} of {sent} requests failed"),) if failed else ()
-
-
-def _server(row: Node, engine: str, counted: float | None, gauge: float | None) -> Server | None:
+def _server(row: Node, engine: str, gauge: float | None) -> dict[str, Any] | None:
+    """What the server said of itself, named as in :class:`fidelab.load.server_metrics.ServerReading`."""
     running = positive(row["avg_running_reqs"])
     if gauge is None and running is None:
         return None
     usage = row["server_utilization"].number(0, MOST)
-    return Server(
-        kind=engine,
-        output_rate=gauge,
-        ratio=counted / gauge if counted and gauge else None,
-        kv_usage_mean=usage if usage is not None and usage <= 1 else None,
-        running_mean=running,
-        running_max=positive(row["max_running_reqs"]),
-        waiting_max=row["max_queue_reqs"].number(0, MOST),
-    )
+    return {
+        "kind": engine,
+        "output_rate": gauge,
+        "kv_usage_mean": usage if usage is not None and usage <= 1 else None,
+        "running_mean": running,
+        "running_max": positive(row["max_running_reqs"]),
+        "waiting_max": row["max_queue_reqs"].number(0, MOST),
+    }
 
 
-def _distribution(row: Node, name: str, n: int) -> Distribution | None:
-    mean = positive(row[f"{name}_avg"], 1000)
-    if mean is None:
-        return None
-    quantiles = {q: value for q in _QUANTILES if (value := positive(row[f"{name}_{q}"], 1000)) is not None}
-    return Distribution(n=n, mean=mean, percentiles=quantiles)
+def _latency(row: Node, name: str, field: str, n: int) -> Iterator[Latency]:
+    mean = positive(row[f"{field}_avg"], 1000)
+    if mean is not None:
+        quantiles = {q: value for q in _QUANTILES if (value := positive(row[f"{field}_{q}"], 1000)) is not None}
+        yield Latency(name, n, mean, quantiles)
 
 
-def _prefill(section: Node) -> Iterator[SpeedCell]:
+def _prefill(section: Node) -> Iterator[CellResult]:
     """The cells of ``prefill``: length → TTFT (s) and tok/s."""
     if section.value is not None and not isinstance(section.value, dict):
         raise section.wrong("an object")
@@ -159,4 +172,5 @@ def _prefill(section: Node) -> Iterator[SpeedCell]:
         if not name.isascii() or not name.isdigit() or not 1 <= len(name) <= 9:
             raise InputError(f"{section.place}: expected lengths in tokens as names, found {name[:60]!r}")
         rate, seconds = positive(entry["tok_per_sec"]), positive(entry["ttft_seconds"])
-        yield speed_cell(int(name), rate, check_tokens(rate, int(name), seconds, "prompt tokens"))
+        flags = check_tokens(rate, int(name), seconds, "prompt tokens")
+        yield speed_cell(RATE, {"tokens": int(name), "batch": 1}, rate, flags)

@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
+from fidelab.benches.base import CellResult
+from fidelab.benches.load_figures import OUTPUT_RATE, Latency, Values, load_metrics
 from fidelab.core import Status
-from fidelab.errors import InputError
-from fidelab.imports.json_file import JsonFile, Node, read_json
+from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_flags import INVALID
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Flag, Spread
-from fidelab.results.serving_record import Distribution, LoadCell
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag
 
-__all__ = [
-    "MOST",
-    "Recorded",
-    "at_least_one",
-    "load_cell",
-    "name_says_speculation",
-    "one_value",
-    "open_recorded",
-    "positive",
-    "speed_cell",
-    "texts",
-]
+__all__ = ["MOST", "Recorded", "at_least_one", "load_cell", "positive", "speed_cell", "texts"]
 
 MOST: Final = 10**9
 """No count, rate or latency of these files is larger."""
 _LARGEST = 1e15  # of settings, times in ms among them
 _LEAST = 1e-6  # a figure below this is an empty field: nothing is divided by it
-_SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?dec)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What one file holds, in our units.  ``cells`` by context, then concurrency; ``flags`` concern all of them."""
+    """What one file holds, in our units.  ``loads`` by context, then concurrency; ``flags`` concern all of them.
+
+    ``prefill`` and ``decode``: one rate each, by length.
+    """
 
     file: JsonFile
     form: str
     engine: str
     model: str
-    cells: tuple[LoadCell, ...]
-    prefill: tuple[SpeedCell, ...] = ()
-    decode: tuple[SpeedCell, ...] = ()
+    loads: tuple[CellResult, ...]
+    prefill: tuple[CellResult, ...] = ()
+    decode: tuple[CellResult, ...] = ()
     flags: tuple[Flag, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -54,18 +43,6 @@ class Recorded:
     def stem(self) -> str:
         """The file's name without what says that it holds results."""
         return re.sub(r"\.results$", "", self.file.path.stem) or "unnamed"
-
-
-def open_recorded(path: Path) -> JsonFile:
-    """Read a file of JSON whose top is an object.
-
-    Raises:
-        InputError: unreadable, not JSON, or no object; names the place.
-    """
-    file = read_json(path)
-    if not isinstance(file.root.value, dict):
-        raise InputError(f"{path}: expected an object of results, found {type(file.root.value).__name__}")
-    return file
 
 
 def positive(node: Node, scale: float = 1.0) -> float | None:
@@ -96,31 +73,35 @@ def texts(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def name_says_speculation(*names: str) -> bool:
-    """One of the names speaks of speculative decoding: ``vllm_awq_mtp``, not ``vllm_awq_nomtp``."""
-    return any(_SPECULATION.search(name) for name in names)
-
-
-def one_value(milliseconds: float | None, *, median: bool = False) -> Distribution | None:
-    """A latency of which a file keeps one figure; ``median``: that is what the figure is."""
-    if milliseconds is None:
-        return None
-    return Distribution(n=1, mean=milliseconds, percentiles={"p50": milliseconds} if median else {})
-
-
-def load_cell(place: str, flags: tuple[Flag, ...], error: str = "", **fields: Any) -> LoadCell:
-    """A cell of a closed loop; invalid where a flag says that its figures must not be used."""
-    measured = any(fields.get(name) is not None for name in ("output_rate", "tpot", "ttft"))
+def load_cell(
+    place: str,
+    at: Coordinates,
+    flags: Sequence[Flag],
+    rates: Values,
+    latencies: Iterable[Latency],
+    *,
+    more: Values | None = None,
+    facts: Mapping[str, Any] | None = None,
+    error: str = "",
+    usable: bool = True,
+) -> CellResult:
+    """A load; invalid where it is not ``usable``, or a flag says that its figures must not be used."""
+    times = list(latencies)
+    measured = rates.get(OUTPUT_RATE) is not None or any(one.name in ("tpot", "ttft") for one in times)
     status, reason = Status.OK, None
     if error or not measured:
         status = Status.FAILED if error else Status.NOT_MEASURABLE
         reason = error or f"{place}: the file holds no rate and no latency"
-    valid = status is Status.OK and not any(flag.kind in INVALID for flag in flags)
-    return LoadCell(status=status, reason=reason, arrival="closed", valid=valid, flags=flags, **fields)
+    valid = usable and status is Status.OK and not any(flag.kind in INVALID for flag in flags)
+    cell = Cell(status=status, reason=reason, at=at, valid=valid, flags=tuple(flags), facts=dict(facts or {}))
+    return CellResult(cell, load_metrics(at, rates, times, more))
 
 
-def speed_cell(tokens: int, rate: float | None, flags: tuple[Flag, ...] = (), n: int = 0) -> SpeedCell:
-    """A cell with one recorded rate (tok/s)."""
-    if rate is None:
-        return SpeedCell(status=Status.NOT_MEASURABLE, reason="the file holds no rate", tokens=tokens, n=n, flags=flags)
-    return SpeedCell(status=Status.OK, tokens=tokens, n=n, rate=Spread.over((rate,)), flags=flags)
+def speed_cell(
+    make: Definition, at: Coordinates, rate: float | None, flags: Sequence[Flag], **facts: Any
+) -> CellResult:
+    """One recorded rate (tok/s)."""
+    reason = "the file holds no rate" if rate is None else None
+    status = Status.NOT_MEASURABLE if reason else Status.OK
+    cell = Cell(status=status, reason=reason, at=at, flags=tuple(flags), facts=facts)
+    return CellResult(cell, () if rate is None else (make.repeated([rate], cell=at),))

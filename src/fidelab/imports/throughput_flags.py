@@ -16,7 +16,7 @@ from fidelab.metrics.consistency import (
     is_counter,
     token_rate,
 )
-from fidelab.results.bench_values import Flag
+from fidelab.results.measurement import Flag
 
 __all__ = [
     "INVALID",

@@ -5,21 +5,21 @@
 
 from __future__ import annotations
 
+from fidelab.benches.base import CellResult
+from fidelab.benches.decode import ISOLATED
+from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, Latency, apart, load_at
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
     Recorded,
     at_least_one,
     load_cell,
-    one_value,
     positive,
     speed_cell,
     texts,
 )
 from fidelab.imports.throughput_flags import check_closed_loop, check_depth, check_flat, check_tpot
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Flag
-from fidelab.results.serving_record import LoadCell
+from fidelab.results.measurement import Coordinates, Flag
 
 __all__ = ["FORM", "SWEEPS", "read_sweeps"]
 
@@ -45,15 +45,15 @@ def read_sweeps(file: JsonFile) -> Recorded:
         by_context.append(cell)
         decode.append(speed)
     by_load = [_at_concurrency(row, output, median) for row in root["throughput_sweep"].items()]
-    curve = [(cell.tokens, cell.rate.median) for cell in decode if cell.rate is not None]
+    curve = [(int(load.cell.at["depth"]), rate) for load in decode if (rate := load.value(ISOLATED.name)) is not None]
     recorded = all(row["input_len"].value is not None for row in depths)
     return Recorded(
         file,
         FORM,
         engine=root["engine"].text() or "unknown",
         model=root["model"].text() or "unnamed model",
-        cells=tuple(sorted(by_context, key=lambda cell: cell.context or 0)) + tuple(by_load),
-        decode=tuple(sorted(decode, key=lambda cell: cell.tokens)),
+        loads=tuple(apart([*sorted(by_context, key=lambda load: int(load.cell.at["context"])), *by_load])),
+        decode=tuple(apart(sorted(decode, key=lambda load: int(load.cell.at["depth"])))),
         flags=check_flat(
             [tokens for tokens, _ in curve],
             [rate for _, rate in curve],
@@ -70,42 +70,39 @@ def _is_halved(row: Node) -> bool:
     return bool(context and asked) and 2 * (asked or 0) == context
 
 
-def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[LoadCell, SpeedCell]:
+def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[CellResult, CellResult]:
     context = at_least_one(row["context"])
     length = row["input_len"].count(MOST) or None
-    decode, rate = positive(row["tok_per_sec"]), positive(row["throughput"])
-    tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])
-    error = row["error"].text().strip()
+    decode = positive(row["tok_per_sec"])
     depth = check_depth(context, length, requested=halved)
-    speed: tuple[Flag, ...] = check_tpot(decode, tpot)
-    flags = depth + check_closed_loop(rate, 1, tpot, ttft, output) + speed
-    cell = load_cell(
-        row.place,
-        flags,
-        error,
-        context=context,
-        output=output,
-        concurrency=1,
-        context_measured=None if halved else length,
-        output_rate=rate,
-        tpot=one_value(tpot, median=median),
-        ttft=one_value(ttft, median=median),
-    )
+    speed: tuple[Flag, ...] = check_tpot(decode, positive(row["tpot_ms"]))
+    load = _load(row, load_at("closed", context, output, 1), positive(row["throughput"]), output, median, depth, speed)
+    if length and not halved:
+        load = CellResult(load.cell, (*load.metrics, COUNTED_CONTEXT(length, cell=load.cell.at)))
     doubtful = depth if halved else ()  # a counted length is the depth at which the cell stands
-    return cell, speed_cell(length or context, decode, doubtful + speed, n=max(0, (output or 1) - 1))
+    n = max(0, (output or 1) - 1)
+    return load, speed_cell(ISOLATED, {"depth": length or context, "batch": 1}, decode, doubtful + speed, n=n)
 
 
-def _at_concurrency(row: Node, output: int | None, median: bool) -> LoadCell:
-    concurrency = at_least_one(row["concurrency"])
-    rate = positive(row["throughput"]) or positive(row["tok_per_sec"])
-    tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])
-    return load_cell(
-        row.place,
-        check_closed_loop(rate, concurrency, tpot, ttft, output),
-        row["error"].text().strip(),
-        output=output,
-        concurrency=concurrency,
-        output_rate=rate,
-        tpot=one_value(tpot, median=median),
-        ttft=one_value(ttft, median=median),
-    )
+def _at_concurrency(row: Node, output: int | None, median: bool) -> CellResult:
+    at = load_at("closed", None, output, at_least_one(row["concurrency"]))
+    return _load(row, at, positive(row["throughput"]) or positive(row["tok_per_sec"]), output, median)
+
+
+def _load(
+    row: Node,
+    at: Coordinates,
+    rate: float | None,
+    output: int | None,
+    median: bool,
+    before: tuple[Flag, ...] = (),
+    behind: tuple[Flag, ...] = (),
+) -> CellResult:
+    """Rate and latencies; of a latency a file keeps one figure, which may be the median."""
+    times = {name: positive(row[f"{name}_ms"]) for name in ("ttft", "tpot")}
+    loop = check_closed_loop(rate, int(at["concurrency"]), times["tpot"], times["ttft"], output)
+    latencies = [
+        Latency(name, 1, value, {"p50": value} if median else {}) for name, value in times.items() if value is not None
+    ]
+    error = row["error"].text().strip()
+    return load_cell(row.place, at, before + loop + behind, {OUTPUT_RATE: rate}, latencies, error=error)

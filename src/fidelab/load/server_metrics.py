@@ -29,19 +29,28 @@ _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
 
 @dataclass(frozen=True)
 class SpeculationReading:
-    """Speculative decoding over the measured part; fields as in :class:`fidelab.results.serving_record.Speculation`."""
+    """Speculative decoding over the measured part, as the server counts it; ``None``: it does not say."""
 
     drafted: float | None
+    """Draft tokens proposed."""
     accepted: float | None
+    """Of these, accepted."""
     drafts: float | None = None
+    """Times that drafts were verified."""
     acceptance_length: float | None = None
+    """Tokens per verification, its own one included: 1 + accepted / drafts."""
 
 
 @dataclass(frozen=True)
 class ServerReading:
-    """What the server said over the measured part; fields as in :class:`fidelab.results.serving_record.Server`."""
+    """What the server says of itself over the measured part; ``None``: it does not.
+
+    ``output_rate``: generated tok/s.  ``kv_usage_…``: share of the cache in use (0-1).  ``running_…``: requests at
+    work; ``waiting_max``: the longest queue seen.  ``samples``: readings.
+    """
 
     kind: str
+    """``vllm``, ``sglang``, ``llama.cpp``."""
     output_rate: float | None = None
     kv_usage_mean: float | None = None
     kv_usage_max: float | None = None

@@ -37,11 +37,11 @@ def truth_line(report: Report) -> str:
     truth = report.truth
     if truth is None:
         return ""
-    kld = truth.axes.kld
+    cost = kld_of(truth.axes.get("kld"))
     twin = f"32-bit twin of the reference ({kv_of(truth)})"
-    if kld is None or kld.mean is None:
+    if cost.absent:
         return f"{twin}: not measured ({one_line(truth.reason or 'no KLD')})"
-    return f"{twin}: {kld_of(kld)} nats away"
+    return f"{twin}: {cost} nats away"
 
 
 def _row(found: Attribution) -> tuple[str, ...]:

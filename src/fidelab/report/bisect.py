@@ -11,7 +11,7 @@ from rich.table import Table
 from fidelab.core import Status
 from fidelab.report.cells import STATUS
 from fidelab.report.numbers import format_amount, format_kld, one_line
-from fidelab.report.text_cells import literal
+from fidelab.report.text import literal
 from fidelab.results.bisect_record import BisectArm, BisectReport, LayerRow
 
 __all__ = ["render_bisect", "sentence"]

@@ -1,4 +1,4 @@
-"""Single cells of the report: a record's value → its text."""
+"""Single cells of the report: a metric → its text."""
 
 from __future__ import annotations
 
@@ -7,34 +7,36 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.core import Estimator, Status
+from fidelab.core import Status
 from fidelab.report.numbers import (
     ABSENT,
     format_figure,
-    format_figure_margin,
+    format_interval,
     format_kld,
     format_odds,
     format_odds_span,
     format_range,
+    format_ratio,
     format_run,
     format_score,
     format_span,
     one_line,
 )
-from fidelab.results.axis_record import Figure, KldAxis, KldContext
+from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.record import ArmRecord
 
 __all__ = [
     "STATUS",
     "Estimate",
     "changed_of",
+    "estimate_of",
     "excess_of",
-    "figure_of",
     "flips_of",
     "kld_of",
     "kv_of",
-    "options",
+    "kv_sides",
     "plain",
+    "ratio_of",
     "run_of",
     "scored",
     "shared",
@@ -48,6 +50,9 @@ STATUS = {
     Status.NOT_SUPPORTED: "not supported",
     Status.NOT_MEASURABLE: "not measurable",
 }
+
+OVER_CONTROL = "over control"
+"""A difference: shown with its sign."""
 
 
 @dataclass(frozen=True)
@@ -67,62 +72,101 @@ class Estimate:
         return self.value if self.margin == ABSENT else f"{self.value} ({self.margin})"
 
 
+def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
+    """A metric with its 95% interval, else with the range of its repeats; ``mib``: bytes as MiB."""
+    if metric is None:
+        return Estimate()
+    if metric.value is None:
+        least = metric.ci is not None and metric.ci[1] is None
+        return Estimate(f"> {format_figure(metric.ci[0], metric.unit, mib=mib)}") if least and metric.ci else Estimate()
+    bound = "≥ " if metric.bound else ""
+    value = format_figure(metric.value, metric.unit, signed=metric.name == OVER_CONTROL, mib=mib)
+    return Estimate(bound + value, format_interval(metric.ci or metric.span, metric.unit, mib=mib))
+
+
+def ratio_of(own: Metric | None, base: Metric | None) -> str:
+    """own / base; ``≈`` before it where the repeats of either overlap, or one of both has none to tell by.
+
+    What was measured once by its nature (bytes of storage, one load on a server) has no repeats on either side and no
+    sign.
+    """
+    if own is None or base is None or own.value is None or not base.value:
+        return ABSENT
+    ratio = format_ratio(own.value / base.value)
+    if own.exact or not (own.repeats or base.repeats):
+        return ratio
+    ours, theirs = own.span, base.span
+    told = ours is not None and theirs is not None and (ours[0] > theirs[1] or ours[1] < theirs[0])
+    return ratio if told else f"≈ {ratio}"
+
+
 def kv_of(arm: ArmRecord) -> str:
     """What was asked for the cache, with its options."""
-    sides = [one_line(name) + options(arm.kv.options.get(side)) for side, name in (("k", arm.kv.k), ("v", arm.kv.v))]
-    text = sides[0] if sides[0] == sides[1] else f"K {sides[0]}, V {sides[1]}"
-    rest = options({name: value for name, value in arm.kv.options.items() if name not in ("k", "v")})
-    return f"{text} {rest}".strip()
+    k, v = kv_sides(arm)
+    rest = {name: value for name, value in arm.kv.options.items() if name not in ("k", "v")}
+    return f"{k if k == v else f'K {k}, V {v}'} {_options(rest)}".strip()
 
 
-def options(given: Any) -> str:
+def kv_sides(arm: ArmRecord) -> tuple[str, str]:
+    """What was asked of keys and of values."""
+    k, v = ((arm.kv.k, arm.kv.options.get("k")), (arm.kv.v, arm.kv.options.get("v")))
+    return one_line(k[0]) + _options(k[1]), one_line(v[0]) + _options(v[1])
+
+
+def _options(given: Any) -> str:
     """``[name=value, …]``, or nothing."""
     if not isinstance(given, Mapping) or not given:
         return ""
     return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in given.items())}]"
 
 
-def kld_of(axis: KldAxis | KldContext | None, *, bound: bool = False) -> Estimate:
-    """Mean KL (nats) and its interval; ``bound``: it is a lower bound, as a context cannot tell by itself."""
-    if axis is None or axis.mean is None:
-        return Estimate()
-    bound = bound or (isinstance(axis, KldAxis) and axis.estimator is Estimator.TOPK)
-    return Estimate(format_kld(axis.mean, bound=bound), format_span(axis.mean_ci))
+# ------------------------------------------------------------------- the main table: metrics of the KLD by name
 
 
-def excess_of(axis: KldAxis | None) -> Estimate:
+def kld_of(found: Measurement | None, at: Coordinates | None = None) -> Estimate:
+    """Mean KL (nats) and its interval: of the worst context, or of one."""
+    return estimate_of(found.metric("mean", at or {}) if found else None)
+
+
+def excess_of(found: Measurement | None) -> Estimate:
     """Mean KL beyond the control's, paired (nats)."""
-    # The difference of two lower bounds bounds nothing: not shown for topk.
-    if axis is None or axis.excess_over_control is None or axis.estimator is Estimator.TOPK:
+    excess = found.metric(OVER_CONTROL, {}) if found else None
+    # The difference of two lower bounds bounds nothing: not shown.
+    if excess is None or excess.value is None or excess.bound:
         return Estimate()
-    excess = axis.excess_over_control
-    return Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci))
+    return Estimate(format_kld(excess.value, signed=True), format_span(excess.interval))
 
 
-def changed_of(axis: KldAxis | None) -> Estimate:
+def changed_of(found: Measurement | None) -> Estimate:
     """How many of the most likely tokens change."""
-    if axis is None or axis.top1 is None:
+    top1 = found.metric("top-1", {}) if found else None
+    if top1 is None or top1.value is None:
         return Estimate()
-    return _odds(1 - axis.top1, axis.top1_ci and (1 - axis.top1_ci[1], 1 - axis.top1_ci[0]))
+    return _odds(1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
 
 
-def flips_of(axis: KldAxis | None) -> Estimate:
+def flips_of(found: Measurement | None) -> Estimate:
     """How many change that were no near tie."""
-    return Estimate() if axis is None or axis.real_flips is None else _odds(axis.real_flips, axis.real_flips_ci)
+    flips = found.metric("real flips", {}) if found else None
+    return Estimate() if flips is None or flips.value is None else _odds(flips.value, flips.interval)
 
 
 def _odds(share: float, interval: tuple[float, float] | None) -> Estimate:
     return Estimate(format_odds(share), format_odds_span(interval, share), f"{share:g}")
 
 
-def run_of(axis: KldAxis | None) -> Estimate:
+def run_of(found: Measurement | None) -> Estimate:
     """Expected tokens until the most likely one changes; what bounds it is the interval of the changes."""
-    if axis is None or (axis.tokens_to_flip is None and axis.tokens_to_flip_ci is None):
+    run = found.metric("tokens to flip", {}) if found else None
+    if run is None or (run.value is None and run.ci is None):
         return Estimate()
-    if axis.tokens_to_flip is not None:
-        return Estimate(format_run(axis.tokens_to_flip), order=f"{axis.tokens_to_flip:g}")
-    least = axis.tokens_to_flip_ci[0] if axis.tokens_to_flip_ci else 0.0
+    if run.value is not None:
+        return Estimate(format_run(run.value), order=f"{run.value:g}")
+    least = run.ci[0] if run.ci else 0.0
     return Estimate(f"> {format_run(least)}", order=f"{least:g}")
+
+
+# ---------------------------------------------------------------------------------------------------------- words
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:
@@ -133,13 +177,6 @@ def scored(value: float | None, interval: tuple[float, float] | None) -> Estimat
 def plain(value: Any) -> str:
     """Text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def figure_of(figure: Figure | None) -> str:
-    """A figure with its interval."""
-    if figure is None:
-        return ABSENT
-    return str(Estimate(format_figure(figure.value, figure.unit), format_figure_margin(figure.ci, figure.unit)))
 
 
 def shared(lines: Iterable[tuple[str, str]], between: str = ": ") -> list[str]:

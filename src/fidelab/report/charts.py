@@ -1,56 +1,58 @@
-"""Charts as geometry: scales, ticks, lines, bands, legends; everything in SVG units, which a template draws."""
+"""Charts as SVG: scales, lines, bands, bars.  Colours are classes, which the page's or the file's style defines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
+from markupsafe import Markup
+
 from fidelab.report.labels import LETTER, Labels, shorten, spread
-from fidelab.report.scales import Axis, Scale, Tick, scale_for
+from fidelab.report.numbers import format_amount
+from fidelab.report.scales import Axis, Scale, scale_for
+from fidelab.results.plots import Curve
 
 __all__ = [
     "Band",
-    "Bar",
-    "Box",
     "Chart",
     "Line",
-    "Mark",
     "Rule",
-    "RuleMark",
     "Size",
-    "Stroke",
-    "draw_bands",
+    "Stack",
+    "draw_bars",
+    "draw_frame",
     "draw_lines",
-    "draw_rules",
+    "element",
     "line_style",
+    "text",
 ]
 
 COLOURS, DASHES = 8, 3
 FEW_POINTS = 12
-
-
-# ------------------------------------------------------------------------------------------------- data
+Y_TICKS = 6
+ROW, THICK = 44.0, 16.0
 
 
 @dataclass(frozen=True)
 class Line:
-    """One arm's values; ``None`` is a gap.  ``arm`` ties it to its legend entry; ``area``: shaded down to the axis.
-
-    ``low`` and ``high``, one per value, are its spread; ``tags``, one per value, its name; ``hollow``: (x, y, why) of
-    what was measured and does not count, which no line runs through.
-    """
+    """A curve under the name, the id and the classes of its arm; ``area``: shaded down to the axis."""
 
     name: str
     arm: str
     style: str
-    x: Sequence[float]
-    y: Sequence[float | None]
+    curve: Curve
     area: bool = False
-    low: Sequence[float | None] = ()
-    high: Sequence[float | None] = ()
-    tags: Sequence[str] = ()
-    hollow: Sequence[tuple[float, float, str]] = ()
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A row of a bar chart: parts as (name, value) in order, and the figure of the whole."""
+
+    name: str
+    arm: str
+    parts: Sequence[tuple[str, float]]
+    total: float
 
 
 @dataclass(frozen=True)
@@ -79,185 +81,126 @@ class Size:
     labels: bool = True
 
 
+@dataclass(frozen=True)
+class Chart:
+    """A drawing: what stands inside its SVG element."""
+
+    size: Size
+    body: Markup
+
+
 def line_style(role: str, number: int = 0) -> str:
     """Classes of an arm's line: candidates by number (colour, then dashes), control and floor by name."""
     return role if role != "candidate" else f"s{number % COLOURS} d{number // COLOURS % DASHES}"
 
 
-# --------------------------------------------------------------------------------------------- geometry
+def element(name: str, *inside: str, **attributes: str | float) -> Markup:
+    """An SVG element; ``class_`` and ``data_arm`` are written ``class`` and ``data-arm``, and all text is escaped."""
+    written = [
+        Markup(' {}="{}"').format(
+            key.rstrip("_").replace("_", "-"), f"{value:g}" if isinstance(value, float) else value
+        )
+        for key, value in attributes.items()
+    ]
+    return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(written), Markup("").join(inside))
 
 
-@dataclass(frozen=True)
-class Box:
-    """A band's place; its label stands at ``label_y``."""
-
-    y: float
-    height: float
-    label: str
-    label_y: float
-    style: str
+def text(x: float, y: float, words: str, anchor: str = "start", style: str = "") -> Markup:
+    """Words at a place; ``anchor``: which of their ends stands there."""
+    return element("text", words, x=x, y=y, text_anchor=anchor, **({"class": style} if style else {}))
 
 
-@dataclass(frozen=True)
-class RuleMark:
-    """A level's place; its label stands below it."""
-
-    y: float
-    label: str
-
-
-@dataclass(frozen=True)
-class Stroke:
-    """A drawn line: path data, the area under it, dots where points are few, and its label's place, if it has one.
-
-    ``spread``: the shape between the low and the high ends; ``hollow``: places and titles; ``tags``: places, anchors
-    and names of points.
-    """
-
-    name: str
-    arm: str
-    style: str
-    d: str
-    area: str
-    dots: tuple[tuple[float, float], ...]
-    label: str
-    label_y: float
-    spread: str = ""
-    hollow: tuple[tuple[float, float, str], ...] = ()
-    tags: tuple[tuple[float, float, str, str], ...] = ()
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A row of a bar chart: its name above it, parts as (left, width, style, title), its figure behind them."""
-
-    y: float
-    height: float
-    name: str
-    arm: str
-    parts: tuple[tuple[float, float, str, str], ...]
-    figure: str
-    figure_x: float
-
-
-@dataclass(frozen=True)
-class Mark:
-    """One arm's point: its place, the ends of its interval, where its label stands."""
-
-    x: float
-    y: float
-    top: float
-    bottom: float
-    label_x: float
-    label_y: float
-    anchor: str
-    name: str
-    title: str
-    key: str
-    arm: str
-    zero: bool
-    best: bool
-
-
-@dataclass(frozen=True)
-class Chart:
-    """Everything that a drawing needs."""
-
-    size: Size
-    left: float
-    right: float
-    top: float
-    bottom: float
-    x_label: str
-    y_label: str
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    boxes: tuple[Box, ...] = ()
-    rules: tuple[RuleMark, ...] = ()
-    strokes: tuple[Stroke, ...] = ()
-    marks: tuple[Mark, ...] = ()
-    uprights: tuple[Tick, ...] = ()
-    bars: tuple[Bar, ...] = ()
-    step: str = field(default="")
-
-
-def draw_lines(
-    lines: Sequence[Line],
-    x: Axis,
-    y: Axis,
+def draw_frame(
     size: Size,
+    x: Scale,
+    y: Scale,
+    x_axis: Axis,
+    y_label: str,
+    inside: Iterable[Markup],
     *,
     bands: Sequence[Band] = (),
     rules: Sequence[Rule] = (),
-    stairs: bool = False,
+    x_ticks: int = 0,
+    y_ticks: int = Y_TICKS,
 ) -> Chart:
-    """Lines over common axes; ``stairs``: each value holds until the next abscissa."""
+    """Axes with their ticks, bands and levels, and what is drawn on them."""
+    left, right, bottom = x.start, x.end, y.start
+    ends = {"x1": left, "x2": right}
+    parts = [text(4, 14, y_label)]
+    names, level = [], bottom + 9
+    for band in sorted(bands, key=lambda band: band.upper):
+        top = y(band.upper)
+        if (height := round(bottom - top, 1)) > 0:
+            place = {"x": left, "y": top, "width": round(right - left, 1), "height": height}
+            parts.append(element("rect", class_=f"box {band.style}", **place))
+            level = min(top - 4, level - 13)  # above its band and the label before
+            names.append(text(left + 6, level, band.label, style=f"boxlabel {band.style}"))
+    for tick in y.ticks(y_ticks) if y_ticks else ():
+        parts.append(element("line", class_="grid", **ends, y1=tick.at, y2=tick.at))
+        parts.append(text(left - 7, tick.at + 4, tick.label, "end"))
+    parts.append(element("line", class_="frame", **ends, y1=bottom, y2=bottom))
+    for tick in x.ticks_at(x_axis.at) or x.ticks(x_ticks or (6 if size.width > 400 else 4)):
+        parts.append(element("line", class_="frame", x1=tick.at, x2=tick.at, y1=bottom, y2=bottom + 5))
+        parts.append(text(tick.at, bottom + 19, tick.label, "middle", "tick"))
+    parts.append(text(right, bottom + 39, x_axis.label, "end"))
+    held = [rule for rule in rules if y.low < rule.at <= y.high]
+    levels = [y(rule.at) for rule in held]
+    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in levels]
+    above = [
+        text(left + 5, level + 11, rule.label, style="rulelabel")
+        for rule, level, lower in zip(held, levels, [bottom, *levels], strict=False)
+        if lower - level >= 12  # else there is no room
+    ]
+    return Chart(size, Markup("\n").join([*parts, *inside, *names, *above]))
+
+
+# ------------------------------------------------------------------------------------------------ lines
+
+
+def draw_lines(
+    lines: Sequence[Line], x: Axis, y: Axis, size: Size, *, bands: Sequence[Band] = (), rules: Sequence[Rule] = ()
+) -> Chart:
+    """Lines over common axes."""
     longest = max((len(shorten(line.name)) for line in lines), default=0) if size.labels else 0
-    left, top, bottom = 58.0, 30.0, size.height - 48.0
+    top, bottom = 30.0, size.height - 48.0
     right = size.width - 14 - (8 + LETTER * longest if longest else 0)
-    x_scale = scale_for((at for line in lines for at in (*line.x, *(at for at, _, _ in line.hollow))), x, left, right)
-    found = (value for line in lines for value in (*line.y, *line.low, *line.high, *(y for _, y, _ in line.hollow)))
+    curves = [line.curve for line in lines]
+    found = (value for curve in curves for value in (*curve.y, *curve.low, *curve.high))
     values = [*(value for value in found if value is not None), *(band.upper for band in bands)]
     y_scale = scale_for(values if y.log else _padded(values), y, bottom, top)
-    ends = [_end(line, y_scale) for line in lines]
+    widest = LETTER * max((len(tick.label) for tick in y_scale.ticks(Y_TICKS)), default=0)
+    left = max(58.0, min(14 + widest, size.width / 3))
+    x_scale = scale_for((at for curve in curves for at in curve.x), x, left, right)
+    ends = [y_scale(next((value for value in reversed(curve.y) if value is not None), y_scale.low)) for curve in curves]
     levels = spread(ends, 14.0, top, bottom) if size.labels else ends
-    points = [point for line in lines for run in _runs(line, x_scale, y_scale) for point in run]
+    points = [point for curve in curves for run in _runs(curve, x_scale, y_scale) for point in run]
     labels = Labels(left, right, top, bottom, points)
-    strokes = []
-    for line, level in zip(lines, levels, strict=True):
-        runs = _runs(line, x_scale, y_scale)
-        area = " ".join(f"{_path(run, stairs)}V{bottom:g}H{run[0][0]:g}Z" for run in runs) if line.area else ""
-        few = len(line.x) <= FEW_POINTS and not stairs
-        strokes.append(
-            Stroke(
-                name=line.name,
-                arm=line.arm,
-                style=line.style,
-                d=" ".join(_path(run, stairs) for run in runs),
-                area=area,
-                dots=tuple(point for run in runs for point in run if few or len(run) == 1),
-                label=shorten(line.name) if size.labels and (runs or line.hollow) else "",
-                label_y=round(level + 4, 1),
-                spread=_spread(line, x_scale, y_scale),
-                hollow=tuple((x_scale(at), y_scale(value), title) for at, value, title in line.hollow),
-                tags=tuple(_tags(line, x_scale, y_scale, labels)),
-            )
-        )
-    return Chart(
-        size=size,
-        left=left,
-        right=right,
-        top=top,
-        bottom=bottom,
-        x_label=x.label,
-        y_label=y.label,
-        x_ticks=x_scale.ticks_at(x.at) or x_scale.ticks(6 if size.width > 400 else 4),
-        y_ticks=y_scale.ticks(6),
-        boxes=draw_bands(bands, y_scale),
-        rules=draw_rules(rules, y_scale),
-        strokes=tuple(strokes),
-    )
+    strokes = [_stroke(line, level, x_scale, y_scale, labels, size) for line, level in zip(lines, levels, strict=True)]
+    return draw_frame(size, x_scale, y_scale, x, y.label, strokes, bands=bands, rules=rules)
 
 
-def draw_bands(bands: Sequence[Band], scale: Scale) -> tuple[Box, ...]:
-    """From the bottom of a vertical scale up to each band's value; a label that does not fit in stands above it."""
-    boxes = []
-    for band in bands:
-        y = scale(band.upper)
-        height = round(scale.start - y, 1)
-        if height > 0:
-            boxes.append(Box(y, height, band.label, scale.start - 5 if height >= 18 else y - 4, band.style))
-    return tuple(boxes)
-
-
-def draw_rules(rules: Sequence[Rule], scale: Scale) -> tuple[RuleMark, ...]:
-    """The levels that the scale holds; one without room for its label keeps its line alone."""
-    held = [rule for rule in rules if scale.low < rule.at <= scale.high]
-    below = [scale.start, *(scale(rule.at) for rule in held)]
-    return tuple(
-        RuleMark(scale(rule.at), rule.label if lower - scale(rule.at) >= 12 else "")
-        for rule, lower in zip(held, below, strict=False)
-    )
+def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: Size) -> Markup:
+    """One line: areas, path, dots where points are few, hollow ones of what does not count, and names."""
+    curve, runs = line.curve, _runs(line.curve, x, y)
+    paths = [_path(run, curve.stairs) for run in runs]
+    few = len(curve.x) <= FEW_POINTS and not curve.stairs
+    parts = [element("title", line.name)]
+    areas = [f"{path}V{y.start:g}H{run[0][0]:g}Z" for path, run in zip(paths, runs, strict=True)] if line.area else []
+    parts += [
+        element("path", class_="area", d=" ".join(shape)) for shape in (areas, list(_spread(curve, x, y))) if shape
+    ]
+    parts.append(element("path", d=" ".join(paths)))
+    parts += [element("circle", cx=a, cy=b, r=3) for run in runs for a, b in run if few or len(run) == 1]
+    for at, value, doubt in zip(curve.x, curve.y, curve.doubts, strict=False):
+        if doubt and value is not None:
+            circle = element("circle", class_="hollow", cx=x(at), cy=y(value), r=3.5)
+            parts.append(element("g", element("title", f"{line.name}: {doubt}"), circle))
+    for at, value, name in zip(curve.x, curve.y, curve.names, strict=False):
+        if name and value is not None and (place := labels.beside(x(at), y(value), name)):
+            parts.append(text(*place[:2], name, place[2], "tag"))
+    if size.labels and any(value is not None for value in curve.y):
+        parts.append(text(x.end + 7, round(level + 4, 1), shorten(line.name), style="name"))
+    return element("g", *parts, class_=f"stroke {line.style}", data_arm=line.arm)
 
 
 def _padded(values: Sequence[float]) -> list[float]:
@@ -269,41 +212,29 @@ def _padded(values: Sequence[float]) -> list[float]:
     return [max(0.0, low) if min(values) >= 0 else low, max(values) + margin]
 
 
-def _end(line: Line, scale: Scale) -> float:
-    values = [*(value for _, value, _ in line.hollow[-1:]), *(value for value in line.y if value is not None)]
-    return scale(values[-1]) if values else scale.start
-
-
-def _spread(line: Line, x: Scale, y: Scale) -> str:
-    """From low to high ends: a shape around each run, a bar around a lone value."""
-    shapes = []
-    ends = zip(line.x, line.low, line.high, strict=True) if line.low else ()
-    for given, group in groupby(ends, lambda end: end[1] is not None and end[2] is not None):
+def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
+    """From low to high ends: a shape around each run, a bar around a lone value; none of points in doubt."""
+    doubts = curve.doubts or ("",) * len(curve.x)
+    ends = zip(curve.x, curve.low, curve.high, doubts, strict=True) if curve.low and curve.high else ()
+    counted = [(at, low, high) for at, low, high, doubt in ends if not doubt]
+    for given, group in groupby(counted, lambda end: end[1] is not None and end[2] is not None):
         places = [(x(at), y(low), y(high)) for at, low, high in group if low is not None and high is not None]
         if given and len(places) == 1:
             [(at, low, high)] = places
-            shapes.append(f"M{at - 1.5:g} {low:g}H{at + 1.5:g}V{high:g}H{at - 1.5:g}Z")
+            yield f"M{at - 1.5:g} {low:g}H{at + 1.5:g}V{high:g}H{at - 1.5:g}Z"
         elif given:
             there = [f"{at:g} {high:g}" for at, _, high in places]
             back = [f"{at:g} {low:g}" for at, low, _ in reversed(places)]
-            shapes.append(f"M{' L'.join(there + back)}Z")
-    return " ".join(shapes)
+            yield f"M{' L'.join(there + back)}Z"
 
 
-def _tags(line: Line, x: Scale, y: Scale, labels: Labels) -> Iterator[tuple[float, float, str, str]]:
-    """Names of points as far as there is room beside them."""
-    for at, value, tag in zip(line.x, line.y, line.tags or [""] * len(line.x), strict=True):
-        if tag and value is not None and (place := labels.beside(x(at), y(value), tag)):
-            yield (*place, tag)
-
-
-def _runs(line: Line, x: Scale, y: Scale) -> list[list[tuple[float, float]]]:
-    """Points between gaps."""
+def _runs(curve: Curve, x: Scale, y: Scale) -> list[list[tuple[float, float]]]:
+    """Points between gaps; those in doubt are passed over."""
     runs: list[list[tuple[float, float]]] = [[]]
-    for at, value in zip(line.x, line.y, strict=True):
+    for at, value, doubt in zip(curve.x, curve.y, curve.doubts or ("",) * len(curve.x), strict=True):
         if value is None:
             runs.append([])
-        else:
+        elif not doubt:
             runs[-1].append((x(at), y(value)))
     return [run for run in runs if run]
 
@@ -318,3 +249,31 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
             parts.append(f"H{a:g}" if b == level else f"H{a:g}V{b:g}")
             level = b
     return "".join(parts)
+
+
+# ------------------------------------------------------------------------------------------------- bars
+
+
+def draw_bars(stacks: Sequence[Stack], parts: Sequence[str], unit: str, width: int) -> Chart:
+    """Stacked bars from 0 on, a row each: name above, figure behind; ``parts``: all names, which give the colours."""
+    left, top = 14.0, 26.0
+    bottom = top + ROW * len(stacks) + 4
+    figures = [format_amount(stack.total) for stack in stacks]
+    right = width - 20 - LETTER * max(map(len, figures), default=0)
+    longest = max((max(stack.total, sum(value for _, value in stack.parts)) for stack in stacks), default=1.0)
+    axis = Axis(unit, low=0.0, high=longest or 1.0)
+    x = scale_for([], axis, left, right)
+    rows = []
+    for row, (stack, figure) in enumerate(zip(stacks, figures, strict=True)):
+        y, before = top + ROW * row + 18, 0.0
+        pieces = [text(left, y - 5, stack.name, style="name")]
+        for name, value in stack.parts:
+            begin, end = x(before), x(before + value)
+            title = element("title", f"{stack.name}: {name} {format_amount(value)} {unit}")
+            piece = element("rect", x=begin, y=y, width=round(end - begin, 1), height=THICK)
+            pieces.append(element("g", title, piece, class_=f"part s{parts.index(name) % COLOURS}"))
+            before += value
+        pieces.append(text(round(max(x(before), x(stack.total)) + 6, 1), y + THICK - 4, figure))
+        rows.append(element("g", *pieces, class_="bar", data_arm=stack.arm))
+    y_scale = scale_for([], Axis(""), bottom, top)
+    return draw_frame(Size(width, int(bottom + 48), labels=False), x, y_scale, axis, "", rows, y_ticks=0)

@@ -22,15 +22,13 @@ from fidelab.report.numbers import (
     one_line,
 )
 from fidelab.report.text import literal, wrap_name
-from fidelab.results.bench_values import Spread
-from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell
+from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Spread
 from fidelab.results.values import Outcome
 
 __all__ = ["render_cross"]
 
 _NAME_WIDTH = 14
 _WELL = (Status.OK, Status.IDENTICAL)
-_AXES = {"trajectory": "traj.\n0-100", "rniah": "R-NIAH\n0-100", "plad": "PLAD\n0-100"}
 _UNSTEADY = "*"
 
 
@@ -71,10 +69,19 @@ def render_cross(report: CrossReport, console: Console, *, folder: Path | None =
     )
     if note := _timing_note(report):
         line(note)
+    axes = list(dict.fromkeys(name for row in rows if row.candidate for name in row.candidate.scores))
     table(
         "8-bit KV against each engine's own 16-bit reference",
-        ["engine", "KV", "KLD\nnats", *_AXES.values(), "composite\n0-100", "band", "verdict\nby KLD"],
-        [_candidate(row) for row in rows],
+        [
+            "engine",
+            "KV",
+            "KLD\nnats",
+            *(f"{one_line(name)}\n0-100" for name in axes),
+            "composite\n0-100",
+            "band",
+            "verdict\nby KLD",
+        ],
+        [_candidate(row, axes) for row in rows],
     )
     first = next((pair.reference for pair in report.agreement), None)
     pairs = {pair.other: pair for pair in report.agreement if pair.reference == first}
@@ -166,16 +173,16 @@ def _timing_note(report: CrossReport) -> str:
     return "; ".join(notes)
 
 
-def _candidate(row: EngineRow) -> list[str]:
+def _candidate(row: EngineRow, axes: Sequence[str]) -> list[str]:
     found = row.candidate
     if found is None:
-        return [row.name, *[ABSENT] * (len(_AXES) + 3), STATUS[row.status], ABSENT]
+        return [row.name, *[ABSENT] * (len(axes) + 3), STATUS[row.status], ABSENT]
     composite = found.composite
     return [
         row.name,
         one_line(found.kv),
         str(Estimate(format_kld(found.kld), format_span(found.kld_ci))),
-        *(str(scored(found.scores.get(name), found.score_ci.get(name))) for name in _AXES),
+        *(str(scored(found.scores.get(name), found.score_ci.get(name))) for name in axes),
         str(scored(composite.value, composite.ci)) if composite else ABSENT,
         _band(found),
         _verdict(found),

@@ -14,21 +14,11 @@ from rich.table import Table
 
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_span, escaped
-from fidelab.report.numbers import (
-    ABSENT,
-    MINUS,
-    format_amount,
-    format_bytes,
-    format_count,
-    format_kld,
-    format_score,
-    format_share,
-    one_line,
-)
-from fidelab.report.text_cells import literal
+from fidelab.report.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
+from fidelab.report.text import literal
 from fidelab.results.comparability import Difference
 from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
-from fidelab.results.metric import BENCH
+from fidelab.results.table import BENCH
 
 __all__ = ["render_diff", "render_diff_markdown"]
 
@@ -137,23 +127,7 @@ def _arm(change: MetricChange) -> str:
 
 
 def _value(value: float | None, unit: str) -> str:
-    if value is None:
-        return ABSENT
-    size = abs(value)
-    match unit:
-        case "share":
-            text = format_share(size)
-        case "points":
-            text = format_score(size)
-        case "bytes":
-            text = format_bytes(size)
-        case "count" | "tokens":
-            text = format_count(size)
-        case "tok/s" | "req/s" | "ms" | "s":
-            text = format_amount(size)
-        case _:
-            text = format_kld(size)
-    return (MINUS if value < 0 else "") + text
+    return format_kld(value) if unit == "p" else format_figure(value, unit)  # two small ones must not look the same
 
 
 def _signed(value: float, change: MetricChange) -> str:

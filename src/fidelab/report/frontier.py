@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fidelab.report.cells import Estimate
-from fidelab.report.charts import Band, Chart, Mark, Rule, Size, draw_bands, draw_rules
+from fidelab.report.charts import Band, Chart, Rule, Size, draw_frame, element, text
 from fidelab.report.labels import Labels, shorten
 from fidelab.report.numbers import format_bytes, format_kld, format_span
-from fidelab.report.scales import Axis, Scale, Tick, round_step, scale_for
+from fidelab.report.scales import Axis, Scale, round_step, scale_for
 from fidelab.report.view import Point
 
 __all__ = ["draw_frontier", "pareto"]
@@ -46,58 +46,41 @@ def draw_frontier(
     # An interval may reach down to almost 0; that would press the points together at the top.
     least = min((point.mean for point in points if point.mean > 0), default=1e-4)
     shown = [*(max(end, least / 3) for end in ends), *(band.upper for band in bands), *(rule.at for rule in rules)]
-    y = scale_for(shown, Axis("", log=True), bottom, top)
+    y_axis = Axis("mean KL divergence, nats (lower is better)", log=True)
+    y = scale_for(shown, y_axis, bottom, top)
     largest = max([*(point.bytes for point in points), reference.bytes if reference else 0.0])
     most = 5 if size.width > 600 else 3
-    step = round_step(largest * 1.02 / most)
-    x = scale_for([], Axis("", low=0.0, high=max(largest * 1.04, step)), left, right)
+    widest = max(largest * 1.04, round_step(largest * 1.02 / most))
+    x_axis = Axis("cache bytes per token (smaller is better)", low=0.0, high=widest)
+    x = scale_for([], x_axis, left, right)
     best = pareto(points)
-    marks: list[Mark] = []
+    inside = []
+    if reference:
+        at = x(reference.bytes)
+        inside.append(element("line", class_="upright", x1=at, x2=at, y1=top, y2=bottom))
+        inside.append(text(at - 5, top + 10, f"reference {reference.name}", "end"))
+    if len(best) > 1:
+        inside.append(element("path", class_="step", d=_stairs(best, x, y)))
     labels = Labels(left, right, top, bottom, [(x(point.bytes), y(point.mean)) for point in points])
     for point in sorted(points, key=lambda point: (-point.mean, point.bytes)):
         at, level = x(point.bytes), y(point.mean)
         low, high = point.interval or (point.mean, point.mean)
         name = shorten(point.name, 28 if size.width > 600 else 16)
         label_x, label_y, anchor = labels.place(at, level, name)
-        marks.append(
-            Mark(
-                x=at,
-                y=level,
-                top=y(high),
-                bottom=y(low),
-                label_x=label_x,
-                label_y=label_y,
-                anchor=anchor,
-                name=name,
-                title=f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
-                f"{format_bytes(point.bytes)} bytes/token",
-                key=point.key,
-                arm=point.arm,
-                zero=point.mean == 0,
-                best=point in best,
-            )
+        title = f"{point.name}: {Estimate(format_kld(point.mean), format_span(point.interval))} nats, "
+        ring = element("circle", class_="ring", cx=at, cy=level, r=8) if point in best else ""
+        mark = (
+            element("title", f"{title}{format_bytes(point.bytes)} bytes/token"),
+            element("line", x1=at, x2=at, y1=y(high), y2=y(low)),
+            ring,
+            element("circle", class_="dot zero" if point.mean == 0 else "dot", cx=at, cy=level, r=4.5),
+            text(label_x, label_y, name, anchor, "name"),
         )
-    return Chart(
-        size=size,
-        left=left,
-        right=right,
-        top=top,
-        bottom=bottom,
-        x_label="cache bytes per token (smaller is better)",
-        y_label="mean KL divergence, nats (lower is better)",
-        x_ticks=x.ticks(most),
-        y_ticks=y.ticks(8),
-        boxes=draw_bands(bands, y),
-        rules=draw_rules(rules, y),
-        marks=tuple(marks),
-        uprights=(Tick(x(reference.bytes), f"reference {reference.name}"),) if reference else (),
-        step=_stairs(best, x, y),
-    )
+        inside.append(element("g", *mark, class_=f"mark {point.key}", data_arm=point.arm))
+    return draw_frame(size, x, y, x_axis, y_axis.label, inside, bands=bands, rules=rules, x_ticks=most, y_ticks=8)
 
 
 def _stairs(best: Sequence[Point], x: Scale, y: Scale) -> str:
     """The least KL that a given size buys: level up to the next size, then down."""
-    if len(best) < 2:
-        return ""
     first, rest = best[0], best[1:]
     return f"M{x(first.bytes):g} {y(first.mean):g}" + "".join(f"H{x(p.bytes):g}V{y(p.mean):g}" for p in rest)

@@ -2,86 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fidelab.core import Estimator
+from fidelab.core import slug
 from fidelab.errors import InputError
-from fidelab.report import plots
-from fidelab.report.bench_charts import bench_plots
-from fidelab.report.numbers import one_line
-from fidelab.report.plots import Drawing
+from fidelab.report.numbers import ABSENT, format_kld, format_share, one_line
+from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
-from fidelab.report.sections import Section, sections_of
-from fidelab.report.view import View, arm_id
-from fidelab.results.record import ArmRecord, Report
+from fidelab.report.sections import Arm, Section, arms_of
+from fidelab.report.tables import Table
+from fidelab.report.view import KLD, View
+from fidelab.results.record import Report
 
-__all__ = ["Gallery", "compared", "gallery_of"]
+__all__ = ["Gallery", "Part", "free", "gallery_of"]
 
 LEFT_OUT = "the tail of KL and the worst positions are left out"
 REMEDY = f"{LEFT_OUT}; make them with: fidelab rescore RUN_DIR"
 
 
 @dataclass(frozen=True)
+class Part:
+    """One axis or bench on the page, with its charts.
+
+    ``noise``: what control and floor say, where a chart has their bands.  ``worst``: the worst positions by arm;
+    ``missing``: why these are missing.
+    """
+
+    anchor: str
+    section: Section
+    plots: tuple[Drawing, ...]
+    noise: str = ""
+    worst: tuple[tuple[str, Table], ...] = ()
+    missing: str = ""
+
+
+@dataclass(frozen=True)
 class Gallery:
-    """The plots by where they stand on the page; ``note``: why what single positions show is missing."""
+    """The plots by where they stand on the page."""
 
     frontier: Drawing | None
-    kld: tuple[Drawing, ...]
-    survival: Drawing | None
-    sections: tuple[tuple[Section, tuple[Drawing, ...]], ...]
-    benches: Mapping[str, list[Drawing]]
-    measured: Mapping[str, ArmPositions]
-    note: str
+    parts: tuple[Part, ...]
 
     def plots(self) -> Iterator[Drawing]:
         """In reading order."""
-        yield from _present(self.frontier)
-        yield from (plot for found in self.benches.values() for plot in found)
-        yield from (*self.kld, *_present(self.survival))
-        yield from (plot for _, found in self.sections for plot in found)
+        if self.frontier:
+            yield self.frontier
+        yield from (plot for part in self.parts for plot in part.plots)
 
 
 def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
     """``positions`` is the run's ``positions.parquet``; without it, or with a damaged one, there is less to see."""
-    measured, note = _read(report, positions)
-    names = {arm: record.name for arm, record in compared(report)}
-    return Gallery(
-        frontier=plots.frontier(report, view),
-        kld=_present(plots.position(report), plots.confidence(report), plots.tail(report, measured, names)),
-        survival=plots.survival(report),
-        sections=tuple((section, _present(*map(plots.curves, section.curves))) for section in sections_of(report)),
-        benches=bench_plots(report),
-        measured=measured,
-        note=note,
-    )
+    parts: dict[str, Part] = {}
+    for section in sorted(view.sections, key=lambda section: section.kind != "bench"):
+        anchor = free(f"{section.kind}-{slug(section.name)}", parts)
+        plots, worst, missing = draw_plots(section, report), (), ""
+        if (section.kind, section.name) == ("axis", KLD):
+            arms, measured, missing = _read(report, positions)
+            plots = (*plots, *([drawn] if (drawn := tail(arms, measured)) else []))
+            worst = tuple((arm.name, _worst(measured[arm.id])) for arm in arms if measured[arm.id].worst)
+        shaded = any(curve.kl for group in section.curves for _, curve in group.lines)
+        parts[anchor] = Part(anchor, section, plots, noise(report) if shaded else "", worst, missing)
+    return Gallery(frontier(report, view), tuple(parts.values()))
 
 
-def compared(report: Report) -> list[tuple[str, ArmRecord]]:
-    """Ids and records of candidates and control."""
-    arms = [(arm_id("candidate", number), arm) for number, arm in enumerate(report.candidates)]
-    return [*arms, *([("control", report.control)] if report.control else [])]
+def free(name: str, taken: Iterable[str]) -> str:
+    """The name, or the first numbered one that is not taken."""
+    used = set(taken)
+    return next(found for found in (name, *(f"{name}-{n}" for n in range(2, len(used) + 3))) if found not in used)
 
 
-def _read(report: Report, path: Path | None) -> tuple[dict[str, ArmPositions], str]:
-    """Positions of the arms that have a KL, and why there are none."""
+def _read(report: Report, path: Path | None) -> tuple[list[Arm], dict[str, ArmPositions], str]:
+    """Arms that have a KL, their positions by id, and why there are none."""
     found = {
-        arm.name: kld
-        for _, arm in compared(report)
-        if (kld := arm.axes.kld) and kld.mean is not None and kld.estimator is not Estimator.TOPK
+        arm: (record.name, record.axes[KLD])
+        for arm, record in arms_of(report)
+        if (arm.role == "candidate" or record is report.control) and KLD in record.axes
+    }
+    found = {
+        arm: (name, kld)
+        for arm, (name, kld) in found.items()
+        if (mean := kld.metric("mean")) and mean.value is not None and not mean.bound
     }
     if not found:
-        return {}, ""
+        return [], {}, ""
     try:
         if path is None:
             raise InputError("no positions.parquet was given")
-        expected = {name: kld.n_positions for name, kld in found.items()}
-        return read_positions(path, expected, {name: kld.n_ctx for name, kld in found.items()}), ""
+        expected = {name: kld.n_items for name, kld in found.values()}
+        measured = read_positions(path, expected, {name: kld.facts.get("n_ctx") for name, kld in found.values()})
     except InputError as error:
         imported = "imported" in report.settings  # another tool's figures: there is nothing to score again
-        return {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
+        return [], {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
+    return list(found), {arm.id: measured[name] for arm, (name, _) in found.items()}, ""
 
 
-def _present(*found: Drawing | None) -> tuple[Drawing, ...]:
-    return tuple(plot for plot in found if plot is not None)
+def _worst(arm: ArmPositions) -> Table:
+    columns = ("window", "position", "KL, nats", "reference's confidence", "same top-1")
+    rows = (
+        (
+            str(worst.window),
+            str(worst.position),
+            format_kld(worst.kl),
+            format_share(worst.confidence) if worst.confidence == worst.confidence else ABSENT,
+            "yes" if worst.top1 else "no",
+        )
+        for worst in arm.worst
+    )
+    return Table("worst", f"up to {format_kld(arm.worst[0].kl)} nats", columns, tuple(rows))

@@ -1,14 +1,17 @@
-"""Heat maps as geometry: cells with their colour, and the ink that is legible on it."""
+"""Heat maps as SVG: cells with their colour, and the ink that is legible on it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from markupsafe import Markup
+
+from fidelab.report.charts import element, text
 from fidelab.report.labels import LETTER, shorten
-from fidelab.report.numbers import ABSENT, MINUS
+from fidelab.report.numbers import MINUS
 from fidelab.results.plots import Grid, Heatmap
 
-__all__ = ["Cell", "HeatGrid", "colour", "draw_grid", "ink"]
+__all__ = ["HeatGrid", "colour", "draw_grid", "ink"]
 
 RGB = tuple[float, float, float]
 
@@ -18,39 +21,16 @@ _SIGNED: tuple[RGB, ...] = ((168, 78, 6), (236, 172, 104), (247, 247, 247), (133
 
 
 @dataclass(frozen=True)
-class Cell:
-    """A value's place, colour and text; ``fill`` is empty where nothing was measured."""
-
-    x: float
-    y: float
-    fill: str
-    ink: str
-    text: str
-    title: str
-
-
-@dataclass(frozen=True)
 class HeatGrid:
-    """One matrix, in SVG units."""
+    """One matrix: what stands inside its SVG element, and the scale's colours with their values."""
 
     name: str
     width: float
     height: float
-    left: float
-    top: float
-    cell_width: float
-    cell_height: float
-    x_labels: tuple[tuple[float, str], ...]
-    slanted: bool
-    y_labels: tuple[tuple[float, str], ...]
-    cells: tuple[Cell, ...]
+    body: Markup
     scale: tuple[tuple[str, str], ...]
-    """Colour and label at the ends and in the middle of the scale."""
-
-    @property
-    def has_absent(self) -> bool:
-        """A cell was not measured."""
-        return any(not cell.fill for cell in self.cells)
+    has_absent: bool
+    """A cell was not measured."""
 
 
 def colour(value: float, low: float, high: float, signed: bool = False) -> tuple[int, int, int]:
@@ -81,45 +61,51 @@ def contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
     return (bright + 0.05) / (dark + 0.05)
 
 
-def draw_grid(panel: Heatmap, grid: Grid) -> HeatGrid:
-    """One matrix of a panel; values stand in their cells where there are at most 16 columns."""
-    printed = len(panel.x) <= 16
-    cell_width, cell_height = (48.0, 26.0) if printed else (18.0, 18.0)
-    columns, rows = [shorten(name) for name in panel.x], [shorten(name) for name in panel.y]
+def draw_grid(plot: Heatmap, grid: Grid) -> HeatGrid:
+    """One matrix of a heat map; values stand in their cells where there are at most 16 columns."""
+    printed = len(plot.x) <= 16
+    wide, tall = (48.0, 26.0) if printed else (18.0, 18.0)
+    columns, rows = [shorten(name) for name in plot.x], [shorten(name) for name in plot.y]
     widest = LETTER * max((len(name) for name in columns), default=0)
-    slanted = widest > cell_width - 4
+    slanted = widest > wide - 4
     left = 10 + LETTER * max((len(name) for name in rows), default=0)
     top = 14 + 0.7 * widest if slanted else 22.0
-    cells = []
+    parts = []
+    for j, name in enumerate(columns):
+        x = left + (j + 0.5) * wide
+        turned = element("text", name, transform=f"translate({x:g} {top - 6:g}) rotate(-45)")
+        parts.append(turned if slanted else text(x, top - 6, name, "middle"))
+    parts += [text(left - 6, top + (i + 0.5) * tall + 4, name, "end") for i, name in enumerate(rows)]
     for i, values in enumerate(grid.values):
         for j, value in enumerate(values):
-            x, y = left + j * cell_width, top + i * cell_height
-            place = f"{panel.y[i]}, {panel.x[j]}: {_number(value)}"
+            x, y = left + j * wide, top + i * tall
+            title = element("title", f"{plot.y[i]}, {plot.x[j]}: {_number(value)}")
+            place = {"x": x, "y": y, "width": wide, "height": tall}
             if value is None:
-                cells.append(Cell(x, y, "", "", ABSENT if printed else "", place))
-            else:
-                fill = colour(value, panel.low, panel.high, grid.signed)
-                cells.append(Cell(x, y, _hex(fill), ink(fill), _number(value) if printed else "", place))
+                strike = element("line", class_="strike", x1=x, x2=x + wide, y1=y + tall, y2=y)
+                parts.append(element("g", title, element("rect", class_="absent", **place), strike))
+                continue
+            fill = colour(value, plot.low, plot.high, grid.signed)
+            ink_style = f"fill:{ink(fill)}"
+            number = element(
+                "text", _number(value), x=x + wide / 2, y=y + tall / 2 + 4, text_anchor="middle", style=ink_style
+            )
+            parts.append(element("g", title, element("rect", **place, fill=_hex(fill)), number if printed else ""))
     return HeatGrid(
         name=grid.name,
-        width=round(left + cell_width * len(columns) + (0.7 * widest if slanted else 4), 1),
-        height=top + cell_height * len(rows) + 4,
-        left=left,
-        top=top,
-        cell_width=cell_width,
-        cell_height=cell_height,
-        x_labels=tuple((left + (j + 0.5) * cell_width, name) for j, name in enumerate(columns)),
-        slanted=slanted,
-        y_labels=tuple((top + (i + 0.5) * cell_height + 4, name) for i, name in enumerate(rows)),
-        cells=tuple(cells),
-        scale=_scale(panel, grid.signed),
+        width=round(left + wide * len(columns) + (0.7 * widest if slanted else 4), 1),
+        height=round(top + tall * len(rows) + 4, 1),
+        body=Markup("\n").join(parts),
+        scale=_scale(plot, grid.signed),
+        has_absent=any(value is None for values in grid.values for value in values),
     )
 
 
-def _scale(panel: Heatmap, signed: bool) -> tuple[tuple[str, str], ...]:
-    reach = panel.high - panel.low
-    ends = (-reach, 0.0, reach) if signed else (panel.low, (panel.low + panel.high) / 2, panel.high)
-    return tuple((_hex(colour(end, panel.low, panel.high, signed)), _number(end)) for end in ends)
+def _scale(plot: Heatmap, signed: bool) -> tuple[tuple[str, str], ...]:
+    """Colour and value at the ends and in the middle of the scale."""
+    reach = plot.high - plot.low
+    ends = (-reach, 0.0, reach) if signed else (plot.low, (plot.low + plot.high) / 2, plot.high)
+    return tuple((_hex(colour(end, plot.low, plot.high, signed)), _number(end)) for end in ends)
 
 
 def _number(value: float | None) -> str:

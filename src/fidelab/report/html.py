@@ -9,27 +9,22 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
-from fidelab.report import plots
-from fidelab.report.gallery import compared, gallery_of
+from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import draw_grid
-from fidelab.report.numbers import ABSENT, format_kld, format_share, one_line
-from fidelab.report.positions import ArmPositions
-from fidelab.report.sections import Fork, forks_of, table_of
-from fidelab.report.tables import Table
+from fidelab.report.numbers import one_line
+from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
-__all__ = ["render_html", "write_html"]
+__all__ = ["render_html", "templates", "write_html"]
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -42,24 +37,21 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
     script, digest = _script()
-    return _template().render(
-        view=view,
-        tables={table.key: table for table in view.tables},
-        frontier=gallery.frontier,
-        kld_plots=gallery.kld,
-        survival=gallery.survival,
-        noise=plots.noise(report),
-        note=gallery.note,
-        worst=[(one_line(name), _worst(arm)) for name, arm in gallery.measured.items() if arm.worst],
-        forks=list(_forks(report)),
-        sections=gallery.sections,
-        bench_plots=gallery.benches,
-        draw_grid=draw_grid,
-        table_of=table_of,
-        one_line=one_line,
-        data=Markup(report.to_json().translate(_ESCAPES)),
-        script=Markup(script),
-        digest=digest,
+    return (
+        templates()
+        .get_template("report.html.j2")
+        .render(
+            view=view,
+            tables={table.key: table for table in view.tables},
+            frontier=gallery.frontier,
+            parts=gallery.parts,
+            draw_grid=draw_grid,
+            table_of=table_of,
+            one_line=one_line,
+            data=Markup(report.model_dump_json(by_alias=True).translate(_ESCAPES)),
+            script=Markup(script),
+            digest=digest,
+        )
     )
 
 
@@ -72,27 +64,6 @@ def write_html(report: Report, path: str | Path) -> Path:
     return write_atomically(path, render_html(report, Path(path).with_name(POSITIONS)))
 
 
-def _worst(arm: ArmPositions) -> Table:
-    columns = ("window", "position", "KL, nats", "reference's confidence", "same top-1")
-    rows = (
-        (
-            str(worst.window),
-            str(worst.position),
-            format_kld(worst.kl),
-            format_share(worst.confidence) if worst.confidence == worst.confidence else ABSENT,
-            "yes" if worst.top1 else "no",
-        )
-        for worst in arm.worst
-    )
-    return Table("worst", "Worst positions", columns, tuple(rows))
-
-
-def _forks(report: Report) -> Iterator[tuple[str, tuple[Fork, ...]]]:
-    for _, arm in compared(report):
-        if arm.axes.trajectory is not None and arm.axes.trajectory.divergences:
-            yield one_line(arm.name), forks_of(arm.axes.trajectory.divergences)
-
-
 @cache
 def _script() -> tuple[str, str]:
     """The page's script, and its hash as a content security policy names it."""
@@ -101,13 +72,12 @@ def _script() -> tuple[str, str]:
 
 
 @cache
-def _template() -> Template:
-    environment: Any = Environment(
+def templates() -> Environment:
+    """The templates and style sheets of the page; all text that they are given is escaped."""
+    return Environment(
         loader=PackageLoader("fidelab.report"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    template: Template = environment.get_template("report.html.j2")
-    return template

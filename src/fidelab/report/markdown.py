@@ -11,11 +11,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from fidelab.report.benches import Performance
 from fidelab.report.isolation import Matrix
 from fidelab.report.numbers import ABSENT, format_count, one_line
 from fidelab.report.tables import Table
-from fidelab.report.view import ArmRow, View, build_view
+from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.record import Report
 
 __all__ = ["code_span", "escaped", "render_markdown"]
@@ -49,7 +48,7 @@ def render_markdown(report: Report) -> str:
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(verdicts if view.fidelity else ()),
         *(part for matrix in view.isolation for part in _isolation(matrix)),
-        *(_speed(view.performance) if view.performance else ()),
+        *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
         f"Made with fidelab {escaped(view.version)} on {report.created.date().isoformat()}.",
@@ -116,15 +115,15 @@ def _table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) ->
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows))
 
 
-def _speed(speed: Performance) -> list[str]:
+def _speed(view: View, speed: Performance) -> list[str]:
     """Speed and memory of all arms, and what makes single figures doubtful."""
     arms = zip(speed.names, speed.rows, strict=True)
     cells = ((_name(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
     table = _table(("arm", *speed.columns), 1, cells) if speed.columns else ""
     doubts = _bullets(
-        escaped(f"{bench.word}: {line}") for bench in speed.benches for line in (*bench.lines, *bench.notes.named())
+        escaped(f"{bench.name}: {line}") for bench in view.benches for line in (*bench.lines, *bench.doubts)
     )
-    return [table, speed.note if table else "", doubts]
+    return [table, escaped(speed.note) if table else "", doubts]
 
 
 def _beside(table: Table) -> list[str]:

@@ -12,7 +12,7 @@ __all__ = [
     "format_bytes",
     "format_count",
     "format_figure",
-    "format_figure_margin",
+    "format_interval",
     "format_kld",
     "format_mib",
     "format_odds",
@@ -24,6 +24,7 @@ __all__ = [
     "format_share",
     "format_span",
     "format_tokens",
+    "heading",
     "one_line",
     "printable",
 ]
@@ -121,8 +122,8 @@ def format_bytes(value: float | None) -> str:
 
 
 def format_count(value: float | None) -> str:
-    """A count in full, with separators; four significant digits where it is no whole number."""
-    return ABSENT if value is None else f"{value:,.4g}" if value % 1 else f"{value:,.0f}"
+    """A count in full, with separators; four significant digits of a small one that is no whole number."""
+    return ABSENT if value is None else f"{value:,.4g}" if value % 1 and abs(value) < 1000 else f"{value:,.0f}"
 
 
 def format_amount(value: float | None) -> str:
@@ -147,28 +148,48 @@ def format_tokens(value: int) -> str:
     return f"{value // 1024}k" if value and value % 1024 == 0 else f"{value:,}"
 
 
-def format_figure(value: float | None, unit: str) -> str:
-    """A figure of an axis by its unit: nats, points, share, count, tokens, ratio, p, or none."""
+def format_figure(value: float | None, unit: str, *, signed: bool = False, mib: bool = False) -> str:
+    """A metric's value by its unit; ``signed``: a plus before what is above 0, ``mib``: bytes as MiB."""
     if value is None:
         return ABSENT
-    if unit == "share" and value >= 0:
-        return format_share(value)
-    if unit == "share":
-        return f"{MINUS}{format_share(-value)}"
-    if unit == "points":
-        return format_score(value)
-    if unit in ("count", "tokens"):
-        return format_count(value).replace("-", MINUS)
-    if unit == "p" and 0 < value < 0.001:
-        return "< 0.001"
-    return format_kld(value)
+    size = abs(value)
+    match unit:
+        case "share":
+            text = format_share(size)
+        case "points":
+            text = format_score(size)
+        case "bytes":
+            text = format_mib(size) if mib else format_bytes(size)
+        case "count" | "tokens":
+            text = format_count(size)
+        case "tok/s" | "req/s" | "ms" | "s":
+            text = format_amount(size)
+        case "p" if 0 < size < 0.001:
+            text = "< 0.001"
+        case _:
+            text = format_kld(size)
+    zero = value == 0 or (unit == "points" and text == "0.0")
+    return text if zero else f"{MINUS}{text}" if value < 0 else f"+{text}" if signed else text
 
 
-def format_figure_margin(interval: tuple[float, float] | None, unit: str) -> str:
-    """``low–high`` of nats, ``low to high`` of everything else; absent is ``–``."""
-    if interval is None or unit == "nats":
-        return format_span(interval)
-    return f"{format_figure(interval[0], unit)} to {format_figure(interval[1], unit)}"
+def format_interval(interval: tuple[float, float | None] | None, unit: str, *, mib: bool = False) -> str:
+    """``low–high`` by the unit, ``low to high`` where ends have signs; absent is ``–``, without limit ``∞``."""
+    if interval is None:
+        return ABSENT
+    low, high = interval
+    if high is not None and unit == "nats":
+        return format_span((low, high))
+    if high is not None and unit == "points" and low >= 0:
+        return format_range((low, high))
+    ends = format_figure(low, unit, mib=mib), "∞" if high is None else format_figure(high, unit, mib=mib)
+    return f"{ends[0]} to {ends[1]}" if low < 0 or unit == "share" else f"{ends[0]}–{ends[1]}"
+
+
+def heading(name: str, unit: str, *, mib: bool = False) -> str:
+    """The name of a metric with its unit, where the values alone do not tell it: ``rate, tok/s``."""
+    unit = "MiB" if mib else unit
+    named = unit in ("", "share", "points", "count", "ratio", "p") or unit in name.split()
+    return one_line(name if named else f"{name}, {unit}")
 
 
 def _significant(value: float, digits: int) -> str:

@@ -1,41 +1,36 @@
-"""The plots of a report: which lines, bands and levels each one shows, drawn for wide and for narrow screens."""
+"""The plots of a report: what arms measured as data, drawn for wide and for narrow screens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from fidelab.core import slug
-from fidelab.report.charts import Band, Chart, Line, Rule, Size, draw_lines
+from fidelab.report.charts import Band, Chart, Line, Rule, Size, Stack, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier
-from fidelab.report.numbers import format_kld
+from fidelab.report.labels import shorten
+from fidelab.report.numbers import format_kld, format_tokens, one_line
 from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.scales import Axis
-from fidelab.report.sections import Curves, role_arms
+from fidelab.report.sections import Arm, BarGroup, Curves, Section
 from fidelab.report.view import View
-from fidelab.results.axis_record import Axes, Bins
+from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 
-__all__ = [
-    "MOST_LABELS",
-    "NARROW",
-    "WIDE",
-    "Drawing",
-    "confidence",
-    "curves",
-    "frontier",
-    "noise",
-    "position",
-    "survival",
-    "tail",
-]
+__all__ = ["Drawing", "draw_plots", "frontier", "noise", "tail"]
 
 WIDE, NARROW = Size(560, 330), Size(360, 300, labels=False)
+FULL = Size(1120, 430, labels=False)
 FRONTIER = (Size(1120, 430), Size(360, 400))
 MOST_LABELS = 6
+FEW_VALUES = 12
+GROUPS = 6
+"""Dash patterns: series that can be told apart within an arm's colour."""
+LOG_FROM = 10**1.5
+"""Ratio of largest to smallest abscissa from which measured lengths and loads stand on a logarithmic axis."""
 RULES = (Rule(0.01, "EXCELLENT"), Rule(0.05, "PASS"), Rule(0.1, "DEGRADED"))
 """Upper edges of the bands (METRICS §6), which an interval has to stay below."""
-KLD = "mean KL, nats"
+HOLLOW = "Hollow: not valid, see the table."
 
 
 @dataclass(frozen=True)
@@ -74,152 +69,181 @@ def frontier(report: Report, view: View) -> Drawing | None:
     return Drawing("frontier", "Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
 
 
-def position(report: Report) -> Drawing | None:
-    """Mean KL by position in the window."""
-    return _binned(
-        "position",
-        report,
-        {name: axes.kld.by_position for name, axes in _measured(report).items() if axes.kld},
-        "KL by position in the window",
-        Axis("position in the window, tokens"),
-        "Rising lines: the cost grows with the context.",
-    )
-
-
-def confidence(report: Report) -> Drawing | None:
-    """Mean KL by the reference's confidence."""
-    return _binned(
-        "confidence",
-        report,
-        {name: axes.kld.by_confidence for name, axes in _measured(report).items() if axes.kld},
-        "KL by the reference's confidence",
-        Axis("reference's largest probability", low=0.0, high=1.0),
-        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
-    )
-
-
-def tail(report: Report, positions: Mapping[str, ArmPositions], names: Mapping[str, str]) -> Drawing | None:
-    """Share of positions whose KL exceeds x; ``names``: id → the arm's name in the file."""
-    found = {arm: positions[name] for arm, name in names.items() if name in positions and positions[name].above.any()}
+def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
+    """Share of positions whose KL exceeds x; ``positions`` are those of the arms of these ids."""
+    found = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
     if not found:
         return None
-    shares = {arm: part.tail() for arm, part in found.items()}
-    last = max(int(part.above.nonzero()[0][-1]) for part in found.values()) + 1
-    first = min(int((share >= 0.9).sum()) for share in shares.values())  # where the first line leaves 100%
+    shares = [part.tail() for _, part in found]
+    last = max(int(part.above.nonzero()[0][-1]) for _, part in found) + 1
+    first = min(int((share >= 0.9).sum()) for share in shares)  # where the first line leaves 100%
     first = min(max(first - 1, last - 80, 0), last)
-    lines = []
-    for name, arm, style, _ in role_arms(report):
-        if arm in shares:
-            xs, ys = EDGES[first:last], shares[arm][first:last]
-            ends = [float(y) if y > 0 else None for y in ys]
-            lines.append(Line(name, arm, style, xs.tolist(), ends, area=arm == "control"))
-    low = min(1 / part.usable for part in found.values())
-    return _plot(
-        "tail",
-        "How often a position costs more",
-        "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
-        "has worse single positions.",
-        lines,
-        Axis("KL of one position, nats", log=True, low=float(EDGES[first]), high=float(EDGES[last - 1])),
-        Axis("share of positions", log=True, percent=True, low=low, high=1.0),
-        labels=False,  # all lines end at the bottom
-    )
-
-
-def survival(report: Report) -> Drawing | None:
-    """Share of prompts whose greedy text is still the reference's after n tokens."""
-    found = {name: axes.trajectory.survival for name, axes in _measured(report).items() if axes.trajectory}
-    lines = [
-        Line(name, arm, style, range(len(values)), values)
-        for name, arm, style, _ in role_arms(report)
-        if arm in found and (values := found[arm])
+    curves = [
+        Curve(
+            key="tail",
+            title="How often a position costs more",
+            x_label="KL of one position, nats",
+            y_label="share of positions",
+            x=tuple(EDGES[first:last].tolist()),
+            y=tuple(value or None for value in share[first:last].tolist()),
+            log_x=True,
+            log_y=True,
+            percent=True,
+        )
+        for share in shares
     ]
-    return _plot(
-        "survival",
-        "How long greedy text stays the same",
-        "Share of prompts whose text is still identical after n tokens. One changed token changes all that follow, so "
-        "this ranks and does not judge; compare with the control, which should cost nothing.",
-        lines,
-        Axis("tokens generated"),
-        Axis("still identical", percent=True, low=0.0, high=1.0),
-        stairs=True,
+    lines = [
+        Line(arm.name, arm.id, line_style(arm.role, arm.number), curve, area=arm.id == "control")
+        for (arm, _), curve in zip(found, curves, strict=True)
+    ]
+    x = Axis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
+    y = Axis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in found), high=1.0)
+    legend = [(line.name, line.arm, line.style) for line in lines]
+    caption = (
+        "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
+        "has worse single positions."
     )
+    return _drawing(lines, x, y, caption, legend, replace(WIDE, labels=False))  # all lines end at the bottom
 
 
-def curves(group: Curves) -> Drawing | None:
-    """A chart of an axis' own."""
-    return _plot(slug(group.title), group.title, "", group.lines, group.x, group.y)
+def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
+    """The charts of one axis or bench, curves and bars; ``report``: whose bands stand behind mean KLs."""
+    drawings = [_draw_bars(group) for group in section.bars]
+    drawings += [_draw_curves(group, report) for group in section.curves]
+    return tuple(drawing for drawing in drawings if drawing is not None)
 
 
 def noise(report: Report) -> str:
     """What control and floor say about noise, where their bands cannot."""
     lines = []
-    floor = report.floor.kld
-    control = report.control.axes.kld if report.control else None
-    if floor is None or floor.mean is None:
+    floor, control = (mean for *_, mean, _ in _noise(report))
+    if floor is None:
         lines.append("No floor was measured.")
-    elif floor.mean == 0:
+    elif floor == 0:
         lines.append("The floor is exactly 0: the reference repeats itself.")
     if report.control is None:
         lines.append("There is no control arm.")
-    elif control is not None and control.mean == 0:
+    elif control == 0:
         lines.append("The control costs exactly 0.")
     return " ".join(lines)
 
 
-def _measured(report: Report) -> dict[str, Axes]:
-    """Id → axes."""
-    axes = [*(arm.axes for arm in report.candidates), *([report.control.axes] if report.control else []), report.floor]
-    return {arm: found for (_, arm, _, _), found in zip(role_arms(report), axes, strict=True)}
+def _noise(report: Report) -> Iterator[tuple[str, str, float | None, float | None]]:
+    """Name, meaning, mean KL and its upper bound, of the floor and the control."""
+    control = report.control.axes if report.control else {}
+    for name, meaning, axes in (
+        ("floor", "(the reference repeated)", report.floor),
+        ("control", "(noise of the kernel path)", control),
+    ):
+        mean = axes["kld"].metric("mean") if "kld" in axes else None
+        value = None if mean is None else mean.value
+        yield name, meaning, value, mean.interval[1] if mean and mean.interval else value
 
 
 def _bands(report: Report, size: Size) -> list[Band]:
     """Control and floor up to the upper bounds of their means; what is exactly 0 has no band."""
     roomy = size.width > NARROW.width
-    found = (
-        ("control", "(noise of the kernel path)", report.control.axes.kld if report.control else None),
-        ("floor", "(the reference repeated)", report.floor.kld),
-    )
-    bands = []
-    for name, meaning, axis in found:
-        if axis is not None and axis.mean is not None:
-            upper = axis.mean_ci[1] if axis.mean_ci else axis.mean
-            bands.append(Band(f"{name} {meaning} ≤ {format_kld(upper)}" if roomy else f"{name} (noise)", name, upper))
-    return [band for band in bands if band.upper > 0]
+    return [
+        Band(f"{name} {meaning} ≤ {format_kld(upper)}" if roomy else f"{name} (noise)", name, upper)
+        for name, meaning, _, upper in reversed(list(_noise(report)))
+        if upper
+    ]
 
 
-def _binned(
-    key: str, report: Report, found: Mapping[str, Bins | None], title: str, x: Axis, caption: str
-) -> Drawing | None:
+def _draw_curves(group: Curves, report: Report) -> Drawing | None:
+    """Colour by arm and dashes by series; of a single arm, colour by series."""
+    kept = [
+        (arm, curve.model_copy(update={"names": tuple(map(one_line, curve.names))}))
+        for arm, curve in group.lines
+        if any(value is not None and (value > 0 or not curve.log_y) for value in curve.y)
+        and not (curve.kl and arm.role == "floor")  # it is a band
+    ]
+    if len({at for _, curve in kept for at in curve.x}) < 2:
+        return None  # the table says it better
+    first = kept[0][1]
+    arms = list(dict.fromkeys(arm for arm, _ in kept))
+    series = list(dict.fromkeys(curve.series for _, curve in kept))
     lines = []
-    for name, arm, style, role in role_arms(report):
-        bins = found.get(arm)
-        if bins is not None and any(bins.mean) and role != "floor":
-            middles = [(a + b) / 2 for a, b in zip(bins.edges[:-1], bins.edges[1:], strict=True)]
-            lines.append(Line(name, arm, style, middles, bins.mean))
-    return _plot(key, title, caption, lines, x, Axis(f"{KLD} (log)", log=True), report=report, rules=RULES)
+    for arm, curve in kept:
+        number = series.index(curve.series)
+        if len(series) == 1:
+            name, style = arm.name, line_style(arm.role, arm.number) if len(arms) > 1 else line_style("candidate")
+        elif len(arms) == 1:
+            name, style = curve.series, line_style("candidate", number)
+        else:
+            name = f"{shorten(arm.name, 11)} {curve.series}"
+            style = f"{line_style(arm.role, arm.number).split(' ')[0]} d{number % GROUPS}"
+        lines.append(Line(name, arm.id, style, curve))
+    if len(arms) > 1 < len(series):
+        legend = [(arm.name, arm.id, f"{line_style(arm.role, arm.number).split(' ')[0]} d0") for arm in arms]
+        legend += [(name, "", f"plain d{n % GROUPS}") for n, name in enumerate(series)]
+    else:
+        legend = [(line.name, line.arm, line.style) for line in lines]
+    caption = f"{first.caption} {HOLLOW}" if any(any(curve.doubts) for _, curve in kept) else first.caption
+    size = FULL if any(any(curve.names) for _, curve in kept) else WIDE
+    curves = [curve for _, curve in kept]
+    noisy = report if first.kl else None
+    return _drawing(lines, _abscissa(curves), _ordinate(curves), caption.strip(), legend, size, noisy)
 
 
-def _plot(
-    key: str,
-    title: str,
-    caption: str,
+def _drawing(
     lines: Sequence[Line],
     x: Axis,
     y: Axis,
-    *,
-    report: Report | None = None,
-    rules: Sequence[Rule] = (),
-    stairs: bool = False,
-    labels: bool = True,
-) -> Drawing | None:
-    """Both drawings; few lines are named where they end, many in a legend.  ``report``: whose bands are drawn."""
-    if not lines:
+    caption: str,
+    legend: Sequence[tuple[str, str, str]],
+    size: Size,
+    noisy: Report | None = None,
+) -> Drawing:
+    """Both drawings; few lines are named where they end, many in a legend.  ``noisy``: whose bands are drawn."""
+    few = len(lines) <= MOST_LABELS
+    wide = replace(size, labels=size.labels and few)
+    bare = [line if few else replace(line, curve=line.curve.model_copy(update={"names": ()})) for line in lines]
+    rules = RULES if noisy else ()
+    drawn = [
+        draw_lines(found, x, y, place, bands=_bands(noisy, place) if noisy else (), rules=rules)
+        for found, place in ((lines, wide), (bare, NARROW))
+    ]
+    first = lines[0].curve
+    return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend))
+
+
+def _abscissa(curves: Sequence[Curve]) -> Axis:
+    """Few lengths or loads: ticks at these, logarithmic where they are far apart, 0 then at the low end."""
+    values = sorted({at for curve in curves for at in curve.x})
+    label, log = curves[0].x_label, any(curve.log_x for curve in curves)
+    exact = len(values) <= FEW_VALUES and all(value % 1 == 0 and value < 1e9 for value in values)
+    exact = exact and not curves[0].kl  # these are means over bins
+    if values[0] < 0 or not (exact or any(curve.names for curve in curves)):
+        return Axis(label, log=log)
+    above = [value for value in values if value > 0]
+    ticks = tuple((value, format_tokens(int(value))) for value in values) if exact else ()
+    if log or above[-1] / above[0] >= LOG_FROM:
+        return Axis(label, log=True, low=above[0] / 4 if len(above) < len(values) else None, at=ticks)
+    return Axis(label, low=0.0, high=1.04 * above[-1], at=ticks)
+
+
+def _ordinate(curves: Sequence[Curve]) -> Axis:
+    """From 0 where nothing is below it, and shares up to 1."""
+    first, log = curves[0], any(curve.log_y for curve in curves)
+    ends = [end for curve in curves for end in (*curve.y, *curve.low) if end is not None]
+    low = 0.0 if min(ends) >= 0 and not log else None
+    return Axis(first.y_label, log=log, percent=first.percent, low=low, high=1.0 if first.percent and not log else None)
+
+
+def _draw_bars(group: BarGroup) -> Drawing | None:
+    """A row per bar of each arm; the parts give the colours."""
+    stacks = []
+    for arm, bars in group.bars:
+        for n, label in enumerate(bars.labels):
+            lengths = [(part, lengths[n]) for part, lengths in bars.parts.items()]
+            total = bars.totals[n] if bars.totals else sum(length for _, length in lengths)
+            name = ", ".join(filter(None, (shorten(arm.name, 30), label)))
+            stacks.append(Stack(name, arm.id, lengths, total))
+    if not stacks:
         return None
-    wide = Size(WIDE.width, WIDE.height, labels=labels and len(lines) <= MOST_LABELS)
-    drawn = tuple(
-        draw_lines(lines, x, y, size, bands=_bands(report, size) if report else (), rules=rules, stairs=stairs)
-        for size in (wide, NARROW)
-    )
-    legend = tuple((line.name, line.arm, line.style) for line in lines)
-    return Drawing(key, title, caption, (drawn[0], drawn[1]), legend)
+    parts = list(dict.fromkeys(part for stack in stacks for part, _ in stack.parts))
+    unit = group.bars[0][1].y_label
+    wide, narrow = (draw_bars(stacks, parts, unit, size.width) for size in (WIDE, NARROW))
+    legend = tuple((part, "", f"{line_style('candidate', n)} part") for n, part in enumerate(parts))
+    return Drawing(slug(group.key), group.title, group.caption, (wide, narrow), legend)

@@ -1,62 +1,78 @@
-"""The axes without a model of their own: figures as one table per axis, panels to look at; and texts that part."""
+"""What every axis and every bench shows beside the main table: one :class:`Section` each, all in the same form.
+
+A section takes the measurements of one name from all arms and lays them side by side: tables of metrics, charts that
+arms share (:class:`Curves` and :class:`BarGroup`, grouped by their key), and what each arm shows by itself
+(:class:`Shown`: heat maps, tables, texts).  Nothing here knows an axis or a bench by name.  All words are ready to be
+shown: on one line (texts keep their lines), without control characters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal, TypeVar
 
-from fidelab.core import Status
-from fidelab.report.cells import STATUS, Estimate, figure_of, scored
-from fidelab.report.charts import Line, line_style
-from fidelab.report.numbers import (
-    ABSENT,
-    format_count,
-    format_figure,
-    format_kld,
-    format_span,
-    one_line,
-    printable,
-)
-from fidelab.report.scales import Axis
-from fidelab.report.tables import Table
-from fidelab.report.view import arm_id
-from fidelab.results.axis_record import OtherAxis
-from fidelab.results.plots import Curve, Divergence, Heatmap, Plot, TablePlot, TextPair, Texts
-from fidelab.results.record import Report
+from fidelab.report.cells import STATUS, plain, shared
+from fidelab.report.numbers import ABSENT, format_figure, format_kld, one_line, printable
+from fidelab.report.tables import Notes, Table, tables_of
+from fidelab.results.measurement import Flag, Measurement
+from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import Record
 
-__all__ = ["Curves", "Fork", "Section", "Shown", "forks_of", "role_arms", "sections_of", "table_of"]
+__all__ = ["Arm", "BarGroup", "Curves", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
 
-NEAR_TIE = 0.1
-"""Margin (nats) under which a divergence is a near tie (METRICS §2)."""
+_Words = TypeVar("_Words", bound=Record)
+Role = Literal["reference", "control", "candidate", "floor"]
 
 
 @dataclass(frozen=True)
-class Fork:
-    """A first divergence as text; ``kind``: near tie, real, or ended."""
+class Arm:
+    """Whose lines, bars and rows they are.
 
-    title: str
-    kind: str
-    prompt: str
-    shared: str
-    reference: str
-    candidate: str
+    ``name`` is unique among the arms of a report.  ``id`` ties together what belongs to one arm in all charts and
+    legends: ``reference``, ``control``, ``control1`` (of other kernel paths), ``candidate0``, ``floor``; ``number``
+    counts candidates, and controls, from 0 on.
+    """
+
+    name: str
+    role: Role
+    number: int = 0
+
+    @property
+    def id(self) -> str:
+        """What ties the arm's lines and legend entries together."""
+        return arm_id(self.role, self.number)
 
 
 @dataclass(frozen=True)
 class Curves:
-    """Curves of one key; title and axes are the first one's."""
+    """Curves of one key, which share a chart: a line per arm, and per series of an arm.
 
+    Title, labels, scales and caption are those of the first line's curve, ``lines[0][1]``.
+    """
+
+    key: str
     title: str
-    x: Axis
-    y: Axis
-    lines: tuple[Line, ...]
+    caption: str
+    lines: tuple[tuple[Arm, Curve], ...]
+
+
+@dataclass(frozen=True)
+class BarGroup:
+    """Bars of one key, which share a chart."""
+
+    key: str
+    title: str
+    caption: str
+    bars: tuple[tuple[Arm, Bars], ...]
 
 
 @dataclass(frozen=True)
 class Shown:
-    """One arm's panels, curves aside."""
+    """What an arm shows by itself."""
 
-    name: str
+    arm: Arm
     heatmaps: tuple[Heatmap, ...]
     tables: tuple[TablePlot, ...]
     texts: tuple[Texts, ...]
@@ -64,172 +80,169 @@ class Shown:
 
 @dataclass(frozen=True)
 class Section:
-    """One axis: why arms have no figures, the table arm × figures, curves of all arms, other panels by arm."""
+    """One axis or one bench, of all arms.  In reading order: notes, lines, tables with footnotes, charts, shown."""
 
+    kind: Literal["axis", "bench"]
     name: str
+    """As the record names it, on one line; not for an anchor or a file name."""
     title: str
     notes: tuple[str, ...]
-    table: Table
+    """Why arms have no metrics: ``arm: failed: reason``."""
+    lines: tuple[str, ...]
+    """What concerns all metrics of an arm, after the arms' names."""
+    sources: tuple[str, ...]
+    """Settings and facts, after the arms' names; they may name servers and are not for publication."""
+    tables: tuple[Table, ...]
+    """Arm × cell: metrics.  One per set of coordinates, the first one first to be read."""
+    footnotes: tuple[str, ...]
+    """``1: text``, as the tables' column ``notes`` counts them."""
+    doubts: tuple[str, ...]
+    """The same for a place without tables: ``arm, arm: text``."""
+    legend: tuple[str, ...]
+    """What metrics mean, ``name: definition``, as far as they say it."""
     curves: tuple[Curves, ...]
+    bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    """One arm on one axis."""
-
-    name: str
-    arm: str
-    style: str
-    axis: OtherAxis
+def arm_id(role: str, number: int = 0) -> str:
+    """What ties an arm's points, lines and legend entries: the role, of candidates with their number."""
+    return f"{role}{number}" if role == "candidate" or number else role
 
 
-def role_arms(report: Report) -> list[tuple[str, str, str, str]]:
-    """(name, id, style, role) of all that was compared: candidates, control, floor."""
-    arms = [
-        (one_line(arm.name), arm_id("candidate", number), line_style("candidate", number), "candidate")
-        for number, arm in enumerate(report.candidates)
-    ]
-    if report.control is not None:
-        arms.append((f"control {one_line(report.control.name)}", "control", "control", "control"))
-    return [*arms, ("floor", "floor", "floor", "floor")]
+def arms_of(report: Report) -> list[tuple[Arm, ArmRecord]]:
+    """Reference, controls and candidates; a reference that shares its name with a candidate has its role before it."""
+    names = [one_line(arm.name) for arm in report.candidates]
+    first = one_line(report.reference.name)
+    arms = [(Arm(f"reference {first}" if first in names else first, "reference"), report.reference)]
+    controls = [*([report.control] if report.control else []), *report.controls]
+    arms += [(Arm(f"control {one_line(arm.name)}", "control", n), arm) for n, arm in enumerate(controls)]
+    return arms + [(Arm(names[n], "candidate", n), arm) for n, arm in enumerate(report.candidates)]
 
 
 def sections_of(report: Report) -> list[Section]:
-    """The axes in the order in which candidates name them."""
-    axes = [*(arm.axes for arm in report.candidates), *([report.control.axes] if report.control else []), report.floor]
-    arms = role_arms(report)
-    names = dict.fromkeys(name for found in axes for name in found.others())
-    return [
-        _section(
-            name,
-            [
-                _Entry(arm[0], arm[1], arm[2], axis)
-                for arm, found in zip(arms, axes, strict=True)
-                if (axis := found.others().get(name)) is not None
-            ],
-        )
-        for name in names
-    ]
+    """The axes, then the benches, each in the order in which arms name them."""
+    arms = arms_of(report)
+    axes = [*((arm, record.axes) for arm, record in arms), (Arm("floor", "floor"), report.floor)]
+    benches = [(arm, record.benches) for arm, record in arms]
+    return [*_sections("axis", axes), *_sections("bench", benches)]
 
 
-def forks_of(divergences: Sequence[Divergence]) -> tuple[Fork, ...]:
-    """Divergences as a person reads them, in the given order."""
-    return tuple(_fork(divergence) for divergence in divergences)
+def table_of(plot: TablePlot) -> Table:
+    """A plot's cells as text; numbers with three significant digits, whole ones in full."""
+    rows = tuple(tuple(_cell(cell) for cell in row) for row in plot.rows)
+    return Table("plot", one_line(plot.title), tuple(one_line(name) for name in plot.columns), rows)
 
 
-def table_of(panel: TablePlot) -> Table:
-    """A panel's cells as text; numbers with three significant digits, whole ones in full."""
-    rows = tuple(tuple(_cell(cell) for cell in row) for row in panel.rows)
-    return Table("panel", one_line(panel.title), tuple(one_line(name) for name in panel.columns), rows)
+def _sections(
+    kind: Literal["axis", "bench"], arms: Sequence[tuple[Arm, Mapping[str, Measurement]]]
+) -> Iterable[Section]:
+    first = sorted(arms, key=lambda found: found[0].role != "candidate")  # candidates have every axis, in its order
+    for name in dict.fromkeys(name for _, found in first for name in found):
+        yield _section(kind, name, [(arm, found[name]) for arm, found in arms if name in found])
 
 
-def _fork(divergence: Divergence) -> Fork:
-    if divergence.margin is None:
-        margin, kind = "one side ends", "ended"
-    else:
-        kind = "near tie" if divergence.margin < NEAR_TIE else "real"
-        margin = f"margin {format_kld(divergence.margin)} nats"
-    return Fork(
-        title=f"prompt {divergence.item}, token {divergence.at}: {margin}",
-        kind=kind,
-        prompt=printable(divergence.prompt),
-        shared=printable(divergence.shared),
-        reference=printable(divergence.reference),
-        candidate=printable(divergence.candidate),
-    )
-
-
-def _section(name: str, entries: Sequence[_Entry]) -> Section:
-    silent = (Status.OK, Status.IDENTICAL)
+def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm, Measurement]]) -> Section:
+    title = one_line(next((found.title for _, found in arms if found.title), name))
+    base = next((found for arm, found in arms if arm.role == "reference"), None)
+    notes = Notes()
+    tables = tables_of(one_line(name), title, [(arm.name, found) for arm, found in arms], base, notes)
+    drawn = [(arm, found) for arm, found in arms if arm.role in ("candidate", "floor") or arm.number == 0]
     return Section(
+        kind=kind,
         name=one_line(name),
-        title=one_line(next((entry.axis.title for entry in entries if entry.axis.title), name)),
+        title=title,
         notes=tuple(
-            f"{entry.name}: {STATUS[entry.axis.status]}: {one_line(entry.axis.reason or '')}"
-            for entry in entries
-            if entry.axis.status not in silent
-        ),
-        table=_figures(name, entries),
-        curves=tuple(_curves(entries)),
-        shown=tuple(_shown(entry) for entry in entries if any(not isinstance(p, Curve) for p in entry.axis.panels)),
-    )
-
-
-def _figures(name: str, entries: Sequence[_Entry]) -> Table:
-    """Arm × (score, figures, items); a column that nobody fills is left out."""
-    figures = list(dict.fromkeys(figure.name for entry in entries for figure in entry.axis.figures))
-    columns = ["arm", "status", "score", "over control", *map(one_line, figures), "items", "failed"]
-    rows = []
-    for entry in entries:
-        axis, mine = entry.axis, {figure.name: figure for figure in entry.axis.figures}
-        excess = axis.excess_over_control
-        over = Estimate(format_kld(excess.mean, signed=True), format_span(excess.ci)) if excess else Estimate()
-        rows.append(
-            (
-                entry.name,
-                STATUS[axis.status],
-                str(scored(axis.score, axis.ci)),
-                str(over),
-                *(figure_of(mine.get(figure)) for figure in figures),
-                format_count(axis.n_items),
-                format_count(axis.n_failed),
+            shared(
+                (arm.name, f"{STATUS[found.status]}: {one_line(found.reason or '')}")
+                for arm, found in arms
+                if not found.measured
             )
-        )
-    kept = [n for n, _ in enumerate(columns) if n < 2 or any(row[n] != ABSENT for row in rows)]
-    return Table(
-        "axis", one_line(name), tuple(columns[n] for n in kept), tuple(tuple(row[n] for n in kept) for row in rows)
-    )
-
-
-def _curves(entries: Sequence[_Entry]) -> list[Curves]:
-    groups: dict[str, list[tuple[_Entry, Curve]]] = {}
-    for entry in entries:
-        for panel in entry.axis.panels:
-            if isinstance(panel, Curve):
-                groups.setdefault(panel.key, []).append((entry, panel))
-    return [
-        Curves(
-            one_line(group[0][1].title),
-            Axis(one_line(group[0][1].x_label), log=group[0][1].log_x),
-            Axis(one_line(group[0][1].y_label), log=group[0][1].log_y),
-            tuple(Line(entry.name, entry.arm, entry.style, curve.x, curve.y) for entry, curve in group),
-        )
-        for group in groups.values()
-    ]
-
-
-def _shown(entry: _Entry) -> Shown:
-    panels: tuple[Plot, ...] = entry.axis.panels
-    return Shown(
-        entry.name,
-        tuple(_lined(panel) for panel in panels if isinstance(panel, Heatmap)),
-        tuple(panel for panel in panels if isinstance(panel, TablePlot)),
-        tuple(_readable(panel) for panel in panels if isinstance(panel, Texts)),
-    )
-
-
-def _lined(panel: Heatmap) -> Heatmap:
-    """A heat map whose words stay on their lines."""
-    words = {name: one_line(getattr(panel, name)) for name in ("title", "x_label", "y_label", "note")}
-    grids = tuple(grid.model_copy(update={"name": one_line(grid.name)}) for grid in panel.grids)
-    labels = {"x": tuple(map(one_line, panel.x)), "y": tuple(map(one_line, panel.y))}
-    return panel.model_copy(update={**words, **labels, "grids": grids})
-
-
-def _readable(panel: Texts) -> Texts:
-    return Texts(
-        title=one_line(panel.title),
-        pairs=tuple(
-            TextPair(
-                label=one_line(pair.label),
-                reference=printable(pair.reference),
-                candidate=printable(pair.candidate),
-                note=printable(pair.note),
-            )
-            for pair in panel.pairs
         ),
+        lines=tuple(shared((arm.name, line) for arm, found in arms for line in _flags(found.flags))),
+        sources=tuple(shared((arm.name, line) for arm, found in arms if (line := _facts(found)))),
+        tables=tuple(tables),
+        footnotes=tuple(notes.numbered()),
+        doubts=tuple(notes.named()),
+        legend=tuple(
+            dict.fromkeys(
+                f"{one_line(m.name)}: {one_line(m.about)}" for _, found in arms for m in found.metrics if m.about
+            )
+        ),
+        curves=tuple(_curves(drawn)),
+        bars=tuple(_bars(drawn)),
+        shown=tuple(shown for arm, found in arms if (shown := _shown(arm, found)) is not None),
     )
+
+
+def _flags(flags: Iterable[Flag]) -> Iterable[str]:
+    return (one_line(flag.text) for flag in flags)
+
+
+def _facts(found: Measurement) -> str:
+    """``n_ctx 512, estimator hidden``: facts that are one word or number."""
+    words = ((name, value) for name, value in found.facts.items() if not isinstance(value, dict | list))
+    return ", ".join(one_line(f"{name} {plain(value)}") for name, value in words if value is not None)
+
+
+def _curves(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[Curves]:
+    groups: dict[str, list[tuple[Arm, Curve]]] = {}
+    for arm, found in arms:
+        for plot in found.plots:
+            if isinstance(plot, Curve):
+                groups.setdefault(plot.key, []).append((arm, _lined(plot)))
+    for key, lines in groups.items():
+        yield Curves(key, lines[0][1].title, lines[0][1].caption, tuple(lines))
+
+
+def _bars(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[BarGroup]:
+    groups: dict[str, list[tuple[Arm, Bars]]] = {}
+    for arm, found in arms:
+        for plot in found.plots:
+            if isinstance(plot, Bars):
+                groups.setdefault(plot.key, []).append((arm, _lined_bars(plot)))
+    for key, bars in groups.items():
+        yield BarGroup(key, bars[0][1].title, bars[0][1].caption, tuple(bars))
+
+
+def _shown(arm: Arm, found: Measurement) -> Shown | None:
+    heatmaps = tuple(_lined_heatmap(plot) for plot in found.plots if isinstance(plot, Heatmap))
+    tables = tuple(plot for plot in found.plots if isinstance(plot, TablePlot))
+    texts = tuple(_readable_texts(plot) for plot in found.plots if isinstance(plot, Texts))
+    return Shown(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
+
+
+# ---------------------------------------------------------------------------------------------------------- words
+
+
+def _lined(record: _Words) -> _Words:
+    """A record whose words stay on their lines; keys stay as they are."""
+    words: dict[str, object] = {}
+    for name, value in record:
+        if isinstance(value, str) and name not in ("kind", "key"):
+            words[name] = one_line(value)
+        elif isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+            words[name] = tuple(map(one_line, value))
+    return record.model_copy(update=words)
+
+
+def _lined_bars(plot: Bars) -> Bars:
+    parts = {one_line(name): lengths for name, lengths in plot.parts.items()}
+    return _lined(plot).model_copy(update={"parts": parts})
+
+
+def _lined_heatmap(plot: Heatmap) -> Heatmap:
+    return _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
+
+
+def _readable_texts(plot: Texts) -> Texts:
+    """Texts keep their lines."""
+    texts = ("reference", "candidate", "note", "prompt", "shared")
+
+    def readable(pair: TextPair) -> TextPair:
+        return _lined(pair).model_copy(update={name: printable(getattr(pair, name)) for name in texts})
+
+    return _lined(plot).model_copy(update={"pairs": tuple(map(readable, plot.pairs))})
 
 
 def _cell(cell: str | int | float | None) -> str:

@@ -9,16 +9,17 @@ from __future__ import annotations
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from fidelab.errors import OutputError, UsageError
-from fidelab.report.gallery import gallery_of
+from fidelab.report.charts import element, text
+from fidelab.report.gallery import free, gallery_of
+from fidelab.report.html import templates
 from fidelab.report.labels import LETTER
 from fidelab.report.plots import Drawing
 from fidelab.report.view import build_view
@@ -36,7 +37,7 @@ def draw_charts(report: Report, width: int, positions: Path | None = None) -> di
     """Name → SVG of so many pixels' width, in reading order; ``positions`` is the run's ``positions.parquet``."""
     drawn: dict[str, str] = {}
     for plot in gallery_of(report, build_view(report), positions).plots():
-        drawn[_free(plot.key, drawn)] = _draw(plot, width)
+        drawn[free(plot.key, drawn)] = _draw(plot, width)
     return drawn
 
 
@@ -61,38 +62,28 @@ def write_charts(charts: Mapping[str, str], folder: Path, form: Format, width: i
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _free(key: str, taken: Mapping[str, str]) -> str:
-    """The key, or the first numbered one that no chart has; curves of an axis are named by their titles."""
-    return next(name for name in (key, *(f"{key}-{n}" for n in range(2, len(taken) + 3))) if name not in taken)
-
-
 def _draw(plot: Drawing, width: int) -> str:
+    """The wide drawing under its title, with a legend below it where its lines are not named."""
     chart = plot.charts[0]
-    legend = list(_legend(() if plot.labelled else plot.legend, chart.size.width, TOP + chart.size.height))
-    tall = TOP + chart.size.height + (legend[-1][1] - TOP - chart.size.height + ROW if legend else 0)
-    return _template().render(
-        chart=chart,
-        title=plot.title,
-        style=Markup(_style()),
-        legend=legend,
-        top=TOP,
-        tall=tall,
-        width=width,
-        height=round(width * tall / chart.size.width),
-    )
-
-
-def _legend(
-    entries: Sequence[tuple[str, str, str]], width: float, top: float
-) -> Iterator[tuple[float, float, str, str]]:
-    """Entries side by side, as many to a line as there is room for: left, middle, style, name."""
-    x, y = _LEFT, top + 6
-    for name, _, style in entries:
+    parts = [
+        element("title", plot.title),
+        element("style", Markup(_style())),
+        element("rect", width="100%", height="100%", fill="#ffffff"),
+        text(4, 24, plot.title, style="title"),
+        element("g", chart.body, transform=f"translate(0 {TOP:g})"),
+    ]
+    x, y, tall = _LEFT, TOP + chart.size.height + 6, TOP + chart.size.height
+    for name, _, style in () if plot.labelled else plot.legend:  # as many to a line as there is room for
         wide = _SWATCH + LETTER * len(name)
-        if x > _LEFT and x + wide > width:
+        if x > _LEFT and x + wide > chart.size.width:
             x, y = _LEFT, y + ROW
-        yield x, y, style, name
-        x += wide + _GAP
+        line = element("path", d="M0 0H20")
+        parts += [element("g", line, class_=f"swatch {style}", transform=f"translate({x:g} {y:g})")]
+        parts += [text(x + _SWATCH, y + 4, name)]
+        x, tall = x + wide + _GAP, y + ROW
+    attributes = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {chart.size.width} {tall:g}"}
+    height = round(width * tall / chart.size.width)
+    return str(element("svg", *parts, class_="chart", role="img", width=width, height=height, **attributes))
 
 
 def _png(svg: str, width: int) -> bytes:
@@ -115,31 +106,14 @@ def _png(svg: str, width: int) -> bytes:
 @cache
 def _style() -> str:
     """The page's rules for charts, their variables replaced by what they hold."""
-    environment = _environment()
-    page = environment.get_template("report.css.j2").render()
+    page = templates().get_template("report.css.j2").render()
     light = page.partition("@media")[0]
     colours = {**dict(re.findall(r"--(\w+): (#\w+)", light)), "sheet": "#ffffff"}
     keys = re.findall(r"[.\w, ]+ \{ --key: [^}]+\}", page)
-    rules = "\n".join([*keys, environment.get_template("charts.css.j2").render().strip()])
+    rules = "\n".join([*keys, templates().get_template("charts.css.j2").render().strip()])
     # what an arm's colour is called: few programs know variables, all know the current colour
     rules = re.sub(r"--(?:own|key):", "color:", rules)
     rules = re.sub(r"var\(--(?:own|key)\)", "currentColor", rules)
     rules = re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], rules)
     title = f".title {{ fill: {colours['ink']}; font-size: 15px; font-weight: 600; }}"
     return f"{rules}\n{title}".replace("system-ui, sans-serif", "sans-serif")
-
-
-@cache
-def _template() -> Template:
-    return _environment().get_template("standalone.svg.j2")
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("fidelab.report"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

@@ -1,192 +1,279 @@
-"""Tables of further figures: the first column names the arm."""
+"""Metrics of all arms as tables, by one path for every axis and every bench; and what ran."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-from fidelab.core import Estimator, Status
-from fidelab.report.cells import STATUS, Estimate, figure_of, kld_of, options, plain, scored
+from fidelab.core import Status
+from fidelab.report.cells import STATUS, estimate_of, kv_sides, plain, ratio_of
 from fidelab.report.numbers import (
     ABSENT,
+    MIB,
     format_amount,
     format_bytes,
     format_count,
-    format_figure_margin,
-    format_kld,
-    format_score,
-    format_share,
+    format_figure,
+    heading,
     one_line,
 )
-from fidelab.results.axis_record import KldAxis, OtherAxis, TrajectoryAxis
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
+from fidelab.results.record import ArmRecord
+from fidelab.results.values import Outcome
 
-__all__ = ["Table", "contexts_of", "summary_of", "tables_of"]
+__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "ran_of", "tables_of", "timing_of"]
+
+NOTES, VALID = "notes", "valid"
+RATIO = "× ref."
+SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
+"""Units of which a ratio to the reference's says more than a difference."""
+_PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
 class Table:
-    """Further figures: the first column names the arm; ``key`` is a word for what they are about."""
+    """Rows of text; ``key``: a word for what they are about.
+
+    The first ``named`` columns say what a row is about, the arm first.  A cell holds a value, and behind it its
+    interval or spread in parentheses.
+    """
 
     key: str
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    named: int = 1
 
 
-_KLD_COLUMNS = (
-    *("mean", "std. error", "median", "p90", "p95", "p99", "p99.9", "max"),
-    *("top-1", "RMS Δp", "context", "positions", "failed", "from"),
-)
-_TRAJECTORY_COLUMNS = (
-    *("score", "over control", "exact match", "first divergence", "near ties", "positions equal"),
-    *("prompts", "failed", "tokens", "template"),
-)
+@dataclass
+class Notes:
+    """Footnotes of one section: the same words have one number."""
+
+    owners: dict[str, list[str]] = field(default_factory=dict)
+    """Text → arms."""
+
+    def mark(self, name: str, texts: Iterable[str]) -> str:
+        """The numbers of an arm's texts, for a cell."""
+        own = list(dict.fromkeys(map(one_line, texts)))
+        for text in own:
+            self.owners.setdefault(text, []).append(name)
+        numbers = list(self.owners)
+        return ", ".join(str(numbers.index(text) + 1) for text in own)
+
+    def numbered(self) -> list[str]:
+        """The footnotes below a table."""
+        return [f"{number}: {text}" for number, text in enumerate(self.owners, 1)]
+
+    def named(self) -> list[str]:
+        """The same where there is no table: by arms."""
+        return [f"{', '.join(dict.fromkeys(names))}: {text}" for text, names in self.owners.items()]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One arm at one shape of work."""
+
+    name: str
+    measurement: Measurement
+    base: Measurement | None
+    at: Coordinates
+
+    @property
+    def cell(self) -> Cell | None:
+        return self.measurement.cell(self.at)
+
+    @property
+    def valid(self) -> bool:
+        return counts(self.measurement, self.at)
+
+    def metric(self, name: str) -> Metric | None:
+        return self.measurement.metric(name, self.at)
+
+    def metrics(self) -> list[Metric]:
+        return [metric for metric in self.measurement.metrics if metric.cell == self.at]
+
+
+def counts(measurement: Measurement, at: Coordinates) -> bool:
+    """The metrics of a shape of work may stand in a comparison."""
+    cell = measurement.cell(at)
+    return cell is None or (cell.valid and cell.status in (Status.OK, Status.IDENTICAL))
+
+
+def tables_of(
+    name: str, title: str, arms: Sequence[tuple[str, Measurement]], base: Measurement | None, notes: Notes
+) -> Iterator[Table]:
+    """Arm × cell: metrics; one table for each set of coordinates.
+
+    ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
+    Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
+    """
+    rows = [_Row(arm, found, None if found is base else base, at) for arm, found in arms for at in found.shapes()]
+    for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
+        whole = number == 0  # what is said of a whole measurement stands in its first table
+        those = [row for row in rows if tuple(row.at) == coordinates]
+        yield _table(name if title == name or not whole else f"{name}: {title}", those, coordinates, notes, whole)
+
+
+def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> Table:
+    fixed = {name: rows[0].at[name] for name in coordinates if len({row.at[name] for row in rows}) == 1}
+    varied = [name for name in coordinates if name not in fixed]
+    columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
+    columns |= {one_line(name): [_coordinate(row.at[name]) for row in rows] for name in varied}
+    named = len(columns)
+    items = ((word, _counted(rows, what)) for word, what in (("items", "n_items"), ("failed", "n_failed")) if whole)
+    for head, cells in (*_metrics(rows), *items, ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
+        if any(cell not in (ABSENT, "") for cell in cells):
+            columns[_free(head, columns)] = cells
+    if any(row.cell is not None and not row.cell.valid for row in rows):
+        columns[_free(VALID, columns)] = ["yes" if row.valid else "no" for row in rows]
+    marks = [notes.mark(row.name, _doubts(row)) for row in rows]
+    if any(marks):
+        columns[_free(NOTES, columns)] = marks
+    by = f", by {' and '.join(map(one_line, varied))}" if varied and not whole else ""
+    said = f" ({one_line(label(fixed))})" if fixed else ""
+    return Table("metrics", f"{title}{by}{said}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
+
+
+def _free(head: str, taken: Mapping[str, Any]) -> str:
+    """The heading, or the first numbered one that is free."""
+    numbered = (head if n == 1 else f"{head} #{n}" for n in range(1, len(taken) + 2))
+    return next(name for name in numbered if name not in taken)
+
+
+def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
+    """(heading, cells) of every metric; of the first speed, and of headlines, with the ratio to the reference's."""
+    found = {metric.name: metric for row in rows for metric in row.metrics()}
+    leading = {metric.name for row in rows for metric in row.metrics() if metric.headline}
+    speeds = [name for name, metric in found.items() if metric.unit in SPEEDS]
+    joined = _percentiles(found)
+    for name, metric in found.items():
+        if name in joined:
+            yield from _tails(joined[name], metric, rows)
+            continue
+        values = [row.metric(name) for row in rows]
+        mib = metric.unit == "bytes" and any(m is not None and (m.value or 0) >= MIB for m in values)
+        yield heading(name, metric.unit, mib=mib), [str(estimate_of(value, mib=mib)) for value in values]
+        if name in speeds and (name == speeds[0] or name in leading):
+            yield RATIO if name == speeds[0] else f"{one_line(name)}, {RATIO}", [_ratio(row, name) for row in rows]
+
+
+def _percentiles(found: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
+    """Metric → the percentiles of its stem (``TTFT p50`` …), where there are several: they share a column."""
+    stems: dict[str, list[str]] = {}
+    for name in found:
+        if match := _PERCENTILE.fullmatch(name):
+            stems.setdefault(match[1], []).append(name)
+    several = {stem: tuple(names) for stem, names in stems.items() if len(names) > 1}
+    return {name: names for stem, names in several.items() for name in (*names, f"{stem} mean")}
+
+
+def _tails(names: Sequence[str], metric: Metric, rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
+    """The first and the last percentile of a stem in one column, once: ``TTFT p50/p99``."""
+    if metric.name != names[0]:
+        return
+    last = names[-1].rpartition(" ")[2]
+    ends = [(row.metric(names[0]), row.metric(names[-1])) for row in rows]
+    cells = ["/".join(estimate_of(end).value for end in pair) if any(pair) else ABSENT for pair in ends]
+    yield heading(f"{names[0]}/{last}", metric.unit), cells
+
+
+def _ratio(row: _Row, name: str) -> str:
+    if row.base is None or not (row.valid and counts(row.base, row.at)):
+        return ABSENT
+    return ratio_of(row.metric(name), row.base.metric(name, row.at))
+
+
+def _counted(rows: Sequence[_Row], what: str) -> list[str]:
+    """Items of whole measurements."""
+    return [format_count(getattr(row.measurement, what)) for row in rows]
+
+
+def _repeats(row: _Row) -> str:
+    most = max((len(metric.repeats) for metric in row.metrics()), default=0)
+    return str(most) if most else ABSENT
+
+
+def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
+    """(heading, cells) of what cells say besides metrics, as far as it is one word or number."""
+    found = [dict(_flat("", row.cell.facts)) if row.cell else {} for row in rows]
+    for name in dict.fromkeys(name for facts in found for name in facts):
+        yield one_line(name), [_fact(facts.get(name)) for facts in found]
+
+
+def _flat(prefix: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            yield from _flat(f"{prefix}{name} ", value)
+        elif not isinstance(value, list):
+            yield f"{prefix}{name}", value
+
+
+def _fact(value: Any) -> str:
+    if value is None or value == "":
+        return ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return format_figure(value, "count" if value % 1 == 0 else "")
+    return format_count(value) if isinstance(value, int) else one_line(plain(value))
+
+
+def _doubts(row: _Row) -> Iterator[str]:
+    """How the cell ended, where it did not end well, and what makes its metrics doubtful."""
+    outcome: Outcome = row.cell or row.measurement
+    if outcome.status is Status.IDENTICAL:
+        yield STATUS[outcome.status]
+    elif outcome.status is not Status.OK:
+        yield f"{STATUS[outcome.status]}: {outcome.reason or ''}"
+    flags: list[Flag] = [*(row.cell.flags if row.cell else ()), *(f for m in row.metrics() for f in m.flags)]
+    yield from (flag.text for flag in flags)
+    shaky = [metric.name for metric in row.metrics() if metric.steady is False]
+    if shaky and all(flag.kind != "unsteady" for flag in (*flags, *row.measurement.flags)):
+        yield f"not steady: the last three repeats of {' and '.join(shaky)} differ by 5% or more"
+
+
+def _coordinate(value: int | float | str) -> str:
+    if isinstance(value, str):
+        return one_line(value)
+    return format_count(value) if math.isfinite(value) else str(value)
+
+
+# ------------------------------------------------------------------------------------------------------- what ran
+
 _RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "more")
 
 
-def tables_of(arms: Sequence[tuple[str, ArmRecord]]) -> list[Table]:
-    """The tables that have a row; ``arms``: role and record."""
-    compared = [arm for role, arm in arms if role != "reference"]
-    kld = [(arm.name, _kld_cells(axis)) for arm in compared if (axis := arm.axes.kld)]
-    greedy = [(arm.name, _trajectory_cells(found)) for arm in compared if (found := arm.axes.trajectory)]
-    tables = [
-        _table("kld", "KL divergence per position (nats)", _KLD_COLUMNS, kld),
-        _table("trajectory", "Trajectory (greedy)", _TRAJECTORY_COLUMNS, greedy),
-        _table("ran", "What was asked and what ran", _RAN_COLUMNS, [(arm.name, _ran_cells(arm)) for _, arm in arms]),
-        _table("timing", "How long the captures took (seconds)", ("loading", "all"), list(_timed(arms))),
-    ]
-    return [table for table in tables if table.rows]
+def ran_of(arms: Iterable[ArmRecord]) -> Table:
+    """What was asked and what ran, arm by arm."""
+    rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
+    return Table("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
 
 
-def _table(key: str, title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, tuple[str, ...]]]) -> Table:
-    return Table(key, title, ("arm", *columns), tuple((one_line(name), *cells) for name, cells in rows))
-
-
-def _kld_cells(axis: KldAxis) -> tuple[str, ...]:
-    bound = axis.estimator is Estimator.TOPK
-    quantiles = (axis.median, axis.p90, axis.p95, axis.p99, axis.p999, axis.max)
-    return (
-        str(kld_of(axis)),
-        format_kld(axis.stderr),
-        *(format_kld(value, bound=bound) for value in quantiles),
-        format_share(axis.top1),
-        format_share(axis.rms_dp),
-        format_count(axis.n_ctx),
-        format_count(axis.n_positions),
-        format_count(axis.n_failed),
-        axis.estimator.value if axis.estimator else ABSENT,
+def timing_of(arms: Iterable[ArmRecord]) -> Table | None:
+    """How long each arm's captures took; ``None`` where nobody knows."""
+    rows = tuple(
+        (one_line(arm.name), format_amount(arm.timing.load_seconds), format_amount(arm.timing.seconds))
+        for arm in arms
+        if arm.timing is not None
     )
-
-
-def _trajectory_cells(axis: TrajectoryAxis) -> tuple[str, ...]:
-    excess = axis.excess_over_control
-    over = (
-        Estimate(format_score(excess.mean, signed=True), format_figure_margin(excess.ci, "points"))
-        if excess
-        else Estimate()
-    )
-    return (
-        str(scored(axis.score, axis.ci)),
-        str(over),
-        format_share(axis.exact_match_rate),
-        format_count(axis.median_first_divergence),
-        format_share(axis.near_tie_share),
-        format_share(axis.positional_agreement),
-        format_count(axis.n_items),
-        format_count(axis.n_failed),
-        format_count(axis.n_predict),
-        one_line(axis.template or ABSENT),
-    )
+    return Table("timing", "How long the captures took (seconds)", ("arm", "loading", "all"), rows) if rows else None
 
 
 def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
     ran = arm.ran
     versions = [f"{name} {version}" for name, version in ran.versions.items()] if ran else []
     others = [f"{name}={plain(value)}" for name, value in ran.others().items()] if ran else []
+    k, v = kv_sides(arm)
     return (
         one_line(arm.engine),
-        one_line(arm.kv.k) + options(arm.kv.options.get("k")),
+        k,
         one_line((ran.k_dtype if ran else None) or ABSENT),
-        one_line(arm.kv.v) + options(arm.kv.options.get("v")),
+        v,
         one_line((ran.v_dtype if ran else None) or ABSENT),
         one_line((ran.attention if ran else None) or ABSENT),
         format_bytes(ran.cache_bytes_per_token if ran else None),
         one_line(", ".join(versions + others)) or ABSENT,
     )
-
-
-def _timed(arms: Sequence[tuple[str, ArmRecord]]) -> Iterator[tuple[str, tuple[str, ...]]]:
-    for _, arm in arms:
-        if (timing := arm.benches.timing) is not None:
-            yield arm.name, (format_amount(timing.load_seconds), format_amount(timing.seconds))
-
-
-def contexts_of(report: Report) -> Table | None:
-    """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
-    arms = [*report.candidates, *([report.control] if report.control else [])]
-    found = {arm.name: {c.n_ctx: c for c in arm.axes.kld.contexts} for arm in arms if arm.axes.kld}
-    sizes = sorted({n_ctx for contexts in found.values() for n_ctx in contexts})
-    if len(sizes) < 2:
-        return None
-    rows = tuple(
-        (
-            one_line(arm.name),
-            *(str(kld_of(found[arm.name].get(n), bound=axis.estimator is Estimator.TOPK)) for n in sizes),
-        )
-        for arm in arms
-        if (axis := arm.axes.kld) and axis.contexts
-    )
-    title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
-    return Table("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), rows)
-
-
-def summary_of(report: Report) -> Table | None:
-    """Arm × axes besides KLD: the score, or the first figure of an axis that has none; ``None`` without such axes.
-
-    The composite closes the row where all its axes were measured, or where its bands were asked for.
-    """
-    arms = [*report.candidates, *([report.control] if report.control else [])]
-    names = list(dict.fromkeys(name for arm in arms for name in arm.axes.others()))
-    greedy = any(arm.axes.trajectory for arm in arms)
-    if not (names or greedy):
-        return None
-    columns = ["arm", *(["trajectory"] if greedy else [])]
-    for name in names:
-        found = [axis for arm in arms if (axis := arm.axes.others().get(name)) is not None]
-        measured = [axis for axis in found if axis.status in (Status.OK, Status.IDENTICAL)]
-        told = next((axis.figures[0].name for axis in measured if axis.score is None and axis.figures), None)
-        columns.append(one_line(name if told is None else f"{name}: {told}"))
-    combined = _shows_composite(report)
-    rows = tuple(
-        (
-            one_line(arm.name),
-            *([_brief(arm.axes.trajectory)] if greedy else []),
-            *(_brief(arm.axes.others().get(name)) for name in names),
-            *([_composite(arm)] if combined else []),
-        )
-        for arm in arms
-    )
-    return Table("others", "Other axes", (*columns, *(["composite"] if combined else [])), rows)
-
-
-def _shows_composite(report: Report) -> bool:
-    """It has a band where all four axes were measured; a band table that is not the default was asked for."""
-    found = [arm.composite for arm in report.candidates if arm.composite is not None]
-    asked = report.settings.get("bands", "fidelab") != "fidelab"
-    return bool(found) and (asked or any(composite.band is not None for composite in found))
-
-
-def _composite(arm: ArmRecord) -> str:
-    return ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci))
-
-
-def _brief(axis: TrajectoryAxis | OtherAxis | None) -> str:
-    """What a narrow column has room for."""
-    if axis is None:
-        return ABSENT
-    if axis.status not in (Status.OK, Status.IDENTICAL):
-        return STATUS[axis.status]
-    if axis.score is not None:
-        return str(scored(axis.score, axis.ci))
-    return figure_of(axis.figures[0]) if isinstance(axis, OtherAxis) and axis.figures else STATUS[axis.status]

@@ -1,12 +1,14 @@
-"""A report as terminal text: what failed, one table, one sentence per candidate, floor and control.
+"""A report as terminal text: what failed, one table, one sentence per candidate, floor and control, then benches.
 
 Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
 there is less room real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
-columns, too.  A line says what is missing.
+columns, too, from the last one on.  A line says what is missing.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich import box
@@ -16,13 +18,12 @@ from rich.table import Table
 from rich.text import Text
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, shared
-from fidelab.report.numbers import one_line
+from fidelab.report.cells import STATUS, Estimate, shared
+from fidelab.report.numbers import ABSENT, one_line
+from fidelab.report.tables import NOTES, VALID
 from fidelab.report.tables import Table as Others
-from fidelab.report.text_benches import print_benches, print_performance, stacked
-from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.text_plot import plot_frontier
-from fidelab.report.view import ArmRow, View, build_view
+from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.record import NO_REFERENCE, Report
 
 __all__ = ["literal", "render_text", "wrap_name"]
@@ -33,6 +34,9 @@ _LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, F
 _TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _AXIS_WIDTH = 17
+_KEPT = (NOTES, VALID)
+"""Columns that no narrow terminal loses: they say what to make of the others."""
+_ASCII = str.maketrans({"–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf"})
 _STYLES = {
     "excellent": "bold green",
     "identical": "bold green",
@@ -59,13 +63,13 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         console.print(literal(f"what the workers printed: {one_line(str(folder / 'logs'))}", console), soft_wrap=True)
     for said in view.modified:
         line(said, "yellow")
-    speed, whole = view.performance, True
+    whole = True
     if view.fidelity:
         line(view.compared)
         table, whole = _fitted(view, console)
         console.print(table)
-    if speed is not None:
-        print_performance(view, speed, console)
+    if view.performance is not None and view.performance.columns:
+        _print_performance(view, view.performance, console)
     for shown in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
         line(shown.title)
         console.print(_others(shown, console))
@@ -74,7 +78,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         console.print(_others(matrix.table, console))
         line(matrix.said)
         line("")
-    dropped = print_benches(speed, console) if speed is not None else []
+    dropped = _print_benches(view, console)
     lost = next((row.reason for row in view.rows if row.role == "reference"), "")
     for said in shared((row.name, _said(row, lost)) for row in view.candidates if view.fidelity):
         line(said)
@@ -87,7 +91,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     if view.ranking:
         line(view.ranking)
     if missing := [*dropped, *([] if whole else [_TAIL])]:
-        line(f"narrow terminal: {', '.join(missing)} are left out")
+        line(f"narrow terminal: {'; '.join(missing)} are left out")
     if plot:
         line("")
         for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
@@ -129,7 +133,7 @@ def _table(view: View, console: Console, padding: int, name_width: int, verdict_
         table.add_row(
             literal(wrap_name(row.name, name_width), console),
             literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(figure, console) for figure in (*map(stacked, figures), row.cache_bytes)),
+            *(literal(figure, console) for figure in (*map(_stacked, figures), row.cache_bytes)),
         )
     return table
 
@@ -148,3 +152,118 @@ def _others(shown: Others, console: Console) -> Table:
 
 def _verdict(row: ArmRow) -> str:
     return "\n".join([row.verdict, *(row.note.split(", ") if row.note else [])])
+
+
+def _stacked(estimate: Estimate) -> str:
+    """A value and its margin on two lines."""
+    return estimate.value if estimate.margin == ABSENT else f"{estimate.value}\n{estimate.margin}"
+
+
+# ---------------------------------------------------------------------------------------------------------- benches
+
+
+def _print_performance(view: View, speed: Performance, console: Console) -> None:
+    """Fidelity, speed and memory of each arm side by side; below a figure its ratio to the reference's."""
+    named = ("arm", "verdict", "KLD nats") if view.fidelity else ("arm",)
+    rows = tuple(
+        (name, *((row.verdict, str(row.kld)) if view.fidelity else ()), *map(str, figures))
+        for row, name, figures in zip(view.rows, speed.names, speed.rows, strict=True)
+    )
+    table = Others("performance", "", (*named, *speed.columns), rows, len(named))
+    console.print(_narrowed(table, console, stacked=True)[0])
+    if speed.note:
+        console.print(literal(speed.note, console), overflow="fold")
+    console.print()
+
+
+def _print_benches(view: View, console: Console) -> list[str]:
+    """The tables of each bench with their footnotes; returns what was left out."""
+    left_out = []
+    for section in view.benches:
+        for table in section.tables:
+            console.print(literal(table.title, console, "bold"))
+            drawn, dropped = _narrowed(_grouped(table, alone=len(view.rows) == 1), console)
+            console.print(drawn)
+            left_out += dropped
+        for line in (*section.sources, *section.lines, *section.footnotes):
+            console.print(literal(line, console), overflow="fold")
+        console.print()
+    return list(dict.fromkeys(left_out))
+
+
+def _grouped(table: Others, *, alone: bool) -> Others:
+    """An arm is named in its first row; not at all where it is the only one, which stands in the report's title."""
+    if alone and table.named > 1:
+        rows = tuple(row[1:] for row in table.rows)
+        return Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
+    above = [None, *(row[0] for row in table.rows)]
+    rows = tuple(("" if row[0] == name else row[0], *row[1:]) for name, row in zip(above, table.rows, strict=False))
+    return Others(table.key, table.title, table.columns, rows, table.named)
+
+
+def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:
+    """The table as wide as there is room for, and the columns that it lost, from the last one on.
+
+    Intervals stand behind their values, in less room below them, and always there where ``stacked``.
+    """
+    columns, dropped = list(range(len(shown.columns))), []
+    spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _KEPT]
+    for below, padding in ((stacked, 1), (True, 1), (True, 0)):
+        table = _grid(shown, columns, console, below, padding)
+        if _width(table, console) <= console.width:
+            return table, []
+    while spare and _width(table, console) > console.width:
+        columns.remove(spare[-1])
+        dropped.append(shown.columns[spare.pop()])
+        table = _grid(shown, columns, console, True, 0)
+    return table, dropped[::-1]
+
+
+def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int) -> Table:
+    """Some columns, each as wide as its longest line."""
+    sign = "\n(" if stacked else " ("
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0), show_lines=False)
+    rows = [
+        [cell.replace(" (", sign, 1) if n else wrap_name(cell, _NAME_WIDTH) for n, cell in enumerate(row)]
+        for row in shown.rows
+    ]
+    for n in kept:
+        lines = [line for row in rows for line in row[n].split("\n")]
+        width = max(map(len, (*shown.columns[n].split(), *lines)), default=1)
+        words = n < shown.named and not all(line.replace(",", "").isdecimal() for line in lines if line)
+        table.add_column(
+            literal(shown.columns[n], console),
+            justify="left" if words or n == 0 or shown.columns[n] in _KEPT else "right",
+            overflow="fold",
+            width=width,
+        )
+    for row in rows:
+        table.add_row(*(literal(row[n], console) for n in kept))
+    return table
+
+
+def _width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+
+
+# ------------------------------------------------------------------------------------------------------------ words
+
+
+def literal(text: str, console: Console, style: str = "") -> Text:
+    """Text, never markup, that the console's encoding can hold."""
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
+    return Text(text, style=style)
+
+
+def wrap_name(name: str, width: int) -> str:
+    """A long name on several lines, broken after a separator where there is one in the second half."""
+    lines = []
+    while len(name) > width:
+        cuts = [match.end() for match in re.finditer(r"[/,:=_\-\s\]]", name[:width])]
+        cut = cuts[-1] if cuts and cuts[-1] > width // 2 else width
+        lines.append(name[:cut].rstrip())
+        name = name[cut:]
+    return "\n".join([*lines, name])

@@ -11,29 +11,34 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.core import Estimator, Status
+from fidelab.core import Status
 from fidelab.report.attribution import attribution_of, truth_line
-from fidelab.report.benches import Performance, bench_failures, performance_of
 from fidelab.report.cells import (
     STATUS,
     Estimate,
     changed_of,
+    estimate_of,
     excess_of,
     flips_of,
     kld_of,
     kv_of,
     plain,
+    ratio_of,
     run_of,
     scored,
     shared,
 )
 from fidelab.report.isolation import Matrix, isolation_of
-from fidelab.report.numbers import ABSENT, format_bytes, one_line
-from fidelab.report.tables import Table, contexts_of, summary_of, tables_of
-from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.report.numbers import ABSENT, MIB, format_bytes, format_figure, heading, one_line
+from fidelab.report.sections import Arm, Section, arm_id, arms_of, sections_of
+from fidelab.report.tables import SPEEDS, Table, counts, ran_of, timing_of
+from fidelab.results.measurement import Measurement, Metric, label
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
-__all__ = ["ArmRow", "Estimate", "Group", "Point", "Table", "View", "arm_id", "build_view"]
+__all__ = ["ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]
+
+KLD = "kld"
+"""The axis of the main table, the frontier and the verdict."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,20 @@ class ArmRow:
 
 
 @dataclass(frozen=True)
+class Performance:
+    """Speed and memory: what stands for each bench, a row of figures per arm, each with its ratio to the reference's.
+
+    ``note``: how to read the figures; ``measured``: which benches, in words.
+    """
+
+    columns: tuple[str, ...]
+    names: tuple[str, ...]
+    rows: tuple[tuple[Estimate, ...], ...]
+    note: str
+    measured: str
+
+
+@dataclass(frozen=True)
 class View:
     """Everything a report shows, in reading order; ``beside`` stands below the main table."""
 
@@ -133,6 +152,7 @@ class View:
     text: str
     reference: Point | None
     performance: Performance | None
+    sections: tuple[Section, ...]
     fidelity: bool
     """Something was compared with the reference, or nothing else was measured."""
 
@@ -140,6 +160,11 @@ class View:
     def candidates(self) -> tuple[ArmRow, ...]:
         """The rows that have a verdict."""
         return tuple(row for row in self.rows if row.role == "candidate")
+
+    @property
+    def benches(self) -> tuple[Section, ...]:
+        """The sections of benches that measured something."""
+        return tuple(section for section in self.sections if section.kind == "bench" and section.tables)
 
     @property
     def summary(self) -> tuple[Group, ...]:
@@ -158,8 +183,8 @@ def build_view(report: Report) -> View:
     arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
-    performance = performance_of(arms)
-    fidelity = performance is None or any(map(_has_axes, (report.floor, *(arm.axes for _, arm in arms))))
+    performance = _performance(arms_of(report))
+    fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
     what = f"{one_line(report.reference.model)} on {', '.join(_engines(arm for _, arm in arms))}"
     role = "reference " if len(arms) > 1 or fidelity else ""
     return View(
@@ -180,8 +205,8 @@ def build_view(report: Report) -> View:
         floor=_floor(report.floor),
         control=_controls(controls),
         ranking=_ranking(report.comparisons),
-        tables=(*tables_of(arms), *([attribution] if (attribution := attribution_of(report)) else [])),
-        beside=tuple(table for table in (contexts_of(report), summary_of(report)) if table is not None),
+        tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
+        beside=_present(_contexts(report), _others(report)),
         isolation=isolation_of(report),
         truth=truth_line(report),
         points=(
@@ -195,13 +220,13 @@ def build_view(report: Report) -> View:
         text=_text(report),
         reference=None if size is None else Point(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
+        sections=tuple(sections_of(report)),
         fidelity=fidelity,
     )
 
 
-def arm_id(role: str, number: int = 0) -> str:
-    """What ties an arm's points, lines and legend entries: the role, of candidates with their number."""
-    return f"{role}{number}" if role == "candidate" else role
+def _present(*tables: Table | None) -> tuple[Table, ...]:
+    return tuple(table for table in tables if table is not None)
 
 
 def _engines(arms: Iterable[ArmRecord]) -> list[str]:
@@ -209,7 +234,7 @@ def _engines(arms: Iterable[ArmRecord]) -> list[str]:
 
 
 def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
-    kld, composite = arm.axes.kld, arm.composite
+    kld, composite = arm.axes.get(KLD), arm.composite
     return ArmRow(
         role=role,
         name=one_line(arm.name),
@@ -247,10 +272,6 @@ def _saving(arm: ArmRecord, size: float | None) -> str:
     return f"cache {percent:.0f}% of the reference's" if percent >= 1 else "cache under 1% of the reference's"
 
 
-def _has_axes(axes: Axes) -> bool:
-    return bool(axes.kld or axes.trajectory or axes.others())
-
-
 def _capital(text: str) -> str:
     return text[:1].upper() + text[1:]
 
@@ -263,23 +284,34 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         beside = f" and {n} other configuration{'' if n == 1 else 's'}" if n else ""
         return f"{_capital(performance.measured)} of {name}{beside}"
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    prompts = next((arm.axes.trajectory.n_items for arm in arms if arm.axes.trajectory), None)
     what = [text] if (text := _text(report)) else []
-    what += [f"{prompts:,} prompt{'' if prompts == 1 else 's'}"] if prompts else []
-    others = list(dict.fromkeys(one_line(name) for arm in arms for name in arm.axes.others()))
+    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
+        n_items = next((found.n_items for arm in arms if (found := arm.axes.get(name)) and found.n_items), None)
+        what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
-    return f"{line} on {_and([*what, *others])}" if what or others else line
+    return f"{line} on {_and(what)}" if what else line
 
 
 def _text(report: Report) -> str:
     """``4,080 positions in 31 documents``, of several contexts one after the other; empty where no text was scored."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    axis = next((arm.axes.kld for arm in arms if arm.axes.kld and arm.axes.kld.n_positions), None)
-    if axis is None:
+    found = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
+    if found is None:
         return ""
-    if len(axis.contexts) < 2:
-        return _positions(axis.n_positions, axis.n_documents)
-    return ", ".join(f"{_positions(c.n_positions, c.n_documents)} at {c.n_ctx:,} tokens" for c in axis.contexts)
+    contexts = _contexts_of(found)
+    if len(contexts) < 2:
+        return _positions(found.n_items, found.facts.get("n_documents"))
+    return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
+
+
+def _contexts_of(found: Measurement) -> list[Mapping[str, Any]]:
+    """What was scored at each context, where the axis says it in the form that is its own."""
+    contexts = found.facts.get("contexts")
+    known = isinstance(contexts, list) and all(
+        isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
+        for c in contexts
+    )
+    return contexts if known and isinstance(contexts, list) else []
 
 
 def _positions(n: int | None, documents: int | None) -> str:
@@ -321,76 +353,61 @@ def _told_already(arm: ArmRecord, reason: str | None) -> bool:
 
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
-    lines = bench_failures(arm) if arm.status in _MEASURED else []
+    broken = {name: found for name, found in arm.benches.items() if not found.measured and arm.status in _MEASURED}
+    lines = [f"{one_line(name)} {STATUS[f.status]}: {one_line(f.reason or '')}" for name, f in broken.items()]
     if (role == "reference" or not fidelity) and arm.status not in (Status.OK, Status.IDENTICAL):
         return [f"{STATUS[arm.status]}: {one_line(arm.reason or '')}"]
-    kld, trajectory = arm.axes.kld, arm.axes.trajectory
-    for label, axis, unit, n in (
-        ("KLD", kld, "positions", kld.n_positions if kld else None),
-        ("trajectory", trajectory, "prompts", trajectory.n_items if trajectory else None),
-        *((one_line(other), axis, "items", axis.n_items) for other, axis in arm.axes.others().items()),
-    ):
-        if axis is None:
-            continue
-        if axis.status not in (Status.OK, Status.IDENTICAL):
-            if _told_already(arm, axis.reason):
-                continue
-            lines.append(f"{label} {STATUS[axis.status]}: {one_line(axis.reason or '')}")
-        elif axis.n_failed:
-            total = f" of {n:,}" if n is not None else ""
-            lines.append(f"{axis.n_failed:,}{total} {unit} failed ({label})")
+    for name, found in arm.axes.items():
+        if not found.measured:
+            if not _told_already(arm, found.reason):
+                lines.append(f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}")
+        elif found.n_failed:
+            total = f" of {found.n_items:,}" if found.n_items is not None else ""
+            lines.append(f"{found.n_failed:,}{total} items failed ({one_line(name)})")
     return lines
 
 
-def _repeats(axis: KldAxis | TrajectoryAxis | OtherAxis) -> bool:
+# ---------------------------------------------------------------------------------------------- floor and control
+
+_SAME = {"max": 0.0, "exact match": 1.0}
+"""Metrics that say by themselves that nothing differed."""
+
+
+def _repeats(found: Measurement) -> bool:
     """Nothing differed."""
-    match axis:
-        case KldAxis(max=largest) if largest is not None:
-            return largest == 0
-        case TrajectoryAxis(exact_match_rate=rate) if rate is not None:
-            return rate == 1
-    return axis.status is Status.IDENTICAL
+    said = any(found.value(name, {}) == value for name, value in _SAME.items())
+    return found.status is Status.IDENTICAL or said
 
 
-def _floor(floor: Axes) -> str:
+def _floor(floor: Mapping[str, Measurement]) -> str:
     """What repeats, counted; else how far the reference is from itself."""
-    axes = {"trajectory": floor.trajectory, "KLD": floor.kld, **floor.others()}
-    measured = [(one_line(name), axis) for name, axis in axes.items() if axis is not None and axis.status in _MEASURED]
-    same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
-    parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
+    measured = [(one_line(name), found) for name, found in floor.items() if found.measured]
+    same = [_repeated(name, found) for name, found in measured if _repeats(found)]
+    parts = [_apart(name, found) for name, found in measured if not _repeats(found)]
     if same:
-        verb = "repeat" if len(same) > 1 or same[0][:1].isdecimal() else "repeats"
+        verb = "repeat" if len(same) > 1 else "repeats"
         parts = [f"{_and(same)} {verb}, on this machine and thread count", *parts]
     parts += [
-        f"{one_line(name)} {STATUS[axis.status]}: {one_line(axis.reason or '')}"
-        for name, axis in axes.items()
-        if axis is not None
-        and axis.status not in (*_MEASURED, Status.NOT_MEASURABLE)
-        and not (axis.reason or "").startswith(NO_REFERENCE)
+        f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}"
+        for name, found in floor.items()
+        if found.status not in (*_MEASURED, Status.NOT_MEASURABLE) and not (found.reason or "").startswith(NO_REFERENCE)
     ]
     return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
 
 
-def _repeated(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:
+def _repeated(name: str, found: Measurement) -> str:
     """What is the same in both captures."""
-    match axis:
-        case KldAxis(n_positions=int(n)):
-            n = sum(context.n_positions for context in axis.contexts) or n
-            return f"{n - (axis.n_failed or 0):,} of {n:,} positions"
-        case TrajectoryAxis(n_items=int(n)):
-            return f"{n - (axis.n_failed or 0):,} of {n:,} prompt{'' if n == 1 else 's'}"
-    return name
+    n = sum(context["n_positions"] for context in _contexts_of(found)) or found.n_items
+    return name if n is None else f"{name} ({n - (found.n_failed or 0):,} of {n:,} items)"
 
 
-def _apart(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:
+def _apart(name: str, found: Measurement) -> str:
     """How far the two captures are from each other."""
-    match axis:
-        case KldAxis() if axis.mean is not None:
-            return f"KLD {kld_of(axis)} nats"
-        case TrajectoryAxis(exact_match_rate=float(rate), n_items=int(n)):
-            usable = n - (axis.n_failed or 0)
-            return f"{round(rate * usable):,} of {n:,} prompts repeat, trajectory {scored(axis.score, axis.ci)}"
-    return f"{name} {scored(axis.score, axis.ci)}" if axis.score is not None else f"{name}: see the other axes"
+    heads = [f"{_titled(name, metric)} {estimate_of(metric)}" for metric in found.headlines if metric.value is not None]
+    exact, n = found.value("exact match", {}), found.n_items
+    if exact is not None and n is not None:
+        heads.insert(0, f"{name}: {round(exact * (n - (found.n_failed or 0))):,} of {n:,} items repeat")
+    return ", ".join(heads) or f"{name}: measured"
 
 
 def _controls(arms: Sequence[ArmRecord]) -> str:
@@ -405,8 +422,8 @@ def _control(arm: ArmRecord) -> str:
     if arm.status not in (Status.OK, Status.IDENTICAL):
         return f"control {name}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
-    if arm.axes.kld is not None and arm.axes.kld.mean is not None:
-        parts.append(f"KLD {kld_of(arm.axes.kld)} nats")
+    if not (cost := kld_of(arm.axes.get(KLD))).absent:
+        parts.append(f"KLD {cost} nats")
     return f"control {name}: {', '.join(parts) or 'not measured'}"
 
 
@@ -429,10 +446,137 @@ _SIGNS = {"≈": "shown to be equal within 10%", "?": "cannot be told"}
 
 
 def _points(role: str, arm: ArmRecord, number: int = 0) -> list[Point]:
-    kld, size = arm.axes.kld, arm.ran.cache_bytes_per_token if arm.ran else None
-    if kld is None or kld.mean is None or size is None or kld.estimator is Estimator.TOPK:
+    mean = arm.axes[KLD].metric("mean", {}) if KLD in arm.axes else None
+    size = arm.ran.cache_bytes_per_token if arm.ran else None
+    if mean is None or mean.value is None or size is None or mean.bound:
         return []
-    return [Point(one_line(arm.name), size, kld.mean, kld.mean_ci, _key(role, arm), arm_id(role, number))]
+    return [Point(one_line(arm.name), size, mean.value, mean.interval, _key(role, arm), arm_id(role, number))]
+
+
+# -------------------------------------------------------------------------------------------- beside the main table
+
+
+def _contexts(report: Report) -> Table | None:
+    """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    found = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
+    means = [metric for axis in found.values() for metric in axis.metrics if metric.name == "mean"]
+    sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
+    if len(sizes) < 2:
+        return None
+    rows = [
+        (one_line(name), *(str(kld_of(axis, {"context": n})) for n in sizes))
+        for name, axis in found.items()
+        if any(metric.cell for metric in axis.metrics)
+    ]
+    title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
+    return Table("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), tuple(rows))
+
+
+def _others(report: Report) -> Table | None:
+    """Arm × what stands for each axis besides KLD; ``None`` without such axes.
+
+    The composite closes the row where all its axes were measured, or where its bands were asked for.
+    """
+    arms = [*report.candidates, *([report.control] if report.control else [])]
+    columns: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
+        found = [arm.axes.get(name) for arm in arms]
+        nobody: list[Metric | None] = [None] * len(arms)
+        for n, (head, cells) in enumerate(_headlines(name, found) or [(one_line(name), nobody)]):
+            brief = zip(found, cells, strict=True)
+            columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
+    if not columns:
+        return None
+    if _shows_composite(report):
+        columns["composite"] = [
+            ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms
+        ]
+    rows = zip((one_line(arm.name) for arm in arms), *columns.values(), strict=True)
+    return Table("others", "Other axes", ("arm", *columns), tuple(rows))
+
+
+def _brief(found: Measurement | None, metric: Metric | None, *, first: bool) -> str:
+    """The metric; where there is none, in the first column how the axis ended."""
+    if metric is not None or found is None:
+        return str(estimate_of(metric))
+    return STATUS[found.status] if first else ABSENT
+
+
+def _shows_composite(report: Report) -> bool:
+    """It has a band where all its axes were measured; a band table that is not the default was asked for."""
+    found = [arm.composite for arm in report.candidates if arm.composite is not None]
+    asked = report.settings.get("bands", "fidelab") != "fidelab"
+    return bool(found) and (asked or any(composite.band is not None for composite in found))
+
+
+def _headlines(name: str, found: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
+    """What stands for an axis or a bench by the first arm that has it: heading, and the same metric of all arms.
+
+    A coordinate that is the same wherever anything was measured is not told.
+    """
+    known = [one for one in found if one is not None and one.measured]
+    shapes = [at for one in known for at in one.shapes()]
+    leading = next((heads for one in known if (heads := [m for m in one.headlines if _shown(one, m)])), [])
+    columns = []
+    for metric in leading:
+        alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
+        told = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
+        cells = [one.metric(metric.name, metric.cell) if one is not None else None for one in found]
+        shown = [m if m and one and _shown(one, m) else None for m, one in zip(cells, found, strict=True)]
+        at = f", {one_line(label(told))}" if told else ""
+        mib = any(m is not None and _in_mib(m) for m in shown)
+        columns.append((heading(_titled(name, metric), metric.unit, mib=mib) + at, shown))
+    return columns
+
+
+def _shown(found: Measurement, metric: Metric) -> bool:
+    return metric.value is not None and counts(found, metric.cell)
+
+
+def _in_mib(metric: Metric) -> bool:
+    return metric.unit == "bytes" and (metric.value or 0) >= MIB
+
+
+def _titled(name: str, metric: Metric) -> str:
+    """A score has the name of its axis."""
+    return one_line(name if metric.name == "score" else f"{name}: {metric.name}")
+
+
+def _performance(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
+    """What stands for the benches, arm by arm; ``None`` where none was run."""
+    names = list(dict.fromkeys(name for _, record in arms for name in record.benches))
+    if not names:
+        return None
+    columns: dict[str, list[Estimate]] = {}
+    repeated, notes = False, []
+    for name in names:
+        for head, metrics in _headlines(name, [record.benches.get(name) for _, record in arms]):
+            mib = any(metric is not None and _in_mib(metric) for metric in metrics)
+            columns[head] = [_beside(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
+            known = [metric for metric in metrics if metric is not None]
+            repeated |= any(metric.repeats for metric in known)
+            about = one_line(known[0].about).rstrip(".")
+            notes += [f"{_titled(name, known[0])}: {about}."] if about else []
+    if repeated:
+        notes.append("Medians of the repeats.")
+    if len(arms) > 1 and columns:
+        notes.append("× : over the reference's; ≈ : the repeats overlap.")
+    return Performance(
+        columns=tuple(columns),
+        names=tuple(arm.name for arm, _ in arms),
+        rows=tuple(tuple(cells[n] for cells in columns.values()) for n, _ in enumerate(arms)),
+        note=" ".join(notes),
+        measured=_and([one_line(name) for name in names]),
+    )
+
+
+def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
+    """A value, and its ratio to the reference's."""
+    if metric is None:
+        return Estimate()
+    value = format_figure(metric.value, metric.unit, mib=mib)
+    return Estimate(value, ratio_of(metric, base) if metric.unit in SPEEDS else ABSENT)
 
 
 def _run_details(report: Report) -> list[tuple[str, str]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
-from fidelab.results.metric import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, Metric
+from fidelab.results.measurement import Metric
 from fidelab.results.record import ArmRecord, Report
+from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, arms
 from fidelab.results.values import Free, Record
 
 __all__ = ["COUNTED", "Difference", "beside", "fields", "same_place"]
@@ -50,7 +51,7 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     if key.role == "floor":
         found["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
-        found[COUNTED] = list(metric.rests_on)
+        found[COUNTED] = sorted(metric.rests_on)
     return found
 
 
@@ -85,10 +86,10 @@ def beside(baseline: Report, now: Report) -> Iterator[Difference]:
         {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
     )
     yield from _differences("environment", was, is_)
-    arms = {(role, arm.name): arm for role, arm in _arms(baseline)}
-    for role, arm in _arms(now):
-        if (role, arm.name) in arms:
-            yield from _differences(arm.name, _told(arms[role, arm.name]), _told(arm))
+    known = {(role, arm.name): arm for role, arm in arms(baseline)}
+    for role, arm in arms(now):
+        if (role, arm.name) in known:
+            yield from _differences(arm.name, _told(known[role, arm.name]), _told(arm))
 
 
 def same_place(baseline: Report, now: Report) -> bool:
@@ -97,14 +98,6 @@ def same_place(baseline: Report, now: Report) -> bool:
         difference.field.split(".")[0] in (_MACHINE if difference.where == "environment" else _ROUNDING)
         for difference in beside(baseline, now)
     )
-
-
-def _arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
-    for role, arm in (("reference", report.reference), ("control", report.control), ("truth", report.truth)):
-        if arm is not None:
-            yield role, arm
-    yield from (("control", arm) for arm in report.controls)
-    yield from (("candidate", arm) for arm in report.candidates)
 
 
 def _told(arm: ArmRecord) -> dict[str, Any]:

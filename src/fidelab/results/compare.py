@@ -36,9 +36,9 @@ from fidelab.metrics.change import (
 )
 from fidelab.results.comparability import COUNTED, beside, fields, same_place
 from fidelab.results.diff_record import Basis, Diff, MetricChange, Outcome, Refusal, Side, Thresholds
-from fidelab.results.flatten import Flat, flatten
-from fidelab.results.metric import CACHE, Key, Metric
+from fidelab.results.measurement import Metric
 from fidelab.results.record import Report
+from fidelab.results.table import CACHE, Key, Table, tabulate
 from fidelab.results.values import Interval
 
 __all__ = ["compare"]
@@ -51,6 +51,7 @@ _UNDIRECTED = 3
 _LARGEST_LOG = 700.0
 _NO_REPEATS = "no repeats"
 _NO_SIDE = "neither side is better"
+_BOUND = "a lower bound"
 
 
 def compare(
@@ -62,7 +63,7 @@ def compare(
         MismatchError: no metric can be compared; names what differs.
     """
     limits = thresholds or Thresholds()
-    sides = flatten(baseline), flatten(now)
+    sides = tabulate(baseline), tabulate(now)
     was, is_ = (side.metrics for side in sides)
     axes = _axes(baseline, now, *sides)
     changes, refusals = [], _Refusals()
@@ -97,14 +98,15 @@ def compare(
 
 
 def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: bool) -> MetricChange:
-    allowance = limits.allowance(was.limit, was.unit)
+    allowance = limits.allowance(was.allowance, was.unit)
     if not alike:
-        allowance = replace(allowance, absolute=max(allowance.absolute, was.floor, now.floor))
+        allowance = replace(allowance, absolute=max(allowance.absolute, was.noise, now.noise))
     verdict, basis, estimate, interval, relative = _change(was, now, allowance)
-    doubt = was.weak or now.weak or _NO_REPEATS if basis == "single" else ""
+    doubt = was.caveat or now.caveat or _NO_REPEATS if basis == "single" else ""
     better = was.better if was.better == now.better else None
     if better is None:
-        verdict, doubt = verdict if basis == "equal" else "cannot tell", was.doubt or now.doubt or _NO_SIDE
+        doubt = _BOUND if was.bound or now.bound else _NO_SIDE
+        verdict = verdict if basis == "equal" else "cannot tell"
     return MetricChange(
         **key._asdict(),
         unit=was.unit,
@@ -118,7 +120,7 @@ def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: boo
         basis=basis,
         outcome=verdict,
         counts=better is not None,
-        flags=tuple(dict.fromkeys((*was.flags, *now.flags))),
+        flags=tuple(dict.fromkeys(flag.kind for flag in (*was.flags, *now.flags))),
         doubt=doubt,
     )
 
@@ -127,11 +129,14 @@ def _change(
     was: Metric, now: Metric, allowance: Allowance
 ) -> tuple[Verdict, Basis, float | None, Interval | None, bool]:
     """Verdict, what it rests on, the change, its interval, and whether that is a ratio minus 1."""
-    scaled = was.limit in ("slowdown", "memory")  # what is compared by ratios
-    change = now.value - was.value
+    scaled = was.allowance in ("slowdown", "memory")  # what is compared by ratios
+    before, after = was.value, now.value
+    assert before is not None  # a table holds none without a value
+    assert after is not None
+    change = after - before
     if scaled:
-        change = now.value / was.value - 1 if was.value > 0 else math.inf
-    if (was.value, was.ci, was.repeats) == (now.value, now.ci, now.repeats):
+        change = after / before - 1 if before > 0 else math.inf
+    if (before, was.ci, was.repeats) == (after, now.ci, now.repeats):
         return "unchanged", "equal", 0.0, None, scaled
     sign = -1.0 if was.better == "higher" else 1.0
     if scaled and (found := log_ratio(was.repeats, now.repeats)) is not None:
@@ -139,15 +144,15 @@ def _change(
         cost = (low, high) if sign > 0 else (-high, -low)
         ends = _growth(low), _growth(high)
         return judge_log_ratio(cost, allowance.relative), "repeats", _growth(found.estimate), ends, True
-    if not scaled and was.ci is not None and now.ci is not None:
-        old, new = (_cost(side.value, side.ci, sign) for side in (was, now) if side.ci is not None)
-        ends = difference_interval(Estimate(now.value, now.ci), Estimate(was.value, was.ci))
+    if not scaled and was.interval is not None and now.interval is not None:
+        old, new = _cost(before, was.interval, sign), _cost(after, now.interval, sign)
+        ends = difference_interval(Estimate(after, now.interval), Estimate(before, was.interval))
         shown = ends if all(map(math.isfinite, ends)) else None
         return judge_intervals(old, new, allowance), "intervals", _finite(change), shown, False
     exact = was.exact and now.exact
-    costs = [_single_cost(side.value, sign, scaled) for side in (was, now)]
-    verdict = judge_values(costs[0], costs[1], allowance, exact=exact)
-    if not exact and (was.weak or now.weak) and verdict != "unchanged":
+    costs = _single_cost(before, sign, scaled), _single_cost(after, sign, scaled)
+    verdict = judge_values(*costs, allowance, exact=exact)
+    if not exact and (was.caveat or now.caveat) and verdict != "unchanged":
         verdict = "cannot tell"
     return verdict, "exact" if exact else "single", _finite(change), None, scaled
 
@@ -205,11 +210,11 @@ def _order(metric: Metric, change: MetricChange, limits: Thresholds) -> tuple[fl
     if change.change is None or change.better is None:
         return rank, 0.0
     sign = -1.0 if change.better == "higher" else 1.0
-    allowance = limits.allowance(metric.limit, metric.unit)
+    allowance = limits.allowance(metric.allowance, metric.unit)
     if change.relative:
         rise = sign * (math.log1p(change.change) if change.change > -1 else -math.inf)
         return rank, -_times(rise, math.log1p(allowance.relative))
-    cost = sign * metric.value
+    cost = sign * (metric.value or 0.0)
     return rank, -_times(sign * change.change, allowance.of(cost) - cost)
 
 
@@ -244,7 +249,7 @@ class _Refusals:
         ]
 
 
-def _axes(baseline: Report, now: Report, *sides: Flat) -> set[str]:
+def _axes(baseline: Report, now: Report, *sides: Table) -> set[str]:
     """Names of all axes and benches that either side knows of."""
     named = {key.group for side in sides for key in side.metrics}
     named |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
@@ -252,13 +257,13 @@ def _axes(baseline: Report, now: Report, *sides: Flat) -> set[str]:
     return named.union(*(axes for axes in asked if isinstance(axes, dict)))
 
 
-def _unmeasured(was: Flat, now: Flat) -> Iterator[str]:
+def _unmeasured(was: Table, now: Table) -> Iterator[str]:
     for place, reason in now.reasons.items():
         if place in was.reasons:
             yield f"{', '.join(place[1:])}: {reason}"
 
 
-def _why_nothing(refused: list[Refusal], sides: tuple[Flat, Flat]) -> str:
+def _why_nothing(refused: list[Refusal], sides: tuple[Table, Table]) -> str:
     if refused:
         named = [f"{r.field} {_short(r.baseline)} is not {_short(r.now)}" for r in refused]
         return "; ".join(named[:3]) + (f" (and {len(named) - 3} more)" if len(named) > 3 else "")

@@ -7,18 +7,42 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from statistics import median
+from typing import Annotated, Final, Literal, Self
 
 from pydantic import AwareDatetime, Field
 
-from fidelab.results.bench_values import Positive, Spread
+from fidelab.metrics.latency import Rate, is_steady
 from fidelab.results.record import Composite, Ran, Verdict, write_atomically
-from fidelab.results.values import Count, FreeDict, Interval, Outcome, Record, Score
+from fidelab.results.values import Count, FreeDict, Interval, Outcome, Positive, Record, Score
 
-__all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed"]
+__all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed", "Spread"]
 
 SCHEMA: Final = "fidelab.cross-engine/0"
 CROSS = "cross-engine.json"
+
+
+class Spread(Record):
+    """Repeats of one measured rate."""
+
+    median: Positive
+    """Half of the repeats were smaller."""
+    low: Positive
+    """The smallest repeat."""
+    high: Positive
+    """The largest repeat."""
+    steady: bool | None = None
+    """The last three repeats lie within 5% of their median; null for fewer than three."""
+    repeats: tuple[Positive, ...]
+    """Every repeat, in order."""
+
+    @classmethod
+    def of(cls, rate: Rate) -> Self:
+        """The record of a measured rate."""
+        repeats = tuple(map(float, rate.repeats))
+        return cls(
+            median=median(repeats), low=min(repeats), high=max(repeats), steady=is_steady(repeats), repeats=repeats
+        )
 
 
 class Speed(Outcome):

@@ -9,10 +9,9 @@ from typing import Final, Literal
 from pydantic import AwareDatetime, Field
 
 from fidelab.metrics.change import Allowance
-from fidelab.results.bench_values import Positive
 from fidelab.results.comparability import Difference
-from fidelab.results.metric import Better, Limit, Unit
-from fidelab.results.values import Count, Free, Interval, Record
+from fidelab.results.measurement import Better, Limit, Unit
+from fidelab.results.values import Count, Free, Interval, Positive, Record
 
 __all__ = ["SCHEMA", "Basis", "Diff", "MetricChange", "Outcome", "Refusal", "Side", "Thresholds"]
 
@@ -98,7 +97,7 @@ class MetricChange(Record):
     counts: bool = True
     """Whether the gate looks at it."""
     flags: tuple[str, ...] = ()
-    """What makes either value doubtful, a word each (:data:`~fidelab.results.bench_values.FlagKind`)."""
+    """What makes either value doubtful, a word each."""
     doubt: str = ""
     """Why nothing more certain can be said, or why it is not there."""
 

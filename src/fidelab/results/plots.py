@@ -91,6 +91,8 @@ class Curve(Record):
     """Upper end of each ordinate's spread or interval."""
     doubts: tuple[str, ...] = ()
     """Per point why it does not count, empty where it does: such points are drawn hollow and no line runs through."""
+    names: tuple[str, ...] = ()
+    """Per point a short name, which stands beside it where there is room, such as the load of a latency."""
     stairs: bool = False
     """The ordinate holds until the next abscissa."""
     percent: bool = False
@@ -102,8 +104,8 @@ class Curve(Record):
     def _lengths_agree(self) -> Self:
         if len(self.x) != len(self.y):
             raise ValueError(f"{len(self.x)} abscissae and {len(self.y)} ordinates")
-        if any(len(part) not in (0, len(self.x)) for part in (self.low, self.high, self.doubts)):
-            raise ValueError(f"low, high and doubts need {len(self.x)} entries each, or none")
+        if any(len(part) not in (0, len(self.x)) for part in (self.low, self.high, self.doubts, self.names)):
+            raise ValueError(f"low, high, doubts and names need {len(self.x)} entries each, or none")
         return self
 
 
@@ -122,13 +124,15 @@ class Bars(Record):
     """What each bar is, beside the arm's name: ``cold``, ``warm``."""
     parts: dict[str, tuple[float, ...]]
     """Part → its length in each bar, in the order in which they are stacked."""
+    totals: tuple[float, ...] = ()
+    """The figure of each whole bar, where its parts need not sum up to it; empty: their sum is shown."""
     caption: str = ""
     """How to read the chart."""
 
     @model_validator(mode="after")
     def _lengths_agree(self) -> Self:
-        if any(len(lengths) != len(self.labels) for lengths in self.parts.values()):
-            raise ValueError(f"each part of {self.title!r} needs {len(self.labels)} lengths")
+        if any(len(lengths) != len(self.labels) for lengths in (*self.parts.values(), self.totals or self.labels)):
+            raise ValueError(f"each part of {self.title!r}, and its totals, need {len(self.labels)} lengths")
         return self
 
 
@@ -181,6 +185,8 @@ class Texts(Record):
     """What is shown, in a few words."""
     pairs: tuple[TextPair, ...]
     """The items."""
+    note: str = ""
+    """How to read them."""
 
 
 Plot = Annotated[Heatmap | Curve | Bars | TablePlot | Texts, Field(discriminator="kind")]

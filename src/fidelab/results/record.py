@@ -333,12 +333,12 @@ class Report(Record):
         return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per arm: reference, control, candidates, floor; :mod:`fidelab.results.export` names the columns.
+        """One row per arm: reference, control, candidates, floor; :mod:`fidelab.results.table` names the columns.
 
         Raises:
             UsageError: pandas is not installed.
         """
-        from fidelab.results.export import build_frame
+        from fidelab.results.table import build_frame
 
         return build_frame(self)
 
@@ -352,7 +352,7 @@ class Report(Record):
 
     @classmethod
     def from_json(cls, path: str | Path) -> Report:
-        """Read a report file.
+        """Read a report file, of this schema or of ``fidelab.report/0``.
 
         Raises:
             InputError: unreadable, not JSON, of another schema, or malformed; the message names the place.
@@ -364,7 +364,7 @@ class Report(Record):
             raise InputError(f"{path}: cannot read the report: {error.strerror}") from error
         except UnicodeDecodeError as error:
             raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
-        _check_schema(path, text)
+        text = _in_this_schema(path, text)
         try:
             return cls.model_validate_json(text, strict=True)
         except ValidationError as error:
@@ -386,7 +386,10 @@ class Report(Record):
         return {**head, **schema, "title": SCHEMA}
 
 
-def _check_schema(path: Path, text: str) -> None:
+def _in_this_schema(path: Path, text: str) -> str:
+    """The JSON of a report of this schema; of an older one, what it is in this one."""
+    from fidelab.results.upgrade import SCHEMA_0, upgrade
+
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
 
@@ -399,8 +402,15 @@ def _check_schema(path: Path, text: str) -> None:
     found = plain.get("schema") if isinstance(plain, dict) else None
     if found is None:
         raise InputError(f"{path}: not a fidelab report (it names no schema)")
+    if found == SCHEMA_0:
+        try:
+            return json.dumps(upgrade(plain), ensure_ascii=False)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            fault = _first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
+            raise InputError(f"{path}: malformed report of schema {SCHEMA_0!r} ({fault})") from error
     if found != SCHEMA:
         raise InputError(f"{path}: has schema {found!r}; this fidelab reads {SCHEMA!r}")
+    return text
 
 
 def _first_fault(error: ValidationError) -> str:

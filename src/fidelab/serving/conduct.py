@@ -13,7 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from fidelab.benches.load_cell import Asked, Drive, compare_counts, count_by_finish, find_saturation, load_cell
+from fidelab.benches.base import CellResult
+from fidelab.benches.load_cell import Asked, Drive, compare_counts, count_by_finish, load_cell
+from fidelab.benches.load_figures import serving_measurement
 from fidelab.core import Status
 from fidelab.engines.openai_http import split_url
 from fidelab.engines.openai_server import identify
@@ -22,8 +24,7 @@ from fidelab.inputs.traffic import arrivals
 from fidelab.load.drive import drive
 from fidelab.load.exchange import Load, Request, ServerRefusedError
 from fidelab.load.server_metrics import Scraper
-from fidelab.results.bench_values import Flag
-from fidelab.results.serving_record import LoadCell, Serving
+from fidelab.results.measurement import Cell, Flag, Measurement
 from fidelab.serving.contact import Contact, reach
 from fidelab.serving.settings import ServingSettings
 
@@ -51,7 +52,7 @@ class Watch:
     def driven(self, number: int, repeat: int, drive: Drive) -> None:
         """What became of each request of a cell."""
 
-    def measured(self, cell: LoadCell, serving: Serving) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         """A cell is done; all cells so far."""
 
     def close(self) -> None:
@@ -60,7 +61,7 @@ class Watch:
 
 def measure_serving(
     settings: ServingSettings, key: str | None = None, *, watch: Watch | None = None, contact: Contact | None = None
-) -> Serving:
+) -> Measurement:
     """Put every cell's load on the server.
 
     ``key``: of the API, shown nowhere.  ``contact``: where the server was reached already.
@@ -85,9 +86,9 @@ class _Sweep:
         self._watch = watch
         self._asked = [replace(asked, by_finish=contact.by_finish) for asked in contact.settings.cells()]
         self._drives: dict[int, list[Drive]] = {number: [] for number in range(len(self._asked))}
-        self._ended: dict[int, LoadCell] = {}  # cells that are not asked again
+        self._ended: dict[int, CellResult] = {}  # cells that are not asked again
 
-    def run(self) -> Serving:
+    def run(self) -> Measurement:
         total = len(self._asked) * self._settings.repeats
         for repeat in range(self._settings.repeats):
             for number, asked in enumerate(self._asked):
@@ -124,11 +125,12 @@ class _Sweep:
         self._watch.driven(number, repeat, driven)
         self._drives[number].append(driven)
         cell = self._cell(number)
-        if cell.status is Status.FAILED and (words := self._refused_for_length(driven)):
+        failed = cell.cell.status is Status.FAILED
+        if failed and (words := self._refused_for_length(driven)):
             self._end(number, asked, Status.NOT_SUPPORTED, words)
             return None
         self._watch.measured(cell, self._serving())
-        return self._gone() if cell.status is Status.FAILED else None
+        return self._gone() if failed else None
 
     def _drive(self, asked: Asked, requests: Sequence[Request]) -> Drive:
         settings, contact = self._settings, self._contact
@@ -174,46 +176,36 @@ class _Sweep:
 
     def _end(self, number: int, asked: Asked, status: Status, reason: str) -> None:
         """A cell that is not asked again; what was measured of it in earlier passes stays."""
-        cell = self._cell(number) if self._drives[number] else None
-        if cell is not None and cell.status is Status.OK:
+        ended = self._cell(number) if self._drives[number] else None
+        if ended is not None and ended.cell.status is Status.OK:
             flag = Flag(kind="errors", text=f"repeat {len(self._drives[number]) + 1} failed: {reason}")
-            self._ended[number] = cell.model_copy(update={"valid": False, "flags": (*cell.flags, flag)})
+            cell = ended.cell.model_copy(update={"valid": False, "flags": (*ended.cell.flags, flag)})
+            self._ended[number] = CellResult(cell, ended.metrics)
         else:
-            self._ended[number] = LoadCell(
-                status=status,
-                reason=reason,
-                arrival=asked.arrival,
-                context=asked.context,
-                output=asked.output,
-                concurrency=asked.concurrency,
-                request_rate=asked.request_rate,
-                valid=False,
-            )
+            self._ended[number] = CellResult(Cell(status=status, reason=reason, at=asked.at, valid=False))
         self._watch.measured(self._ended[number], self._serving())
 
-    def _cell(self, number: int) -> LoadCell:
+    def _cell(self, number: int) -> CellResult:
         return load_cell(self._asked[number], self._drives[number])
 
-    def _serving(self, gone: str | None = None) -> Serving:
+    def _serving(self, gone: str | None = None) -> Measurement:
         numbers = range(len(self._asked))
-        cells = [self._ended.get(n) or self._cell(n) for n in numbers if n in self._ended or self._drives[n]]
+        loads = [self._ended.get(n) or self._cell(n) for n in numbers if n in self._ended or self._drives[n]]
+        ends = [load.cell.status for load in loads]
         reason = gone
-        if reason is None and cells and all(cell.status is not Status.OK for cell in cells):
-            reason = cells[0].reason
+        if reason is None and loads and Status.OK not in ends:
+            reason = loads[0].cell.reason
         status = Status.FAILED if reason else Status.OK
-        if reason and all(cell.status is Status.NOT_SUPPORTED for cell in cells):
+        if reason and set(ends) <= {Status.NOT_SUPPORTED}:
             status = Status.NOT_SUPPORTED
         settings, (root, api) = self._settings, split_url(self._settings.base_url)
-        return Serving(
-            status=status,
-            reason=reason,
-            target=root,
-            model=self._contact.server.model,
-            endpoint=api + self._contact.target.path,
-            cells=tuple(cells),
-            saturation=find_saturation(cells),
-            settings=settings.model_dump(mode="json", exclude={"base_url"}) | self._contact.record(),
-        )
+        facts = {
+            "target": root,
+            "model": self._contact.server.model,
+            "endpoint": api + self._contact.target.path,
+            "settings": settings.model_dump(mode="json", exclude={"base_url"}) | self._contact.record(),
+        }
+        return serving_measurement(loads, facts, status=status, reason=reason)
 
     def _refused_for_length(self, driven: Drive) -> str | None:
         """The server's words, where every request was refused for its length.

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import fidelab
+from fidelab.benches.base import CellResult
 from fidelab.benches.load_cell import Drive
 from fidelab.config.load import dump
 from fidelab.core import Status, slug, usable_cores
 from fidelab.models.weights import file_sha256
 from fidelab.report.html import write_html
-from fidelab.results.bench_record import Benches
+from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, KVFormats, Ran, Report
 from fidelab.results.requests import append_requests, request_row
-from fidelab.results.serving_record import LoadCell, Serving
 from fidelab.results.store import RunFolder
 from fidelab.serving.conduct import Watch
 from fidelab.serving.contact import Contact
@@ -71,14 +71,14 @@ class Keeper(Watch):
         append_requests(self.folder.path, _rows(number, repeat, drive))
         self._shown.driven(number, repeat, drive)
 
-    def measured(self, cell: LoadCell, serving: Serving) -> None:
+    def measured(self, cell: CellResult, serving: Measurement) -> None:
         self.keep(serving)
         self._shown.measured(cell, serving)
 
     def close(self) -> None:
         self._shown.close()
 
-    def keep(self, serving: Serving) -> Report:
+    def keep(self, serving: Measurement) -> Report:
         """Write the report as it stands."""
         assert self.folder is not None
         self.report = self._report(serving)
@@ -90,7 +90,7 @@ class Keeper(Watch):
         if self.report is not None and self.folder is not None:
             write_html(self.report, self.folder.html)
 
-    def _report(self, serving: Serving) -> Report:
+    def _report(self, serving: Measurement) -> Report:
         assert self._contact is not None
         assert self.folder is not None
         server, settings = self._contact.server, self._contact.settings
@@ -113,7 +113,7 @@ class Keeper(Watch):
                     **dict(server.facts),
                 }
             ),
-            benches=Benches(serving=serving),
+            benches={"serving": serving},
         )
         return Report(
             run_id=self.folder.run_id,

@@ -1,0 +1,296 @@
+"""A report as one flat table: every metric of every arm with its place, for comparisons; and as a data frame.
+
+No axis and no bench is known here by name: what is better, how a value is judged and what it is called stand with each
+:class:`~fidelab.results.measurement.Metric`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fidelab.errors import UsageError
+from fidelab.results.measurement import Cell, Measurement, Metric, label
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.values import NEEDS_REASON
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = [
+    "BENCH",
+    "CACHE",
+    "COMPOSITE",
+    "OVER_CONTROL",
+    "Column",
+    "Key",
+    "Table",
+    "arms",
+    "build_frame",
+    "columns",
+    "tabulate",
+]
+
+BENCH = "benches."
+CACHE = "cache"
+COMPOSITE = "composite"
+OVER_CONTROL = "over control"
+
+_NO_INTERVAL = "no interval"
+
+
+class Key(NamedTuple):
+    """Where a metric stands; equal keys of two reports are the same metric."""
+
+    role: str
+    """``reference``, ``control``, ``candidate``, ``truth`` or ``floor``."""
+    arm: str
+    """Name of the arm; the floor has the reference's."""
+    group: str
+    """An axis, ``benches.<bench>``, ``composite``, or ``cache`` (what the engine says of it)."""
+    cell: str
+    """Length, batch, load; empty where there is one."""
+    metric: str
+    """What was measured."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """All metrics of a report that have a value and may stand in a comparison.
+
+    ``reasons``: why a place has none, by the leading parts of its keys.
+    """
+
+    metrics: dict[Key, Metric] = field(default_factory=dict)
+    reasons: dict[tuple[str, ...], str] = field(default_factory=dict)
+
+    def reason(self, key: Key) -> str:
+        """Why a metric is not there, as far as the report says."""
+        return next((self.reasons[key[:n]] for n in (4, 3, 2) if key[:n] in self.reasons), "")
+
+
+def arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
+    """(role, arm) of all arms in reading order."""
+    yield "reference", report.reference
+    yield from (("control", arm) for arm in (report.control, *report.controls) if arm is not None)
+    yield from (("candidate", arm) for arm in report.candidates)
+    if report.truth is not None:
+        yield "truth", report.truth
+
+
+def tabulate(report: Report) -> Table:
+    """The table of a report.
+
+    Plots are not in it, nor how long the captures took.  Metrics of a shape of work that is marked invalid are left
+    out.  Metrics of an axis are estimates over items: one without an interval gets a caveat.
+    """
+    table = Table()
+    for role, arm in arms(report):
+        if arm.status in NEEDS_REASON:
+            table.reasons[role, arm.name] = arm.reason or ""
+        _add(table, (role, arm.name), arm.axes)
+        if arm.composite is not None and arm.composite.value is not None:
+            score, ci = arm.composite.value, arm.composite.ci
+            mean = Metric(name="value", value=score, unit="points", better="higher", ci=ci, rests_on=arm.composite.axes)
+            table.metrics[Key(role, arm.name, COMPOSITE, "", mean.name)] = _with_caveat(mean)
+        if arm.ran is not None and arm.ran.cache_bytes_per_token is not None:
+            size = arm.ran.cache_bytes_per_token
+            held = Metric(name="bytes per token", value=size, unit="bytes", better="lower", exact=True)
+            table.metrics[Key(role, arm.name, CACHE, "", held.name)] = held
+        _add(table, (role, arm.name), arm.benches, prefix=BENCH)
+    _add(table, ("floor", report.reference.name), report.floor)
+    return table
+
+
+def _add(table: Table, place: tuple[str, str], found: Mapping[str, Measurement], *, prefix: str = "") -> None:
+    for name, measurement in found.items():
+        group = prefix + name
+        if measurement.status in NEEDS_REASON:
+            table.reasons[*place, group] = measurement.reason or ""
+        for shape in measurement.cells:
+            if why := _unusable(shape):
+                table.reasons[*place, group, label(shape.at)] = why
+        for metric in (*measurement.metrics, *_failed(measurement)):
+            cell = measurement.cell(metric.cell)
+            if metric.value is None or (cell is not None and not cell.valid):
+                continue
+            flags = (*metric.flags, *(cell.flags if cell else ()), *measurement.flags)
+            flagged = metric.model_copy(update={"flags": flags}) if flags else metric
+            key = Key(*place, group, label(metric.cell), metric.name)
+            table.metrics[key] = flagged if prefix else _with_caveat(flagged)
+
+
+def _unusable(cell: Cell) -> str:
+    if cell.status in NEEDS_REASON:
+        return cell.reason or ""
+    why = "; ".join(flag.text for flag in cell.flags)
+    return "" if cell.valid else f"the cell is invalid{': ' if why else ''}{why}"
+
+
+def _with_caveat(metric: Metric) -> Metric:
+    sure = metric.exact or metric.ci or metric.caveat
+    return metric if sure else metric.model_copy(update={"caveat": _NO_INTERVAL})
+
+
+def _failed(measurement: Measurement) -> Iterator[Metric]:
+    if measurement.n_failed is not None:
+        yield Metric(name="failed items", value=measurement.n_failed, unit="count", better="lower", exact=True)
+
+
+# -------------------------------------------------------------------------------------------------- data frame
+
+_TEXT, _FLOAT, _COUNT, _FLAG = "string", "float64", "Int64", "boolean"
+_KINDS: Mapping[type, str] = {str: _TEXT, float: _FLOAT, int: _COUNT, bool: _FLAG}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its name, its pandas type, and what it holds with its unit."""
+
+    name: str
+    dtype: str
+    about: str
+
+
+_ASKED = ("run_id", "role", "name", "engine", "model", "k", "v", "kv_options")
+
+Row = dict[str, Any]
+
+
+def columns(report: Report) -> list[Column]:
+    """The columns of :func:`build_frame`.
+
+    Those of the arm itself are always there.  Every axis and bench follows with ``<name>_status``, ``…_reason``,
+    ``…_n_items``, ``…_n_failed``, its facts, and its metrics: ``<name>_<metric>``, with the shape of work behind it
+    (``decode_isolated_depth_512_batch_1``) and ``_`` for spaces and punctuation; ``…_ci_low`` and ``…_ci_high`` are
+    the ends of a 95% interval, ``…_low`` and ``…_high`` the smallest and the largest repeat, ``…_steady`` says whether
+    the last three repeats agree.  Facts of a shape of work are columns, too (``serving_valid_context_512_…``).
+    """
+    return _frame(report)[0]
+
+
+def build_frame(report: Report) -> pd.DataFrame:
+    """One row per arm: reference, control, candidates, and the floor where it was measured.
+
+    Absent is ``NaN`` in columns of numbers and ``<NA>`` in all others.
+
+    Raises:
+        UsageError: pandas is not installed.
+    """
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UsageError(f"a data frame needs pandas ({error}): pip install pandas") from None
+    listed, rows = _frame(report)
+    return pd.DataFrame(
+        {column.name: pd.Series([row.get(column.name) for row in rows], dtype=column.dtype) for column in listed}
+    )
+
+
+def _frame(report: Report) -> tuple[list[Column], list[Row]]:
+    shown = [("reference", report.reference), *([("control", report.control)] if report.control else [])]
+    shown += [("candidate", arm) for arm in report.candidates]
+    heads = [_arm_cells(report, role, arm) for role, arm in shown]
+    found = [{**arm.axes, **arm.benches} for _, arm in shown]
+    if report.floor:
+        heads.append([cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _ASKED])
+        found.append(report.floor)
+    listed = {column.name: column for column, _ in heads[0]}
+    rows = [{column.name: value for column, value in head} for head in heads]
+    for group in dict.fromkeys(group for measurements in found for group in measurements):
+        for row, measurements in zip(rows, found, strict=True):
+            for column, value in _cells(group, measurements.get(group)):
+                known = listed.setdefault(column.name, column)
+                if known.dtype != column.dtype:  # a fact that is a number here and a word there
+                    numbers = {known.dtype, column.dtype} == {_FLOAT, _COUNT}
+                    listed[column.name] = replace(known, dtype=_FLOAT if numbers else _TEXT)
+                row.setdefault(column.name, value)
+    return list(listed.values()), rows
+
+
+def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, Any]]:
+    """What there is to say of an arm besides its measurements."""
+    kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
+    low, high = (composite and composite.ci) or (None, None)
+    modified = ran.modified if ran else ()
+    return [
+        (Column(name, dtype, about), value)
+        for name, dtype, about, value in (
+            ("run_id", _TEXT, "Name of the run's folder.", report.run_id),
+            ("role", _TEXT, "reference, control, candidate or floor (the reference against a replicate).", role),
+            ("name", _TEXT, "Short name of the arm; the floor has the reference's.", arm.name),
+            ("engine", _TEXT, "Engine that runs it.", arm.engine),
+            ("model", _TEXT, "The model as the user knows it.", arm.model),
+            ("k", _TEXT, "Format of the keys that was asked for.", kv.k),
+            ("v", _TEXT, "Format of the values that was asked for.", kv.v),
+            ("kv_options", _TEXT, "Options of the formats, as JSON.", _json(kv.options) if kv.options else None),
+            ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
+            ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
+            ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),
+            ("status", _TEXT, "How the arm ended; absent for the floor.", arm.status.value),
+            ("reason", _TEXT, "Why, in one line.", arm.reason),
+            ("band", _TEXT, "EXCELLENT, PASS, DEGRADED or FAIL; absent: no verdict.", verdict and verdict.band),
+            ("at_best", _TEXT, "Best band still possible without a verdict.", verdict and verdict.at_best),
+            ("modified", _TEXT, "Packages not as released, and shims.", "; ".join(modified) or None),
+            ("sentence", _TEXT, "What to do with a candidate.", verdict and verdict.sentence),
+            ("composite", _FLOAT, "Harmonic mean of scores, 0-100; never a verdict.", composite and composite.value),
+            ("composite_ci_low", _FLOAT, "Lower end of its 95% interval.", low),
+            ("composite_ci_high", _FLOAT, "Upper end of its 95% interval.", high),
+            ("timing_load_seconds", _FLOAT, "The worker's start to the loaded model.", timing and timing.load_seconds),
+            ("timing_seconds", _FLOAT, "All captures of the arm.", timing and timing.seconds),
+        )
+    ]
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _cells(group: str, found: Measurement | None) -> Iterator[tuple[Column, Any]]:
+    """Every number and word of a measurement under its column."""
+    if found is None:
+        return
+    for name, dtype, about, value in (
+        ("status", _TEXT, f"How {group} ended.", found.status.value),
+        ("reason", _TEXT, f"Why {group} ended so, in one line.", found.reason),
+        ("n_items", _COUNT, "Items asked.", found.n_items),
+        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", found.n_failed),
+    ):
+        yield Column(_named(group, name), dtype, about), value
+    yield from _facts(group, "", found.facts)
+    for metric in found.metrics:
+        yield from _metric_cells(group, metric)
+    for cell in found.cells:
+        at = label(cell.at)
+        yield Column(_named(group, "status", at), _TEXT, f"How it ended: {at}."), cell.status.value
+        yield Column(_named(group, "valid", at), _FLAG, f"Whether it may stand in a comparison: {at}."), cell.valid
+        yield from _facts(group, at, cell.facts)
+
+
+def _facts(group: str, at: str, facts: Mapping[str, Any]) -> Iterator[tuple[Column, Any]]:
+    for fact, value in facts.items():
+        if (kind := _KINDS.get(type(value))) is not None:
+            about = ", ".join(filter(None, (f"{group}: {fact}", at)))
+            yield Column(_named(group, fact, at), kind, about), value
+
+
+def _metric_cells(group: str, metric: Metric) -> Iterator[tuple[Column, Any]]:
+    at = label(metric.cell)
+    name = _named(group, metric.name, at)
+    about = ", ".join(filter(None, (metric.name, metric.unit, at)))
+    about += f": {metric.about}" if metric.about else ""
+    yield Column(name, _FLOAT, about), metric.value
+    for suffix, ends, what in (("_ci", metric.ci, "end of the 95% interval of"), ("", metric.span, "repeat of")):
+        if ends is not None:
+            lower, upper = ("Lower", "Upper") if suffix else ("Smallest", "Largest")
+            yield Column(f"{name}{suffix}_low", _FLOAT, f"{lower} {what} {about}"), ends[0]
+            yield Column(f"{name}{suffix}_high", _FLOAT, f"{upper} {what} {about}"), ends[1]
+    if metric.steady is not None:
+        yield Column(f"{name}_steady", _FLAG, f"Whether the last three repeats agree: {about}"), metric.steady
+
+
+def _named(group: str, name: str, at: str = "") -> str:
+    return "_".join(filter(None, (re.sub(r"\W+", "_", part).strip("_") for part in (group, name, at))))

@@ -1,0 +1,251 @@
+"""Reports of schema ``fidelab.report/0`` as reports of schema 1, so that old runs and baselines stay readable.
+
+Schema 0 had a record of its own for every axis and bench; what it did not say, which side of a figure is better, is
+said here as it was judged then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Final
+
+from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
+from fidelab.results.plots import Curve, TextPair, Texts
+
+__all__ = ["KLD", "SCHEMA_0", "SCORE", "TRAJECTORY", "binned", "metrics_of", "survival", "upgrade"]
+
+SCHEMA_0: Final = "fidelab.report/0"
+
+Plain = Mapping[str, Any]
+
+# Field → metric; its interval is in the field ``<field>_ci``.  Imports make metrics of them, too.
+SCORE = Definition("score", "points", "higher")
+KLD = {
+    "mean": Definition("mean", "nats", "lower"),
+    "stderr": Definition("std. error", "nats"),
+    "median": Definition("median", "nats", "lower"),
+    "p90": Definition("p90", "nats", "lower"),
+    "p95": Definition("p95", "nats", "lower"),
+    "p99": Definition("p99", "nats", "lower"),
+    "p999": Definition("p99.9", "nats", "lower"),
+    "max": Definition("max", "nats", "lower"),
+    "top1": Definition("top-1", "share", "higher"),
+    "real_flips": Definition("real flips", "share", "lower"),
+    "tokens_to_flip": Definition("tokens to flip", "tokens"),
+    "rms_dp": Definition("RMS Δp", "share", "lower"),
+    "score": SCORE,
+}
+TRAJECTORY = {
+    "score": SCORE,
+    "exact_match_rate": Definition("exact match", "share", "higher"),
+    "positional_agreement": Definition("positional agreement", "share", "higher"),
+    "median_first_divergence": Definition("median first divergence", "tokens"),
+    "near_tie_share": Definition("near ties", "share"),
+    "score_refract": Definition("score (REFRACT)", "points", "higher"),
+}
+# Axis → figures whose better side was known; of perplexity, the context stood behind the name.
+_BETTER: Mapping[str, Mapping[str, Better]] = {
+    "perplexity": {"ln ratio": "lower", "PPL change": "lower"},
+    "gsm8k": {"accuracy": "higher", "difference": "higher"},
+    "forced": {"mean KL": "lower", "median KL": "lower", "99th percentile": "lower", "same top token": "higher"},
+    "degeneration": {"degenerate earlier": "lower"},
+    "rniah": {"accuracy": "higher", "accuracy difference": "higher"},
+    "plad": {"excess drift": "lower", "drift of the candidate": "lower"},
+    "capability": {"passed": "higher", "difference": "higher"},
+}
+# Axis → the paired excess over the control.
+_NATS = Definition("over control", "nats", "lower")
+_POINTS = Definition("over control", "points", "higher")
+_EXCESS = {
+    **dict.fromkeys(("kld", "forced", "perplexity"), _NATS),
+    **dict.fromkeys(("trajectory", "rniah", "plad", "gsm8k", "capability"), _POINTS),
+    "degeneration": Definition("over control", "share", "lower"),
+}
+_COMPOSED = ("trajectory", "kld", "rniah", "plad")
+_BOUND = ", at least"  # behind the name of a figure that is a lower bound
+_NEAR_TIE = 0.1  # nats
+_BINNED = {
+    "position": (
+        "KL by position in the window",
+        "position in the window, tokens",
+        "Rising lines: the cost grows with the context.",
+    ),
+    "confidence": (
+        "KL by the reference's confidence",
+        "reference's largest probability",
+        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
+    ),
+}
+
+
+def upgrade(plain: Plain) -> dict[str, Any]:
+    """The JSON object of a report of schema 0 as one of schema 1.
+
+    Raises:
+        KeyError, TypeError, AttributeError, ValueError: it is malformed.
+    """
+    found = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
+    for name in ("reference", "control", "truth"):
+        if found.get(name) is not None:
+            found[name] = _arm(found[name])
+    for name in ("controls", "candidates"):
+        found[name] = [_arm(arm) for arm in found.get(name) or ()]
+    return found
+
+
+def _arm(arm: Plain) -> dict[str, Any]:
+    from fidelab.results.upgrade_benches import upgrade_benches
+
+    noise = (arm.get("floor") or {}).get("mean") or 0.0
+    benches = {name: bench for name, bench in (arm.get("benches") or {}).items() if bench is not None}
+    timing = benches.pop("timing", None)
+    axes = _axes(arm.get("axes") or {}, noise)
+    found = {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
+    if arm.get("composite") is not None:
+        counted = [name for name in _COMPOSED if (arm["axes"].get(name) or {}).get("score") is not None]
+        found["composite"] = {**arm["composite"], "axes": counted}
+    return found
+
+
+def _axes(axes: Plain, noise: float) -> dict[str, Any]:
+    """``noise``: what last bits move the arm's KL by (nats)."""
+    known = {"kld": _kld, "trajectory": _trajectory}
+    found = {
+        name: known.get(name, _other)(name, {**axis, "score_ci": axis.get("ci")})
+        for name, axis in axes.items()
+        if axis is not None
+    }
+    if "kld" in found:
+        shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in found["kld"].metrics)
+        found["kld"] = found["kld"].model_copy(update={"metrics": shaken})
+    return {name: measurement.model_dump(mode="json") for name, measurement in found.items()}
+
+
+def _kld(name: str, axis: Plain) -> Measurement:
+    bound = axis.get("estimator") == "topk"
+    metrics = list(metrics_of(axis, KLD, bound))
+    contexts = axis.get("contexts") or ()
+    for context in contexts if len(contexts) > 1 else ():
+        cell = {"context": context["n_ctx"]}
+        metrics += metrics_of(context, {field: KLD[field] for field in ("mean", "top1")}, bound, cell)
+    drawn = {key: bins for key in _BINNED if (bins := axis.get(f"by_{key}")) and any(bins["mean"])}
+    plots = [binned(key, bins["edges"], bins["mean"]) for key, bins in drawn.items()]
+    about = ("n_ctx", "n_positions", "n_documents", "windows")
+    return _measurement(
+        name,
+        axis,
+        metrics,
+        plots=plots,
+        n_items=axis.get("n_positions"),
+        facts={
+            **_given(axis, "estimator", "n_ctx", "n_units", "n_documents"),
+            "contexts": [_given(context, *about) for context in contexts],
+        },
+    )
+
+
+def _trajectory(name: str, axis: Plain) -> Measurement:
+    plots: list[Curve | Texts] = []
+    if shares := axis.get("survival"):
+        plots.append(survival(shares))
+    if forks := axis.get("divergences"):
+        plots.append(Texts(title="First divergences", pairs=tuple(map(_fork, forks))))
+    facts = _given(axis, "n_predict", "template")
+    return _measurement(name, axis, list(metrics_of(axis, TRAJECTORY)), plots=plots, facts=facts)
+
+
+def _fork(fork: Plain) -> TextPair:
+    margin = fork.get("margin")
+    told = "one side ends" if margin is None else f"margin {margin:.3g} nats"
+    tag = "ended" if margin is None else "near tie" if margin < _NEAR_TIE else "real"
+    texts = _given(fork, "prompt", "shared", "reference", "candidate")
+    return TextPair(label=f"prompt {fork['item']}, token {fork['at']}: {told}", tag=tag, **texts)
+
+
+def _other(name: str, axis: Plain) -> Measurement:
+    figures = axis.get("figures") or ()
+    bound = any(figure["name"].endswith(_BOUND) for figure in figures)
+    metrics = list(metrics_of(axis, {"score": SCORE}))
+    for figure in figures:
+        called, cell = figure["name"].removesuffix(_BOUND), Coordinates()
+        head, _, tail = called.rpartition(" ")
+        if name == "perplexity" and tail.isdecimal():
+            called, cell = head, {"context": int(tail)}
+        unit: Unit = figure.get("unit") or ""
+        defined = Definition(called, unit, _BETTER.get(name, {}).get(called))
+        metrics.append(defined(figure.get("value"), figure.get("ci"), cell=cell, bound=bound and unit == "nats"))
+    return _measurement(
+        name,
+        axis,
+        metrics,
+        bound=bound,
+        title=axis.get("title") or "",
+        plots=axis.get("panels") or (),
+        facts=axis.get("details") or {},
+    )
+
+
+def _measurement(name: str, axis: Plain, metrics: list[Metric], *, bound: bool = False, **more: Any) -> Measurement:
+    """What all axes have in common; ``bound``: the figures in nats are lower bounds."""
+    if excess := axis.get("excess_over_control"):
+        # the difference of two lower bounds bounds nothing
+        over = _EXCESS.get(name, Definition("over control"))(excess.get("mean"), excess.get("ci"))
+        unjudged = bound or any(metric.bound for metric in metrics)
+        metrics.append(over.model_copy(update={"better": None}) if unjudged else over)
+    fields = {**_given(axis, "status", "reason", "n_items", "n_failed"), **more}
+    return Measurement.model_validate({**fields, "metrics": tuple(_numbered(metrics))})
+
+
+def _numbered(metrics: list[Metric]) -> Iterator[Metric]:
+    """A second metric of the same place gets a number behind its name."""
+    seen: dict[tuple[str, str], int] = {}
+    for metric in metrics:
+        place = metric.name, repr(metric.cell)
+        seen[place] = seen.get(place, 0) + 1
+        yield metric if seen[place] == 1 else metric.model_copy(update={"name": f"{metric.name} #{seen[place]}"})
+
+
+def metrics_of(
+    figures: Plain, definitions: Mapping[str, Definition], bound: bool = False, cell: Coordinates | None = None
+) -> Iterator[Metric]:
+    """The metrics of what is there; ``bound``: those in nats are lower bounds.  The first one is the headline."""
+    for number, (field, definition) in enumerate(definitions.items()):
+        value, ci = figures.get(field), figures.get(f"{field}_ci")
+        if value is not None or ci is not None:
+            lower = bound and definition.unit == "nats"
+            yield definition(value, ci, cell=cell, bound=lower, headline=number == 0 and not cell)
+
+
+def binned(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:
+    """Mean KL by ``position`` or by ``confidence``, at the middle of each bin."""
+    title, x_label, caption = _BINNED[key]
+    return Curve(
+        key=key,
+        title=title,
+        x_label=x_label,
+        y_label="mean KL, nats",
+        x=tuple((low + high) / 2 for low, high in pairwise(edges)),
+        y=tuple(means),
+        log_y=True,
+        kl=True,
+        caption=caption,
+    )
+
+
+def survival(shares: Sequence[float]) -> Curve:
+    """Share of prompts whose text is still the reference's after 0, 1, … tokens."""
+    return Curve(
+        key="survival",
+        title="How long greedy text stays the same",
+        x_label="tokens generated",
+        y_label="still identical",
+        x=tuple(range(len(shares))),
+        y=tuple(shares),
+        stairs=True,
+        percent=True,
+    )
+
+
+def _given(plain: Plain, *names: str) -> dict[str, Any]:
+    return {name: plain[name] for name in names if plain.get(name) is not None}
