@@ -13,16 +13,16 @@ from markdown_it import MarkdownIt
 from rich.console import Console
 
 from fidelab.report.diff import render_diff, render_diff_markdown
-from fidelab.results.bench_record import Benches
 from fidelab.results.compare import compare
 from fidelab.results.diff_record import Diff
 from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import candidate, kld_axis, sample_report
+from tests.results.diff_sample import COMPOSITE
 from tests.runs.harness import Done, cli
 
-WAS = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe")
-WORSE = candidate("fp8_e4m3", 0.3, "FAIL", 23040, "no")
+WAS = candidate("fp8_e4m3", 0.0312, "PASS", 23040, "safe", composite=COMPOSITE)
+WORSE = candidate("fp8_e4m3", 0.3, "FAIL", 23040, "no", composite=COMPOSITE)
 
 
 @pytest.fixture
@@ -149,8 +149,8 @@ def test_a_lost_arm_fails_unless_that_is_allowed(room: Path) -> None:
 
 
 def test_arms_that_lost_the_same_metrics_share_a_line(room: Path) -> None:
-    arms = [WAS.model_copy(update={"name": name, "composite": None, "benches": Benches()}) for name in ("a", "b")]
-    bare = [arm.model_copy(update={"axes": arm.axes.model_copy(update={"trajectory": None})}) for arm in arms]
+    arms = [WAS.model_copy(update={"name": name, "composite": None}) for name in ("a", "b")]
+    bare = [arm.model_copy(update={"axes": {"kld": arm.axes["kld"]}}) for arm in arms]
     for name, found in (("both", arms), ("kld", bare)):
         sample_report(run_id=name, candidates=tuple(found)).write(room / f"{name}.json")
     shown = " ".join(cli("diff", "both.json", "kld.json", cwd=room).out.split())
@@ -218,7 +218,7 @@ def hostile(text: str) -> Diff:
     """Hostile text on both sides, with something worse, lost, refused and beside."""
     was = hostile_report(text)
     arms = list(was.candidates)
-    arms[1] = arms[1].model_copy(update={"axes": arms[1].axes.model_copy(update={"kld": kld_axis(0.9, 0.01)})})
+    arms[1] = arms[1].model_copy(update={"axes": {**arms[1].axes, "kld": kld_axis(0.9, 0.01)}})
     environment = {text: f"{text}!"}
     now = was.model_copy(update={"candidates": (*arms[:2], *arms[3:]), "environment": environment, "run_id": text})
     return compare(was, now)

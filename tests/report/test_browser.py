@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from fidelab.report.html import render_html
-from fidelab.results.axis_record import Axes
-from tests.report.sample import arm, hostile_report, kld_axis, positions_for, sample_report, write_positions
+from fidelab.results.record import Report
+from tests.report.sample import arm, hostile_report, kld_axis, positions_for, write_positions
 from tests.report.sample_axes import odd_axis
+from tests.report.sample_benches import hostile_benches, rich_report
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
@@ -38,10 +39,11 @@ def visit(page: Path, *flags: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.parametrize("theme", ["dark", "light"])
-def test_no_text_of_the_data_runs_and_the_console_is_silent(tmp_path: Path, theme: str) -> None:
-    report = hostile_report()
+@pytest.mark.parametrize("report", [hostile_report(), hostile_benches()], ids=["axes", "benches"])
+def test_no_text_of_the_data_runs_and_the_console_is_silent(tmp_path: Path, report: Report, theme: str) -> None:
     page = tmp_path / "report.html"
-    page.write_text(render_html(report, write_positions(tmp_path, positions_for(report))), "utf-8")
+    tables = positions_for(report)
+    page.write_text(render_html(report, write_positions(tmp_path, tables) if tables else None), "utf-8")
     dom, console = visit(page, f"--blink-settings=preferredColorScheme={0 if theme == 'dark' else 1}")
     assert console == []
     assert '<html lang="en" class="js">' in dom  # our own script ran
@@ -81,6 +83,23 @@ key.blur();
 result.restored = document.querySelectorAll("svg .faint").length === 0;
 click(key);
 result.pressed = key.ariaPressed;
+const column = (table, n) => [...table.tBodies[0].rows].map((row) => row.cells[n].firstChild.textContent);
+const sorted = (section, n) => {
+  const table = document.querySelector(`${section} table`);
+  click(table.querySelectorAll("thead th")[n].querySelector("button"));
+  return column(table, n);
+};
+result.prefill = sorted("#performance", 4);
+result.ratios = sorted("#bench-prefill", 4);
+result.served = sorted("#bench-serving", 3);
+const circle = document.querySelector("#bench-serving .chart.wide .stroke circle.hollow");
+const solid = document.querySelector("#bench-serving .chart.wide .stroke circle:not(.hollow)");
+result.fills = [getComputedStyle(circle).fill, getComputedStyle(solid).fill, getComputedStyle(circle).stroke];
+const names = [...document.querySelectorAll("[id^=bench] .chart.wide text")];
+result.outside = names.filter((name) => {
+  const [box, sheet] = [name.getBoundingClientRect(), name.ownerSVGElement.getBoundingClientRect()];
+  return box.width && (box.left < sheet.left - 1 || box.right > sheet.right + 1);
+}).map((name) => name.textContent);
 dispatchEvent(new Event("beforeprint"));
 result.closed = document.querySelectorAll("details:not([open]):not(#raw)").length;
 document.getElementById("raw").open = true;
@@ -102,9 +121,9 @@ setTimeout(() => {
 
 def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path: Path) -> None:
     long = "word" * 100
-    odd = Axes.model_validate({long: odd_axis(long)})
-    control = arm("bf16", axes=odd.model_copy(update={"kld": kld_axis(0.00003, 0.000004)}))
-    report = sample_report(run_id=long, command=long, environment={long: long}, control=control)
+    control = arm("bf16", axes={long: odd_axis(long), "kld": kld_axis(0.00003, 0.000004)})
+    odd = {"run_id": long, "command": long, "environment": {long: long}, "control": control}
+    report = rich_report().model_copy(update=odd)
     source = render_html(report, write_positions(tmp_path, positions_for(report)))
     driven = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", source)
     page = tmp_path / "report.html"
@@ -129,4 +148,14 @@ def test_sorting_colours_highlighting_printing_and_narrow_screens_work(tmp_path:
     assert result["pressed"] == "true"
     assert result["closed"] == 0
     assert result["width"][0] == result["width"][1] <= 390
-    assert result["raw"] == "fidelab.report/0"
+    assert result["raw"] == "fidelab.report/1"
+    assert result["prefill"] == ["1,268", "1,294", "1,661", "1,826", "–", "–", "–", "–", "–"]
+    ratios = [float(value.strip("≈ ×")) for value in result["ratios"] if value != "–"]
+    assert ratios == sorted(ratios)
+    assert any(value.startswith("≈") for value in result["ratios"])
+    served = [float(value.replace(",", "")) for value in result["served"]]
+    assert served == sorted(served)
+    hollow, solid, edge = result["fills"]
+    assert hollow != solid
+    assert edge == solid
+    assert result["outside"] == []

@@ -13,7 +13,7 @@ import pytest
 
 from fidelab.core import Status
 from fidelab.report.html import render_html, write_html
-from fidelab.results.axis_record import Axes
+from fidelab.results.measurement import Measurement
 from fidelab.results.record import Report
 from tests.report.sample import (
     OUTCOMES,
@@ -28,8 +28,17 @@ from tests.report.sample import (
     write_positions,
 )
 from tests.report.sample_axes import odd_axis
+from tests.report.sample_benches import bench_report, hostile_benches, rich_report
 
 VOID = ("meta", "br")
+REPORTS = {
+    "sample": sample_report(),
+    "hostile": hostile_report(),
+    "many": many_arms(9),
+    "rich": rich_report(),
+    "one": bench_report(),
+    "hostile benches": hostile_benches(),
+}
 
 
 class Page(HTMLParser):
@@ -68,17 +77,17 @@ class Page(HTMLParser):
         return [attributes for name, attributes in self.tags if name == tag]
 
 
-def report_of(**axes: object) -> Report:
+def report_of(**axes: Measurement) -> Report:
     """One candidate with such axes."""
-    found = Axes.model_validate(axes)
-    return sample_report(candidates=(candidate("q8_0", 0.02, "PASS", 100, "safe", axes=found),))
+    return sample_report(candidates=(candidate("q8_0", 0.02, "PASS", 100, "safe", axes=axes),))
 
 
 # ------------------------------------------------------------------------------------------- standing alone
 
 
-def test_hostile_text_adds_no_tag_and_no_handler() -> None:
-    page, plain = Page(hostile_report()), Page(sample_report())
+@pytest.mark.parametrize("report", [hostile_report(), hostile_benches()], ids=["axes", "benches"])
+def test_hostile_text_adds_no_tag_and_no_handler(report: Report) -> None:
+    page, plain = Page(report), Page(rich_report())
     assert page.all("script") == [{"type": "application/json", "id": "fidelab-report"}, {}]
     assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags}
     assert not [name for _, attributes in page.tags for name in attributes if name.startswith("on")]
@@ -109,7 +118,7 @@ def test_the_policy_allows_the_pages_own_script_alone() -> None:
     assert page.source.index("Content-Security-Policy") < page.source.index("<style")
 
 
-@pytest.mark.parametrize("report", [sample_report(), hostile_report(), many_arms(9)], ids=["sample", "hostile", "many"])
+@pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS)
 def test_the_page_is_well_formed(report: Report) -> None:
     page = Page(report)
     assert page.open == []
@@ -152,12 +161,12 @@ def test_the_command_and_the_settings_are_shown() -> None:
 
 
 def test_an_empty_report_renders() -> None:
-    page = Page(sample_report(candidates=(), control=None, floor=Axes()))
+    page = Page(sample_report(candidates=(), control=None, floor={}))
     assert "chart" not in {(attributes.get("class") or "").split(" ")[0] for attributes in page.all("svg")}
 
 
 def test_an_arm_that_ran_without_axes_renders() -> None:
-    assert Page(sample_report(candidates=(arm("q8_0"),), control=arm("bf16"), floor=Axes())).open == []
+    assert Page(sample_report(candidates=(arm("q8_0"),), control=arm("bf16"), floor={})).open == []
 
 
 def test_every_heading_of_every_table_is_a_button_that_names_its_order() -> None:
@@ -177,8 +186,8 @@ def test_the_control_is_a_band_with_its_name_in_every_kl_chart() -> None:
 
 def test_a_floor_above_zero_is_a_band_and_one_of_zero_is_said() -> None:
     zero = Page(sample_report()).source
-    some = Page(sample_report(floor=Axes(kld=kld_axis(0.00001, 0.000002)))).source
-    none = Page(sample_report(floor=Axes())).source
+    some = Page(sample_report(floor={"kld": kld_axis(0.00001, 0.000002)})).source
+    none = Page(sample_report(floor={})).source
     assert "The floor is exactly 0" in zero
     assert "floor (the reference repeated) ≤ 1.20e-5" not in zero
     assert "floor (the reference repeated) ≤ 1.20e-5" in some
@@ -186,15 +195,15 @@ def test_a_floor_above_zero_is_a_band_and_one_of_zero_is_said() -> None:
 
 
 def test_a_control_that_costs_nothing_is_said() -> None:
-    same = arm("bf16", axes=Axes(kld=kld_axis(0, 0, status=Status.IDENTICAL)))
+    same = arm("bf16", axes={"kld": kld_axis(0, 0, status=Status.IDENTICAL)})
     assert "The control costs exactly 0" in Page(sample_report(control=same)).source
 
 
 def test_divergences_say_whether_they_are_near_ties_and_where_a_text_ends() -> None:
     source = Page(sample_report()).source
-    assert re.search(r"prompt 3, token 17: margin 1.31 nats, <span class=\"tag real\">real<", source)
-    assert re.search(r"prompt 0, token 2: margin 0.0400 nats, <span class=\"tag near\">near tie<", source)
-    assert "prompt 5, token 9: one side ends</p>" in source
+    assert '<span class="tag real">real</span> · prompt 3, token 17: margin 1.31 nats' in source
+    assert '<span class="tag near">near tie</span> · prompt 0, token 2: margin 0.0400 nats' in source
+    assert '<span class="tag ">ended</span> · prompt 5, token 9: one side ends</p>' in source
     assert "(ends here)" in source
     assert "blue during\n  the day" in Page(sample_report()).text
 
@@ -223,19 +232,50 @@ def test_empty_and_extreme_panels_render() -> None:
     assert not re.search(r'"(nan|-?inf)|(nan|inf)[" ]', drawn, re.I)
 
 
-def test_curves_of_one_key_share_a_chart() -> None:
-    source = Page(sample_report()).source
-    chart = next(part for part in source.split("<figure>") if "<h3>accuracy by length</h3>" in part)
-    assert set(re.findall(r'data-arm="(\w+)"', chart)) == {"candidate0", "candidate1"}
-
-
 def test_the_survival_chart_has_a_line_per_arm() -> None:
     report = report_of(trajectory=trajectory_axis(50, 5))
     chart = Page(report).source.split("<h3>How long greedy text stays the same</h3>")[1].split("</svg>")[0]
-    assert re.findall(r'data-arm="(\w+)"', chart) == ["candidate0", "control", "floor"]
+    assert re.findall(r'data-arm="(\w+)"', chart) == ["control", "candidate0", "floor"]
 
 
 def test_few_lines_are_named_directly_and_many_in_a_legend() -> None:
     few, many = Page(many_arms(3)).source, Page(many_arms(12)).source
     assert 'class="legend spare"' in few
     assert 'class="legend spare"' not in many
+
+
+# -------------------------------------------------------------------------------------------------- benches
+
+
+def test_benches_without_axes_show_no_verdicts_and_say_what_was_measured() -> None:
+    page = Page(bench_report("bf16", "k16v8"))
+    assert "<h1>Startup, prefill, decode, memory and serving: SmolLM2-135M-Instruct on hf</h1>" in page.source
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    assert not ids & {"verdicts", "figures", "frontier", "kld", "text"}
+    assert {f"bench-{name}" for name in ("startup", "prefill", "decode", "memory", "serving")} <= ids
+    assert "KLD" not in page.text.split("Repeat this run")[0]
+
+
+def test_fidelity_speed_and_memory_of_an_arm_stand_in_one_row() -> None:
+    section = Page(rich_report()).source.split('<section id="performance"')[1].split("</section>")[0]
+    row = next(part for part in section.split("<tr>") if ">fp8_e4m3<" in part)
+    for text in ("PASS", "0.0312", "1,661<small>1.31×</small>", "26,852<small>0.58×</small>"):
+        assert text in row
+
+
+def test_flags_are_numbered_footnotes_below_their_table() -> None:
+    section = Page(rich_report()).source.split('<section id="bench-serving"')[1].split("</section>")[0]
+    assert "<li>1: 64 requests at once were asked, 11.2 were in flight</li>" in section
+    assert len(re.findall(r"<td>no</td><td>1</td></tr>", section)) == 4
+
+
+def test_hollow_points_say_why() -> None:
+    section = Page(rich_report()).source.split('<section id="bench-serving"')[1].split("</section>")[0]
+    hollow = re.findall(r"<title>([^<]*)</title><circle class=\"hollow\"", section)
+    assert len(hollow) == 2 * 4  # drawings, arms
+    assert {title.split(": ", 1)[1] for title in hollow} == {"not valid"}
+
+
+def test_time_taken_over_captures_stands_with_the_run() -> None:
+    text = Page(rich_report()).text
+    assert "How long the captures took" in text.split("Repeat this run")[1]

@@ -165,7 +165,7 @@ def test_two_factors_are_rows_and_columns() -> None:
 
 def test_one_factor_is_a_list() -> None:
     [found] = isolation_of(matrix({"kv": ("x", "y")}, (cell(0.0, kv="x"), cell(0.5, kv="y"))))
-    assert (found.table.columns, found.words) == (("kv", "KLD"), 1)
+    assert (found.table.columns, found.table.named) == (("kv", "KLD"), 1)
     assert found.table.rows == (("x", "0"), ("y", "0.500"))
 
 

@@ -14,9 +14,10 @@ from fidelab.report.html import render_html, write_html
 from fidelab.report.plots import tail
 from fidelab.report.positions import EDGES, N_WORST, Worst, read_positions
 from fidelab.report.scales import Scale
+from fidelab.report.sections import arms_of
 from fidelab.results.record import Report
 from tests.report.sample import positions_for, sample_report, write_positions
-from tests.report.test_charts import points_of
+from tests.report.test_charts import ends, parts, path_of, points_of
 
 N = 500
 
@@ -136,18 +137,17 @@ def test_a_report_without_kl_misses_nothing() -> None:
 
 def test_the_tail_is_drawn_from_where_all_lines_are_high_to_the_worst_position(tmp_path: Path) -> None:
     report: Report = sample_report()
-    names = {"candidate0": "k16v8", "candidate1": "fp8_e4m3"}
-    found = read_positions(write_positions(tmp_path, positions_for(report)), dict.fromkeys(names.values(), 8160))
-    plot = tail(report, found, names)
+    arms = [arm for arm, record in arms_of(report) if record.name in ("k16v8", "fp8_e4m3")]
+    found = read_positions(write_positions(tmp_path, positions_for(report)), {arm.name: 8160 for arm in arms})
+    plot = tail(arms, {arm.id: found[arm.name] for arm in arms})
     assert plot is not None
-    assert [arm for _, arm, _ in plot.legend] == list(names)
-    chart = plot.charts[0]
-    shares = {arm: found[name].tail() for arm, name in names.items()}
+    assert [arm for _, arm, _ in plot.legend] == [arm.id for arm in arms]
+    shares = {arm.id: found[arm.name].tail() for arm in arms}
     first = int((shares["candidate0"] >= 0.9).sum()) - 1
     last = int((shares["candidate1"] > 0).sum()) - 1
-    x = Scale(EDGES[first], EDGES[last], chart.left, chart.right, log=True)
-    y = Scale(1 / 8160, 1, chart.bottom, chart.top, log=True)
-    for stroke in chart.strokes:
-        share = shares[stroke.arm]
+    left, right, top, bottom = ends(plot.charts[0])
+    x, y = Scale(EDGES[first], EDGES[last], left, right, log=True), Scale(1 / 8160, 1, bottom, top, log=True)
+    for stroke in parts(plot.charts[0], "g", "stroke"):
+        share = shares[stroke.get("data-arm", "")]
         expected = [(x(EDGES[n]), y(share[n])) for n in range(first, last + 1) if share[n] > 0]
-        assert points_of(stroke.d) == expected
+        assert points_of(path_of(stroke)) == expected

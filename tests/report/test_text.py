@@ -12,8 +12,9 @@ from rich.console import Console
 
 from fidelab.core import Status
 from fidelab.report.text import render_text, wrap_name
+from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report
-from tests.report.sample import HOSTILE, OUTCOMES, broken, candidate, sample_report
+from tests.report.sample import HOSTILE, OUTCOMES, arm, broken, candidate, sample_report
 
 
 def printed(report: Report, width: int = 100, folder: Path | None = None) -> str:
@@ -62,6 +63,17 @@ def test_numbers_are_never_cut(width: int) -> None:
 def test_a_narrow_terminal_says_what_is_left_out() -> None:
     assert "real flips and tokens to the first flip are left out" in printed(sample_report(), 80)
     assert "left out" not in printed(sample_report(), 100)
+
+
+def test_what_one_line_has_no_room_for_stands_below_after_the_same_names() -> None:
+    axes = {
+        f"axis number {n}": Measurement(status=Status.OK, metrics=(Definition("score", "points")(n),))
+        for n in range(20)
+    }
+    text = printed(sample_report(candidates=(arm("q4", axes=axes),), control=None), 60)
+    assert widest(text) <= 60
+    assert text.partition("Other axes")[2].count("\n q4") > 1
+    assert all(f" {n}.0" in text for n in range(20))
 
 
 def test_failed_items_come_before_the_table() -> None:

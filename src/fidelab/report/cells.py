@@ -31,6 +31,7 @@ __all__ = [
     "changed_of",
     "estimate_of",
     "excess_of",
+    "fact_of",
     "flips_of",
     "kld_of",
     "kv_of",
@@ -177,6 +178,17 @@ def scored(value: float | None, interval: tuple[float, float] | None) -> Estimat
 def plain(value: Any) -> str:
     """Text as it is, anything else as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def fact_of(value: Any) -> str:
+    """A fact that is one word or number; absent where it is none, or holds others."""
+    if value is None or value == "" or isinstance(value, dict | list):
+        return ABSENT
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return one_line(value)
+    return format_figure(value, "" if value % 1 else "count")
 
 
 def shared(lines: Iterable[tuple[str, str]], between: str = ": ") -> list[str]:

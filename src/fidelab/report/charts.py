@@ -258,7 +258,7 @@ def draw_bars(stacks: Sequence[Stack], parts: Sequence[str], unit: str, width: i
     """Stacked bars from 0 on, a row each: name above, figure behind; ``parts``: all names, which give the colours."""
     left, top = 14.0, 26.0
     bottom = top + ROW * len(stacks) + 4
-    figures = [format_amount(stack.total) for stack in stacks]
+    figures = [shorten(format_amount(stack.total), 12) for stack in stacks]
     right = width - 20 - LETTER * max(map(len, figures), default=0)
     longest = max((max(stack.total, sum(value for _, value in stack.parts)) for stack in stacks), default=1.0)
     axis = Axis(unit, low=0.0, high=longest or 1.0)

@@ -57,7 +57,9 @@ def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
     parts: dict[str, Part] = {}
     for section in sorted(view.sections, key=lambda section: section.kind != "bench"):
         anchor = free(f"{section.kind}-{slug(section.name)}", parts)
-        plots, worst, missing = draw_plots(section, report), (), ""
+        plots = draw_plots(section, report)
+        worst: tuple[tuple[str, Table], ...] = ()
+        missing = ""
         if (section.kind, section.name) == ("axis", KLD):
             arms, measured, missing = _read(report, positions)
             plots = (*plots, *([drawn] if (drawn := tail(arms, measured)) else []))

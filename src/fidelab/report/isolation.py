@@ -21,10 +21,9 @@ _MOVED = ("everywhere", "some", "opposed", "unclear")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One outcome: the grid, whose first ``words`` columns hold levels, and what it says."""
+    """One outcome: the grid, and what it says."""
 
     table: Table
-    words: int
     said: str
 
 
@@ -48,11 +47,11 @@ def _matrix(isolation: Isolation, outcome: Outcome) -> Matrix:
     said = one_line(outcome.sentence)
     if len(names) != 2:
         rows = tuple((*map(one_line, levels), value) for levels, value in values.items())
-        return Matrix(Table("isolation", title, (*names, _HEAD[outcome.name]), rows), len(names), said)
+        return Matrix(Table("isolation", title, (*names, _HEAD[outcome.name]), rows, named=len(names)), said)
     down, across = isolation.factors.values()
     columns = (f"{names[0]}, {names[1]} →", *map(one_line, across))
     rows = tuple((one_line(row), *(values[row, column] for column in across)) for row in down)
-    return Matrix(Table("isolation", title, columns, rows), 1, said)
+    return Matrix(Table("isolation", title, columns, rows), said)
 
 
 # ------------------------------------------------------------------------------------------------ the sentence

@@ -135,7 +135,7 @@ def _beside(table: Table) -> list[str]:
 
 def _isolation(matrix: Matrix) -> list[str]:
     """A grid with its title, and what it says."""
-    words, columns = matrix.words, [escaped(column) for column in matrix.table.columns]
+    words, columns = matrix.table.named, [escaped(column) for column in matrix.table.columns]
     rows = ((*map(_name, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
     return [f"{escaped(matrix.table.title)}:", _table(columns, words, rows), escaped(matrix.said)]
 

@@ -238,7 +238,7 @@ def _draw_bars(group: BarGroup) -> Drawing | None:
         for n, label in enumerate(bars.labels):
             lengths = [(part, lengths[n]) for part, lengths in bars.parts.items()]
             total = bars.totals[n] if bars.totals else sum(length for _, length in lengths)
-            name = ", ".join(filter(None, (shorten(arm.name, 30), label)))
+            name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(label))))
             stacks.append(Stack(name, arm.id, lengths, total))
     if not stacks:
         return None

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from fidelab.report.cells import STATUS, plain, shared
-from fidelab.report.numbers import ABSENT, format_figure, format_kld, one_line, printable
+from fidelab.report.cells import STATUS, fact_of, shared
+from fidelab.report.numbers import ABSENT, one_line, printable
 from fidelab.report.tables import Notes, Table, tables_of
 from fidelab.results.measurement import Flag, Measurement
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
@@ -130,7 +130,7 @@ def sections_of(report: Report) -> list[Section]:
 
 def table_of(plot: TablePlot) -> Table:
     """A plot's cells as text; numbers with three significant digits, whole ones in full."""
-    rows = tuple(tuple(_cell(cell) for cell in row) for row in plot.rows)
+    rows = tuple(tuple(map(fact_of, row)) for row in plot.rows)
     return Table("plot", one_line(plot.title), tuple(one_line(name) for name in plot.columns), rows)
 
 
@@ -181,8 +181,8 @@ def _flags(flags: Iterable[Flag]) -> Iterable[str]:
 
 def _facts(found: Measurement) -> str:
     """``n_ctx 512, estimator hidden``: facts that are one word or number."""
-    words = ((name, value) for name, value in found.facts.items() if not isinstance(value, dict | list))
-    return ", ".join(one_line(f"{name} {plain(value)}") for name, value in words if value is not None)
+    words = {one_line(name): fact_of(value) for name, value in found.facts.items()}
+    return ", ".join(f"{name} {word}" for name, word in words.items() if word != ABSENT)
 
 
 def _curves(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[Curves]:
@@ -243,13 +243,3 @@ def _readable_texts(plot: Texts) -> Texts:
         return _lined(pair).model_copy(update={name: printable(getattr(pair, name)) for name in texts})
 
     return _lined(plot).model_copy(update={"pairs": tuple(map(readable, plot.pairs))})
-
-
-def _cell(cell: str | int | float | None) -> str:
-    if cell is None:
-        return ABSENT
-    if isinstance(cell, bool):
-        return "yes" if cell else "no"
-    if isinstance(cell, str):
-        return one_line(cell)
-    return format_kld(cell) if isinstance(cell, float) and cell % 1 else format_figure(cell, "count")

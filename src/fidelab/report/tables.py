@@ -9,14 +9,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, estimate_of, kv_sides, plain, ratio_of
+from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of
 from fidelab.report.numbers import (
     ABSENT,
     MIB,
     format_amount,
     format_bytes,
     format_count,
-    format_figure,
     heading,
     one_line,
 )
@@ -114,7 +113,13 @@ def tables_of(
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         whole = number == 0  # what is said of a whole measurement stands in its first table
         those = [row for row in rows if tuple(row.at) == coordinates]
-        yield _table(name if title == name or not whole else f"{name}: {title}", those, coordinates, notes, whole)
+        yield _table(_headed(name, title) if whole else name, those, coordinates, notes, whole)
+
+
+def _headed(name: str, title: str) -> str:
+    """A title that says what it is about."""
+    plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
+    return title if plain_title.startswith(plain_name) else f"{name}: {title}"
 
 
 def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> Table:
@@ -198,27 +203,9 @@ def _repeats(row: _Row) -> str:
 
 def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     """(heading, cells) of what cells say besides metrics, as far as it is one word or number."""
-    found = [dict(_flat("", row.cell.facts)) if row.cell else {} for row in rows]
+    found = [row.cell.facts if row.cell else {} for row in rows]
     for name in dict.fromkeys(name for facts in found for name in facts):
-        yield one_line(name), [_fact(facts.get(name)) for facts in found]
-
-
-def _flat(prefix: str, facts: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for name, value in facts.items():
-        if isinstance(value, dict):
-            yield from _flat(f"{prefix}{name} ", value)
-        elif not isinstance(value, list):
-            yield f"{prefix}{name}", value
-
-
-def _fact(value: Any) -> str:
-    if value is None or value == "":
-        return ABSENT
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return format_figure(value, "count" if value % 1 == 0 else "")
-    return format_count(value) if isinstance(value, int) else one_line(plain(value))
+        yield one_line(name), [fact_of(facts.get(name)) for facts in found]
 
 
 def _doubts(row: _Row) -> Iterator[str]:

@@ -33,7 +33,6 @@ _LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, F
 """Padding, widths of name and verdict, whether real flips and tokens to the first flip are shown; roomiest first."""
 _TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
-_AXIS_WIDTH = 17
 _KEPT = (NOTES, VALID)
 """Columns that no narrow terminal loses: they say what to make of the others."""
 _ASCII = str.maketrans({"–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf"})
@@ -72,10 +71,10 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         _print_performance(view, view.performance, console)
     for shown in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
         line(shown.title)
-        console.print(_others(shown, console))
+        _print_whole(shown, console)
     for matrix in view.isolation:
         line(matrix.table.title)
-        console.print(_others(matrix.table, console))
+        _print_whole(matrix.table, console)
         line(matrix.said)
         line("")
     dropped = _print_benches(view, console)
@@ -116,7 +115,7 @@ def _fitted(view: View, console: Console) -> tuple[Table, bool]:
     """The main table in the roomiest layout that there is room for, and whether it shows all columns."""
     for layout in _LAYOUTS:
         table = _table(view, console, *layout)
-        if Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width:
+        if _fits(table, console):
             break
     return table, layout[-1]
 
@@ -138,16 +137,16 @@ def _table(view: View, console: Console, padding: int, name_width: int, verdict_
     return table
 
 
-def _others(shown: Others, console: Console) -> Table:
-    """The other axes, one column each; a value and its interval stand on two lines."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
-    table.add_column(literal(shown.columns[0], console), overflow="fold", max_width=_NAME_WIDTH)
-    for column in shown.columns[1:]:
-        table.add_column(Text(column), justify="right", overflow="fold", max_width=_AXIS_WIDTH)
-    for name, *cells in shown.rows:
-        lines = (cell.replace(" (", "\n(", 1) for cell in cells)
-        table.add_row(literal(wrap_name(name, _NAME_WIDTH), console), *(literal(cell, console) for cell in lines))
-    return table
+def _print_whole(shown: Others, console: Console) -> None:
+    """A table with all its columns: what one line has no room for stands below, after the same names."""
+    names, rest = list(range(shown.named)), list(range(shown.named, len(shown.columns)))
+    while rest:
+        fitting = (
+            n for n in range(len(rest), 1, -1) if _fits(_grid(shown, names + rest[:n], console, True, 1), console)
+        )
+        n = next(fitting, 1)
+        console.print(_grid(shown, names + rest[:n], console, True, 1))
+        rest = rest[n:]
 
 
 def _verdict(row: ArmRow) -> str:
@@ -210,9 +209,9 @@ def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tupl
     spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _KEPT]
     for below, padding in ((stacked, 1), (True, 1), (True, 0)):
         table = _grid(shown, columns, console, below, padding)
-        if _width(table, console) <= console.width:
+        if _fits(table, console):
             return table, []
-    while spare and _width(table, console) > console.width:
+    while spare and not _fits(table, console):
         columns.remove(spare[-1])
         dropped.append(shown.columns[spare.pop()])
         table = _grid(shown, columns, console, True, 0)
@@ -242,8 +241,8 @@ def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, p
     return table
 
 
-def _width(table: Table, console: Console) -> int:
-    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum
+def _fits(table: Table, console: Console) -> bool:
+    return Measurement.get(console, console.options.update(max_width=10_000), table).maximum <= console.width
 
 
 # ------------------------------------------------------------------------------------------------------------ words

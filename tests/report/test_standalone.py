@@ -1,4 +1,4 @@
-"""Charts as files: whole SVG with plain colours, PNG with its text, all files or none; and the data frame's columns."""
+"""Charts as files: whole SVG with plain colours, PNG with its text, all files or none."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ import pytest
 from typer.testing import CliRunner
 
 from fidelab.cli import app
+from fidelab.core import Status
 from fidelab.errors import OutputError, UsageError
 from fidelab.report.standalone import draw_charts, write_charts
-from fidelab.results.axis_record import Axes
+from fidelab.results.measurement import Measurement
+from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from tests.report.hostile import TEXTS
@@ -71,45 +73,28 @@ def test_every_class_that_is_drawn_in_colour_has_a_rule() -> None:
 
 
 def test_charts_are_named_by_what_they_show() -> None:
-    assert list(draw_charts(rich_report(), 900)) == [
-        *("frontier", "startup", "prefill", "decode", "cache", "memory"),
-        *(
-            "throughput",
-            "tpot",
-            "latency-throughput",
-            "ttft",
-            "position",
-            "confidence",
-            "survival",
-            "accuracy_by_length",
-        ),
-    ]
+    found = list(draw_charts(rich_report(), 900))
+    benches = ["startup", "prefill", "decode", "cache", "throughput"]
+    assert found == ["frontier", *benches, "position", "confidence", "survival", "by_length"]
 
 
 @pytest.mark.parametrize("text", [*TEXTS, HOSTILE, "../../x", "..", "/etc/passwd"])
-def test_no_title_leaves_the_folder(text: str, tmp_path: Path) -> None:
-    report = sample_report()
-    axes = report.candidates[0].axes
-    rniah = axes.others()["rniah"]
-    curves = tuple(
-        panel.model_copy(update={"title": text, "key": f"{n}"})
-        for n, panel in enumerate((*rniah.panels, *rniah.panels))
-        if panel.kind == "curve"
+def test_no_key_leaves_the_folder(text: str, tmp_path: Path) -> None:
+    plots = tuple(
+        Curve(key=f"{text}{n}", title=text, x_label="x", y_label="y", x=(1, 2), y=(1, 2)) for n in ("", "", "2")
     )
-    found = axes.model_dump() | {"rniah": rniah.model_copy(update={"panels": curves}).model_dump()}
-    candidate = report.candidates[0].model_copy(update={"axes": Axes.model_validate(found)})
-    drawn = draw_charts(report.model_copy(update={"candidates": (candidate,)}), 900)
+    drawn = draw_charts(bench_report("a", mine=Measurement(status=Status.OK, plots=plots)), 900)
     paths = write_charts(drawn, tmp_path / "out", "svg", 900)
     assert {path.parent for path in paths} == {tmp_path / "out"}
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(path.name for path in paths)
-    assert len(paths) == len(drawn) >= 5
+    assert len(paths) == len(drawn) == 2
 
 
 def test_a_legend_stands_below_the_drawing_where_lines_are_not_named() -> None:
     root = ElementTree.fromstring(draw_charts(rich_report(), 900)["throughput"])
     texts = {(found.text or "").strip(): float(found.get("y", "0")) for found in root.findall(f"{SVG}text")}
     _, _, wide, tall = map(float, (root.get("viewBox") or "").split())
-    assert {"f32", "k16v8", "128 in", "32k in"} <= texts.keys()
+    assert {"f32", "k16v8", "128 in", "32768 in"} <= texts.keys()
     assert all(y < tall for y in texts.values())
     height = float(root.get("height") or 0)
     assert height == pytest.approx(900 * tall / wide, abs=1)
@@ -191,40 +176,7 @@ def test_the_command_writes_the_files_and_names_them(tmp_path: Path) -> None:
 
 
 def test_a_run_with_nothing_to_draw_says_so(tmp_path: Path) -> None:
-    run = run_of(sample_report(reference=arm("f32"), candidates=(), control=None, floor=Axes()), tmp_path)
+    run = run_of(sample_report(reference=arm("f32"), candidates=(), control=None, floor={}), tmp_path)
     done = CliRunner().invoke(app, ["charts", str(run), "--output-dir", str(tmp_path / "out")])
     assert "nothing to draw" in str(done.exception)
     assert not (tmp_path / "out").exists()
-
-
-# --------------------------------------------------------------------------------------------------- data frame
-
-
-def test_benches_are_columns_with_their_figures() -> None:
-    pytest.importorskip("pandas")
-    report = rich_report()
-    frame = report.to_pandas()
-    assert frame.columns.is_unique
-    row = frame.iloc[0]
-    cells = report.reference.benches
-    assert cells.prefill is not None
-    assert cells.prefill.cells[1].rate is not None
-    assert row["prefill_512_b1"] == cells.prefill.cells[1].rate.median
-    assert row["prefill_512_b1_low"] == cells.prefill.cells[1].rate.low
-    assert row["decode_1024_b1_steady"] == 0
-    assert row["startup_warm_first_token"] == 0.3
-    assert row["memory_kv_bytes_per_token"] == 46080
-    assert cells.serving is not None
-    first = cells.serving.cells[0]
-    assert first.ttft is not None
-    assert row["serving_128_c1_ttft_p99"] == first.ttft.percentiles["p99"]
-    assert row["serving_32768_c64_valid"] == 0
-    assert row["serving_32768_c64_errors"] == 5
-    assert frame.iloc[1]["serving_128_c1_output_rate"] != row["serving_128_c1_output_rate"]
-    assert frame["serving_status"].isna().tolist() == [False, True, False, False, False, *[True] * 5]
-
-
-def test_a_report_without_benches_has_no_such_column() -> None:
-    pytest.importorskip("pandas")
-    report = sample_report(candidates=(arm("f16"),))
-    assert [name for name in report.to_pandas().columns if name.startswith(("prefill", "memory", "serving"))] == []
