@@ -191,7 +191,7 @@ class _Summary:
         return Composite(
             value=whole.value,
             ci=whole.interval,
-            axes=tuple(scores),
+            axes=tuple(name for name in wanted if name in scores),
             band=None if whole.band is None else whole.band.value,
             too_close_to_call=whole.too_close_to_call,
         )

@@ -20,7 +20,16 @@ def spread(*repeats: float) -> dict[str, Any]:
 
 
 def speed(tokens: int, *rates: float, **more: Any) -> dict[str, Any]:
-    cell: dict[str, Any] = {**OK, "tokens": tokens, "batch": 1, "n": 0, "rate": None, "by_subtraction": None, "warmups": 3, "flags": []}
+    cell: dict[str, Any] = {
+        **OK,
+        "tokens": tokens,
+        "batch": 1,
+        "n": 0,
+        "rate": None,
+        "by_subtraction": None,
+        "warmups": 3,
+        "flags": [],
+    }
     return {**cell, **({"rate": spread(*rates)} if rates else {}), **more}
 
 

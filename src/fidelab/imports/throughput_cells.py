@@ -12,7 +12,7 @@ from typing import Any
 
 from fidelab.benches import load_figures as figures
 from fidelab.benches.base import CellResult
-from fidelab.benches.load_figures import Latency, apart, load_at
+from fidelab.benches.load_figures import Latency, apart, load_at, load_facts
 from fidelab.benches.prefill import RATE
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
@@ -115,13 +115,13 @@ def _cell(row: Node, engine: str, speculation: bool) -> CellResult:
             figures.REQUESTS: sent or None,
             figures.ERRORS: failed if sent else None,
         },
-        facts={
-            "seconds": seconds,
-            "completed": done,
-            "output_tokens": round(tokens or 0),
-            "errors": {"unspecified": failed} if failed else {},
-            "server": _server(row, engine, counted, gauge),
-        },
+        facts=load_facts(
+            {"seconds": seconds, "completed": done, "output_tokens": round(tokens or 0)},
+            {"unspecified": failed} if failed else {},
+            _server(row, engine, gauge),
+            counted / gauge if counted and gauge else None,
+            None,
+        ),
         usable=failed <= _FAILED * sent,
     )
 
@@ -141,7 +141,7 @@ def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
     return (Flag(kind="underfilled", text=f"{running:.4g} requests ran on average where {concurrency} were asked"),)
 
 
-def _server(row: Node, engine: str, counted: float | None, gauge: float | None) -> dict[str, Any] | None:
+def _server(row: Node, engine: str, gauge: float | None) -> dict[str, Any] | None:
     """What the server said of itself, named as in :class:`fidelab.load.server_metrics.ServerReading`."""
     running = positive(row["avg_running_reqs"])
     if gauge is None and running is None:
@@ -150,7 +150,6 @@ def _server(row: Node, engine: str, counted: float | None, gauge: float | None) 
     return {
         "kind": engine,
         "output_rate": gauge,
-        "ratio": counted / gauge if counted and gauge else None,
         "kv_usage_mean": usage if usage is not None and usage <= 1 else None,
         "running_mean": running,
         "running_max": positive(row["max_running_reqs"]),
