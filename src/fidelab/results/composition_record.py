@@ -15,7 +15,10 @@ Arrival = Literal["closed", "constant", "poisson", "trace"]
 
 
 class Composition(Record):
-    """Whether quantization and speculation multiply: ρ = S_both / (S_quantized · S_speculative).  See docs/metrics.md#speculation."""
+    """Whether quantization and speculation multiply: ρ = S_both / (S_quantized · S_speculative).
+
+    See docs/metrics.md#speculation.
+    """
 
     arms: dict[str, str]
     """``plain``, ``quantized``, ``speculative``, ``both`` → where they were measured."""
