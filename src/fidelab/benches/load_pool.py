@@ -160,7 +160,7 @@ class Pool:
             "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
         }
         errors = Counter(exchange.error for exchange in self.sent if exchange.error)
-        return load_facts(measured, errors, self.server and asdict(self.server), self.ratio(), client)
+        return load_facts(measured, errors, asdict(self.server) if self.server else None, self.ratio(), client)
 
     def ratio(self) -> float | None:
         """The client's output rate over the server's."""
