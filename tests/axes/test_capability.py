@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from fidelab.axes.base import AxisInputs, AxisScore
-from fidelab.axes.capability import Capability
-from fidelab.capability import code, sandbox
-from fidelab.capability.checks import CHECKS
-from fidelab.capability.code import run_task
+from fidelab.axes.capability import code, sandbox
+from fidelab.axes.capability.axis import Capability
+from fidelab.axes.capability.checks import CHECKS
+from fidelab.axes.capability.code import run_task
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.errors import CaptureError, InputError
@@ -27,10 +28,9 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve
-from fidelab.probes import Generate
 from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
-from tests.capability.test_checks import PROGRAMS
+from tests.axes.capability.test_checks import PROGRAMS
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
 
