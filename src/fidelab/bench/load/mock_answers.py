@@ -1,4 +1,4 @@
-"""What the mock server (:mod:`fidelab.bench.load.mock_server`) says: bytes rendered beforehand, and one answer at a time
+"""What the mock server (:mod:`fidelab.bench.load.mock_server`) says: bytes rendered beforehand, one answer at a time
 per connection."""
 
 from __future__ import annotations
