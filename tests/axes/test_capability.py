@@ -289,11 +289,11 @@ def test_without_a_sandbox_code_is_not_applicable_and_nothing_is_run(
 
 
 def test_captures_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fidelab.axes.capability.SET_VERSION", "0")
+    monkeypatch.setattr("fidelab.axes.capability.axis.SET_VERSION", "0")
     axis = Capability(Capability.Settings.model_validate({"kinds": ["arithmetic"]}))
     probe = axis.probes(_inputs())["short"]
     pair = Pair.match(_capture(tmp_path, "f32", probe, RIGHT), _capture(tmp_path, "int4", probe, RIGHT))
-    monkeypatch.setattr("fidelab.axes.capability.SET_VERSION", "1")
+    monkeypatch.setattr("fidelab.axes.capability.axis.SET_VERSION", "1")
     with pytest.raises(CaptureError, match="captures hold check set 0, this version scores set 1; capture again"):
         axis.score_parts({"short": pair}, 0)
 
