@@ -164,8 +164,8 @@ def load_facts(
     """What is known of a load besides its metrics, the words and numbers that a table shows first.
 
     ``measured``: seconds and counts.  ``errors``: kind → requests.  ``server``: what it says of itself, as in
-    :class:`~fidelab.bench.load.server_metrics.ServerReading`; ``ratio``: the client's output rate over its own.  ``client``:
-    the load generator's own part (lag in ms).
+    :class:`~fidelab.bench.load.server_metrics.ServerReading`; ``ratio``: the client's output rate over its own.
+    ``client``: the load generator's own part (lag in ms).
     """
     told, own = server or {}, client or {}
     return {

@@ -24,6 +24,7 @@ from fidelab.core import Estimator, Status
 from fidelab.errors import UsageError
 from fidelab.imports.dump_folder import DumpFolder, open_dump, pair_windows
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
+from fidelab.imports.upgrade import KLD, binned, metrics_of
 from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -37,7 +38,6 @@ from fidelab.metrics.divergence import (
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_estimate, ratio_interval, standard_error
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, Comparison, Composite, KVFormats
-from fidelab.results.upgrade import KLD, binned, metrics_of
 
 __all__ = ["import_dumps"]
 

@@ -18,6 +18,7 @@ from fidelab.core import Estimator, Status
 from fidelab.imports.json_file import Node
 from fidelab.imports.leave import window_blocks
 from fidelab.imports.refract_file import RefractFile
+from fidelab.imports.upgrade import KLD, SCORE, TRAJECTORY, metrics_of, survival
 from fidelab.metrics.agreement import (
     PairAgreement,
     exact_match_rate,
@@ -33,7 +34,6 @@ from fidelab.metrics.intervals import RatioItems, ratio_estimate, ratio_interval
 from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
-from fidelab.results.upgrade import KLD, SCORE, TRAJECTORY, metrics_of, survival
 
 __all__ = ["Line", "Recomputed", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
 

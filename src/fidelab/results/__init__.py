@@ -13,3 +13,6 @@ FACES = Registry(
     },
 )
 """How a report shows itself in Python: the room ``report`` knows how, and this one does not import it."""
+
+READERS = Registry("report schema", {"fidelab.report/0": "fidelab.imports.upgrade:upgrade"})
+"""Older schemas, and what makes today's record of them."""

@@ -23,7 +23,7 @@ from pydantic import (
 
 from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
-from fidelab.results import FACES
+from fidelab.results import FACES, READERS
 from fidelab.results.ablation_record import Isolation
 from fidelab.results.measurement import Measurement
 from fidelab.results.values import Free, FreeDict, Interval, Outcome, Record, Score
@@ -388,7 +388,6 @@ class Report(Record):
 
 def _in_this_schema(path: Path, text: str) -> str:
     """The JSON of a report of this schema; of an older one, what it is in this one."""
-    from fidelab.results.upgrade import SCHEMA_0, upgrade
 
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not JSON")
@@ -402,12 +401,12 @@ def _in_this_schema(path: Path, text: str) -> str:
     found = plain.get("schema") if isinstance(plain, dict) else None
     if found is None:
         raise InputError(f"{path}: not a fidelab report (it names no schema)")
-    if found == SCHEMA_0:
+    if found in READERS.names():
         try:
-            return json.dumps(upgrade(plain), ensure_ascii=False)
+            return json.dumps(READERS.load(found)(plain), ensure_ascii=False)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             fault = _first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-            raise InputError(f"{path}: malformed report of schema {SCHEMA_0!r} ({fault})") from error
+            raise InputError(f"{path}: malformed report of schema {found!r} ({fault})") from error
     if found != SCHEMA:
         raise InputError(f"{path}: has schema {found!r}; this fidelab reads {SCHEMA!r}")
     return text

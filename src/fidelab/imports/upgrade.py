@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Final
+from typing import Any
 
 from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
 from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["KLD", "SCHEMA_0", "SCORE", "TRAJECTORY", "binned", "metrics_of", "survival", "upgrade"]
+__all__ = ["KLD", "SCORE", "TRAJECTORY", "binned", "metrics_of", "survival", "upgrade"]
 
-SCHEMA_0: Final = "fidelab.report/0"
 
 Plain = Mapping[str, Any]
 
@@ -95,7 +94,7 @@ def upgrade(plain: Plain) -> dict[str, Any]:
 
 
 def _arm(arm: Plain) -> dict[str, Any]:
-    from fidelab.results.upgrade_benches import upgrade_benches
+    from fidelab.imports.upgrade_benches import upgrade_benches
 
     noise = (arm.get("floor") or {}).get("mean") or 0.0
     benches = {name: bench for name, bench in (arm.get("benches") or {}).items() if bench is not None}

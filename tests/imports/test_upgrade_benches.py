@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from fidelab.imports.upgrade_benches import upgrade_benches
 from fidelab.results.measurement import Coordinates, Measurement
 from fidelab.results.plots import Bars, Curve
-from fidelab.results.upgrade_benches import upgrade_benches
 
 OK = {"status": "ok", "reason": None}
 FLAG = {"kind": "unsteady", "text": "the last three repeats differ by 8%"}
