@@ -208,8 +208,20 @@ class KLD(Axis):
             score,
             metrics=_metrics(score, rows, seed),
             plots=(
-                _curve("position", kl_by_position(positions, rows.kl)),
-                _curve("confidence", kl_by_confidence(rows.confidence, rows.kl)),
+                _curve(
+                    kl_by_position(positions, rows.kl),
+                    key="position",
+                    title="KL by position in the window",
+                    x_label="position in the window, tokens",
+                    caption="Rising lines: the cost grows with the context.",
+                ),
+                _curve(
+                    kl_by_confidence(rows.confidence, rows.kl),
+                    key="confidence",
+                    title="KL by the reference's confidence",
+                    x_label="reference's largest probability",
+                    caption="Left: the reference itself is unsure. High lines at the right are the costly ones.",
+                ),
             ),
             facts={
                 "estimator": str(estimator_of(pair)),
@@ -270,19 +282,16 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
     )
 
 
-def _curve(key: Literal["position", "confidence"], bins: BinnedMeans) -> Curve:
+def _curve(bins: BinnedMeans, *, key: str, title: str, x_label: str, caption: str) -> Curve:
     """Mean KL per bin, at the bins' middles."""
-    by_position = key == "position"
     return Curve(
         key=key,
-        title="KL by position in the window" if by_position else "KL by the reference's confidence",
-        x_label="position in the window, tokens" if by_position else "reference's largest probability",
+        title=title,
+        x_label=x_label,
         y_label="mean KL, nats",
+        caption=caption,
         x=tuple((low + high) / 2 for low, high in pairwise(bins.edges)),
         y=bins.means,
         log_y=True,
         kl=True,
-        caption="Rising lines: the cost grows with the context."
-        if by_position
-        else "Left: the reference itself is unsure. High lines at the right are the costly ones.",
     )
