@@ -212,9 +212,9 @@ def _combined(rng: Rng, n: int) -> Methods:
         "rniah": _axis(RatioItems.of(rng.random(n) < 0.95, 1.0, np.arange(n))),
         "plad": _axis(RatioItems.of(rng.random(n) < 0.9, 1.0, np.arange(n))),
     }
-    scores = {name: axis.score() for name, axis in axes.items()}
-    ends = {name: known(axis.score_interval(0)) for name, axis in axes.items()}
-    return {"fidelab": known(composite(scores, ends).interval)}
+    found = {name: axis.score(0) for name, axis in axes.items()}
+    ends = {name: known(score.interval) for name, score in found.items()}
+    return {"fidelab": known(composite({name: score.value for name, score in found.items()}, ends).interval)}
 
 
 def _axis(
@@ -223,7 +223,6 @@ def _axis(
     bounds: Interval = (0.0, 1.0),
 ) -> AxisScore:
     return AxisScore(
-        figures={},
         num=items.num,
         den=items.den,
         units=items.units,

@@ -66,7 +66,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> None:
         _say(
             engine=name,
             versions=(results["reference"].ran or {}).get("versions"),
-            floor=kld.figures["mean"] if kld else None,
+            floor=kld.value("mean") if kld else None,
             reason=floor.reason,
             seconds=round(results["reference"].timing.get("seconds") or 0.0, 1),
         )

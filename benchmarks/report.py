@@ -18,9 +18,11 @@ import numpy as np
 import fidelab
 from fidelab.core import Status
 from fidelab.report.html import write_html
-from fidelab.results.axis_record import Axes, Bins, KldAxis, TrajectoryAxis
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
+from fidelab.results.upgrade import binned, survival
 
 GOAL_SECONDS, GOAL_BYTES = 2.0, 3e6
 
@@ -55,18 +57,13 @@ def synthetic(arms: int, positions: int) -> tuple[Report, list[tuple[str, dict[s
     for number, mean in enumerate(np.logspace(-4.5, 0, arms + 1)):
         name = f"format_{number:02}"
         kl, confidence = mean * rng.lognormal(-1.125, 1.5, positions), rng.random(positions)
-        bins = Bins(edges=tuple(range(33)), mean=tuple((mean + rng.random(32) * mean).tolist()), count=(1,) * 32)
-        kld = KldAxis(
-            status=Status.OK,
-            mean=float(kl.mean()),
-            mean_ci=(float(0.9 * kl.mean()), float(1.1 * kl.mean())),
-            n_positions=positions,
-            n_failed=0,
-            by_position=bins,
-            by_confidence=bins,
-        )
-        greedy = TrajectoryAxis(status=Status.OK, survival=tuple((0.99 ** np.arange(257)).tolist()))
-        records.append(_arm(name, 46080 - 1000 * number, Axes(kld=kld, trajectory=greedy)))
+        drawn = [binned(key, range(33), mean + rng.random(32) * mean) for key in ("position", "confidence")]
+        cost = Definition("mean", "nats", "lower")(kl.mean(), (0.9 * kl.mean(), 1.1 * kl.mean()))
+        axes = {
+            "kld": _measured(*drawn, metrics=(cost,), n_items=positions, n_failed=0),
+            "trajectory": _measured(survival([0.99**n for n in range(257)])),
+        }
+        records.append(_arm(name, 46080 - 1000 * number, axes))
         columns = {
             "window": np.arange(positions, dtype=np.int32) // 255,
             "position": np.arange(positions, dtype=np.int32) % 255,
@@ -80,14 +77,18 @@ def synthetic(arms: int, positions: int) -> tuple[Report, list[tuple[str, dict[s
         created=datetime.now(UTC),
         fidelab_version=fidelab.__version__,
         command="",
-        reference=_arm("f32", 92160, Axes()),
+        reference=_arm("f32", 92160, {}),
         control=records[0],
         candidates=tuple(records[1:]),
     )
     return report, tables
 
 
-def _arm(name: str, size: float, axes: Axes) -> ArmRecord:
+def _measured(*plots: Curve, **fields: Any) -> Measurement:
+    return Measurement(status=Status.OK, plots=plots, **fields)
+
+
+def _arm(name: str, size: float, axes: dict[str, Measurement]) -> ArmRecord:
     return ArmRecord(
         status=Status.OK,
         name=name,
