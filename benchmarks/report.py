@@ -22,9 +22,9 @@ from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
-from fidelab.results.upgrade import binned, survival
 
 GOAL_SECONDS, GOAL_BYTES = 2.0, 3e6
+MEAN = Definition("mean", "nats", "lower")
 
 
 def main() -> None:
@@ -57,13 +57,17 @@ def synthetic(arms: int, positions: int) -> tuple[Report, list[tuple[str, dict[s
     for number, mean in enumerate(np.logspace(-4.5, 0, arms + 1)):
         name = f"format_{number:02}"
         kl, confidence = mean * rng.lognormal(-1.125, 1.5, positions), rng.random(positions)
-        drawn = [binned(key, range(33), mean + rng.random(32) * mean) for key in ("position", "confidence")]
-        cost = Definition("mean", "nats", "lower")(kl.mean(), (0.9 * kl.mean(), 1.1 * kl.mean()))
-        axes = {
-            "kld": _measured(*drawn, metrics=(cost,), n_items=positions, n_failed=0),
-            "trajectory": _measured(survival([0.99**n for n in range(257)])),
-        }
-        records.append(_arm(name, 46080 - 1000 * number, axes))
+        bins = (mean + rng.random(32) * mean).tolist()
+        kld = Measurement(
+            status=Status.OK,
+            metrics=(MEAN(kl.mean(), (float(0.9 * kl.mean()), float(1.1 * kl.mean()))),),
+            plots=(_curve("position", bins), _curve("confidence", bins)),
+            n_items=positions,
+            n_failed=0,
+            facts={"estimator": "logprobs", "n_ctx": 512},
+        )
+        greedy = Measurement(status=Status.OK, plots=(_curve("survival", (0.99 ** np.arange(257)).tolist()),))
+        records.append(_arm(name, 46080 - 1000 * number, {"kld": kld, "trajectory": greedy}))
         columns = {
             "window": np.arange(positions, dtype=np.int32) // 255,
             "position": np.arange(positions, dtype=np.int32) % 255,
@@ -84,8 +88,10 @@ def synthetic(arms: int, positions: int) -> tuple[Report, list[tuple[str, dict[s
     return report, tables
 
 
-def _measured(*plots: Curve, **fields: Any) -> Measurement:
-    return Measurement(status=Status.OK, plots=plots, **fields)
+def _curve(key: str, values: list[float]) -> Curve:
+    kl = key != "survival"
+    x = tuple(map(float, range(len(values))))
+    return Curve(key=key, title=key, x_label="x", y_label="y", x=x, y=tuple(values), log_y=kl, kl=kl, percent=not kl)
 
 
 def _arm(name: str, size: float, axes: dict[str, Measurement]) -> ArmRecord:
