@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from types import MappingProxyType
 
 from markupsafe import Markup
 
 from fidelab.report.labels import LETTER, Labels, shorten, spread
 from fidelab.report.numbers import format_amount
 from fidelab.report.scales import Axis, Scale, scale_for
+from fidelab.report.sections import BarGroup
 from fidelab.results.plots import Curve
 
 __all__ = [
     "Band",
     "Chart",
     "Line",
-    "Rule",
     "Size",
-    "Stack",
     "draw_bars",
     "draw_frame",
     "draw_lines",
@@ -46,30 +46,12 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Stack:
-    """A row of a bar chart: parts as (name, value) in order, and the figure of the whole."""
-
-    name: str
-    arm: str
-    parts: Sequence[tuple[str, float]]
-    total: float
-
-
-@dataclass(frozen=True)
 class Band:
     """Shaded from the bottom up to a value: what is below it is noise."""
 
     label: str
     style: str
     upper: float
-
-
-@dataclass(frozen=True)
-class Rule:
-    """A thin level with its name, which stands below it."""
-
-    at: float
-    label: str
 
 
 @dataclass(frozen=True)
@@ -119,11 +101,14 @@ def draw_frame(
     inside: Iterable[Markup],
     *,
     bands: Sequence[Band] = (),
-    rules: Sequence[Rule] = (),
+    rules: Mapping[float, str] = MappingProxyType({}),
     x_ticks: int = 0,
     y_ticks: int = Y_TICKS,
 ) -> Chart:
-    """Axes with their ticks, bands and levels, and what is drawn on them."""
+    """Axes with their ticks, bands and levels, and what is drawn on them.
+
+    ``rules``: thin levels, rising, with their names, which stand below them.
+    """
     left, right, bottom = x.start, x.end, y.start
     ends = {"x1": left, "x2": right}
     parts = [text(4, 14, y_label)]
@@ -143,12 +128,11 @@ def draw_frame(
         parts.append(element("line", class_="frame", x1=tick.at, x2=tick.at, y1=bottom, y2=bottom + 5))
         parts.append(text(tick.at, bottom + 19, tick.label, "middle", "tick"))
     parts.append(text(right, bottom + 39, x_axis.label, "end"))
-    held = [rule for rule in rules if y.low < rule.at <= y.high]
-    levels = [y(rule.at) for rule in held]
-    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in levels]
+    held = {y(at): label for at, label in rules.items() if y.low < at <= y.high}
+    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in held]
     above = [
-        text(left + 5, level + 11, rule.label, style="rulelabel")
-        for rule, level, lower in zip(held, levels, [bottom, *levels], strict=False)
+        text(left + 5, level + 11, label, style="rulelabel")
+        for (level, label), lower in zip(held.items(), [bottom, *held], strict=False)
         if lower - level >= 12  # else there is no room
     ]
     return Chart(size, Markup("\n").join([*parts, *inside, *names, *above]))
@@ -158,7 +142,13 @@ def draw_frame(
 
 
 def draw_lines(
-    lines: Sequence[Line], x: Axis, y: Axis, size: Size, *, bands: Sequence[Band] = (), rules: Sequence[Rule] = ()
+    lines: Sequence[Line],
+    x: Axis,
+    y: Axis,
+    size: Size,
+    *,
+    bands: Sequence[Band] = (),
+    rules: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
     """Lines over common axes."""
     longest = max((len(shorten(line.name)) for line in lines), default=0) if size.labels else 0
@@ -167,7 +157,7 @@ def draw_lines(
     curves = [line.curve for line in lines]
     found = (value for curve in curves for value in (*curve.y, *curve.low, *curve.high))
     values = [*(value for value in found if value is not None), *(band.upper for band in bands)]
-    y_scale = scale_for(values if y.log else _padded(values), y, bottom, top)
+    y_scale = scale_for(values, y, bottom, top)
     widest = LETTER * max((len(tick.label) for tick in y_scale.ticks(Y_TICKS)), default=0)
     left = max(58.0, min(14 + widest, size.width / 3))
     x_scale = scale_for((at for curve in curves for at in curve.x), x, left, right)
@@ -201,15 +191,6 @@ def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: 
     if size.labels and any(value is not None for value in curve.y):
         parts.append(text(x.end + 7, round(level + 4, 1), shorten(line.name), style="name"))
     return element("g", *parts, class_=f"stroke {line.style}", data_arm=line.arm)
-
-
-def _padded(values: Sequence[float]) -> list[float]:
-    """With a margin on both sides, which does not reach below 0 where no value does."""
-    if not values:
-        return []
-    margin = 0.06 * (max(values) - min(values))
-    low = min(values) - margin
-    return [max(0.0, low) if min(values) >= 0 else low, max(values) + margin]
 
 
 def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
@@ -254,26 +235,28 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 # ------------------------------------------------------------------------------------------------- bars
 
 
-def draw_bars(stacks: Sequence[Stack], parts: Sequence[str], unit: str, width: int) -> Chart:
+def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
     """Stacked bars from 0 on, a row each: name above, figure behind; ``parts``: all names, which give the colours."""
-    left, top = 14.0, 26.0
-    bottom = top + ROW * len(stacks) + 4
-    figures = [shorten(format_amount(stack.total), 12) for stack in stacks]
+    bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
+    sums = [sum(lengths[n] for lengths in found.parts.values()) for _, found, n in bars]
+    totals = [found.totals[n] if found.totals else whole for (_, found, n), whole in zip(bars, sums, strict=True)]
+    figures = [shorten(format_amount(total), 12) for total in totals]
+    left, top, bottom = 14.0, 26.0, 30.0 + ROW * len(bars)
     right = width - 20 - LETTER * max(map(len, figures), default=0)
-    longest = max((max(stack.total, sum(value for _, value in stack.parts)) for stack in stacks), default=1.0)
-    axis = Axis(unit, low=0.0, high=longest or 1.0)
+    axis = Axis(group.bars[0][1].y_label, low=0.0, high=max(*sums, *totals) or 1.0)
     x = scale_for([], axis, left, right)
     rows = []
-    for row, (stack, figure) in enumerate(zip(stacks, figures, strict=True)):
+    for row, (arm, found, n) in enumerate(bars):
+        name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(found.labels[n]))))
         y, before = top + ROW * row + 18, 0.0
-        pieces = [text(left, y - 5, stack.name, style="name")]
-        for name, value in stack.parts:
-            begin, end = x(before), x(before + value)
-            title = element("title", f"{stack.name}: {name} {format_amount(value)} {unit}")
+        pieces = [text(left, y - 5, name, style="name")]
+        for part, lengths in found.parts.items():
+            begin, end = x(before), x(before + lengths[n])
+            title = element("title", f"{name}: {part} {format_amount(lengths[n])} {axis.label}")
             piece = element("rect", x=begin, y=y, width=round(end - begin, 1), height=THICK)
-            pieces.append(element("g", title, piece, class_=f"part s{parts.index(name) % COLOURS}"))
-            before += value
-        pieces.append(text(round(max(x(before), x(stack.total)) + 6, 1), y + THICK - 4, figure))
-        rows.append(element("g", *pieces, class_="bar", data_arm=stack.arm))
+            pieces.append(element("g", title, piece, class_=f"part s{parts.index(part) % COLOURS}"))
+            before += lengths[n]
+        pieces.append(text(round(max(x(before), x(totals[row])) + 6, 1), y + THICK - 4, figures[row]))
+        rows.append(element("g", *pieces, class_="bar", data_arm=arm.id))
     y_scale = scale_for([], Axis(""), bottom, top)
     return draw_frame(Size(width, int(bottom + 48), labels=False), x, y_scale, axis, "", rows, y_ticks=0)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 from fidelab.report.cells import Estimate
-from fidelab.report.charts import Band, Chart, Rule, Size, draw_frame, element, text
+from fidelab.report.charts import Band, Chart, Size, draw_frame, element, text
 from fidelab.report.labels import Labels, shorten
 from fidelab.report.numbers import format_bytes, format_kld, format_span
 from fidelab.report.scales import Axis, Scale, round_step, scale_for
@@ -32,7 +33,7 @@ def draw_frontier(
     size: Size,
     *,
     bands: Sequence[Band] = (),
-    rules: Sequence[Rule] = (),
+    rules: Mapping[float, str] = MappingProxyType({}),
     reference: Point | None = None,
 ) -> Chart | None:
     """Places for all points; ``None`` where no arm has both a KL and a size.
@@ -45,7 +46,7 @@ def draw_frontier(
     ends = [end for point in points for end in (point.mean, *(point.interval or ())) if end > 0]
     # An interval may reach down to almost 0; that would press the points together at the top.
     least = min((point.mean for point in points if point.mean > 0), default=1e-4)
-    shown = [*(max(end, least / 3) for end in ends), *(band.upper for band in bands), *(rule.at for rule in rules)]
+    shown = [*(max(end, least / 3) for end in ends), *(band.upper for band in bands), *rules]
     y_axis = Axis("mean KL divergence, nats (lower is better)", log=True)
     y = scale_for(shown, y_axis, bottom, top)
     largest = max([*(point.bytes for point in points), reference.bytes if reference else 0.0])

@@ -50,15 +50,12 @@ def colour(value: float, low: float, high: float, signed: bool = False) -> tuple
 
 
 def ink(fill: tuple[int, int, int]) -> str:
-    """Black or white, whichever has the larger contrast (WCAG 2 relative luminance) on a colour."""
-    light = contrast(fill, (255, 255, 255))
-    return "#fff" if light > contrast(fill, (0, 0, 0)) else "#000"
+    """Black or white, whichever has the larger contrast on a colour: they have the same one at a luminance of 0.179.
 
-
-def contrast(one: tuple[int, int, int], other: tuple[int, int, int]) -> float:
-    """WCAG 2 contrast ratio, 1…21."""
-    dark, bright = sorted((_luminance(one), _luminance(other)))
-    return (bright + 0.05) / (dark + 0.05)
+    Relative luminance and contrast are those of WCAG 2.
+    """
+    linear = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in fill]
+    return "#000" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] > 0.179 else "#fff"
 
 
 def draw_grid(plot: Heatmap, grid: Grid) -> HeatGrid:
@@ -113,11 +110,6 @@ def _number(value: float | None) -> str:
         return "not measured"
     text = f"{abs(value):.2f}".rstrip("0").rstrip(".") if 0.01 <= abs(value) < 1000 else f"{abs(value):.2g}"
     return (MINUS if value < 0 else "") + text
-
-
-def _luminance(rgb: tuple[int, int, int]) -> float:
-    parts = [c / 255 / 12.92 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb]
-    return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
 
 
 def _hex(rgb: tuple[int, int, int]) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fidelab.core import slug
-from fidelab.report.charts import Band, Chart, Line, Rule, Size, Stack, draw_bars, draw_lines, line_style
+from fidelab.report.charts import Band, Chart, Line, Size, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier
 from fidelab.report.labels import shorten
 from fidelab.report.numbers import format_kld, format_tokens, one_line
@@ -28,7 +28,7 @@ GROUPS = 6
 """Dash patterns: series that can be told apart within an arm's colour."""
 LOG_FROM = 10**1.5
 """Ratio of largest to smallest abscissa from which measured lengths and loads stand on a logarithmic axis."""
-RULES = (Rule(0.01, "EXCELLENT"), Rule(0.05, "PASS"), Rule(0.1, "DEGRADED"))
+RULES = {0.01: "EXCELLENT", 0.05: "PASS", 0.1: "DEGRADED"}
 """Upper edges of the bands (METRICS §6), which an interval has to stay below."""
 HOLLOW = "Hollow: not valid, see the table."
 
@@ -199,7 +199,7 @@ def _drawing(
     few = len(lines) <= MOST_LABELS
     wide = replace(size, labels=size.labels and few)
     bare = [line if few else replace(line, curve=line.curve.model_copy(update={"names": ()})) for line in lines]
-    rules = RULES if noisy else ()
+    rules = RULES if noisy else {}
     drawn = [
         draw_lines(found, x, y, place, bands=_bands(noisy, place) if noisy else (), rules=rules)
         for found, place in ((lines, wide), (bare, NARROW))
@@ -224,26 +224,22 @@ def _abscissa(curves: Sequence[Curve]) -> Axis:
 
 
 def _ordinate(curves: Sequence[Curve]) -> Axis:
-    """From 0 where nothing is below it, and shares up to 1."""
-    first, log = curves[0], any(curve.log_y for curve in curves)
-    ends = [end for curve in curves for end in (*curve.y, *curve.low) if end is not None]
-    low = 0.0 if min(ends) >= 0 and not log else None
-    return Axis(first.y_label, log=log, percent=first.percent, low=low, high=1.0 if first.percent and not log else None)
+    """From 0 where nothing is below it, and shares up to 1; a little room beyond the other ends."""
+    first = curves[0]
+    if any(curve.log_y for curve in curves):
+        return Axis(first.y_label, log=True, percent=first.percent)
+    ends = [end for curve in curves for end in (*curve.y, *curve.low, *curve.high) if end is not None]
+    least, most = min(0.0, *ends), max(ends)
+    margin = 0.06 * (most - least)
+    high = 1.0 if first.percent and most <= 1 else most + margin
+    return Axis(first.y_label, percent=first.percent, low=least - margin if least < 0 else 0.0, high=high)
 
 
 def _draw_bars(group: BarGroup) -> Drawing | None:
     """A row per bar of each arm; the parts give the colours."""
-    stacks = []
-    for arm, bars in group.bars:
-        for n, label in enumerate(bars.labels):
-            lengths = [(part, lengths[n]) for part, lengths in bars.parts.items()]
-            total = bars.totals[n] if bars.totals else sum(length for _, length in lengths)
-            name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(label))))
-            stacks.append(Stack(name, arm.id, lengths, total))
-    if not stacks:
+    parts = list(dict.fromkeys(part for _, bars in group.bars if bars.labels for part in bars.parts))
+    if not parts:
         return None
-    parts = list(dict.fromkeys(part for stack in stacks for part, _ in stack.parts))
-    unit = group.bars[0][1].y_label
-    wide, narrow = (draw_bars(stacks, parts, unit, size.width) for size in (WIDE, NARROW))
+    wide, narrow = (draw_bars(group, parts, size.width) for size in (WIDE, NARROW))
     legend = tuple((part, "", f"{line_style('candidate', n)} part") for n, part in enumerate(parts))
     return Drawing(slug(group.key), group.title, group.caption, (wide, narrow), legend)
