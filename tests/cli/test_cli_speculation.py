@@ -10,37 +10,44 @@ from typing import Any
 
 import pytest
 
+from fidelab.benches.base import CellResult, joined
+from fidelab.benches.decode import ISOLATED, Decode
+from fidelab.benches.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
-from fidelab.metrics.latency import Rate
-from fidelab.results.bench_record import Benches, Decode, SpeedCell
-from fidelab.results.bench_values import Flag, Spread
+from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
 from fidelab.results.record import ArmRecord, KVFormats, Report
-from fidelab.results.serving_record import LoadCell, Server, Serving, Speculation
 from tests.runs.harness import Done, cli
 
 RATES: Mapping[str, float] = {"plain": 40.0, "quantized": 50.0, "speculative": 80.0, "both": 90.0}
 ARMS = tuple(RATES)
-SPECULATED = Speculation(drafted=300, accepted=120, drafts=100, acceptance_length=2.2)
+SPECULATED = {"drafted": 300, "accepted": 120, "drafts": 100, "acceptance_length": 2.2}
 
 
-def cell(rates: Sequence[float], speculation: Speculation | None, **changes: Any) -> LoadCell:
-    fields: dict[str, Any] = {
-        "status": Status.OK,
-        "arrival": "closed",
-        "context": 256,
-        "output": 16,
-        "concurrency": 2,
-        "output_rate": rates[0],
-        "repeats": {"output_rate": tuple(rates)} if len(rates) > 1 else {},
-        "server": Server(kind="vllm", output_rate=rates[0], speculation=speculation),
-    }
-    return LoadCell(**{**fields, **changes})
+def said(kind: str, speculation: Mapping[str, float] | None = None) -> dict[str, Any]:
+    """What a server tells of itself."""
+    return {"kind": kind, "speculation": speculation}
 
 
-def arm(*cells: LoadCell, name: str = "served") -> ArmRecord:
-    serving = Serving(status=Status.OK, target="http://127.0.0.1:1", model="m", cells=cells)
+def cell(
+    rates: Sequence[float],
+    server: Mapping[str, Any] | None,
+    context: int = 256,
+    output: int = 16,
+    concurrency: int = 2,
+    **changes: Any,
+) -> CellResult:
+    at = load_at("closed", context, output, concurrency)
+    repeats = {OUTPUT_RATE.name: rates} if len(rates) > 1 else {}
+    found = Cell(**{"status": Status.OK, "at": at, "facts": {"server": server}, **changes})
+    return CellResult(found, load_metrics(at, {OUTPUT_RATE: rates[0] if rates else None}, repeats=repeats))
+
+
+def arm(*cells: CellResult, name: str = "served") -> ArmRecord:
+    return armed({"serving": serving_measurement(cells, {"target": "http://127.0.0.1:1", "model": "m"})}, name)
+
+
+def armed(benches: dict[str, Measurement], name: str = "served") -> ArmRecord:
     kv = KVFormats(k="server", v="server")
-    benches = Benches(serving=serving)
     return ArmRecord(status=Status.OK, name=name, engine="openai", model="m", kv=kv, benches=benches)
 
 
@@ -59,13 +66,14 @@ def write(folder: Path, first: ArmRecord, *others: ArmRecord, **protocol: object
     return folder
 
 
-def standard(name: str, *, repeats: int = 1, factor: float = 1.0, **changes: Any) -> LoadCell:
+def standard(name: str, *, repeats: int = 1, factor: float = 1.0, **changes: Any) -> CellResult:
     """A cell of one of the four arms, with the server's evidence that it speculated where it should."""
     rates = [factor * RATES[name] * (1 + 0.002 * i) for i in range(repeats)]
-    return cell(rates, SPECULATED if name in ("speculative", "both") else None, **changes)
+    server = said("vllm", SPECULATED if name in ("speculative", "both") else None)
+    return cell(changes.pop("rates", rates), changes.pop("server", server), **changes)
 
 
-def four(root: Path, **cells: Sequence[LoadCell]) -> list[object]:
+def four(root: Path, **cells: Sequence[CellResult]) -> list[object]:
     """Four run folders, and the words that name them."""
     folders = {name: write(root / name, arm(*cells.get(name, [standard(name)]))) for name in ARMS}
     return [word for name, folder in folders.items() for word in (f"--{name}", folder)]
@@ -149,26 +157,28 @@ def test_arms_of_one_report_are_named_behind_a_colon(tmp_path: Path) -> None:
     ("name", "server", "why"),
     [
         ("speculative", None, "no server told what it counted, so nothing shows that it speculated"),
-        ("both", Server(kind="vllm"), "its server has no counters of speculation, so nothing shows that it speculated"),
+        ("both", said("vllm"), "its server has no counters of speculation, so nothing shows that it speculated"),
         (
             "speculative",
-            Server(kind="vllm", speculation=Speculation(drafted=50, accepted=0)),
+            said("vllm", {"drafted": 50, "accepted": 0}),
             "it did not speculate: 50 draft tokens, none accepted",
         ),
         ("plain", None, "no server told what it counted, so nothing shows that it did not speculate"),
         (
             "quantized",
-            Server(kind="llama.cpp"),
+            said("llama.cpp"),
             "its server has no counters of speculation, so nothing shows that it did not speculate",
         ),
         (
             "plain",
-            Server(kind="vllm", speculation=SPECULATED),
+            said("vllm", SPECULATED),
             "it was to run without speculation and speculated: 300 draft tokens",
         ),
     ],
 )
-def test_without_evidence_there_is_no_ratio(tmp_path: Path, name: str, server: Server | None, why: str) -> None:
+def test_without_evidence_there_is_no_ratio(
+    tmp_path: Path, name: str, server: Mapping[str, Any] | None, why: str
+) -> None:
     words = four(tmp_path, **{name: [standard(name, server=server)]})
     (found,) = records(tmp_path, *words, code=1)
     assert (found["rho"], found["ci"], found["kind"]) == (None, None, "cannot tell")
@@ -181,7 +191,7 @@ def test_without_evidence_there_is_no_ratio(tmp_path: Path, name: str, server: S
 
 
 def test_counters_that_stand_still_show_that_an_arm_did_not_speculate(tmp_path: Path) -> None:
-    server = Server(kind="sglang", speculation=Speculation(drafted=0, accepted=0))
+    server = said("sglang", {"drafted": 0, "accepted": 0})
     assert records(tmp_path, *four(tmp_path, plain=[standard("plain", server=server)]))[0]["rho"] is not None
 
 
@@ -202,7 +212,7 @@ def test_an_invalid_cell_gives_no_ratio_and_says_why(tmp_path: Path) -> None:
 
 
 def test_a_failed_cell_says_its_reason(tmp_path: Path) -> None:
-    failed = standard("both", status=Status.FAILED, reason="all requests timed out", output_rate=None)
+    failed = standard("both", status=Status.FAILED, reason="all requests timed out", rates=())
     (found,) = records(tmp_path, *four(tmp_path, both=[failed]), code=1)
     assert "both" not in found["rates"]
     assert found["flags"] == [{"kind": "errors", "text": "both: all requests timed out"}]
@@ -217,11 +227,9 @@ def test_what_makes_a_valid_figure_doubtful_is_carried_on(tmp_path: Path) -> Non
 def test_decode_benches_have_rates_and_no_evidence(tmp_path: Path) -> None:
     words: list[object] = []
     for name, rate in RATES.items():
-        speed = SpeedCell(status=Status.OK, tokens=512, batch=4, n=32, rate=Spread.of(Rate((rate, rate))))
-        decode = Decode(status=Status.OK, cells=(speed,))
-        kv = KVFormats(k="f16", v="f16")
-        record = ArmRecord(status=Status.OK, name="a", engine="hf", model="m", kv=kv, benches=Benches(decode=decode))
-        words += [f"--{name}", write(tmp_path / name, record)]
+        at: Coordinates = {"depth": 512, "batch": 4}
+        speed = CellResult(Cell(status=Status.OK, at=at, facts={"n": 32}), (ISOLATED.repeated((rate, rate), cell=at),))
+        words += [f"--{name}", write(tmp_path / name, armed({"decode": joined([speed], Decode.title)}))]
     (found,) = records(tmp_path, *words, code=1)
     assert found["rates"] == pytest.approx(RATES)
     assert (found["context"], found["output"], found["concurrency"], found["arrival"]) == (512, 32, 4, None)
@@ -236,7 +244,7 @@ def test_arms_that_were_not_measured_alike_are_refused_by_name(tmp_path: Path) -
     done = run(tmp_path, *words)
     assert done.code == 2
     assert "both (" in done.err
-    assert "has no cell with arrival closed, context 256, output 16, concurrency 2, as plain has" in done.err
+    assert "has no cell with context 256, output 16, arrival closed, concurrency 2, as plain has" in done.err
 
 
 def test_a_cell_that_only_another_arm_has_is_refused_too(tmp_path: Path) -> None:
@@ -244,7 +252,7 @@ def test_a_cell_that_only_another_arm_has_is_refused_too(tmp_path: Path) -> None
     done = run(tmp_path, *words)
     assert done.code == 2
     assert "plain (" in done.err
-    assert "has no cell with arrival closed, context 256, output 32, concurrency 2, as both has" in done.err
+    assert "has no cell with context 256, output 32, arrival closed, concurrency 2, as both has" in done.err
 
 
 @pytest.mark.parametrize(("key", "value", "was"), [("endpoint", "chat", "completions"), ("temperature", 0.7, 0)])
@@ -269,12 +277,6 @@ def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:
     assert "--speculative and --both are the same arm" in done.err
 
 
-def test_two_cells_of_one_shape_are_refused(tmp_path: Path) -> None:
-    done = run(tmp_path, *four(tmp_path, both=[standard("both"), standard("both")]))
-    assert done.code == 2
-    assert "served has two cells with arrival closed" in done.err
-
-
 @pytest.mark.parametrize(
     ("where", "why"),
     [
@@ -288,12 +290,9 @@ def test_two_cells_of_one_shape_are_refused(tmp_path: Path) -> None:
 def test_bad_runs_are_one_line(tmp_path: Path, where: str, why: str) -> None:
     words = four(tmp_path)
     (tmp_path / "empty").mkdir()
-    bare = arm()
-    write(tmp_path / "bare", bare.model_copy(update={"benches": Benches()}))
-    serving = bare.benches.serving
-    assert serving is not None
-    failed = serving.model_copy(update={"status": Status.FAILED, "reason": "the server was not there"})
-    write(tmp_path / "cellless", bare.model_copy(update={"benches": Benches(serving=failed)}))
+    write(tmp_path / "bare", armed({}))
+    failed = Measurement(status=Status.FAILED, reason="the server was not there")
+    write(tmp_path / "cellless", armed({"serving": failed}))
     done = run(tmp_path, *words[:-1], where)
     assert done.code == 2
     assert why in done.err

@@ -315,7 +315,10 @@ def sample_report(**changes: Any) -> Report:
         "fidelab_version": "0.1.0",
         "command": "fidelab run runs/2026-05-04-smollm2-a1b2/config.resolved.yaml",
         "environment": {"device": {"name": "cpu", "threads": 2}, "python": "3.11.9"},
-        "settings": {"axes": {"kld": {"protocol": "half", "n_ctx": 512, "windows": 32}}, "seed": 0},
+        "settings": {
+            "axes": {"kld": {"protocol": "half", "n_ctx": 512, "windows": 32}, "trajectory": {}, "rniah": {}},
+            "seed": 0,
+        },
         "comparability_key": {"inputs": "9f2c", "protocol": "half", "n_predict": 64},
         "reference": arm("f32", ran=Ran(k_dtype="f32", v_dtype="f32", cache_bytes_per_token=92160)),
         "control": arm("bf16", axes={"kld": kld_axis(0.00003, 0.000004), "trajectory": trajectory_axis(90, 6)}),

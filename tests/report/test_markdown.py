@@ -123,7 +123,7 @@ def test_one_sentence_says_what_was_compared() -> None:
     assert opening == (
         "7 configurations of `SmolLM2-135M-Instruct` on `hf`, compared with the reference `f32`: text `default`; "
         "KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions in 31 documents; "
-        "trajectory over all prompts with up to 64 tokens each."
+        "`trajectory`: 10 items, n_predict 64, template `chat`."
     )
 
 

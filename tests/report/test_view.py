@@ -436,6 +436,21 @@ def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    "face", [printed, render_html, render_markdown, render_notebook], ids=["text", "html", "markdown", "notebook"]
+)
+def test_every_face_shows_axes_and_benches_that_nobody_knows(face: Callable[[Report], str]) -> None:
+    axis = Measurement(status=Status.OK, metrics=(Definition("tact", "share", "higher")(0.1234, (0.1, 0.2)),))
+    bench = Measurement(
+        status=Status.OK,
+        metrics=tuple(Definition("pages", "req/s", "higher")(700.0 + n, cell={"readers": n}) for n in (1, 2)),
+    )
+    odd = candidate("q4", 0.02, "PASS", 1, "safe", axes={"manners": axis}, benches={"reading": bench})
+    shown = face(sample_report(candidates=(odd,))).split('type="application/json"')[0]
+    for mark in ("manners: tact", "12.34%", "reading:", "pages,", "readers", "701"):
+        assert mark in shown
+
+
 def test_folders_of_own_builds_stay_at_home() -> None:
     ran = Ran.model_validate({"provenance": {"torch": "built from /home/somebody/torch@0123"}})
     assert ran.modified == ("torch built from torch@0123",)

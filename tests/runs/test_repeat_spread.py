@@ -27,7 +27,8 @@ def told(plain: Done) -> Callable[..., list[Report]]:
             data["settings"] = {**data["settings"], "axes": {axis: {}}}
             status, reason = value if isinstance(value, tuple) else ("ok", None)
             score = None if isinstance(value, tuple) else value
-            metrics = [{"name": name, "value": number} for name, number in {"score": score, **more}.items()]
+            metrics = [{"name": "score", "value": score, "unit": "points"}]
+            metrics += [{"name": name, "value": cost, "unit": "nats"} for name, cost in more.items()]
             data["candidates"][0]["axes"][axis] = {"status": status, "reason": reason, "metrics": metrics}
             reports.append(Report.model_validate_json(json.dumps(data)))
         return reports

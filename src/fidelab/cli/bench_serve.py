@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,93 +20,51 @@ if TYPE_CHECKING:
 
 __all__ = ["serve", "sweep"]
 
-_SERVER, _LOAD, _READ, _RUN = "Server", "Load", "What is read", "Run"
+_server, _load, _read, _run_ = (
+    partial(typer.Option, rich_help_panel=panel) for panel in ("Server", "Load", "What is read", "Run")
+)
 
-BaseURL = Annotated[
-    str,
-    typer.Option("--base-url", help="The server, http://host:port or http://host:port/v1.", rich_help_panel=_SERVER),
-]
+BaseURL = Annotated[str, _server("--base-url", help="The server, http://host:port or http://host:port/v1.")]
 Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="The model; its tokenizer, too. \\[default: the only one served]", rich_help_panel=_SERVER
-    ),
+    str | None, _server("--model", help="The model; its tokenizer, too. \\[default: the only one served]")
 ]
-Served = Annotated[
-    str | None,
-    typer.Option("--served-model-name", help="What the server calls it. \\[default: --model]", rich_help_panel=_SERVER),
-]
-Key = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.", rich_help_panel=_SERVER),
-]
-Endpoint = Annotated[str, typer.Option("--endpoint", help="completions or chat.", rich_help_panel=_SERVER)]
+Served = Annotated[str | None, _server("--served-model-name", help="What the server calls it. \\[default: --model]")]
+Key = Annotated[str | None, _server("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.")]
+Endpoint = Annotated[str, _server("--endpoint", help="completions or chat.")]
 TokenizerName = Annotated[
     str | None,
-    typer.Option(
+    _server(
         "--tokenizer",
         help="Name or folder of the model whose tokenizer makes prompts of exact length. "
         "\\[default: --model where it is on this machine, else words calibrated by the server's usage]",
-        rich_help_panel=_SERVER,
     ),
 ]
-Prompts = Annotated[
-    str,
-    typer.Option("--prompts", help="ids, text, or auto: token ids where the server takes them.", rich_help_panel=_LOAD),
-]
-OutputLen = Annotated[str, typer.Option("--random-output-len", help="Tokens of each answer.", rich_help_panel=_LOAD)]
-Rate = Annotated[
-    str, typer.Option("--request-rate", help="Requests per second; inf: closed loop.", rich_help_panel=_LOAD)
-]
-ArrivalKind = Annotated[str, typer.Option("--arrival", help="poisson or constant.", rich_help_panel=_LOAD)]
+Prompts = Annotated[str, _load("--prompts", help="ids, text, or auto: token ids where the server takes them.")]
+OutputLen = Annotated[str, _load("--random-output-len", help="Tokens of each answer.")]
+Rate = Annotated[str, _load("--request-rate", help="Requests per second; inf: closed loop.")]
+ArrivalKind = Annotated[str, _load("--arrival", help="poisson or constant.")]
 NumPrompts = Annotated[
-    int | None,
-    typer.Option(
-        "--num-prompts", help="Requests per cell. \\[default: twice the concurrency, at least 8]", rich_help_panel=_LOAD
-    ),
+    int | None, _load("--num-prompts", help="Requests per cell. \\[default: twice the concurrency, at least 8]")
 ]
-Duration = Annotated[
-    float | None, typer.Option("--duration", help="Seconds after which no more is sent.", rich_help_panel=_LOAD)
-]
-Warmup = Annotated[
-    int, typer.Option("--warmup", help="Requests sent first and not measured, per cell.", rich_help_panel=_LOAD)
-]
-Ramp = Annotated[
-    float,
-    typer.Option("--ramp", help="Seconds over which a closed loop reaches its concurrency.", rich_help_panel=_LOAD),
-]
-Repeats = Annotated[
-    int, typer.Option("--repeats", help="Passes over all cells, with fresh prompts.", rich_help_panel=_LOAD)
-]
-IgnoreEOS = Annotated[
-    bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answers have all their tokens.", rich_help_panel=_LOAD)
-]
-Temperature = Annotated[float, typer.Option("--temperature", help="Of the sampling.", rich_help_panel=_LOAD)]
+Duration = Annotated[float | None, _load("--duration", help="Seconds after which no more is sent.")]
+Warmup = Annotated[int, _load("--warmup", help="Requests sent first and not measured, per cell.")]
+Ramp = Annotated[float, _load("--ramp", help="Seconds over which a closed loop reaches its concurrency.")]
+Repeats = Annotated[int, _load("--repeats", help="Passes over all cells, with fresh prompts.")]
+IgnoreEOS = Annotated[bool, _load("--ignore-eos/--no-ignore-eos", help="Answers have all their tokens.")]
+Temperature = Annotated[float, _load("--temperature", help="Of the sampling.")]
 Goodput = Annotated[
     list[str] | None,
-    typer.Option(
-        "--goodput",
-        help="Targets in ms: ttft:500 tpot:50 e2el:5000; counts requests that meet all.",
-        rich_help_panel=_READ,
-    ),
+    _read("--goodput", help="Targets in ms: ttft:500 tpot:50 e2el:5000; counts requests that meet all."),
 ]
 More = Annotated[list[str] | None, typer.Argument(hidden=True)]  # "--goodput ttft:500 tpot:50" as vLLM's users write it
-Metrics = Annotated[str, typer.Option("--percentile-metrics", help="Of ttft, tpot, itl, e2el.", rich_help_panel=_READ)]
-Percentiles = Annotated[str, typer.Option("--metric-percentiles", help="Percentiles of these.", rich_help_panel=_READ)]
-Seed = Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.", rich_help_panel=_RUN)]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for one request.", rich_help_panel=_RUN)]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="Client processes. \\[default: by the load]", rich_help_panel=_RUN)
-]
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where runs are written.", rich_help_panel=_RUN)]
-Name = Annotated[
-    str | None,
-    typer.Option("--name", help="Name of the row in the report. \\[default: the model's]", rich_help_panel=_RUN),
-]
-KV = Annotated[
-    str | None,
-    typer.Option("--kv", help="KV format that the server was started with, as a label.", rich_help_panel=_RUN),
-]
+Metrics = Annotated[str, _read("--percentile-metrics", help="Of ttft, tpot, itl, e2el.")]
+Percentiles = Annotated[str, _read("--metric-percentiles", help="Percentiles of these.")]
+Seed = Annotated[int, _run_("--seed", help="Of prompts and arrivals.")]
+Timeout = Annotated[float, _run_("--timeout", help="Seconds for one request.")]
+Workers = Annotated[int | None, _run_("--workers", help="Client processes. \\[default: by the load]")]
+OutputDir = Annotated[Path, _run_("--output-dir", help="Where runs are written.")]
+Name = Annotated[str | None, _run_("--name", help="Name of the row in the report. \\[default: the model's]")]
+KV = Annotated[str | None, _run_("--kv", help="KV format that the server was started with, as a label.")]
 
 
 def serve(
@@ -117,29 +76,20 @@ def serve(
     endpoint: Endpoint = "completions",
     tokenizer: TokenizerName = None,
     prompts: Prompts = "auto",
-    input_len: Annotated[
-        str, typer.Option("--random-input-len", help="Tokens of each prompt.", rich_help_panel=_LOAD)
-    ] = "1024",
+    input_len: Annotated[str, _load("--random-input-len", help="Tokens of each prompt.")] = "1024",
     output_len: OutputLen = "128",
     concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--max-concurrency", help="Requests in flight at most. \\[default: no limit]", rich_help_panel=_LOAD
-        ),
+        int | None, _load("--max-concurrency", help="Requests in flight at most. \\[default: no limit]")
     ] = None,
     rate: Rate = "inf",
     arrival: ArrivalKind = "poisson",
     trace: Annotated[
         str | None,
-        typer.Option(
-            "--trace",
-            help="JSON lines with timestamp, input_length, output_length: lengths and times of the requests.",
-            rich_help_panel=_LOAD,
+        _load(
+            "--trace", help="JSON lines with timestamp, input_length, output_length: lengths and times of the requests."
         ),
     ] = None,
-    trace_unit: Annotated[
-        str, typer.Option("--trace-unit", help="Unit of its timestamps: ms or s.", rich_help_panel=_LOAD)
-    ] = "ms",
+    trace_unit: Annotated[str, _load("--trace-unit", help="Unit of its timestamps: ms or s.")] = "ms",
     num_prompts: NumPrompts = None,
     duration: Duration = None,
     warmup: Warmup = 2,
@@ -187,12 +137,8 @@ def sweep(
     endpoint: Endpoint = "completions",
     tokenizer: TokenizerName = None,
     prompts: Prompts = "auto",
-    concurrency: Annotated[
-        str, typer.Option("--concurrency", help="Requests in flight: 1,2,4,8.", rich_help_panel=_LOAD)
-    ] = "1,2,4,8",
-    contexts: Annotated[
-        str, typer.Option("--contexts", help="Tokens of prompts: 128,1k,4k.", rich_help_panel=_LOAD)
-    ] = "1k",
+    concurrency: Annotated[str, _load("--concurrency", help="Requests in flight: 1,2,4,8.")] = "1,2,4,8",
+    contexts: Annotated[str, _load("--contexts", help="Tokens of prompts: 128,1k,4k.")] = "1k",
     output_len: OutputLen = "128",
     rate: Rate = "inf",
     arrival: ArrivalKind = "poisson",

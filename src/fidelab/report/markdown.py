@@ -11,10 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from fidelab.report.cells import fact_of
 from fidelab.report.isolation import Matrix
-from fidelab.report.numbers import ABSENT, format_count, one_line
+from fidelab.report.numbers import ABSENT, one_line
+from fidelab.report.summary import KLD, Performance
 from fidelab.report.tables import Table
-from fidelab.report.view import ArmRow, Performance, View, build_view
+from fidelab.report.view import ArmRow, View, build_view
+from fidelab.results.measurement import Measurement
 from fidelab.results.record import Report
 
 __all__ = ["code_span", "escaped", "render_markdown"]
@@ -65,25 +68,32 @@ def _opening(report: Report, view: View) -> str:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
         return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return (
-        f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report.settings, view.text)}."
-    )
+    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
 
 
-def _protocol(settings: Mapping[str, Any], text: str) -> str:
-    """Text, windows and prompts, as far as the settings name them."""
+def _protocol(report: Report, text: str) -> str:
+    """Text and windows, and the facts of the other axes, as far as the settings name them."""
+    settings = report.settings
     axes = _mapping(settings.get("axes"))
     parts = [f"text {_setting(settings['text'])}"] if "text" in settings else []
-    if "windows" in (kld := _mapping(axes.get("kld"))):
+    if "windows" in (kld := _mapping(axes.get(KLD))):
         size = _windows_of(kld["n_ctx"]) if "n_ctx" in kld else ""
         protocol = f" (protocol {_setting(kld['protocol'])})" if "protocol" in kld else ""
         scored = f", {text}" if text else ""
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
-    if greedy := _mapping(axes.get("trajectory")):
-        limit = f"{_setting(greedy['limit'])} prompts" if greedy.get("limit") is not None else "all prompts"
-        length = f" with up to {_setting(greedy['n_predict'])} tokens each" if "n_predict" in greedy else ""
-        parts.append(f"trajectory over {limit}{length}")
+    for name in axes:
+        measured = (arm.axes[name] for arm in report.candidates if name != KLD and name in arm.axes)
+        if found := next((one for one in measured if one.measured), None):
+            parts.append(f"{code_span(name)}{_facts(found)}")
     return f": {'; '.join(parts)}" if parts else ""
+
+
+def _facts(found: Measurement) -> str:
+    """``: 10 items, n_predict 64``."""
+    words = [f"{found.n_items:,} item{'' if found.n_items == 1 else 's'}"] if found.n_items else []
+    plain = (name for name, value in found.facts.items() if fact_of(value) != ABSENT)
+    words += [f"{escaped(one_line(name))} {_setting(found.facts[name])}" for name in plain]
+    return f": {', '.join(words)}" if words else ""
 
 
 def _windows_of(n_ctx: Any) -> str:
@@ -100,7 +110,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _setting(value: Any) -> str:
-    return format_count(value) if isinstance(value, int) else code_span(_public(str(value)))
+    return fact_of(value) if isinstance(value, int | float) else code_span(_public(str(value)))
 
 
 def _public(name: str) -> str:

@@ -23,22 +23,18 @@ from fidelab.report.cells import (
     kld_of,
     kv_of,
     plain,
-    ratio_of,
     run_of,
-    scored,
     shared,
 )
 from fidelab.report.isolation import Matrix, isolation_of
-from fidelab.report.numbers import ABSENT, MIB, format_bytes, format_figure, heading, one_line
-from fidelab.report.sections import Arm, Section, arm_id, arms_of, sections_of
-from fidelab.report.tables import SPEEDS, Table, counts, ran_of, timing_of
-from fidelab.results.measurement import Measurement, Metric, label
+from fidelab.report.numbers import ABSENT, format_bytes, one_line
+from fidelab.report.sections import Section, arm_id, arms_of, sections_of
+from fidelab.report.summary import KLD, Performance, contexts_of, joined, others_of, performance_of, titled
+from fidelab.report.tables import Table, ran_of, timing_of
+from fidelab.results.measurement import Measurement
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
-__all__ = ["ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]
-
-KLD = "kld"
-"""The axis of the main table, the frontier and the verdict."""
+__all__ = ["KLD", "ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]
 
 
 @dataclass(frozen=True)
@@ -112,20 +108,6 @@ class ArmRow:
 
 
 @dataclass(frozen=True)
-class Performance:
-    """Speed and memory: what stands for each bench, a row of figures per arm, each with its ratio to the reference's.
-
-    ``note``: how to read the figures; ``measured``: which benches, in words.
-    """
-
-    columns: tuple[str, ...]
-    names: tuple[str, ...]
-    rows: tuple[tuple[Estimate, ...], ...]
-    note: str
-    measured: str
-
-
-@dataclass(frozen=True)
 class View:
     """Everything a report shows, in reading order; ``beside`` stands below the main table."""
 
@@ -183,7 +165,7 @@ def build_view(report: Report) -> View:
     arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
-    performance = _performance(arms_of(report))
+    performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
     what = f"{one_line(report.reference.model)} on {', '.join(_engines(arm for _, arm in arms))}"
     role = "reference " if len(arms) > 1 or fidelity else ""
@@ -206,7 +188,7 @@ def build_view(report: Report) -> View:
         control=_controls(controls),
         ranking=_ranking(report.comparisons),
         tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
-        beside=_present(_contexts(report), _others(report)),
+        beside=_present(contexts_of(report), others_of(report)),
         isolation=isolation_of(report),
         truth=truth_line(report),
         points=(
@@ -289,7 +271,7 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         n_items = next((found.n_items for arm in arms if (found := arm.axes.get(name)) and found.n_items), None)
         what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
-    return f"{line} on {_and(what)}" if what else line
+    return f"{line} on {joined(what)}" if what else line
 
 
 def _text(report: Report) -> str:
@@ -298,13 +280,13 @@ def _text(report: Report) -> str:
     found = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
     if found is None:
         return ""
-    contexts = _contexts_of(found)
+    contexts = _scored_at(found)
     if len(contexts) < 2:
         return _positions(found.n_items, found.facts.get("n_documents"))
     return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
 
 
-def _contexts_of(found: Measurement) -> list[Mapping[str, Any]]:
+def _scored_at(found: Measurement) -> list[Mapping[str, Any]]:
     """What was scored at each context, where the axis says it in the form that is its own."""
     contexts = found.facts.get("contexts")
     known = isinstance(contexts, list) and all(
@@ -318,10 +300,6 @@ def _positions(n: int | None, documents: int | None) -> str:
     if documents is None:
         return f"{n or 0:,} positions of text"
     return f"{n or 0:,} positions in {documents:,} document{'' if documents == 1 else 's'}"
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
 _MEASURED = (Status.OK, Status.IDENTICAL)
@@ -386,7 +364,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
     parts = [_apart(name, found) for name, found in measured if not _repeats(found)]
     if same:
         verb = "repeat" if len(same) > 1 else "repeats"
-        parts = [f"{_and(same)} {verb}, on this machine and thread count", *parts]
+        parts = [f"{joined(same)} {verb}, on this machine and thread count", *parts]
     parts += [
         f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}"
         for name, found in floor.items()
@@ -397,13 +375,13 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
 
 def _repeated(name: str, found: Measurement) -> str:
     """What is the same in both captures."""
-    n = sum(context["n_positions"] for context in _contexts_of(found)) or found.n_items
+    n = sum(context["n_positions"] for context in _scored_at(found)) or found.n_items
     return name if n is None else f"{name} ({n - (found.n_failed or 0):,} of {n:,} items)"
 
 
 def _apart(name: str, found: Measurement) -> str:
     """How far the two captures are from each other."""
-    heads = [f"{_titled(name, metric)} {estimate_of(metric)}" for metric in found.headlines if metric.value is not None]
+    heads = [f"{titled(name, metric)} {estimate_of(metric)}" for metric in found.headlines if metric.value is not None]
     exact, n = found.value("exact match", {}), found.n_items
     if exact is not None and n is not None:
         heads.insert(0, f"{name}: {round(exact * (n - (found.n_failed or 0))):,} of {n:,} items repeat")
@@ -451,132 +429,6 @@ def _points(role: str, arm: ArmRecord, number: int = 0) -> list[Point]:
     if mean is None or mean.value is None or size is None or mean.bound:
         return []
     return [Point(one_line(arm.name), size, mean.value, mean.interval, _key(role, arm), arm_id(role, number))]
-
-
-# -------------------------------------------------------------------------------------------- beside the main table
-
-
-def _contexts(report: Report) -> Table | None:
-    """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
-    arms = [*report.candidates, *([report.control] if report.control else [])]
-    found = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
-    means = [metric for axis in found.values() for metric in axis.metrics if metric.name == "mean"]
-    sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
-    if len(sizes) < 2:
-        return None
-    rows = [
-        (one_line(name), *(str(kld_of(axis, {"context": n})) for n in sizes))
-        for name, axis in found.items()
-        if any(metric.cell for metric in axis.metrics)
-    ]
-    title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
-    return Table("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), tuple(rows))
-
-
-def _others(report: Report) -> Table | None:
-    """Arm × what stands for each axis besides KLD; ``None`` without such axes.
-
-    The composite closes the row where all its axes were measured, or where its bands were asked for.
-    """
-    arms = [*report.candidates, *([report.control] if report.control else [])]
-    columns: dict[str, list[str]] = {}
-    for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
-        found = [arm.axes.get(name) for arm in arms]
-        nobody: list[Metric | None] = [None] * len(arms)
-        for n, (head, cells) in enumerate(_headlines(name, found) or [(one_line(name), nobody)]):
-            brief = zip(found, cells, strict=True)
-            columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
-    if not columns:
-        return None
-    if _shows_composite(report):
-        columns["composite"] = [
-            ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms
-        ]
-    rows = zip((one_line(arm.name) for arm in arms), *columns.values(), strict=True)
-    return Table("others", "Other axes", ("arm", *columns), tuple(rows))
-
-
-def _brief(found: Measurement | None, metric: Metric | None, *, first: bool) -> str:
-    """The metric; where there is none, in the first column how the axis ended."""
-    if metric is not None or found is None:
-        return str(estimate_of(metric))
-    return STATUS[found.status] if first else ABSENT
-
-
-def _shows_composite(report: Report) -> bool:
-    """It has a band where all its axes were measured; a band table that is not the default was asked for."""
-    found = [arm.composite for arm in report.candidates if arm.composite is not None]
-    asked = report.settings.get("bands", "fidelab") != "fidelab"
-    return bool(found) and (asked or any(composite.band is not None for composite in found))
-
-
-def _headlines(name: str, found: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
-    """What stands for an axis or a bench by the first arm that has it: heading, and the same metric of all arms.
-
-    A coordinate that is the same wherever anything was measured is not told.
-    """
-    known = [one for one in found if one is not None and one.measured]
-    shapes = [at for one in known for at in one.shapes()]
-    leading = next((heads for one in known if (heads := [m for m in one.headlines if _shown(one, m)])), [])
-    columns = []
-    for metric in leading:
-        alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
-        told = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
-        cells = [one.metric(metric.name, metric.cell) if one is not None else None for one in found]
-        shown = [m if m and one and _shown(one, m) else None for m, one in zip(cells, found, strict=True)]
-        at = f", {one_line(label(told))}" if told else ""
-        mib = any(m is not None and _in_mib(m) for m in shown)
-        columns.append((heading(_titled(name, metric), metric.unit, mib=mib) + at, shown))
-    return columns
-
-
-def _shown(found: Measurement, metric: Metric) -> bool:
-    return metric.value is not None and counts(found, metric.cell)
-
-
-def _in_mib(metric: Metric) -> bool:
-    return metric.unit == "bytes" and (metric.value or 0) >= MIB
-
-
-def _titled(name: str, metric: Metric) -> str:
-    """A score has the name of its axis."""
-    return one_line(name if metric.name == "score" else f"{name}: {metric.name}")
-
-
-def _performance(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
-    """What stands for the benches, arm by arm; ``None`` where none was run."""
-    names = list(dict.fromkeys(name for _, record in arms for name in record.benches))
-    if not names:
-        return None
-    columns: dict[str, list[Estimate]] = {}
-    repeated, notes = False, []
-    for name in names:
-        for head, metrics in _headlines(name, [record.benches.get(name) for _, record in arms]):
-            mib = any(metric is not None and _in_mib(metric) for metric in metrics)
-            columns[head] = [_beside(metric, metrics[0] if n else None, mib) for n, metric in enumerate(metrics)]
-            known = [metric for metric in metrics if metric is not None]
-            repeated |= any(metric.repeats for metric in known)
-            about = one_line(known[0].about).rstrip(".")
-            notes += [f"{_titled(name, known[0])}: {about}."] if about else []
-    if repeated:
-        notes.append("Medians of the repeats.")
-    if len(arms) > 1 and columns:
-        notes.append("× : over the reference's; ≈ : the repeats overlap.")
-    return Performance(
-        columns=tuple(columns),
-        names=tuple(arm.name for arm, _ in arms),
-        rows=tuple(tuple(cells[n] for cells in columns.values()) for n, _ in enumerate(arms)),
-        note=" ".join(notes),
-        measured=_and([one_line(name) for name in names]),
-    )
-
-
-def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
-    """A value, and its ratio to the reference's."""
-    if metric is None:
-        return Estimate()
-    value = format_figure(metric.value, metric.unit, mib=mib)
-    return Estimate(value, ratio_of(metric, base) if metric.unit in SPEEDS else ABSENT)
 
 
 def _run_details(report: Report) -> list[tuple[str, str]]:
