@@ -2,7 +2,7 @@
 
 Each pluggable room holds a plain table ``{"name": "package.module:Object"}`` in its ``__init__``; a
 third-party package adds a row through an entry point (groups ``fidelab.engines``, ``fidelab.axes``,
-``fidelab.formats``).
+``fidelab.benches``, ``fidelab.formats``).
 """
 
 from __future__ import annotations

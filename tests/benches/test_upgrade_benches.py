@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import Coordinates, Measurement
 from fidelab.results.plots import Bars, Curve
 from fidelab.results.upgrade_benches import upgrade_benches
 
@@ -20,7 +20,16 @@ def spread(*repeats: float) -> dict[str, Any]:
 
 
 def speed(tokens: int, *rates: float, **more: Any) -> dict[str, Any]:
-    cell = {**OK, "tokens": tokens, "batch": 1, "n": 0, "rate": None, "by_subtraction": None, "warmups": 3, "flags": []}
+    cell: dict[str, Any] = {
+        **OK,
+        "tokens": tokens,
+        "batch": 1,
+        "n": 0,
+        "rate": None,
+        "by_subtraction": None,
+        "warmups": 3,
+        "flags": [],
+    }
     return {**cell, **({"rate": spread(*rates)} if rates else {}), **more}
 
 
@@ -101,7 +110,7 @@ def test_loads_keep_figures_repeats_validity_and_saturation() -> None:
     about = {"target": "http://a", "model": "m", "endpoint": "/v1/completions", "settings": {"seed": 0}, "flags": []}
     points = [{"context": 128, "concurrency": 1, "gain": 0.01, "threshold": 0.05}]
     found = upgraded(serving={**OK, **about, "cells": cells, "saturation": points})["serving"]
-    at = {"context": 128, "output": 16, "arrival": "closed", "concurrency": 1}
+    at: Coordinates = {"context": 128, "output": 16, "arrival": "closed", "concurrency": 1}
     values = {metric.name: metric.value for metric in found.metrics if metric.cell == at}
     assert values == pytest.approx(
         {

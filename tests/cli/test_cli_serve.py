@@ -72,7 +72,11 @@ def test_a_load_leaves_a_whole_run_folder(tmp_path: Path) -> None:
     assert (arm["name"], arm["engine"], arm["model"], arm["status"]) == ("awq", "openai", "mock", "ok")
     assert (arm["kv"]["k"], arm["kv"]["v"]) == ("fp8", "bf16")
     [cell] = loads(done)
-    assert (cell["requests"], cell["facts"]["completed"], cell["facts"]["output_tokens"]) == (12, 12, 96)
+    assert (cell["requests"], cell["facts"]["measured"]["completed"], cell["facts"]["measured"]["output_tokens"]) == (
+        12,
+        12,
+        96,
+    )
     assert cell["context counted"] == 32
     assert cell["valid"]
     assert len(rows(done)) == 15
@@ -86,7 +90,7 @@ def test_every_figure_follows_from_the_recorded_requests(tmp_path: Path) -> None
     measured = [row for row in rows(done) if not row["warmup"]]
     assert all(len(row["events"]) == 3 and row["counted"]["output_tokens"] == 8 for row in measured)
     seconds = max(row["ended"] for row in measured)
-    assert cell["facts"]["seconds"] == pytest.approx(seconds, abs=1e-5)
+    assert cell["facts"]["measured"]["seconds"] == pytest.approx(seconds, abs=1e-5)
     assert cell["output rate"] == pytest.approx(12 * 8 / seconds, rel=1e-3)
     tpot = [1e3 * (row["events"][-1] - row["events"][0]) / 7 for row in measured]
     assert cell["TPOT mean"] == pytest.approx(sum(tpot) / 12, rel=1e-3)
@@ -106,7 +110,7 @@ def test_the_servers_own_counters_confirm_the_client(tmp_path: Path) -> None:
     with MockServer(MockSettings(itl=0.002)) as mock:
         done = serve(mock.url, cwd=tmp_path)
     [cell] = loads(done)
-    assert cell["facts"]["server"]["ratio"] == pytest.approx(1, abs=0.01)
+    assert cell["facts"]["client over server"] == pytest.approx(1, abs=0.01)
     assert "server-mismatch" not in kinds(cell)
 
 
@@ -219,7 +223,7 @@ def test_a_pipe_gets_every_column(tmp_path: Path) -> None:
     with MockServer(MockSettings(draft_tokens=2, tokens_per_event=2, ttft=0.02)) as mock:
         done = serve(mock.url, *words, cwd=tmp_path)
     assert "narrow terminal" not in done.out
-    for word in ("ratio", "lag_p99", "accepted", "acceptance", "–"):  # the queue is read once a second
+    for word in ("client over", "lag ms p99", "acceptance", "effective", "–"):  # the queue is read once a second
         assert word in done.out
 
 
@@ -342,7 +346,7 @@ def test_some_broken_streams_are_counted_and_make_the_cell_invalid(
     assert done.code == 1
     [cell] = loads(done)
     assert set(cell["facts"]["errors"]) == {kind}
-    assert cell["facts"]["completed"] + cell["errors"] == 40
+    assert cell["facts"]["measured"]["completed"] + cell["errors"] == 40
     assert not cell["valid"]
     assert f"{cell['facts']['errors'][kind]} {kind}" in done.err
 
@@ -353,7 +357,7 @@ def test_no_usage_gives_no_token_figures_and_says_so(tmp_path: Path) -> None:
     assert done.code == 1
     [cell] = loads(done)
     assert not {"output rate", "TPOT mean"} & set(cell)
-    assert cell["facts"]["output_tokens"] == 0
+    assert cell["facts"]["measured"]["output_tokens"] == 0
     assert "the server counted no tokens for 12 of 12 answers" in done.err
 
 

@@ -112,8 +112,9 @@ def test_a_file_with_cells_comes_in_by_context_and_concurrency_in_milliseconds(t
     assert rates == [(0, 1, 100.0), (0, 2, 200.0), (16384, 2, 190.0)]
     first = loads(serve)[0]
     assert [first.value(f"TTFT {part}") for part in ("mean", "p50", "p99")] == pytest.approx([50, 40, 200])
-    assert [first.cell.facts[name] for name in ("seconds", "output_tokens", "completed")] == [30.0, 3000, 1]
-    assert [first.cell.facts["server"][name] for name in ("kind", "ratio", "kv_usage_mean")] == ["vllm", 1.0, 0.25]
+    assert first.cell.facts["measured"] == {"seconds": 30.0, "output_tokens": 3000, "completed": 1}
+    assert (first.cell.facts["server"]["kind"], first.cell.facts["server"]["kv_usage_mean"]) == ("vllm", 0.25)
+    assert first.cell.facts["client over server"] == 1.0
     assert all(c.valid and not c.flags for c in serve.cells)
     [prefill] = parts(benches(found)["prefill"])
     assert (prefill.cell.at["tokens"], prefill.value("rate"), prefill.cell.flags) == (8192, 16384.0, ())
@@ -134,7 +135,7 @@ def test_newer_cells_count_tokens_by_usage_over_the_measured_part_alone(tmp_path
     }
     [found] = loads(serving(imported(tmp_path, cells(row(1, 100.0, 16384, server_gen_throughput=99.9, **new)))))
     assert (found.value("output rate"), found.value("context counted")) == (100.0, 16000.0)
-    assert found.cell.facts["seconds"] == 30.0
+    assert found.cell.facts["measured"]["seconds"] == 30.0
     assert [found.value(f"{name} mean") for name in ("TPOT", "ITL", "E2E")] == [10.0, 27.0, 20000.0]
     assert found.cell.valid
     assert not found.cell.flags
@@ -402,7 +403,7 @@ def test_with_mtp_stream_events_were_counted_and_the_acceptance_rate_is_a_counte
     assert len(loads(found)) == 40
     assert len(events) >= 39
     assert not any(c.valid for c in events)
-    shallow = [c.facts["server"]["ratio"] for c in events if c.at["context"] == 0]
+    shallow = [c.facts["client over server"] for c in events if c.at["context"] == 0]
     assert 0.38 < min(shallow) <= max(shallow) < 0.43  # 2.4 to 2.6 tokens an event
     assert kinds(found) == ["inconsistent"]
     assert "running count" in found.flags[0].text

@@ -221,7 +221,7 @@ def test_load_on_servers_stands_beside_their_arms(tmp_path: Path) -> None:
         done = cli("bench", model, "--engine", "openai", *arms, *shape, *sizes, cwd=tmp_path)
     assert done.code == 0, done.err
     one, other = (done.arm(name)["benches"]["serving"] for name in ("reference", "slow"))
-    assert [found["cells"][0]["facts"]["output_tokens"] for found in (one, other)] == [48, 48]
+    assert [found["cells"][0]["facts"]["measured"]["output_tokens"] for found in (one, other)] == [48, 48]
     assert value(one, "output rate") > value(other, "output rate")
     rows = [json.loads(line) for line in (done.folder / "requests.jsonl").read_text().splitlines()]
     assert {row["arm"] for row in rows} == {done.arm("reference")["name"], "slow"}

@@ -77,12 +77,12 @@ def test_a_hundred_tokens_in_4_1_seconds_are_24_4_per_second() -> None:
 def test_rates_are_of_the_measured_part_and_of_completed_requests() -> None:
     warmup = exchange(0, -1.4, warmup=True)
     load = load_cell(ASKED, [drive([warmup, exchange(1, 0.0), exchange(2, 1.4)])])
-    assert load.cell.facts["seconds"] == pytest.approx(2.8)
+    assert load.cell.facts["measured"]["seconds"] == pytest.approx(2.8)
     assert (
         load.value("requests"),
-        load.cell.facts["completed"],
-        load.cell.facts["output_tokens"],
-        load.cell.facts["input_tokens"],
+        load.cell.facts["measured"]["completed"],
+        load.cell.facts["measured"]["output_tokens"],
+        load.cell.facts["measured"]["input_tokens"],
     ) == (2, 2, 20, 200)
     assert load.value("output rate") == pytest.approx(20 / 2.8)
     assert load.value("total rate") == pytest.approx(220 / 2.8)
@@ -107,7 +107,7 @@ def test_events_that_carry_several_tokens_do_not_change_tokens_or_tpot() -> None
     """Three events for ten tokens: as speculative decoding streams."""
     events = np.array([0.5, 1.0, 1.4])
     load = load_cell(ASKED, [drive([exchange(0, 0.0, events=events)])])
-    assert load.cell.facts["output_tokens"] == 10
+    assert load.cell.facts["measured"]["output_tokens"] == 10
     assert load.value("TPOT mean") == pytest.approx(900 / 9)
     assert (load.value("ITL p50"), load.value("ITL mean")) == pytest.approx((450, 450))  # of two gaps
 
@@ -116,7 +116,7 @@ def test_repeats_are_pooled_and_stand_apart() -> None:
     fast, slow = drive(row(2)), drive([exchange(0, 0.0, ttft=1.0), exchange(1, 1.9, ttft=1.0)])
     load = load_cell(ASKED, [fast, slow])
     assert load.value("requests") == 4
-    assert load.cell.facts["seconds"] == pytest.approx(2.8 + 3.8)
+    assert load.cell.facts["measured"]["seconds"] == pytest.approx(2.8 + 3.8)
     assert load.value("output rate") == pytest.approx(40 / 6.6)
     repeats = {metric.name: metric.repeats for metric in load.metrics}
     assert repeats["output rate"] == pytest.approx((20 / 2.8, 20 / 3.8))
@@ -140,7 +140,7 @@ def test_goodput_is_of_all_requests_sent() -> None:
     late, broken = exchange(1, 1.4, ttft=0.7), exchange(2, 3.1, error="aborted")
     load = load_cell(asked, [drive([exchange(0, 0.0), late, broken])])
     assert load.value("good requests") == pytest.approx(1 / 3)
-    assert load.value("goodput") == pytest.approx(1 / (load.cell.facts["seconds"] or 0))
+    assert load.value("goodput") == pytest.approx(1 / (load.cell.facts["measured"]["seconds"] or 0))
 
 
 def test_the_clients_own_part_is_recorded() -> None:
@@ -182,7 +182,7 @@ def test_errors_are_flagged_and_invalid_beyond_5_percent(failed: int, valid: boo
     assert kinds(load) == ["errors"]
     assert load.cell.valid is valid
     assert load.cell.facts["errors"] == {"http-500": failed}
-    assert load.cell.facts["completed"] == 20 - failed
+    assert load.cell.facts["measured"]["completed"] == 20 - failed
 
 
 def test_a_cell_without_any_answer_failed_in_the_servers_words() -> None:
@@ -200,7 +200,7 @@ def test_without_usage_there_are_no_token_figures() -> None:
         load.value("output rate"),
         load.value("total rate"),
         load.value("TPOT mean"),
-        load.cell.facts["output_tokens"],
+        load.cell.facts["measured"]["output_tokens"],
     ) == (None, None, None, 0)
     assert not load.cell.valid
 
@@ -269,7 +269,7 @@ def test_random_gaps_are_not_the_clients_fault() -> None:
 def test_another_rate_of_the_server_is_flagged(theirs: float, flagged: bool) -> None:
     server = ServerReading("vllm", output_rate=theirs * 20 / 2.8, samples=9)
     load = load_cell(ASKED, [drive(row(2), server=server)])
-    assert load.cell.facts["server"]["ratio"] == pytest.approx(1 / theirs)
+    assert load.cell.facts["client over server"] == pytest.approx(1 / theirs)
     assert ("server-mismatch" in kinds(load)) is flagged
     assert load.cell.valid
 
@@ -296,7 +296,7 @@ def test_a_short_load_is_compared_by_the_tokens_of_the_whole_drive() -> None:
     whole = ServerReading("vllm", output_rate=33 / 5.0, samples=2)  # 33 tokens in 5 s; the client saw 30
     load = load_cell(ASKED, [compare_counts(short, whole, 5.0)])
     assert load.value("server's output rate") == pytest.approx(22 / 2.8)
-    assert load.cell.facts["server"]["ratio"] == pytest.approx(30 / 33)
+    assert load.cell.facts["client over server"] == pytest.approx(30 / 33)
 
 
 def test_a_long_load_is_compared_by_the_servers_own_rate() -> None:

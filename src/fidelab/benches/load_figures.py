@@ -36,6 +36,7 @@ __all__ = [
     "apart",
     "latency",
     "load_at",
+    "load_facts",
     "load_metrics",
     "saturated",
     "serving_measurement",
@@ -151,6 +152,33 @@ def load_metrics(
         for make, value in {**every, **(more or {})}.items()
         if value is not None
     )
+
+
+def load_facts(
+    measured: Mapping[str, Any],
+    errors: Mapping[str, int],
+    server: Mapping[str, Any] | None,
+    ratio: float | None,
+    client: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What is known of a load besides its metrics, the words and numbers that a table shows first.
+
+    ``measured``: seconds and counts.  ``errors``: kind → requests.  ``server``: what it says of itself, as in
+    :class:`~fidelab.load.server_metrics.ServerReading`; ``ratio``: the client's output rate over its own.  ``client``:
+    the load generator's own part (lag in ms).
+    """
+    told, own = server or {}, client or {}
+    return {
+        "client over server": ratio,
+        "server running": told.get("running_mean"),
+        "server queued": told.get("waiting_max"),
+        "KV used": told.get("kv_usage_max"),
+        "lag ms p99": own.get("lag_p99"),
+        "errors": dict(errors),
+        "measured": dict(measured),
+        "client": client,
+        "server": server,
+    }
 
 
 def apart(loads: Iterable[CellResult]) -> Iterator[CellResult]:

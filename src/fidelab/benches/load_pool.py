@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fidelab.benches import load_figures as figures
-from fidelab.benches.load_figures import Latency, Values, load_at
+from fidelab.benches.load_figures import Latency, Values, load_at, load_facts
 from fidelab.load.exchange import DriveResult, Exchange, Request
 from fidelab.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.metrics.serving import LATENCIES, count_good, effective_concurrency, latencies, percentiles
@@ -147,20 +147,20 @@ class Pool:
     def facts(self) -> dict[str, Any]:
         """What is no metric: what the server says of itself, the client's own part, tokens, errors by kind."""
         lag = self.lag(50, 99)
-        return {
-            "server": None if self.server is None else {"ratio": self.ratio(), **asdict(self.server)},
-            "client": {
-                "lag_p99": lag.get("p99"),
-                "lag_p50": lag.get("p50"),
-                "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
-                "workers": max(drive.result.workers for drive in self.drives),
-            },
+        client = {
+            "lag_p50": lag.get("p50"),
+            "lag_p99": lag.get("p99"),
+            "cpu_seconds": sum(drive.result.cpu_seconds for drive in self.drives),
+            "workers": max(drive.result.workers for drive in self.drives),
+        }
+        measured = {
             "seconds": self.seconds,
             "completed": len(self.done),
             "input_tokens": sum(exchange.prompt_tokens or 0 for exchange in self.done),
             "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
-            "errors": dict(Counter(exchange.error for exchange in self.sent if exchange.error)),
         }
+        errors = Counter(exchange.error for exchange in self.sent if exchange.error)
+        return load_facts(measured, errors, self.server and asdict(self.server), self.ratio(), client)
 
     def ratio(self) -> float | None:
         """The client's output rate over the server's."""

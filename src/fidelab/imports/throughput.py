@@ -17,9 +17,10 @@ from fidelab.benches.load_figures import OUTPUT_RATE, serving_measurement
 from fidelab.benches.prefill import Prefill, prefill_complete
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
+from fidelab.imports.json_file import read_json
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
 from fidelab.imports.throughput_cells import read_cells
-from fidelab.imports.throughput_file import Recorded, open_recorded
+from fidelab.imports.throughput_file import Recorded
 from fidelab.imports.throughput_flags import check_twice
 from fidelab.imports.throughput_sweeps import SWEEPS, read_sweeps
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
@@ -28,13 +29,8 @@ from fidelab.results.record import ArmRecord, KVFormats, Report
 __all__ = ["import_throughput", "speed_ratios"]
 
 _UNSTATED = KVFormats(k="unstated", v="unstated")
-_SAME = (
-    "model",
-    "engine",
-    "hardware",
-    "method",
-    "output_tokens",
-)  # two files that agree in these should agree in speed
+# two files that agree in these should agree in speed
+_SAME = ("model", "engine", "hardware", "method", "output_tokens")
 
 
 def import_throughput(
@@ -60,7 +56,10 @@ def import_throughput(
     arms: list[ArmRecord] = []
     for file, label in zip(found, _labels(found, paths, names), strict=True):
         arms += [_arm(file, label, recorded)] if isinstance(file, Recorded) else _own(file, label)
-    reference, *candidates = _apart(arms)
+    twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
+    if twice is not None:
+        raise UsageError(f"two arms are named {twice!r}; tell them apart with --name, once per file")
+    reference, *candidates = arms
     verdict = kld_verdict(None, "files of recorded throughput hold no fidelity")
     report, folder = leave_run(
         _source(found, paths, arms),
@@ -74,17 +73,16 @@ def import_throughput(
 
 def speed_ratios(candidate: Measurement, reference: Measurement) -> dict[tuple[int | float | str, int], float]:
     """Output tok/s of a candidate over the reference's, by context and concurrency, where both cells are valid."""
-    ours, theirs = _rates(candidate), _rates(reference)
-    return {cell: rate / theirs[cell] for cell, rate in ours.items() if cell in theirs}
-
-
-def _rates(serving: Measurement) -> dict[tuple[int | float | str, int], float]:
-    found = {}
-    for metric in serving.metrics:
-        cell = serving.cell(metric.cell)
-        if metric.name == OUTPUT_RATE.name and cell and cell.valid and metric.value and "concurrency" in metric.cell:
-            found[_load(metric.cell)] = metric.value
-    return found
+    ours, theirs = (
+        {
+            _load(metric.cell): metric.value
+            for metric in serving.metrics
+            if metric.name == OUTPUT_RATE.name and metric.value and "concurrency" in metric.cell
+            if (cell := serving.cell(metric.cell)) is None or cell.valid
+        }
+        for serving in (candidate, reference)
+    )
+    return {load: rate / theirs[load] for load, rate in ours.items() if load in theirs}
 
 
 def _load(at: Coordinates) -> tuple[int | float | str, int]:
@@ -97,8 +95,10 @@ def _load(at: Coordinates) -> tuple[int | float | str, int]:
 
 def _read(path: Path) -> Recorded | Report:
     """A file in whichever form it has."""
-    file = open_recorded(path)
+    file = read_json(path)
     root = file.root
+    if not isinstance(root.value, dict):
+        raise InputError(f"{path}: expected an object of results, found {type(root.value).__name__}")
     if str(root["schema"].value).startswith("fidelab.report/"):
         return Report.from_json(path)
     if "results" in root:
@@ -125,14 +125,6 @@ def _labels(found: Sequence[Recorded | Report], paths: Sequence[Path], names: Se
         f"{path.resolve().parent.name}/{stem}" if stem and stems.count(stem) > 1 else stem
         for stem, path in zip(stems, paths, strict=True)
     ]
-
-
-def _apart(arms: Sequence[ArmRecord]) -> Sequence[ArmRecord]:
-    """The arms, whose names differ."""
-    twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
-    if twice is not None:
-        raise UsageError(f"two arms are named {twice!r}; tell them apart with --name, once per file")
-    return arms
 
 
 def _own(report: Report, label: str) -> list[ArmRecord]:
@@ -165,12 +157,12 @@ def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]
         if other is file or _identity(file) is None or _identity(other) != _identity(file):
             continue
         theirs = {_load(load.cell.at): load.value(OUTPUT_RATE.name) for load in other.loads}
-        cases = []
-        for load in file.loads:
-            rate, their = load.value(OUTPUT_RATE.name), theirs.get(_load(load.cell.at))
-            if rate and their:
-                flags = check_twice(rate, their, _where(load.cell.at), other.file.path.name)
-                cases += [(max(rate / their, their / rate), flag) for flag in flags]
+        cases = [
+            (max(rate / their, their / rate), flag)
+            for load in file.loads
+            if (rate := load.value(OUTPUT_RATE.name)) and (their := theirs.get(_load(load.cell.at)))
+            for flag in check_twice(rate, their, _where(load.cell.at), other.file.path.name)
+        ]
         if cases:
             yield max(cases, key=lambda case: case[0])[1]
 

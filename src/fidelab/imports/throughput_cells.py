@@ -6,12 +6,13 @@ ones count tokens by the server's usage over ``measurement_seconds``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from fidelab.benches import load_figures as figures
 from fidelab.benches.base import CellResult
-from fidelab.benches.load_figures import Latency, apart, load_at
+from fidelab.benches.load_figures import Latency, apart, load_at, load_facts
 from fidelab.benches.prefill import RATE
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
@@ -20,7 +21,6 @@ from fidelab.imports.throughput_file import (
     Recorded,
     at_least_one,
     load_cell,
-    name_says_speculation,
     positive,
     speed_cell,
     texts,
@@ -37,6 +37,8 @@ _UNDERFILLED = 0.9  # share of the asked concurrency below which a cell is not w
 _FAILED = 0.05  # share of failed requests above which a cell is invalid
 _QUANTILES = ("p50", "p90", "p95", "p99")
 _SHARE = "server_spec_accept_rate"
+# names that speak of speculative decoding: vllm_awq_mtp, not vllm_awq_nomtp
+_SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?dec)", re.IGNORECASE)
 
 
 def read_cells(file: JsonFile) -> Recorded:
@@ -48,7 +50,7 @@ def read_cells(file: JsonFile) -> Recorded:
     head, rows = file.root["metadata"], file.root["results"].items()
     engine, model = head["engine"].text() or "unknown", head["model"].text() or "unnamed model"
     shares = [share for row in rows if (share := row[_SHARE].number(0, MOST)) is not None]
-    speculation = any(shares) or name_says_speculation(file.path.stem, model)
+    speculation = any(shares) or any(map(_SPECULATION.search, (file.path.stem, model)))
     loads = sorted((_cell(row, engine, speculation) for row in rows), key=_shape)
     flags = check_counter(shares, _SHARE)
     singles = [load for load in loads if load.cell.at["concurrency"] == 1]
@@ -92,7 +94,8 @@ def _cell(row: Node, engine: str, speculation: bool) -> CellResult:
     flags = check_depth(context, prompt)
     flags += () if is_gauge else check_tokens(stated, tokens, seconds)
     flags += check_server(rate, gauge, speculation=speculation)
-    flags += _filling(row, concurrency) + _errors(failed, sent)
+    flags += _filling(row, concurrency)
+    flags += (Flag(kind="errors", text=f"{failed} of {sent} requests failed"),) if failed else ()
     return load_cell(
         row.place,
         load_at("closed", context, None, concurrency),
@@ -112,13 +115,13 @@ def _cell(row: Node, engine: str, speculation: bool) -> CellResult:
             figures.REQUESTS: sent or None,
             figures.ERRORS: failed if sent else None,
         },
-        facts={
-            "seconds": seconds,
-            "completed": done,
-            "output_tokens": round(tokens or 0),
-            "errors": {"unspecified": failed} if failed else {},
-            "server": _server(row, engine, counted, gauge),
-        },
+        facts=load_facts(
+            {"seconds": seconds, "completed": done, "output_tokens": round(tokens or 0)},
+            {"unspecified": failed} if failed else {},
+            _server(row, engine, gauge),
+            counted / gauge if counted and gauge else None,
+            None,
+        ),
         usable=failed <= _FAILED * sent,
     )
 
@@ -138,11 +141,7 @@ def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
     return (Flag(kind="underfilled", text=f"{running:.4g} requests ran on average where {concurrency} were asked"),)
 
 
-def _errors(failed: int, sent: int) -> tuple[Flag, ...]:
-    return (Flag(kind="errors", text=f"{failed} of {sent} requests failed"),) if failed else ()
-
-
-def _server(row: Node, engine: str, counted: float | None, gauge: float | None) -> dict[str, Any] | None:
+def _server(row: Node, engine: str, gauge: float | None) -> dict[str, Any] | None:
     """What the server said of itself, named as in :class:`fidelab.load.server_metrics.ServerReading`."""
     running = positive(row["avg_running_reqs"])
     if gauge is None and running is None:
@@ -151,7 +150,6 @@ def _server(row: Node, engine: str, counted: float | None, gauge: float | None) 
     return {
         "kind": engine,
         "output_rate": gauge,
-        "ratio": counted / gauge if counted and gauge else None,
         "kv_usage_mean": usage if usage is not None and usage <= 1 else None,
         "running_mean": running,
         "running_max": positive(row["max_running_reqs"]),

@@ -3,37 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Final
 
 from fidelab.benches.base import CellResult
 from fidelab.benches.load_figures import OUTPUT_RATE, Latency, Values, load_metrics
 from fidelab.core import Status
-from fidelab.errors import InputError
-from fidelab.imports.json_file import JsonFile, Node, read_json
+from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_flags import INVALID
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag
 
-__all__ = [
-    "MOST",
-    "Recorded",
-    "at_least_one",
-    "load_cell",
-    "name_says_speculation",
-    "one_value",
-    "open_recorded",
-    "positive",
-    "speed_cell",
-    "texts",
-]
+__all__ = ["MOST", "Recorded", "at_least_one", "load_cell", "positive", "speed_cell", "texts"]
 
 MOST: Final = 10**9
 """No count, rate or latency of these files is larger."""
 _LARGEST = 1e15  # of settings, times in ms among them
 _LEAST = 1e-6  # a figure below this is an empty field: nothing is divided by it
-_SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?dec)", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -57,18 +43,6 @@ class Recorded:
     def stem(self) -> str:
         """The file's name without what says that it holds results."""
         return re.sub(r"\.results$", "", self.file.path.stem) or "unnamed"
-
-
-def open_recorded(path: Path) -> JsonFile:
-    """Read a file of JSON whose top is an object.
-
-    Raises:
-        InputError: unreadable, not JSON, or no object; names the place.
-    """
-    file = read_json(path)
-    if not isinstance(file.root.value, dict):
-        raise InputError(f"{path}: expected an object of results, found {type(file.root.value).__name__}")
-    return file
 
 
 def positive(node: Node, scale: float = 1.0) -> float | None:
@@ -99,17 +73,6 @@ def texts(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     return found
 
 
-def name_says_speculation(*names: str) -> bool:
-    """One of the names speaks of speculative decoding: ``vllm_awq_mtp``, not ``vllm_awq_nomtp``."""
-    return any(_SPECULATION.search(name) for name in names)
-
-
-def one_value(name: str, milliseconds: float | None, *, median: bool) -> Iterator[Latency]:
-    """A latency of which a file keeps one figure; ``median``: that is what the figure is."""
-    if milliseconds is not None:
-        yield Latency(name, 1, milliseconds, {"p50": milliseconds} if median else {})
-
-
 def load_cell(
     place: str,
     at: Coordinates,
@@ -138,7 +101,7 @@ def speed_cell(
     make: Definition, at: Coordinates, rate: float | None, flags: Sequence[Flag], **facts: Any
 ) -> CellResult:
     """One recorded rate (tok/s)."""
-    if rate is None:
-        reason = "the file holds no rate"
-        return CellResult(Cell(status=Status.NOT_MEASURABLE, reason=reason, at=at, flags=tuple(flags), facts=facts))
-    return CellResult(Cell(status=Status.OK, at=at, flags=tuple(flags), facts=facts), (make.repeated([rate], cell=at),))
+    reason = "the file holds no rate" if rate is None else None
+    status = Status.NOT_MEASURABLE if reason else Status.OK
+    cell = Cell(status=status, reason=reason, at=at, flags=tuple(flags), facts=facts)
+    return CellResult(cell, () if rate is None else (make.repeated([rate], cell=at),))

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 from fidelab.benches.base import CellResult
 from fidelab.benches.decode import ISOLATED
-from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, apart, load_at
+from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, Latency, apart, load_at
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
     Recorded,
     at_least_one,
     load_cell,
-    one_value,
     positive,
     speed_cell,
     texts,
 )
 from fidelab.imports.throughput_flags import check_closed_loop, check_depth, check_flat, check_tpot
-from fidelab.results.measurement import Flag
+from fidelab.results.measurement import Coordinates, Flag
 
 __all__ = ["FORM", "SWEEPS", "read_sweeps"]
 
@@ -74,33 +73,36 @@ def _is_halved(row: Node) -> bool:
 def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[CellResult, CellResult]:
     context = at_least_one(row["context"])
     length = row["input_len"].count(MOST) or None
-    decode, rate = positive(row["tok_per_sec"]), positive(row["throughput"])
-    tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])
+    decode = positive(row["tok_per_sec"])
     depth = check_depth(context, length, requested=halved)
-    speed: tuple[Flag, ...] = check_tpot(decode, tpot)
-    cell = load_cell(
-        row.place,
-        load_at("closed", context, output, 1),
-        depth + check_closed_loop(rate, 1, tpot, ttft, output) + speed,
-        {OUTPUT_RATE: rate},
-        (*one_value("ttft", ttft, median=median), *one_value("tpot", tpot, median=median)),
-        more={COUNTED_CONTEXT: None if halved else length},
-        error=row["error"].text().strip(),
-    )
+    speed: tuple[Flag, ...] = check_tpot(decode, positive(row["tpot_ms"]))
+    load = _load(row, load_at("closed", context, output, 1), positive(row["throughput"]), output, median, depth, speed)
+    if length and not halved:
+        load = CellResult(load.cell, (*load.metrics, COUNTED_CONTEXT(length, cell=load.cell.at)))
     doubtful = depth if halved else ()  # a counted length is the depth at which the cell stands
     n = max(0, (output or 1) - 1)
-    return cell, speed_cell(ISOLATED, {"depth": length or context, "batch": 1}, decode, doubtful + speed, n=n)
+    return load, speed_cell(ISOLATED, {"depth": length or context, "batch": 1}, decode, doubtful + speed, n=n)
 
 
 def _at_concurrency(row: Node, output: int | None, median: bool) -> CellResult:
-    concurrency = at_least_one(row["concurrency"])
-    rate = positive(row["throughput"]) or positive(row["tok_per_sec"])
-    tpot, ttft = positive(row["tpot_ms"]), positive(row["ttft_ms"])
-    return load_cell(
-        row.place,
-        load_at("closed", None, output, concurrency),
-        check_closed_loop(rate, concurrency, tpot, ttft, output),
-        {OUTPUT_RATE: rate},
-        (*one_value("ttft", ttft, median=median), *one_value("tpot", tpot, median=median)),
-        error=row["error"].text().strip(),
-    )
+    at = load_at("closed", None, output, at_least_one(row["concurrency"]))
+    return _load(row, at, positive(row["throughput"]) or positive(row["tok_per_sec"]), output, median)
+
+
+def _load(
+    row: Node,
+    at: Coordinates,
+    rate: float | None,
+    output: int | None,
+    median: bool,
+    before: tuple[Flag, ...] = (),
+    behind: tuple[Flag, ...] = (),
+) -> CellResult:
+    """Rate and latencies; of a latency a file keeps one figure, which may be the median."""
+    times = {name: positive(row[f"{name}_ms"]) for name in ("ttft", "tpot")}
+    loop = check_closed_loop(rate, int(at["concurrency"]), times["tpot"], times["ttft"], output)
+    latencies = [
+        Latency(name, 1, value, {"p50": value} if median else {}) for name, value in times.items() if value is not None
+    ]
+    error = row["error"].text().strip()
+    return load_cell(row.place, at, before + loop + behind, {OUTPUT_RATE: rate}, latencies, error=error)

@@ -12,6 +12,7 @@ from fidelab.benches.load_figures import (
     Latency,
     apart,
     load_at,
+    load_facts,
     load_metrics,
     saturated,
     serving_measurement,
@@ -146,12 +147,16 @@ def _load(cell: Plain) -> CellResult:
         },
         repeats,
     )
-    facts = {
-        name: cell.get(name) for name in ("server", "client", "seconds", "input_tokens", "output_tokens", "errors")
-    }
-    return CellResult(
-        Cell(at=at, valid=cell["valid"], facts={**facts, "completed": cell["n_completed"]}, **_ended(cell)), metrics
+    measured = {name: cell.get(name) for name in ("seconds", "input_tokens", "output_tokens")}
+    told = {name: value for name, value in server.items() if name != "ratio"}
+    facts = load_facts(
+        {**measured, "completed": cell["n_completed"]},
+        cell["errors"],
+        told or None,
+        server.get("ratio"),
+        cell.get("client"),
     )
+    return CellResult(Cell(at=at, valid=cell["valid"], facts=facts, **_ended(cell)), metrics)
 
 
 _UPGRADES: Mapping[str, Callable[[Plain], Measurement]] = {
