@@ -18,11 +18,13 @@ import numpy as np
 import fidelab
 from fidelab.core import Status
 from fidelab.report.html import write_html
-from fidelab.results.axis_record import Axes, Bins, KldAxis, TrajectoryAxis
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.plots import Curve
 from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, Verdict
 from fidelab.results.store import RunFolder
 
 GOAL_SECONDS, GOAL_BYTES = 2.0, 3e6
+MEAN = Definition("mean", "nats", "lower")
 
 
 def main() -> None:
@@ -55,18 +57,17 @@ def synthetic(arms: int, positions: int) -> tuple[Report, list[tuple[str, dict[s
     for number, mean in enumerate(np.logspace(-4.5, 0, arms + 1)):
         name = f"format_{number:02}"
         kl, confidence = mean * rng.lognormal(-1.125, 1.5, positions), rng.random(positions)
-        bins = Bins(edges=tuple(range(33)), mean=tuple((mean + rng.random(32) * mean).tolist()), count=(1,) * 32)
-        kld = KldAxis(
+        bins = (mean + rng.random(32) * mean).tolist()
+        kld = Measurement(
             status=Status.OK,
-            mean=float(kl.mean()),
-            mean_ci=(float(0.9 * kl.mean()), float(1.1 * kl.mean())),
-            n_positions=positions,
+            metrics=(MEAN(kl.mean(), (float(0.9 * kl.mean()), float(1.1 * kl.mean()))),),
+            plots=(_curve("position", bins), _curve("confidence", bins)),
+            n_items=positions,
             n_failed=0,
-            by_position=bins,
-            by_confidence=bins,
+            facts={"estimator": "logprobs", "n_ctx": 512},
         )
-        greedy = TrajectoryAxis(status=Status.OK, survival=tuple((0.99 ** np.arange(257)).tolist()))
-        records.append(_arm(name, 46080 - 1000 * number, Axes(kld=kld, trajectory=greedy)))
+        greedy = Measurement(status=Status.OK, plots=(_curve("survival", (0.99 ** np.arange(257)).tolist()),))
+        records.append(_arm(name, 46080 - 1000 * number, {"kld": kld, "trajectory": greedy}))
         columns = {
             "window": np.arange(positions, dtype=np.int32) // 255,
             "position": np.arange(positions, dtype=np.int32) % 255,
@@ -80,14 +81,20 @@ def synthetic(arms: int, positions: int) -> tuple[Report, list[tuple[str, dict[s
         created=datetime.now(UTC),
         fidelab_version=fidelab.__version__,
         command="",
-        reference=_arm("f32", 92160, Axes()),
+        reference=_arm("f32", 92160, {}),
         control=records[0],
         candidates=tuple(records[1:]),
     )
     return report, tables
 
 
-def _arm(name: str, size: float, axes: Axes) -> ArmRecord:
+def _curve(key: str, values: list[float]) -> Curve:
+    kl = key != "survival"
+    x = tuple(map(float, range(len(values))))
+    return Curve(key=key, title=key, x_label="x", y_label="y", x=x, y=tuple(values), log_y=kl, kl=kl, percent=not kl)
+
+
+def _arm(name: str, size: float, axes: dict[str, Measurement]) -> ArmRecord:
     return ArmRecord(
         status=Status.OK,
         name=name,

@@ -41,10 +41,9 @@ class Run:
 
     def kld(self, name: str) -> float:
         """Mean KL of a candidate, nats."""
-        kld = self.arm(name).axes.kld
-        assert kld is not None
-        assert kld.mean is not None
-        return kld.mean
+        mean = self.arm(name).axes["kld"].value("mean")
+        assert mean is not None
+        return mean
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +65,8 @@ def run(smollm2: Model, tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_the_reference_format_as_candidate_is_identical_from_two_captures(run: Run) -> None:
     arm = run.arm("f32")
     assert arm.status is Status.IDENTICAL
-    assert arm.axes.kld is not None
-    assert arm.axes.trajectory is not None
-    assert (arm.axes.kld.mean, arm.axes.kld.max, arm.axes.trajectory.score) == (0.0, 0.0, 100.0)
+    kld, trajectory = arm.axes["kld"], arm.axes["trajectory"]
+    assert (kld.value("mean"), kld.value("max"), trajectory.value("score")) == (0.0, 0.0, 100.0)
     outcomes = {record["role"]: record for record in run.folder.read_outcomes()["arms"]}
     first, second = outcomes["reference"]["captures"], outcomes["candidate:f32"]["captures"]
     assert set(first.values()).isdisjoint(second.values())
@@ -87,32 +85,28 @@ def test_mean_kl_is_of_the_size_seen_elsewhere(run: Run, name: str, seen: float)
 
 
 def test_the_reference_reads_the_package_own_text_as_plain_prose(run: Run) -> None:
-    figures = {figure.name: figure for figure in run.arm("f32").axes.others()["perplexity"].figures}
-    value = next(figure.value for name, figure in figures.items() if name.startswith("reference PPL"))
+    value = run.arm("f32").axes["perplexity"].value("reference PPL")
     assert value is not None
     assert 15 < value < 120  # news to it, yet prose: random words have tens of thousands, repetition about 1
 
 
 def test_int4_reads_worse_than_k16v8(run: Run) -> None:
-    worse, better = (run.arm(name).axes.others()["perplexity"].figures[0] for name in ("int4", "k16v8"))
-    assert worse.ci is not None
-    assert better.ci is not None
-    assert better.ci[1] < worse.ci[0]
+    worse, better = (run.arm(name).axes["perplexity"].ci("ln ratio") for name in ("int4", "k16v8"))
+    assert worse is not None
+    assert better is not None
+    assert better[1] < worse[0]
 
 
 def test_the_16_bit_control_costs_next_to_nothing(run: Run) -> None:
     assert run.report.control is not None
-    assert run.report.control.axes.kld is not None
-    mean = run.report.control.axes.kld.mean
+    mean = run.report.control.axes["kld"].value("mean")
     assert mean is not None
     assert 0 < mean < 1e-4
 
 
 def test_the_floor_of_a_deterministic_engine_is_zero(run: Run) -> None:
     floor = run.report.floor
-    assert floor.kld is not None
-    assert floor.trajectory is not None
-    assert (floor.kld.max, floor.trajectory.score) == (0.0, 100.0)
+    assert (floor["kld"].value("max"), floor["trajectory"].value("score")) == (0.0, 100.0)
 
 
 @pytest.mark.parametrize(
@@ -167,6 +161,4 @@ def test_the_next_run_finds_the_reference_again(run: Run) -> None:
     settings: dict[str, Any] = {"axes": AXES, "dtype": "float32", "output_dir": str(run.captures.parent)}
     again = compare("smollm2-135m", reference="f32", candidates=["q8_0"], **settings)
     assert {path: path.stat().st_mtime_ns for path in run.captures.rglob("manifest.json")} == before
-    kld = again.candidates[0].axes.kld
-    assert kld is not None
-    assert kld.mean == run.kld("q8_0")
+    assert again.candidates[0].axes["kld"].value("mean") == run.kld("q8_0")

@@ -191,7 +191,7 @@ class _Summary:
         return Composite(
             value=whole.value,
             ci=whole.interval,
-            axes=tuple(scores),
+            axes=tuple(name for name in wanted if name in scores),
             band=None if whole.band is None else whole.band.value,
             too_close_to_call=whole.too_close_to_call,
         )
@@ -234,7 +234,7 @@ class _Summary:
         floor = self.floors.get(this.result.arm.name)
         other = self._native_keys_arm(this)
         other_kld = other.scores.get("kld") if other else None
-        measured = kld is not None and len(kld.num) > 0
+        measured = kld if kld is not None and len(kld.num) else None
         return ArmFacts(
             k=kv.k.name,
             v=kv.v.name,
@@ -242,20 +242,20 @@ class _Summary:
             reason=this.reason or "",
             band=_word(ruling.band) if ruling is not None else None,
             at_best=_word(ruling.at_best) if ruling is not None else None,
-            kld=kld.value("mean") if kld is not None else None,
+            kld=_value(kld, "mean"),
             kld_ci=kld.interval("mean") if kld is not None else None,
             floor=floor.mean if floor is not None else None,
-            top1=kld.value("top-1") if kld is not None else None,
-            real_flips=kld.value("real flips") if kld is not None else None,
+            top1=_value(kld, "top-1"),
+            real_flips=_value(kld, "real flips"),
             n_ctx=self._reach(kld),
-            estimator=str(kld.facts["estimator"]) if kld is not None and measured else None,
-            n_positions=len(kld.num) if kld is not None and measured else None,
+            estimator=str(measured.facts["estimator"]) if measured else None,
+            n_positions=len(measured.num) if measured else None,
             n_failed=int((~kld.usable).sum()) if kld is not None else 0,
             control=control.result.arm.name if control_kld is not None and control else None,
-            control_kld=control_kld.value("mean") if control_kld is not None else None,
+            control_kld=_value(control_kld, "mean"),
             native_keys_arm=other.result.arm.name if other else None,
             native_keys_band=self._band(other),
-            native_keys_kld=other_kld.value("mean") if other_kld is not None else None,
+            native_keys_kld=_value(other_kld, "mean"),
             native_keys_format=_native_keys(kv) if _has_pairs(this.result.arm.engine) else "",
             lowered_by="; ".join((*this.broken, *_harms(this.scores))),
             forced=dict(this.result.arm.options).get("force") == "yes",
@@ -294,6 +294,10 @@ def _bench_keys(experiment: Experiment, facts: RunFacts, reference: ArmResult) -
         f"benches.{name}": {**{key: experiment.benches[name].get(key) for key in protocol}, **work, **machine}
         for name, protocol in protocols.items()
     }
+
+
+def _value(score: AxisScore | None, name: str) -> float | None:
+    return None if score is None else score.value(name)
 
 
 def _word(band: Band | None) -> Any:

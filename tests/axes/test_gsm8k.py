@@ -230,7 +230,8 @@ def test_a_number_in_the_reasoning_alone_is_wrong_and_counted(tmp_path: Path) ->
     score = _score(tmp_path, ["7", "7"], ref, ["<think>it is 7</think>I do not know.", "<think>It is 7, or"])
     assert (_metric(score, "reference accuracy").value, _metric(score, "accuracy").value) == (1.0, 0.0)
     assert (_metric(score, "no number").value, _metric(score, "numbers in the reasoning alone").value) == (2, 2)
-    assert score.plots[1].pairs[1].candidate == "<think>It is 7, or"
+    [texts] = [plot for plot in score.plots if isinstance(plot, Texts)]
+    assert texts.pairs[1].candidate == "<think>It is 7, or"
 
 
 def test_a_reference_that_never_ends_its_reasoning_is_told_to_write_longer(tmp_path: Path) -> None:
@@ -249,7 +250,8 @@ def test_failed_items_are_counted_and_in_no_figure(tmp_path: Path) -> None:
     score = _score(tmp_path, ["1"] * 3, ["#### 1", "#### 1", None], ["#### 1", None, "#### 1"])
     assert (score.measurement().n_items, score.measurement().n_failed) == (3, 2)
     assert (_metric(score, "accuracy").value, _metric(score, "lost").value) == (1.0, 0)
-    assert [row[-1] for row in score.plots[0].rows] == ["both right", "failed", "failed"]
+    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    assert [row[-1] for row in table.rows] == ["both right", "failed", "failed"]
     assert not score.identical
 
 
@@ -394,9 +396,9 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
         writer.add(item, arrays)
     capture = Capture(writer.finish(str(answer.estimator), {}, {}))
     score = axis.score(Pair.match(capture, capture), 0)
-    rows = score.plots[0].rows
-    assert [Decimal(row[1]) for row in rows] == list(numbers)
-    assert [row[4] for row in rows] == ["both right"] * 4
+    [table] = [plot for plot in score.plots if isinstance(plot, TablePlot)]
+    assert [Decimal(str(row[1])) for row in table.rows] == list(numbers)
+    assert [row[4] for row in table.rows] == ["both right"] * 4
     assert score.identical
 
 

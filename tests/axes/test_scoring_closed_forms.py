@@ -123,9 +123,19 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
     candidate, control = (axis.score(Pair.match(p, moved(n, by)), 0) for n, by in (("int4", 0.3), ("bf16", 0.1)))
     difference = candidate.excess_over(control, 0)
     assert difference is not None
-    assert difference.estimate == pytest.approx(candidate.value("mean") - control.value("mean"), abs=1e-12)
+    mine, its = (score.value("mean") or 0.0 for score in (candidate, control))
+    assert difference.estimate == pytest.approx(mine - its, abs=1e-12)
     assert difference.excludes_zero
     assert difference.estimate > 0
+
+
+def test_a_metric_without_an_interval_is_marked_as_proving_no_change(tmp_path: Path) -> None:
+    probe = _prefill(3)
+    p = _capture(tmp_path, "f32", probe, [{"logprobs": _rows(w, 3).astype(np.float32)} for w in range(3)])
+    q = _capture(tmp_path, "int4", probe, [{"logprobs": _rows(9 + w, 3).astype(np.float32)} for w in range(3)])
+    found = KLD(KLD.Settings()).score(Pair.match(p, q), 0).measurement()
+    caveats = {metric.name: metric.caveat for metric in found.metrics}
+    assert (caveats["mean"], caveats["top-1"], caveats["median"]) == ("", "", "no interval")
 
 
 # ------------------------------------------------------------------------------------- kld, several contexts

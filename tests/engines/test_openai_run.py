@@ -40,26 +40,29 @@ def test_a_bound_is_shown_as_one_and_judges_nothing(compare: Compare) -> None:
     done = compare(Served(), Served(rate=0.4), "trajectory,kld,perplexity")
     assert done.code == 0, done.err
     arm = done.arm("other")
-    kld = arm["axes"]["kld"]
-    assert kld["estimator"] == "topk"
-    assert 0 < kld["mean"] <= true_kl(0.5, 0.4) + 1e-6
-    assert (kld["score"], kld["excess_over_control"], arm["verdict"]["band"]) == (None, None, None)
+    kld = done.axis("other", "kld")
+    mean = kld.metric("mean")
+    assert mean is not None
+    assert (kld.facts["estimator"], mean.bound, mean.better) == ("topk", True, None)
+    assert 0 < (mean.value or 0) <= true_kl(0.5, 0.4) + 1e-6
+    assert (kld.metric("score"), kld.metric("over control"), arm["verdict"]["band"]) == (None, None, None)
     assert "only a lower bound" in arm["verdict"]["sentence"]
     assert "≥" in done.out
-    assert arm["axes"]["trajectory"]["score"] == 100
-    assert (arm["composite"]["value"], arm["composite"]["band"]) == (100, None)  # of what is no bound
+    assert done.axis("other", "trajectory").value("score") == 100
+    assert (arm["composite"]["value"], arm["composite"]["axes"]) == (100, ["trajectory"])  # of what is no bound
+    assert arm["composite"]["band"] is None
     # The likeliest token costs ln Z, and each token further on the rate more: the mean place follows from one side.
-    figures = {figure["name"]: figure["value"] for figure in arm["axes"]["perplexity"]["figures"]}
+    perplexity = done.axis("other", "perplexity")
     log_z = [np.log(np.exp(-rate * np.arange(VOCAB)).sum()) for rate in (0.5, 0.4)]
-    place = (np.log(figures["reference PPL 16"]) - log_z[0]) / 0.5
-    assert figures["ln ratio 16"] == pytest.approx(log_z[1] - log_z[0] - 0.1 * place, rel=1e-4)
+    place = (np.log(perplexity.value("reference PPL") or 0) - log_z[0]) / 0.5
+    assert perplexity.value("ln ratio") == pytest.approx(log_z[1] - log_z[0] - 0.1 * place, rel=1e-4)
 
 
 def test_what_a_server_does_not_report_takes_no_other_axis_down(compare: Compare) -> None:
     done = compare(Served(scores=None), Served(), "trajectory,kld,perplexity,forced")
     assert done.code == 0, done.err
     arm = done.arm("other")
-    assert arm["axes"]["trajectory"]["score"] == 100
+    assert done.axis("other", "trajectory").value("score") == 100
     for axis in ("kld", "perplexity", "forced"):
         assert arm["axes"][axis]["status"] == "not_measurable"
         assert "gives no log-probabilities of prompts" in arm["axes"][axis]["reason"]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.real.harness import installed
-from tests.runs.harness import Done, cli
+from tests.runs.harness import Done, axis_of, cli
 
 WIKI = Path(__file__).parents[3] / "shared" / "data" / "wiki.test.raw"
 
@@ -28,10 +28,10 @@ def test_q8_0_costs_what_the_engines_own_tool_says(tmp_path: Path) -> None:
     same = ("--text", WIKI, "--windows", 16, "--set", "axes.kld.place=start")
     done = compare(tmp_path, "--kv", "q8_0", *same, "--control", "none")
     assert done.code == 0, done.err
-    kld = done.arm("q8_0")["axes"]["kld"]
-    assert kld["n_positions"] == 16 * 255
-    assert kld["mean"] == pytest.approx(TOOL_KLD, rel=0.1)
-    assert kld["top1"] == pytest.approx(TOOL_TOP1, abs=0.01)
+    kld = done.axis("q8_0", "kld")
+    assert kld.n_items == 16 * 255
+    assert kld.value("mean") == pytest.approx(TOOL_KLD, rel=0.1)
+    assert kld.value("top-1") == pytest.approx(TOOL_TOP1, abs=0.01)
 
 
 def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
@@ -42,5 +42,5 @@ def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
     assert q8["kernel"]["mean"] > 3 * q8["format"]["mean"] > 0
     assert q4["format"]["mean"] > q4["kernel"]["mean"]
     assert q8["here_minus_format"]["ci"][0] > 0
-    assert done.report["truth"]["axes"]["kld"]["mean"] == 0  # f16 and f32 take one path and give one answer
+    assert axis_of(done.report["truth"], "kld").value("mean") == 0  # f16 and f32 take one path and give one answer
     assert "kernel path, not the format" in done.arm("q8_0")["verdict"]["sentence"]

@@ -78,7 +78,8 @@ def test_every_context_is_a_part_of_the_axis_with_its_own_captures(run: Done) ->
 
 def test_the_verdict_rests_on_the_worst_context(run: Done) -> None:
     found = kld(run, "tilt[q=0.6]")
-    assert (found.facts["n_ctx"], found.value("mean")) == (LONG, pytest.approx(tilt(0.8), rel=1e-4))
+    assert found.facts["n_ctx"] == LONG
+    assert found.value("mean") == pytest.approx(tilt(0.8), rel=1e-4)
     means = [found.value("mean", {"context": n_ctx}) for n_ctx in (SHORT, LONG)]
     assert means == pytest.approx([tilt(0.6), tilt(0.8)], rel=1e-4)
     assert run.arm("tilt[q=0.6]")["verdict"]["band"] == "FAIL"  # 0.0204 nats alone would PASS
