@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from fidelab.report.charts import Band, Chart, Line, Size, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier, pareto
-from fidelab.report.heatmap import HeatGrid, colour, draw_grid, ink
+from fidelab.report.heatmap import colour, ink, scale_of, shades_of
 from fidelab.report.labels import LETTER, spread
 from fidelab.report.scales import Axis, Scale, scale_for
 from fidelab.report.sections import Arm, BarGroup
@@ -26,7 +26,7 @@ SIZE, BARE = Size(560, 330), Size(560, 330, labels=False)
 positive = st.floats(1e-9, 1e3)
 
 
-def parts(chart: Chart | HeatGrid, name: str, style: str = "") -> list[ElementTree.Element]:
+def parts(chart: Chart, name: str, style: str = "") -> list[ElementTree.Element]:
     """Every such element of a drawing that has this class."""
     found = ElementTree.fromstring(f"<svg>{chart.body}</svg>").iter(name)
     return [element for element in found if not style or style in (element.get("class") or "").split()]
@@ -441,20 +441,11 @@ def test_numbers_are_legible_on_every_colour(signed: bool) -> None:
         assert (bright + 0.05) / (dark + 0.05) >= 4.5
 
 
-def test_cells_stand_in_their_row_and_column_and_gaps_have_no_colour() -> None:
-    plot = heatmap(((0.5, None), (1.0, 2.0), (0.0, 0.25)))
-    grid = draw_grid(plot, plot.grids[0])
-    first, *_, last = parts(grid, "rect")
-    assert number(last, "x") - number(first, "x") == number(first, "width")
-    assert number(last, "y") - number(first, "y") == 2 * number(first, "height")
-    [gap] = parts(grid, "rect", "absent")
-    assert gap.get("fill") is None
-    assert "0, 1: not measured" in [title.text for title in parts(grid, "title")]
-    assert [text.text for text in parts(grid, "text") if text.get("style")] == ["0.5", "1", "2", "0", "0.25"]
-    assert number(last, "x") + number(last, "width") <= grid.width
-    assert number(last, "y") + number(last, "height") <= grid.height
-
-
-def test_a_wide_heat_map_prints_no_numbers() -> None:
-    plot = heatmap((tuple(n / 10 for n in range(17)),))
-    assert not [text for text in parts(draw_grid(plot, plot.grids[0]), "text") if text.get("style")]
+def test_values_stand_in_their_row_and_column_and_gaps_have_no_colour() -> None:
+    plot = heatmap(((0.5, None), (1.0, 2.0), (0.0, -0.25)))
+    rows = shades_of(plot, plot.grids[0])
+    assert [[shade.text for shade in row] for row in rows] == [["0.5", "not measured"], ["1", "2"], ["0", "−0.25"]]
+    assert [shade.fill for row in rows for shade in row].count("") == 1
+    assert [shade.text for shade in scale_of(plot, plot.grids[0])] == ["0", "1", "2"]
+    signed = heatmap(((0.0,),), signed=True)
+    assert [shade.text for shade in scale_of(signed, signed.grids[0])] == ["−2", "0", "2"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from types import MappingProxyType
 
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from fidelab.report.labels import LETTER, Labels, shorten, spread
 from fidelab.report.numbers import format_amount
@@ -78,13 +78,11 @@ def line_style(role: str, number: int = 0) -> str:
 
 def element(name: str, *inside: str, **attributes: str | float) -> Markup:
     """An SVG element; ``class_`` and ``data_arm`` are written ``class`` and ``data-arm``, and all text is escaped."""
-    written = [
-        Markup(' {}="{}"').format(
-            key.rstrip("_").replace("_", "-"), f"{value:g}" if isinstance(value, float) else value
-        )
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(f"{value:g}" if isinstance(value, float) else value)}"'
         for key, value in attributes.items()
-    ]
-    return Markup("<{0}{1}>{2}</{0}>").format(name, Markup("").join(written), Markup("").join(inside))
+    )
+    return Markup(f"<{name}{written}>{''.join(map(escape, inside))}</{name}>")
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", style: str = "") -> Markup:
@@ -135,7 +133,7 @@ def draw_frame(
         for (level, label), lower in zip(held.items(), [bottom, *held], strict=False)
         if lower - level >= 12  # else there is no room
     ]
-    return Chart(size, Markup("\n").join([*parts, *inside, *names, *above]))
+    return Chart(size, Markup("\n".join([*parts, *inside, *names, *above])))
 
 
 # ------------------------------------------------------------------------------------------------ lines

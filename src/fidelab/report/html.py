@@ -17,7 +17,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from fidelab.report.gallery import gallery_of
-from fidelab.report.heatmap import draw_grid
+from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.numbers import one_line
 from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
@@ -45,7 +45,8 @@ def render_html(report: Report, positions: Path | None = None) -> str:
             tables={table.key: table for table in view.tables},
             frontier=gallery.frontier,
             parts=gallery.parts,
-            draw_grid=draw_grid,
+            shades_of=shades_of,
+        scale_of=scale_of,
             table_of=table_of,
             one_line=one_line,
             data=Markup(report.model_dump_json(by_alias=True).translate(_ESCAPES)),

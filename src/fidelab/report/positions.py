@@ -6,7 +6,7 @@ The file is read one row group at a time, and only counts are kept: a run of 20 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -62,13 +62,25 @@ def read_positions(
     Raises:
         InputError: missing, unreadable, or of another run; says in one line what was wrong.
     """
+    pa: Any = import_module("pyarrow")  # without types
+    pq: Any = import_module("pyarrow.parquet")
     found = {name: ArmPositions() for name in expected}
+    if not path.is_file():
+        raise InputError("there is no positions.parquet beside this report")
     try:
-        for name, group in _groups(path):
-            if name in found:
-                _add(found[name], _at(group, (contexts or {}).get(name)), expected[name])
-    except FileNotFoundError:
-        raise InputError("there is no positions.parquet beside this report") from None
+        with pq.ParquetFile(path) as file:
+            for number in range(file.num_row_groups):
+                table = file.read_row_group(number, columns=[*COLUMNS, _CONTEXT])
+                if lacking := set(COLUMNS) - set(table.column_names):
+                    raise ValueError(f"it lacks {', '.join(sorted(lacking))}")
+                columns = {name: table[name].to_numpy() for name in table.column_names if name != "arm"}
+                arms = table["arm"].cast(pa.string()).combine_chunks().dictionary_encode()
+                for code, name in enumerate(arms.dictionary.to_pylist()):
+                    rows = arms.indices.to_numpy() == code
+                    if (context := (contexts or {}).get(name)) is not None and _CONTEXT in columns:
+                        rows &= columns[_CONTEXT] == context
+                    if name in found:
+                        _add(found[name], {key: values[rows] for key, values in columns.items()}, expected[name])
     except Exception as error:  # damage shows as many kinds of error, and the report is made whatever the file holds
         why = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(f"positions.parquet cannot be read ({why})") from error
@@ -79,48 +91,22 @@ def read_positions(
     return found
 
 
-def _groups(path: Path) -> Iterator[tuple[str, dict[str, NDArray[Any]]]]:
-    """Arm name and columns, one row group after the other; KL that is null is NaN."""
-    if not path.is_file():
-        raise FileNotFoundError(path)
-    pa: Any = import_module("pyarrow")  # without types
-    pq: Any = import_module("pyarrow.parquet")
-    with pq.ParquetFile(path) as file:
-        for number in range(file.num_row_groups):
-            table = file.read_row_group(number, columns=[*COLUMNS, _CONTEXT])
-            if not {*COLUMNS} <= {*table.column_names}:
-                raise ValueError(f"it lacks {', '.join(sorted(set(COLUMNS) - set(table.column_names)))}")
-            arms = table.column("arm").cast(pa.string()).combine_chunks().dictionary_encode()
-            codes = arms.indices.to_numpy(zero_copy_only=False)
-            columns = {name: np.asarray(table.column(name).to_numpy()) for name in table.column_names if name != "arm"}
-            columns["kl"] = columns["kl"].astype(np.float64)
-            for code, name in enumerate(arms.dictionary.to_pylist()):
-                rows = codes == code
-                yield name, columns if rows.all() else {key: values[rows] for key, values in columns.items()}
-
-
-def _at(group: dict[str, NDArray[Any]], context: int | None) -> dict[str, NDArray[Any]]:
-    if context is None or _CONTEXT not in group:
-        return group
-    rows = group[_CONTEXT] == context
-    return group if rows.all() else {name: values[rows] for name, values in group.items()}
-
-
 def _add(arm: ArmPositions, group: Mapping[str, NDArray[Any]], most: int | None) -> None:
-    """Count a group's rows; rows beyond the first ``most`` are counted in ``n`` alone."""
-    left = len(group["kl"]) if most is None else max(0, most - arm.n)
-    arm.n += len(group["kl"])
-    rows = np.flatnonzero(np.isfinite(group["kl"][:left]))
-    kl = group["kl"][rows]
+    """Count a group's rows; rows beyond the first ``most`` are counted in ``n`` alone.  A KL that is null is NaN."""
+    values = group["kl"].astype(np.float64)
+    left = len(values) if most is None else max(0, most - arm.n)
+    arm.n += len(values)
+    rows = np.flatnonzero(np.isfinite(values[:left]))
+    kl = values[rows]
     arm.usable += len(kl)
     passed = np.bincount(np.searchsorted(EDGES, kl, side="left"), minlength=len(EDGES) + 1)
     arm.above += len(kl) - np.cumsum(passed)[:-1]
     worst = rows[kl > 0]
     if len(worst) > N_WORST:
-        worst = worst[group["kl"][worst] >= np.partition(group["kl"][worst], -N_WORST)[-N_WORST]]
+        worst = worst[values[worst] >= np.partition(values[worst], -N_WORST)[-N_WORST]]
     new = (
         Worst(
-            float(group["kl"][row]),
+            float(values[row]),
             int(group["window"][row]),
             int(group["position"][row]),
             float(group["reference_confidence"][row]),

@@ -93,8 +93,8 @@ class Scale:
     def _label(self, value: float) -> str:
         if self.percent:
             return f"{100 * value:g}%"
-        if self.log and value < 9e-5:
-            mantissa, _, power = f"{value:.0e}".partition("e")
+        if (self.log and value < 9e-5) or abs(value) >= 1e9:
+            mantissa, _, power = f"{value:g}".partition("e")
             return f"{mantissa}e{int(power)}"
         return format_bytes(value) if abs(value) >= 1000 else f"{value:g}"
 

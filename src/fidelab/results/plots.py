@@ -185,8 +185,6 @@ class Texts(Record):
     """What is shown, in a few words."""
     pairs: tuple[TextPair, ...]
     """The items."""
-    note: str = ""
-    """How to read them."""
 
 
 Plot = Annotated[Heatmap | Curve | Bars | TablePlot | Texts, Field(discriminator="kind")]
