@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from fidelab.benches.base import CellResult, joined
-from fidelab.benches.decode import ISOLATED, Decode
-from fidelab.benches.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
+from fidelab.bench.base import CellResult, joined
+from fidelab.bench.decode import ISOLATED, Decode
+from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
 from fidelab.results.record import ArmRecord, KVFormats, Report

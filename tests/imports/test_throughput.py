@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fidelab.benches.base import CellResult
+from fidelab.bench.base import CellResult
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.leave import Imported

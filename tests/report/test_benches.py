@@ -11,10 +11,10 @@ from rich.console import Console
 
 from fidelab.core import Status
 from fidelab.report.cells import ratio_of
-from fidelab.report.numbers import format_amount, format_mib, format_ratio, format_tokens
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement
+from fidelab.results.numbers import format_amount, format_mib, format_ratio, format_tokens
 from fidelab.results.record import Report, Timing
 from tests.report.sample import HOSTILE, arm, broken, sample_report
 from tests.report.sample_benches import (

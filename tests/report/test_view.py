@@ -12,7 +12,11 @@ from fidelab.core import Status
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.report.notebook import render_notebook
-from fidelab.report.numbers import (
+from fidelab.report.sections import Section, sections_of
+from fidelab.report.text import render_text
+from fidelab.report.view import ArmRow, build_view
+from fidelab.results.measurement import Definition, Measurement
+from fidelab.results.numbers import (
     format_bytes,
     format_figure,
     format_interval,
@@ -28,10 +32,6 @@ from fidelab.report.numbers import (
     one_line,
     printable,
 )
-from fidelab.report.sections import Section, sections_of
-from fidelab.report.text import render_text
-from fidelab.report.view import ArmRow, build_view
-from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.captures.pair import Pair
-from fidelab.probes import Generate
+from fidelab.captures.requests import Generate
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve
 

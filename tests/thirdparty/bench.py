@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from fidelab.benches.base import Answers, Bench, BenchInputs, Facts, LiveSettings, Question, outcome_of
+from fidelab.bench.base import Answers, Bench, BenchInputs, Facts, LiveSettings, Question, outcome_of
 from fidelab.results.measurement import Definition, Flag, Measurement
 from fidelab.results.plots import Curve
 

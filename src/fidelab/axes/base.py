@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from fidelab.capability.parse import after_reasoning
+from fidelab.axes.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Probe, Timed
 from fidelab.core import Status
 from fidelab.metrics.intervals import (
     PairedDifference,
@@ -32,7 +33,6 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
-from fidelab.probes import Generate, Probe, Timed
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
 from fidelab.results.plots import Plot
 

@@ -24,6 +24,7 @@ from fidelab.axes.base import (
 )
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
@@ -34,7 +35,6 @@ from fidelab.metrics.intervals import (
     paired_difference,
     wilson_interval,
 )
-from fidelab.probes import Generate
 from fidelab.results.measurement import Definition, Metric
 from fidelab.results.plots import Plot, TablePlot, TextPair, Texts
 

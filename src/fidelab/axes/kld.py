@@ -21,6 +21,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
 from fidelab.axes.rows import compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
+from fidelab.captures.requests import Prefill, Probe
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
@@ -34,7 +35,6 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import standard_error
-from fidelab.probes import Prefill, Probe
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 

@@ -27,6 +27,7 @@ from fidelab.axes.base import (
 from fidelab.axes.rniah_plots import Trial, needle_plots
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Probe, Timed
 from fidelab.core import canonical_json
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
@@ -41,7 +42,6 @@ from fidelab.metrics.retrieval import (
     retrieval_score,
     returned,
 )
-from fidelab.probes import Generate, Probe, Timed
 from fidelab.results.measurement import Definition, Metric
 
 __all__ = ["RNIAH"]

@@ -14,6 +14,7 @@ from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSet
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.agreement import (
     NEAR_TIE,
@@ -26,7 +27,6 @@ from fidelab.metrics.agreement import (
     survival_curve,
     trajectory_score,
 )
-from fidelab.probes import Generate
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve, Plot, TextPair, Texts
 

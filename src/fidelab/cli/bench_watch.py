@@ -5,12 +5,12 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fidelab.benches.base import CellResult
-from fidelab.benches.load_cell import why_invalid
-from fidelab.benches.load_figures import OUTPUT_RATE, latency
-from fidelab.report.numbers import format_amount
+from fidelab.bench.base import CellResult
+from fidelab.bench.load_cell import why_invalid
+from fidelab.bench.load_figures import OUTPUT_RATE, latency
+from fidelab.bench.serving import Contact, Watch
 from fidelab.results.measurement import Measurement
-from fidelab.serving import Contact, Watch
+from fidelab.results.numbers import format_amount
 
 __all__ = ["watcher"]
 

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from fidelab.benches.base import joined
-from fidelab.benches.decode import Decode, decode_complete
-from fidelab.benches.load_figures import OUTPUT_RATE, serving_measurement
-from fidelab.benches.prefill import Prefill, prefill_complete
+from fidelab.bench.base import joined
+from fidelab.bench.decode import Decode, decode_complete
+from fidelab.bench.load_figures import OUTPUT_RATE, serving_measurement
+from fidelab.bench.prefill import Prefill, prefill_complete
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.json_file import read_json

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from fidelab.benches import load_figures as figures
-from fidelab.benches.base import CellResult
-from fidelab.benches.load_figures import Latency, apart, load_at, load_facts
-from fidelab.benches.prefill import RATE
+from fidelab.bench import load_figures as figures
+from fidelab.bench.base import CellResult
+from fidelab.bench.load_figures import Latency, apart, load_at, load_facts
+from fidelab.bench.prefill import RATE
 from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
@@ -142,7 +142,7 @@ def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
 
 
 def _server(row: Node, engine: str, gauge: float | None) -> dict[str, Any] | None:
-    """What the server said of itself, named as in :class:`fidelab.load.server_metrics.ServerReading`."""
+    """What the server said of itself, named as in :class:`fidelab.bench.load.server_metrics.ServerReading`."""
     running = positive(row["avg_running_reqs"])
     if gauge is None and running is None:
         return None

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from fidelab.benches.base import CellResult
-from fidelab.benches.load_figures import OUTPUT_RATE, Latency, Values, load_metrics
+from fidelab.bench.base import CellResult
+from fidelab.bench.load_figures import OUTPUT_RATE, Latency, Values, load_metrics
 from fidelab.core import Status
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_flags import INVALID

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from fidelab.benches.base import CellResult
-from fidelab.benches.decode import ISOLATED
-from fidelab.benches.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, Latency, apart, load_at
+from fidelab.bench.base import CellResult
+from fidelab.bench.decode import ISOLATED
+from fidelab.bench.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, Latency, apart, load_at
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.numbers import (
+from fidelab.results.measurement import Coordinates, Measurement, Metric
+from fidelab.results.numbers import (
     ABSENT,
     format_figure,
     format_interval,
@@ -22,7 +23,6 @@ from fidelab.report.numbers import (
     format_span,
     one_line,
 )
-from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.record import ArmRecord
 
 __all__ = [

@@ -10,9 +10,9 @@ from types import MappingProxyType
 from markupsafe import Markup, escape
 
 from fidelab.report.labels import LETTER, Labels, shorten, spread
-from fidelab.report.numbers import format_amount
 from fidelab.report.scales import Axis, Scale, scale_for
 from fidelab.report.sections import BarGroup
+from fidelab.results.numbers import format_amount
 from fidelab.results.plots import Curve
 
 __all__ = [

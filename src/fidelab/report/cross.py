@@ -12,17 +12,9 @@ from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, scored
-from fidelab.report.numbers import (
-    ABSENT,
-    format_bytes,
-    format_count,
-    format_kld,
-    format_share,
-    format_span,
-    one_line,
-)
 from fidelab.report.text import literal, wrap_name
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Spread
+from fidelab.results.numbers import ABSENT, format_bytes, format_count, format_kld, format_share, format_span, one_line
 from fidelab.results.values import Outcome
 
 __all__ = ["render_cross"]

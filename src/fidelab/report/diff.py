@@ -14,10 +14,10 @@ from rich.table import Table
 
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_span, escaped
-from fidelab.report.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
 from fidelab.report.text import literal
 from fidelab.results.comparability import Difference
 from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
+from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
 from fidelab.results.table import BENCH
 
 __all__ = ["render_diff", "render_diff_markdown"]

@@ -8,9 +8,9 @@ from types import MappingProxyType
 from fidelab.report.cells import Estimate
 from fidelab.report.charts import Band, Chart, Size, draw_frame, element, text
 from fidelab.report.labels import Labels, shorten
-from fidelab.report.numbers import format_bytes, format_kld, format_span
 from fidelab.report.scales import Axis, Scale, round_step, scale_for
 from fidelab.report.view import Point
+from fidelab.results.numbers import format_bytes, format_kld, format_span
 
 __all__ = ["draw_frontier", "pareto"]
 

@@ -8,12 +8,12 @@ from pathlib import Path
 
 from fidelab.core import slug
 from fidelab.errors import InputError
-from fidelab.report.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import Arm, Section, arms_of
 from fidelab.report.tables import Table
 from fidelab.report.view import KLD, View
+from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
 
 __all__ = ["Gallery", "Part", "free", "gallery_of"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from fidelab.report.numbers import MINUS
+from fidelab.results.numbers import MINUS
 from fidelab.results.plots import Grid, Heatmap
 
 __all__ = ["Shade", "colour", "ink", "scale_of", "shades_of"]

@@ -18,9 +18,9 @@ from markupsafe import Markup
 
 from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
-from fidelab.report.numbers import one_line
 from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
+from fidelab.results.numbers import one_line
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
@@ -46,7 +46,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
             frontier=gallery.frontier,
             parts=gallery.parts,
             shades_of=shades_of,
-        scale_of=scale_of,
+            scale_of=scale_of,
             table_of=table_of,
             one_line=one_line,
             data=Markup(report.model_dump_json(by_alias=True).translate(_ESCAPES)),

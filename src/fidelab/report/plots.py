@@ -9,11 +9,11 @@ from fidelab.core import slug
 from fidelab.report.charts import Band, Chart, Line, Size, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier
 from fidelab.report.labels import shorten
-from fidelab.report.numbers import format_kld, format_tokens, one_line
 from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.scales import Axis
 from fidelab.report.sections import Arm, BarGroup, Curves, Section
 from fidelab.report.view import View
+from fidelab.results.numbers import format_kld, format_tokens, one_line
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from fidelab.report.cells import STATUS, fact_of, shared
-from fidelab.report.numbers import ABSENT, one_line, printable
 from fidelab.report.tables import Notes, Table, tables_of
 from fidelab.results.measurement import Flag, Measurement
+from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import Record

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, ratio_of, scored
-from fidelab.report.numbers import ABSENT, MIB, format_figure, heading, one_line
 from fidelab.report.sections import Arm
 from fidelab.report.tables import SPEEDS, Table, counts
 from fidelab.results.measurement import Measurement, Metric, label
+from fidelab.results.numbers import ABSENT, MIB, format_figure, heading, one_line
 from fidelab.results.record import ArmRecord, Report
 
 __all__ = ["KLD", "Performance", "contexts_of", "joined", "others_of", "performance_of", "titled"]

@@ -10,16 +10,8 @@ from typing import Any
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of
-from fidelab.report.numbers import (
-    ABSENT,
-    MIB,
-    format_amount,
-    format_bytes,
-    format_count,
-    heading,
-    one_line,
-)
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
+from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, format_count, heading, one_line
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 

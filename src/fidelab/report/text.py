@@ -19,11 +19,11 @@ from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, shared
-from fidelab.report.numbers import ABSENT, one_line
 from fidelab.report.tables import NOTES, VALID
 from fidelab.report.tables import Table as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Performance, View, build_view
+from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import NO_REFERENCE, Report
 
 __all__ = ["literal", "render_text", "wrap_name"]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Status
+from fidelab.report.ablation import Matrix, isolation_of
 from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.cells import (
     STATUS,
@@ -26,12 +27,11 @@ from fidelab.report.cells import (
     run_of,
     shared,
 )
-from fidelab.report.isolation import Matrix, isolation_of
-from fidelab.report.numbers import ABSENT, format_bytes, one_line
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
 from fidelab.report.summary import KLD, Performance, contexts_of, joined, others_of, performance_of, titled
 from fidelab.report.tables import Table, ran_of, timing_of
 from fidelab.results.measurement import Measurement
+from fidelab.results.numbers import ABSENT, format_bytes, one_line
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = ["KLD", "ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]

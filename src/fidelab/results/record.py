@@ -24,7 +24,7 @@ from pydantic import (
 from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
-from fidelab.results.isolation_record import Isolation
+from fidelab.results.ablation_record import Isolation
 from fidelab.results.measurement import Measurement
 from fidelab.results.values import Free, FreeDict, Interval, Outcome, Record, Score
 

@@ -5,21 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from fidelab.benches import load_figures as figures
-from fidelab.benches.base import CellResult, joined
-from fidelab.benches.decode import BY_SUBTRACTION, ISOLATED, Decode, decode_complete
-from fidelab.benches.load_figures import (
-    Latency,
-    apart,
-    load_at,
-    load_facts,
-    load_metrics,
-    saturated,
-    serving_measurement,
-)
-from fidelab.benches.memory import AT_LENGTH, WHOLE, Memory, memory_complete, sizes
-from fidelab.benches.prefill import RATE, Prefill, prefill_complete
-from fidelab.benches.startup import COLD, TOTAL, WARM, Startup, part, startup_complete
+from fidelab.bench import load_figures as figures
+from fidelab.bench.base import CellResult, joined
+from fidelab.bench.decode import BY_SUBTRACTION, ISOLATED, Decode, decode_complete
+from fidelab.bench.load_figures import Latency, apart, load_at, load_facts, load_metrics, saturated, serving_measurement
+from fidelab.bench.memory import AT_LENGTH, WHOLE, Memory, memory_complete, sizes
+from fidelab.bench.prefill import RATE, Prefill, prefill_complete
+from fidelab.bench.startup import COLD, TOTAL, WARM, Startup, part, startup_complete
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
 
 __all__ = ["upgrade_benches"]

@@ -1,0 +1,317 @@
+"""The bench contract: a bench puts timed questions and turns the answers into metrics and plots.
+
+Each question is asked of every arm in turn, again and again with fresh prompts, so that drift of the machine hits all
+alike; what an arm answered before it was steady is thrown away.  A bench never sees an engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from fidelab.captures.requests import Timed, Tokens
+from fidelab.core import Status
+from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
+from fidelab.results.plots import Curve, Plot
+from fidelab.results.values import Outcome
+
+__all__ = [
+    "Answers",
+    "Bench",
+    "BenchInputs",
+    "BenchSettings",
+    "CellResult",
+    "Counts",
+    "Facts",
+    "Point",
+    "Question",
+    "against",
+    "complete",
+    "curves",
+    "doubt_of",
+    "joined",
+    "largest",
+    "limit_of",
+    "outcome_of",
+    "unsteady",
+]
+
+Floats = NDArray[np.float64]
+
+_DOUBTFUL = frozenset({"depth", "not-engaged", "inconsistent", "cache"})  # flags: the figure is one of something else
+_LOG_FROM = 10**1.5  # largest over smallest abscissa, from which the axis is logarithmic
+
+
+def _several(value: Any) -> Any:
+    """``512`` and ``"128,512"`` as lists."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.split(",")]
+    return [value] if isinstance(value, int) else value
+
+
+Counts = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_several), Field(min_length=1)]
+Sizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], BeforeValidator(_several), Field(min_length=1)]
+
+
+class BenchSettings(BaseModel):
+    """What every bench can be told."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    repeats: int = Field(default=5, ge=1, description="measured answers to each question")
+    seed: int = Field(default=1, ge=0, description="seed of the prompts")
+
+
+class LiveSettings(BenchSettings):
+    """Of benches that ask loaded models."""
+
+    batch: Sizes = Field(default=(1,), description="sequences answered together")
+    max_warmup: int = Field(default=8, ge=1, description="unmeasured answers at most, until three agree within 5%")
+    interleave: Literal["auto", "live", "loads"] = Field(
+        default="auto", description="arms in turn (live), or repeats spread over loads; auto: live where memory allows"
+    )
+
+
+@dataclass(frozen=True)
+class BenchInputs:
+    """What questions are made from; ``prompts(length, count, seed)`` gives distinct prompts of exact length."""
+
+    prompts: Callable[[int, int, int], tuple[Tokens, ...]]
+    max_positions: int | None
+
+
+@dataclass(frozen=True)
+class Question:
+    """One shape of work: ``batch`` prompts of ``tokens`` tokens, ``n`` decoded behind the first.
+
+    ``repeats`` and ``max_warmup`` answers are wanted, each to prompts of its own; ``impossible``: why none is.
+    """
+
+    bench: str
+    part: str
+    tokens: int
+    batch: int
+    n: int
+    repeats: int
+    max_warmup: int
+    prompts: tuple[Tokens, ...] = field(repr=False, default=())
+    impossible: str = ""
+
+    @classmethod
+    def make(cls, inputs: BenchInputs, settings: LiveSettings, bench: str, **shape: Any) -> Question:
+        """With prompts for all answers; or impossible, where the model's positions do not suffice."""
+        shape = {"repeats": settings.repeats, "max_warmup": settings.max_warmup, **shape}
+        tokens, n = max(1, shape["tokens"]), shape["n"]  # at depth 0 a prompt has one token all the same
+        impossible = limit_of(inputs, tokens + n)
+        wanted = shape["batch"] * (shape["repeats"] + shape["max_warmup"])
+        prompts = () if impossible else inputs.prompts(tokens, wanted, settings.seed)
+        return cls(bench, prompts=prompts, impossible=impossible, **shape)
+
+    @property
+    def name(self) -> str:
+        """What its captures are called."""
+        return f"{self.bench}.{self.part}"
+
+    def probe(self, number: int) -> Timed:
+        """The answer of this number; negative numbers are warm-ups."""
+        at = (number if number >= 0 else self.repeats - 1 - number) * self.batch
+        settings = tuple(sorted({"tokens": self.tokens, "number": number}.items()))
+        mine = self.prompts[at : at + self.batch]
+        return Timed(self.name, mine, n=self.n, warmup=0, batch=self.batch, settings=settings)
+
+
+def limit_of(inputs: BenchInputs, tokens: int) -> str:
+    """Why so many tokens cannot be; empty where they can."""
+    limit = inputs.max_positions
+    return f"{tokens} tokens are beyond the model's {limit} positions" if limit is not None and tokens > limit else ""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What one arm answered to one question: ``seconds`` [repeats, 1 + n], and why there are none.
+
+    ``warmups``: unmeasured answers before, of the load with most; ``ran``: what the engine said of itself then.
+    """
+
+    question: Question
+    seconds: Floats | None
+    warmups: int = 0
+    ran: Mapping[str, Any] = field(default_factory=dict)
+    status: Status = Status.OK
+    reason: str | None = None
+
+    def at(self, length: str = "tokens") -> Coordinates:
+        """The shape of work; ``length`` is what its tokens are called."""
+        return {length: self.question.tokens, "batch": self.question.batch}
+
+    def cell(self, at: Coordinates, flags: Sequence[Flag] = (), **facts: Any) -> Cell:
+        """How this shape of work ended."""
+        told = {} if self.seconds is None else {"warmups": self.warmups, **facts}
+        return Cell(status=self.status, reason=self.reason, at=at, flags=tuple(flags), facts=told)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of an arm besides its answers.
+
+    ``weights_bytes``: of the checkpoint.  ``loads``: processes over which the repeats are spread; 1: all arms were
+    asked in turn.  ``starts``: of each fresh process its kind (cold, warm) and seconds by part.
+    """
+
+    ran: Mapping[str, Any] = field(default_factory=dict)
+    weights_bytes: int = 0
+    loads: int = 1
+    starts: Sequence[tuple[str, Mapping[str, float]]] = ()
+
+
+class Bench(ABC):
+    """One bench with its settings."""
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    Settings: ClassVar[type[BenchSettings]]
+    fresh: ClassVar[bool] = False
+    """Every repeat in a process of its own."""
+    first: ClassVar[bool] = False
+    """Its questions are put before those of other benches."""
+    loads: ClassVar[bool] = False
+    """It puts load on a server instead of asking questions."""
+    served: ClassVar[str] = ""
+    """Why it says nothing about a server that somebody else started; empty where it does."""
+
+    protocol: ClassVar[tuple[str, ...]] = ()
+    """Settings that must agree before two figures of a cell are compared; lists of cells need not."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    @abstractmethod
+    def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
+        """What is asked, in order."""
+
+    @abstractmethod
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        """The answers of one arm by part → what they say of it."""
+
+
+# ------------------------------------------------------------------------------------------------ measurements
+
+
+def unsteady(what: str, steady: bool | None, loads: int) -> tuple[Flag, ...]:
+    """What must be known to read repeats."""
+    found = []
+    if steady is False:
+        found.append(Flag(kind="unsteady", text=f"{what}: the last three repeats differ by 5% or more"))
+    if loads > 1:
+        found.append(Flag(kind="loads", text=f"{what}: repeats are spread over {loads} loads of the model"))
+    return tuple(found)
+
+
+def outcome_of(cells: Sequence[Outcome]) -> dict[str, Any]:
+    """Status and reason of the whole: fine where some cell is and none failed; else as the first that did not end well.
+
+    Cells that cannot be (longer than the model's positions) do not spoil the others.
+    """
+    failed = next((cell for cell in cells if cell.status is Status.FAILED), None)
+    other = failed or next((cell for cell in cells if cell.status is not Status.OK), None)
+    if other is None or (failed is None and any(cell.status is Status.OK for cell in cells)):
+        return {"status": Status.OK}
+    return {"status": other.status, "reason": other.reason}
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """One shape of work: how it ended, whether it counts, and its metrics."""
+
+    cell: Cell
+    metrics: tuple[Metric, ...] = ()
+
+    def value(self, name: str) -> float | None:
+        """The value of a metric; ``None`` where it is not there."""
+        return next((metric.value for metric in self.metrics if metric.name == name), None)
+
+
+def joined(results: Iterable[CellResult], title: str, **more: Any) -> Measurement:
+    """All shapes of work together; ``more``: further fields, such as a status other than theirs."""
+    every = list(results)
+    cells = tuple(result.cell for result in every)
+    metrics = tuple(metric for result in every for metric in result.metrics)
+    return Measurement(**{**outcome_of(cells), **more}, title=title, metrics=metrics, cells=cells)
+
+
+def complete(found: Measurement, heads: Iterable[Metric | None], plots: Iterable[Plot]) -> Measurement:
+    """The measurement with its plots, and with ``heads`` marked as those that stand for it in summaries."""
+    marked = {id(head) for head in heads}
+    metrics = tuple(m.model_copy(update={"headline": True}) if id(m) in marked else m for m in found.metrics)
+    return found.model_copy(update={"metrics": metrics, "plots": tuple(plots)})
+
+
+def largest(found: Measurement, name: str, length: str = "tokens") -> Metric | None:
+    """The metric of this name at the largest length of the smallest batch."""
+    measured = (metric for metric in found.metrics if metric.name == name and metric.cell)
+    return max(measured, key=lambda m: (-float(m.cell["batch"]), float(m.cell[length])), default=None)
+
+
+def doubt_of(cell: Cell | None) -> str:
+    """Why the figures of a cell do not count; empty where they do."""
+    if cell is None:
+        return ""
+    if cell.status is not Status.OK:
+        return cell.reason or cell.status.value
+    texts = "; ".join(flag.text for flag in cell.flags if not cell.valid or flag.kind in _DOUBTFUL)
+    return texts if cell.valid else texts or "not valid"
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point of a curve, with the spread of its ordinate; ``doubt``: why it does not count."""
+
+    x: float
+    y: float
+    span: tuple[float, float] | None = None
+    doubt: str = ""
+    name: str = ""
+
+
+def curves(series: Mapping[str, Sequence[Point]], **shape: Any) -> list[Curve]:
+    """A curve per series, ``shape`` being what they share."""
+    above = [point.x for points in series.values() for point in points if point.x > 0]
+    log = bool(above) and max(above) / min(above) >= _LOG_FROM
+    found = []
+    for name, given in series.items():
+        points = sorted(given, key=lambda point: point.x)
+        spans = [point.span or (None, None) for point in points] if any(point.span for point in points) else []
+        found.append(
+            Curve(
+                series=name,
+                x=tuple(point.x for point in points),
+                y=tuple(point.y for point in points),
+                low=tuple(low for low, _ in spans),
+                high=tuple(high for _, high in spans),
+                doubts=tuple(p.doubt for p in points) if any(p.doubt for p in points) else (),
+                names=tuple(p.name for p in points) if any(p.name for p in points) else (),
+                log_x=log,
+                **shape,
+            )
+        )
+    return found
+
+
+def against(found: Measurement, name: str, length: str = "tokens", *, scale: float = 1.0, **shape: Any) -> list[Curve]:
+    """Curves of the metrics of this name against the length, one for each batch size."""
+    measured = [metric for metric in found.metrics if metric.name == name and length in metric.cell]
+    several = len({metric.cell["batch"] for metric in measured}) > 1
+    series: dict[str, list[Point]] = {}
+    for metric in measured:
+        if metric.value is not None:
+            batch = label({"batch": metric.cell["batch"]}) if several else ""
+            span = metric.span and (scale * metric.span[0], scale * metric.span[1])
+            point = Point(float(metric.cell[length]), scale * metric.value, span, doubt_of(found.cell(metric.cell)))
+            series.setdefault(batch, []).append(point)
+    return curves(series, **shape)

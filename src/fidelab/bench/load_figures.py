@@ -1,0 +1,298 @@
+"""Load on a server as metrics: what each is, and all loads of one server together, with saturation and plots."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.bench.base import CellResult, Point, complete, curves, doubt_of, joined
+from fidelab.core import Status
+from fidelab.metrics.saturation import saturation
+from fidelab.metrics.serving import percentiles
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, label
+from fidelab.results.plots import Curve
+
+__all__ = [
+    "ACCEPTANCE",
+    "COMPLETED_RATE",
+    "COUNTED_CONTEXT",
+    "ERRORS",
+    "FAILED_REQUESTS",
+    "GOODPUT",
+    "GOOD_REQUESTS",
+    "IN_FLIGHT",
+    "OUTPUT_RATE",
+    "REQUESTS",
+    "SERVER_RATE",
+    "TITLE",
+    "TOTAL_RATE",
+    "Latency",
+    "Values",
+    "apart",
+    "latency",
+    "load_at",
+    "load_facts",
+    "load_metrics",
+    "saturated",
+    "serving_measurement",
+]
+
+TITLE = "How fast is it behind its server?"
+
+OUTPUT_RATE = Definition(
+    "output rate", "tok/s", "higher", "Output tokens over the measured part, by the server's usage."
+)
+TOTAL_RATE = Definition("total rate", "tok/s", "higher", "Input and output tokens over the measured part.")
+COMPLETED_RATE = Definition("completed rate", "req/s", "higher", "Requests answered whole, over the measured part.")
+SERVER_RATE = Definition("server's output rate", "tok/s", "higher", "Generated tokens as the server counts them.")
+GOODPUT = Definition("goodput", "req/s", "higher", "Requests that met every target, over the measured part.")
+GOOD_REQUESTS = Definition("good requests", "share", "higher", "Share of all requests sent that met every target.")
+FAILED_REQUESTS = Definition("failed requests", "share", "lower", "Share of all requests sent that failed.")
+IN_FLIGHT = Definition("effective concurrency", "count", None, "Requests in flight, averaged over time.")
+ACCEPTANCE = Definition(
+    "acceptance length",
+    "tokens",
+    "higher",
+    "Tokens per verification of drafts, its own one included: 1 + accepted / drafts.",
+    limit="slowdown",
+)
+COUNTED_CONTEXT = Definition("context counted", "tokens", None, "Mean prompt tokens by the server's usage.")
+REQUESTS = Definition("requests", "count", None, "Requests sent in the measured part.")
+ERRORS = Definition("errors", "count", None, "Of these, failed.")
+_SATURATION = Definition(
+    "saturation", "count", None, "Smallest concurrency whose next step adds less than 5% to the output rate."
+)
+
+_LATENCIES = {
+    "ttft": ("TTFT", "Time to the first token"),
+    "tpot": ("TPOT", "(last − first token) / (tokens − 1), per request"),
+    "itl": ("ITL", "Gaps between stream events that carry tokens"),
+    "e2el": ("E2E", "From sending a request to its last token"),
+}
+_THRESHOLD = 0.05
+_FEWEST_BEYOND = 10  # values beyond a percentile, for it to say something without repeats
+
+Values = Mapping[Definition, float | None]
+
+
+def latency(name: str, part: str) -> Definition:
+    """The metric of ``ttft``, ``tpot``, ``itl`` or ``e2el``: of its ``mean``, or of ``p50`` and so on."""
+    word, about = _LATENCIES[name]
+    return Definition(f"{word} {part}", "ms", "lower", f"{about}; {part}.")
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Milliseconds over ``n`` requests (of ``itl``: over gaps between tokens)."""
+
+    name: str
+    n: int
+    mean: float
+    percentiles: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def over(cls, name: str, values: NDArray[np.float64], ranks: Sequence[float]) -> Latency:
+        """Of at least one value; percentiles are linearly interpolated."""
+        return cls(name, len(values), float(values.mean()), percentiles(values, ranks))
+
+    def values(self) -> dict[Definition, float | None]:
+        """Its metrics."""
+        return {latency(self.name, part): value for part, value in {"mean": self.mean, **self.percentiles}.items()}
+
+    def caveats(self) -> dict[str, str]:
+        """Name of a metric that rests on few values → how few."""
+        beyond = {part: self.n * (1 - _quantile(part)) for part in self.percentiles}
+        return {
+            latency(self.name, part).name: f"{few:.3g} of {self.n} beyond"
+            for part, few in beyond.items()
+            if few < _FEWEST_BEYOND
+        }
+
+
+def _quantile(name: str) -> float:
+    """``p99`` → 0.99; what names no percentile counts as the largest."""
+    try:
+        return min(1.0, max(0.0, float(name.removeprefix("p")) / 100))
+    except ValueError:
+        return 1.0
+
+
+def load_at(
+    arrival: str, context: int | None, output: int | None, concurrency: int | None = None, rate: float | None = None
+) -> Coordinates:
+    """The shape of a load; a length that is ``None`` is a mixture, a concurrency or rate that is ``None`` no limit."""
+    at: Coordinates = {
+        "context": "mixed" if context is None else context,
+        "output": "mixed" if output is None else output,
+        "arrival": arrival,
+    }
+    limits = {"concurrency": concurrency, "rate": rate}
+    return at | {name: limit for name, limit in limits.items() if limit is not None}
+
+
+def load_metrics(
+    at: Coordinates,
+    rates: Values,
+    latencies: Sequence[Latency] = (),
+    more: Values | None = None,
+    repeats: Mapping[str, Sequence[float]] | None = None,
+) -> tuple[Metric, ...]:
+    """The metrics of one load that are known, in this order; ``repeats``: name → each repeat."""
+    every, caveats = dict(rates), dict[str, str]()
+    for times in latencies:
+        every |= times.values()
+        caveats |= times.caveats()
+    return tuple(
+        make(value, cell=at, caveat=caveats.get(make.name, ""), repeats=(repeats or {}).get(make.name, ()))
+        for make, value in {**every, **(more or {})}.items()
+        if value is not None
+    )
+
+
+def load_facts(
+    measured: Mapping[str, Any],
+    errors: Mapping[str, int],
+    server: Mapping[str, Any] | None,
+    ratio: float | None,
+    client: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    """What is known of a load besides its metrics, the words and numbers that a table shows first.
+
+    ``measured``: seconds and counts.  ``errors``: kind → requests.  ``server``: what it says of itself, as in
+    :class:`~fidelab.bench.load.server_metrics.ServerReading`; ``ratio``: the client's output rate over its own.  ``client``:
+    the load generator's own part (lag in ms).
+    """
+    told, own = server or {}, client or {}
+    return {
+        "client over server": ratio,
+        "server running": told.get("running_mean"),
+        "server queued": told.get("waiting_max"),
+        "KV used": told.get("kv_usage_max"),
+        "lag ms p99": own.get("lag_p99"),
+        "errors": dict(errors),
+        "measured": dict(measured),
+        "client": client,
+        "server": server,
+    }
+
+
+def apart(loads: Iterable[CellResult]) -> Iterator[CellResult]:
+    """The loads; those of a shape that was there before are told apart by a number."""
+    seen: Counter[str] = Counter()
+    for load in loads:
+        name = label(load.cell.at)
+        seen[name] += 1
+        if seen[name] == 1:
+            yield load
+            continue
+        at = {**load.cell.at, "row": seen[name]}
+        metrics = tuple(metric.model_copy(update={"cell": at}) for metric in load.metrics)
+        yield CellResult(load.cell.model_copy(update={"at": at}), metrics)
+
+
+def serving_measurement(
+    loads: Sequence[CellResult],
+    facts: Mapping[str, Any],
+    flags: Sequence[Flag] = (),
+    saturations: Iterable[CellResult] | None = None,
+    **outcome: Any,
+) -> Measurement:
+    """All loads of one server; headed by the highest load at the smallest context.
+
+    ``facts``: target, model, endpoint, settings.  ``saturations``: where they are known already.  ``outcome``: status
+    and reason.
+    """
+    every = [*loads, *(_saturations(loads) if saturations is None else saturations)]
+    found = joined(every, TITLE, **{"status": Status.OK, **outcome}, flags=tuple(flags), facts=dict(facts))
+    return complete(found, [_head(loads)], _plots(loads))
+
+
+def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
+    """Per context and output with at least two valid closed-loop cells: where more requests stop paying."""
+    rates: dict[str, dict[int, float]] = {}
+    shapes: dict[str, Coordinates] = {}
+    for shape, load in _by_context(loads):
+        at, rate = load.cell.at, load.value(OUTPUT_RATE.name)
+        if load.cell.valid and at["arrival"] == "closed" and "concurrency" in at and rate:
+            shapes[label(shape)] = shape
+            rates.setdefault(label(shape), {}).setdefault(int(at["concurrency"]), rate)
+    for name, curve in rates.items():
+        if len(curve) > 1:
+            concurrency, gain = saturation(list(curve), list(curve.values()), _THRESHOLD)
+            yield saturated(shapes[name], concurrency, gain, _THRESHOLD)
+
+
+def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, CellResult]]:
+    """Each load behind its context (and output, where that varies)."""
+    names = ("context", "output") if len({load.cell.at["output"] for load in loads}) > 1 else ("context",)
+    for load in loads:
+        yield {name: load.cell.at[name] for name in names}, load
+
+
+def saturated(at: Coordinates, concurrency: int | None, gain: float | None, threshold: float) -> CellResult:
+    """Where more requests in flight stop paying; ``gain``: what the next step adds there, relative."""
+    cell = Cell(status=Status.OK, at=at, facts={"gain": gain, "threshold": threshold})
+    return CellResult(cell, (_SATURATION(concurrency, cell=at),))
+
+
+def _head(loads: Sequence[CellResult]) -> Metric | None:
+    """The output rate at the smallest context and the highest load that is valid."""
+
+    def height(metric: Metric) -> tuple[float, ...]:
+        context = metric.cell["context"]
+        load = (float(metric.cell.get(name, 0)) for name in ("concurrency", "rate"))
+        return (0.0 if context == "mixed" else -float(context), *load)
+
+    valid = [load for load in loads if load.cell.valid and load.cell.status is Status.OK]
+    rates = [metric for load in valid for metric in load.metrics if metric.name == OUTPUT_RATE.name]
+    return max(rates, key=height, default=None)
+
+
+# ------------------------------------------------------------------------------------------------------ plots
+
+
+def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
+    """Rate and latencies against concurrency (closed loop) and request rate (open loop); rate against latency."""
+    tpot, ttft = latency("tpot", "p50").name, latency("ttft", "p50").name
+    figures = (
+        ("throughput", "Throughput", "output tok/s", OUTPUT_RATE.name),
+        ("tpot", "Time per output token", "TPOT p50, ms", tpot),
+        ("ttft", "Time to the first token", "TTFT p50, ms", ttft),
+    )
+    opened = [load for load in loads if "rate" in load.cell.at]
+    closed = [load for load in loads if "rate" not in load.cell.at]
+    for some, suffix, x, word, x_label in (
+        (closed, "", "concurrency", "concurrency", "requests at once"),
+        (opened, "-rate", "rate", "request rate", "requests asked per second"),
+    ):
+        for key, what, y_label, y in figures:
+            title = f"{what} against {word}"
+            yield from curves(_series(some, x, y), key=f"{key}{suffix}", title=title, x_label=x_label, y_label=y_label)
+    first = all(load.value(tpot) is None for load in loads)  # no answer had two tokens
+    yield from curves(
+        _series(loads, ttft if first else tpot, OUTPUT_RATE.name, named=True),
+        key="ttft-throughput" if first else "latency-throughput",
+        title="Throughput against latency",
+        x_label=f"{'TTFT' if first else 'TPOT'} p50, ms",
+        y_label="output tok/s",
+        caption="A point per load, named by its requests at once (or per second). Further up is more throughput, "
+        "further left less waiting.",
+    )
+
+
+def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[Point]]:
+    """Points by context; ``x``: a coordinate of the load, or a metric as ``y`` is."""
+    found: dict[str, list[Point]] = {}
+    for shape, load in _by_context(loads):
+        at = load.cell.at
+        abscissa, value, limit = at.get(x, load.value(x)), load.value(y), at.get("rate", at.get("concurrency"))
+        if abscissa is not None and value is not None:
+            name = f"{float(limit):g}" if named and limit is not None else ""
+            point = Point(float(abscissa), value, doubt=doubt_of(load.cell), name=name)
+            found.setdefault(label(shape), []).append(point)
+    return found

@@ -1,0 +1,132 @@
+"""What an arm takes: bytes of cache per token, the pool that is set aside, the peak against the length."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from fidelab.bench.base import (
+    Answers,
+    Bench,
+    BenchInputs,
+    Facts,
+    LiveSettings,
+    Question,
+    Sizes,
+    against,
+    complete,
+    outcome_of,
+)
+from fidelab.core import Status
+from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement, Metric
+
+__all__ = ["AT_LENGTH", "WHOLE", "Memory", "MemorySettings", "memory_complete", "sizes"]
+
+_KV = Definition("KV", "bytes", "lower", "Measured bytes per token × tokens × sequences.", exact=True)
+_PER_TOKEN = Definition(
+    "KV bytes per token", "bytes", "lower", "Measured from the storage; scales included.", exact=True
+)
+_HOST = Definition("peak host", "bytes", "lower", "Most host memory of the worker's processes up to here.")
+_DEVICE = Definition("peak device", "bytes", "lower", "Most device memory allocated up to here.")
+
+WHOLE: Mapping[str, Definition] = {
+    "cache_bytes_per_token": _PER_TOKEN,
+    "expected_bytes_per_token": Definition(
+        "expected KV bytes per token", "bytes", "lower", "What the asked format takes.", exact=True
+    ),
+    "state_bytes_per_sequence": Definition(
+        "state bytes per sequence",
+        "bytes",
+        "lower",
+        "State of recurrent layers, which does not grow with the length.",
+        exact=True,
+    ),
+    "weights_bytes": Definition("weights", "bytes", "lower", "Bytes of the checkpoint.", exact=True),
+    "loaded_host_bytes": Definition(
+        "host, model loaded",
+        "bytes",
+        "lower",
+        "Host memory of the worker's processes with the model loaded and nothing asked.",
+    ),
+    "peak_host_bytes": _HOST,
+    "peak_device_bytes": _DEVICE,
+    # the pool takes what other things leave: a smaller one is no gain
+    "cache_bytes": Definition("pool", "bytes", None, "The pool that the engine set aside for the cache."),
+    "cache_tokens": Definition("pool tokens", "tokens", "higher", "Tokens that fit into the pool.", limit="memory"),
+}
+"""What an engine says of itself → the metric of the whole arm."""
+AT_LENGTH: Mapping[str, Definition] = {"kv_bytes": _KV, "peak_host_bytes": _HOST, "peak_device_bytes": _DEVICE}
+"""The same → the metric at one length."""
+
+
+class MemorySettings(LiveSettings):
+    """Settings of bench ``memory``: the questions are put once, in ascending length."""
+
+    repeats: int = Field(default=1, ge=1, le=1, description="one: a peak never falls")
+    max_warmup: int = Field(default=0, ge=0, le=0, description="none")
+    lengths: Sizes = Field(default=(128, 512, 1024), description="tokens of the prompts")
+
+
+class Memory(Bench):
+    """Measured bytes; peaks are those of the worker's processes up to the end of each answer.
+
+    See docs/metrics.md#memory.
+    """
+
+    name: ClassVar[str] = "memory"
+    title: ClassVar[str] = "How much memory does it take?"
+    Settings = MemorySettings
+    first: ClassVar[bool] = True  # a peak that others have raised would not fall
+    served: ClassVar[str] = "a server's memory is not to be seen from outside"
+
+    def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
+        shapes = sorted((batch * n, batch, n) for batch in self.settings.batch for n in self.settings.lengths)
+        return tuple(
+            Question.make(inputs, self.settings, self.name, part=f"{n}.b{batch}", tokens=n, batch=batch, n=0)
+            for _, batch, n in shapes
+        )
+
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        cells = [answer.cell(answer.at()) for answer in answers.values()]
+        good = [answer for answer in answers.values() if answer.status is Status.OK]
+        ran = good[-1].ran if good else facts.ran
+        metrics = sizes(WHOLE, {**ran, "weights_bytes": facts.weights_bytes or None}, {})
+        for answer in good:
+            asked, per_token = answer.question, answer.ran.get("cache_bytes_per_token")
+            kv = None if per_token is None else per_token * asked.tokens * asked.batch
+            metrics += sizes(AT_LENGTH, {**answer.ran, "kv_bytes": kv}, answer.at())
+        ended: list[Cell] = [cell for cell in cells if cell.status is not Status.OK]
+        return memory_complete(
+            Measurement(**outcome_of(cells), title=self.title, metrics=tuple(metrics), cells=tuple(ended))
+        )
+
+
+def sizes(definitions: Mapping[str, Definition], told: Mapping[str, Any], at: Coordinates) -> list[Metric]:
+    """The metrics of what was told."""
+    return [make(told[name], cell=at) for name, make in definitions.items() if told.get(name) is not None]
+
+
+def memory_complete(found: Measurement) -> Measurement:
+    """With curves of the cache and of the peak, headed by the bytes per token and the peak."""
+    device = found.value(_DEVICE.name) is not None
+    peak, where = (_DEVICE, "device memory") if device else (_HOST, "memory of the worker's processes")
+    shown = (
+        (_KV, "cache", "KV cache against context", "Measured bytes per token, times tokens."),
+        (
+            peak,
+            "device-memory" if device else "memory",
+            f"Peak {'device ' if device else ''}memory against context",
+            f"Most {where} up to each length.",
+        ),
+    )
+    x_label, y_label, mib = "tokens in the cache, per sequence", "MiB", 2.0**-20
+    plots = [
+        curve
+        for make, key, title, caption in shown
+        for curve in against(
+            found, make.name, scale=mib, key=key, title=title, x_label=x_label, y_label=y_label, caption=caption
+        )
+    ]
+    return complete(found, [found.metric(_PER_TOKEN.name), found.metric(peak.name, {})], plots)

@@ -1,0 +1,99 @@
+"""How long until the first token: process start → interpreter, import, weights, warm-up, first token.
+
+Cold: the weight files were put out of the page cache before; compiled kernels and libraries may still be warm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar
+
+from pydantic import Field
+
+from fidelab.bench.base import (
+    Answers,
+    Bench,
+    BenchInputs,
+    BenchSettings,
+    Facts,
+    LiveSettings,
+    Question,
+    complete,
+    unsteady,
+)
+from fidelab.results.measurement import Definition, Flag, Measurement, Metric
+from fidelab.results.plots import Bars
+
+__all__ = ["COLD", "TOTAL", "WARM", "Startup", "StartupSettings", "part", "startup_complete"]
+
+COLD, WARM = "cold", "warm"
+_PROMPT = 16  # tokens
+
+TOTAL = Definition("total", "s", "lower", "From the process' start to the first token.", aggregate="median")
+
+
+def part(name: str) -> Definition:
+    """The metric of one part of the time."""
+    about = f"The part of the start-up called {name}; what an engine cannot tell apart stands under the later part."
+    return Definition(name, "s", "lower", about, aggregate="median")
+
+
+class StartupSettings(BenchSettings):
+    """Settings of bench ``startup``."""
+
+    repeats: int = Field(default=3, ge=1, description="warm starts")
+    cold: int = Field(default=1, ge=0, description="cold starts before them")
+
+
+class Startup(Bench):
+    """Every repeat is a fresh process, asked for one token behind 16. See docs/metrics.md#start-up-time."""
+
+    name: ClassVar[str] = "startup"
+    title: ClassVar[str] = "How long until the first token?"
+    Settings = StartupSettings
+    fresh: ClassVar[bool] = True
+    served: ClassVar[str] = "the server was started before"
+
+    def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
+        shape = LiveSettings(repeats=self.settings.repeats + self.settings.cold, max_warmup=1, seed=self.settings.seed)
+        return (Question.make(inputs, shape, self.name, part="first", tokens=_PROMPT, batch=1, n=0),)
+
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
+        [answer] = answers.values()
+        found = Measurement(status=answer.status, reason=answer.reason, title=self.title)
+        if answer.seconds is None:
+            return found
+        starts = {kind: [parts for of, parts in facts.starts if of == kind] for kind in (COLD, WARM)}
+        metrics = [metric for kind, known in starts.items() for metric in _times(kind, known)]
+        warm = next((m for m in metrics if m.name == TOTAL.name and m.cell["start"] == WARM), None)
+        flags = unsteady("warm starts", warm.steady if warm else None, 1)
+        if self.settings.cold and not starts[COLD]:
+            text = "no cold start: the weight files could not be put out of the page cache"
+            flags = (*flags, Flag(kind="cache", text=text))
+        return startup_complete(found.model_copy(update={"metrics": tuple(metrics), "flags": flags}))
+
+
+def startup_complete(found: Measurement) -> Measurement:
+    """With bars of its parts, headed by the warm start where there is one."""
+    totals = {str(m.cell["start"]): m for m in found.metrics if m.name == TOTAL.name}
+    names = dict.fromkeys(m.name for m in found.metrics if m.name != TOTAL.name)
+    bars = Bars(
+        key="startup",
+        title="Where the start-up time goes",
+        y_label="seconds",
+        labels=tuple(totals),
+        parts={name: tuple(found.value(name, total.cell) or 0.0 for total in totals.values()) for name in names},
+        totals=tuple(total.value or 0.0 for total in totals.values()),
+        caption="From the process' start to the first token, medians of the parts. Cold: the weight files were not in "
+        "the page cache. The figure is the median of the whole, which the parts' medians need not sum up to.",
+    )
+    return complete(found, [totals.get(WARM, totals.get(COLD))], [bars] if names else [])
+
+
+def _times(kind: str, starts: Sequence[Mapping[str, float]]) -> list[Metric]:
+    """The whole and its parts, as far as all starts of this kind have them."""
+    if not starts:
+        return []
+    times = {TOTAL: [sum(parts.values()) for parts in starts]}
+    times |= {part(name): [parts[name] for parts in starts] for name in starts[0] if all(name in p for p in starts)}
+    return [make.repeated(seconds, cell={"start": kind}) for make, seconds in times.items()]
