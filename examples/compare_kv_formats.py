@@ -17,7 +17,7 @@ import pandas as pd
 import fidelab
 from fidelab.errors import FidelabError
 
-SHOWN = ["role", "name", "band", "kld_mean", "kld_ci_high", "kld_excess_mean", "top1", "cache_bytes_per_token"]
+SHOWN = ["role", "name", "band", "kld_mean", "kld_mean_ci_high", "kld_over_control", "cache_bytes_per_token"]
 
 
 def main() -> int:
@@ -45,7 +45,7 @@ def main() -> int:
 
     print("# As a data frame: one row per arm\n")
     frame = report.to_pandas()
-    print(frame[SHOWN].to_string(index=False))
+    print(frame.reindex(columns=SHOWN).to_string(index=False))  # what was not measured has no column
 
     print("\n# The smallest cache with the verdict EXCELLENT\n")
     print(smallest(frame))

@@ -16,6 +16,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve, Texts
 from fidelab.results.record import Report
 from fidelab.results.table import tabulate
+from tests.runs.harness import compare as compare_run
 
 OLD = Path(__file__).with_name("report-0.json")
 OLD_SCHEMA = Path(__file__).parents[2] / "schema" / "fidelab.report-0.schema.json"
@@ -131,3 +132,17 @@ def test_a_malformed_old_report_is_refused_in_one_line(edit: Any, tmp_path: Path
     with pytest.raises(InputError, match=r"malformed report of schema 'fidelab\.report/0'") as caught:
         Report.from_json(path)
     assert "\n" not in str(caught.value)
+
+
+def test_metrics_of_old_reports_are_those_that_axes_measure_today(tmp_path: Path) -> None:
+    done = compare_run(tmp_path, "tilt[q=0.6]", flags=["--control", "tilt[q=0.52]"], windows=8, limit=2)
+    today = Report.from_json(done.folder / "report.json").candidates[0].axes
+    old = Report.from_json(OLD).candidates[0].axes
+    for axis in ("kld", "trajectory"):
+        defined = {metric.name: (metric.unit, metric.better, metric.headline) for metric in today[axis].metrics}
+        assert {m.name: (m.unit, m.better, m.headline) for m in old[axis].metrics if not m.cell} == defined
+        drawn = [
+            {plot.key: plot.title for plot in found.plots if isinstance(plot, Curve)}
+            for found in (today[axis], old[axis])
+        ]
+        assert drawn[0] == drawn[1]

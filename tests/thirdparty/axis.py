@@ -20,8 +20,10 @@ from fidelab.results.plots import Curve
 
 __all__ = ["Length"]
 
-SAME = Definition("same length", "share", "higher", "prompts whose answer has as many tokens as the reference's")
-TOKENS = Definition("tokens", "tokens", None, "mean tokens of an answer")
+SAME = Definition(
+    "same length", "share", "higher", "Share of prompts whose answer has as many tokens as the reference's."
+)
+TOKENS = Definition("tokens", "tokens", None, "Mean tokens of an answer.")
 
 
 class LengthSettings(AxisSettings):

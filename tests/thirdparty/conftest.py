@@ -28,13 +28,14 @@ def _installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="package")
 def run(_installed: None, tmp_path_factory: pytest.TempPathFactory) -> Done:
-    """Beside KLD the third party's axis, on the fake engine; one candidate ends every fourth answer early."""
+    """Beside ours the third party's axis and bench, on the fake engine; a candidate ends every fourth answer early."""
     cwd = tmp_path_factory.mktemp("thirdparty")
     write_inputs(cwd)
     (cwd / "exp.yaml").write_text(
         "model: fake\nengine: fake\nreference: exact\ncontrol: 'tilt[q=0.52]'\n"
         "candidates: ['short[at=3,every=4]', exact]\ntext: text.txt\nprompts: prompts.txt\n"
         "axes:\n  kld: {windows: 8, n_ctx: 16}\n  trajectory: {n_predict: 8}\n  length: {n_predict: 8}\n"
+        "benches:\n  first_word: {}\n"
     )
     done = cli("run", "exp.yaml", cwd=cwd)
     assert done.code == 0, done.err

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from fidelab.results.measurement import Measurement
 from fidelab.results.plots import Curve
 from fidelab.results.record import Report
 from tests.runs.harness import Done, cli
@@ -64,6 +65,13 @@ def test_a_frame_has_its_metrics_in_columns(run: Done) -> None:
     frame = Report.from_json(run.folder / "report.json").to_pandas()
     [column] = [name for name in frame.columns if "length" in name and "same" in name and not name.endswith("ci")][:1]
     assert 0.75 in set(frame[column])
+
+
+def test_its_bench_stands_beside_it(run: Done) -> None:
+    found = Measurement.model_validate(run.arm(SHORT)["benches"]["first_word"])
+    assert (found.status, [metric.name for metric in found.headlines]) == ("ok", ["first word"])
+    for words in (found.title, "Waits in the order of the prompts"):
+        assert words in (run.folder / "report.html").read_text()
 
 
 def test_two_reports_are_compared_by_it(run: Done) -> None:

@@ -77,8 +77,8 @@ class AxisInputs:
     max_positions: int | None
 
 
-SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference")
-OVER_CONTROL = Definition("over control", about="this arm minus the control, paired over the items that both answered")
+SCORE = Definition("score", "points", "higher", "0-100, higher is closer to the reference.")
+OVER_CONTROL = Definition("over control", about="This arm minus the control, paired over the items that both answered.")
 _NO_INTERVAL = "no interval"
 
 

@@ -43,18 +43,30 @@ _POINTS = 64  # of the curve
 _CHANCE = 0.05
 
 _EARLIER = Definition(
-    "degenerate earlier", "share", "lower", f"prompts that degenerate over {EARLIER} tokens before the reference does"
+    "degenerate earlier",
+    "share",
+    "lower",
+    f"Share of prompts that degenerate over {EARLIER} tokens before the reference.",
 )
-_LATER = Definition("degenerate later", "share", None, "prompts on which it is the other way round")
-_P = Definition("p of earlier against later", "p", None, "McNemar's exact test")
+_LATER = Definition(
+    "degenerate later",
+    "share",
+    None,
+    f"Share of prompts on which the reference degenerates over {EARLIER} tokens earlier.",
+)
+_P = Definition(
+    "p of earlier against later", "p", None, "McNemar's exact test of prompts that degenerate earlier against later."
+)
 
 
 def _side_definitions(suffix: str, whose: str) -> tuple[Definition, ...]:
     return (
-        Definition(f"degenerate{suffix}", "count", None, f"texts {whose} that degenerate"),
-        Definition(f"median onset{suffix}", "tokens", None, f"tokens before texts {whose} degenerate"),
-        Definition(f"tokens after onset{suffix}", "share", None, f"tokens {whose} that lie behind an onset"),
-        Definition(f"median length{suffix}", "tokens", None, f"tokens of a text {whose}"),
+        Definition(f"degenerate{suffix}", "count", None, f"Texts {whose} that degenerate."),
+        Definition(f"median onset{suffix}", "tokens", None, f"Median tokens before a text {whose} degenerates."),
+        Definition(
+            f"tokens after onset{suffix}", "share", None, f"Share of the tokens {whose} that lie behind an onset."
+        ),
+        Definition(f"median length{suffix}", "tokens", None, f"Median tokens of a text {whose}."),
     )
 
 

@@ -33,16 +33,16 @@ __all__ = ["ForcedDecode", "greedy_probe"]
 _BINS = 32
 _PATH, _KL = "path", "kl"
 
-_MEAN = Definition("mean KL", "nats", "lower", "mean KL divergence per token of the reference's text")
-_MEDIAN = Definition("median KL", "nats", "lower", "median KL of a token")
-_P99 = Definition("99th percentile", "nats", "lower", "99th percentile of the KL of a token")
-_MAX = Definition("largest KL", "nats", None, "largest KL of one token")
-_TOP1 = Definition("same top token", "share", "higher", "tokens whose most likely token is the reference's")
-_PROMPTS = Definition("prompts", "count", None, "prompts whose text was forced")
+_MEAN = Definition("mean KL", "nats", "lower", "Mean KL divergence per token of the reference's text.")
+_MEDIAN = Definition("median KL", "nats", "lower", "Median KL of a token.")
+_P99 = Definition("99th percentile", "nats", "lower", "99th percentile of the KL of a token.")
+_MAX = Definition("largest KL", "nats", None, "Largest KL of one token.")
+_TOP1 = Definition("same top token", "share", "higher", "Share of tokens whose most likely token is the reference's.")
+_PROMPTS = Definition("prompts", "count", None, "Prompts whose text was forced.")
 _RISES = Definition(
-    "prompts where KL rises for good", "count", None, "prompts with a token from which on the KL stays higher"
+    "prompts where KL rises for good", "count", None, "Prompts with a token from which on the KL stays higher."
 )
-_RISES_AT = Definition("rises at token", "tokens", None, "median of those tokens")
+_RISES_AT = Definition("rises at token", "tokens", None, "Median token from which on the KL stays higher.")
 
 
 class ForcedSettings(AxisSettings):

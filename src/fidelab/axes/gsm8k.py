@@ -45,17 +45,17 @@ _HARM = -5.0  # points; see docs/metrics.md#verdicts
 _SHOWN = 8  # lost items whose text the report shows
 _DIGITS = 24  # of a number in the table
 
-_ACCURACY = Definition("accuracy", "share", "higher", "problems that the arm solves")
-_REFERENCE = Definition("reference accuracy", "share", None, "problems that the reference solves")
-_DIFFERENCE = Definition("difference", "points", "higher", "accuracy minus the reference's, paired over the problems")
-_MARGIN = Definition("margin of error", "points", None, "half the width of the difference's interval")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of problems lost against gained")
-_LOST = Definition("lost", "count", None, "problems that the reference alone solves")
-_RIGHT = Definition("right in the reference", "count", None, "problems that the reference solves")
-_GAINED = Definition("gained", "count", None, "problems that the arm alone solves")
-_NO_NUMBER = Definition("no number", "count", None, "answers of the arm without a number")
+_ACCURACY = Definition("accuracy", "share", "higher", "Share of the problems that the arm solves.")
+_REFERENCE = Definition("reference accuracy", "share", None, "Share of the problems that the reference solves.")
+_DIFFERENCE = Definition("difference", "points", "higher", "Accuracy minus the reference's, paired over the problems.")
+_MARGIN = Definition("margin of error", "points", None, "Half the width of the difference's interval.")
+_P = Definition("McNemar p", "p", None, "McNemar's exact test of problems lost against gained.")
+_LOST = Definition("lost", "count", None, "Problems that the reference alone solves.")
+_RIGHT = Definition("right in the reference", "count", None, "Problems that the reference solves.")
+_GAINED = Definition("gained", "count", None, "Problems that the arm alone solves.")
+_NO_NUMBER = Definition("no number", "count", None, "Answers of the arm without a number.")
 _REASONING = Definition(
-    "numbers in the reasoning alone", "count", None, "answers of the arm that end before their reasoning does"
+    "numbers in the reasoning alone", "count", None, "Answers of the arm that end before their reasoning does."
 )
 
 

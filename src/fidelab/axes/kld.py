@@ -44,27 +44,27 @@ _DEFAULT_CONTEXTS = (512, 2048)
 _LEAST_CONTEXT = 8  # tokens
 _LEAST_WINDOWS = 6  # of a longer context: below six units intervals are wide and verdicts weak
 
-_MEAN = Definition("mean", "nats", "lower", "mean KL divergence from the reference per scored position")
-_STDERR = Definition("std. error", "nats", None, "standard error of the mean")
+_MEAN = Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position.")
+_STDERR = Definition("std. error", "nats", None, "Standard error of the mean.")
 _QUANTILES = {
-    "median": Definition("median", "nats", "lower", "median KL of a position"),
-    "p90": Definition("p90", "nats", "lower", "90th percentile of the KL of a position"),
-    "p95": Definition("p95", "nats", "lower", "95th percentile of the KL of a position"),
-    "p99": Definition("p99", "nats", "lower", "99th percentile of the KL of a position"),
-    "p999": Definition("p99.9", "nats", "lower", "99.9th percentile of the KL of a position"),
-    "max": Definition("max", "nats", "lower", "largest KL of one position"),
+    "median": Definition("median", "nats", "lower", "Median KL of a position."),
+    "p90": Definition("p90", "nats", "lower", "90th percentile of the KL of a position."),
+    "p95": Definition("p95", "nats", "lower", "95th percentile of the KL of a position."),
+    "p99": Definition("p99", "nats", "lower", "99th percentile of the KL of a position."),
+    "p999": Definition("p99.9", "nats", "lower", "99.9th percentile of the KL of a position."),
+    "max": Definition("max", "nats", "lower", "Largest KL of one position."),
 }
-_TOP1 = Definition("top-1", "share", "higher", "positions whose most likely token is the reference's")
+_TOP1 = Definition("top-1", "share", "higher", "Share of positions whose most likely token is the reference's.")
 _FLIPS = Definition(
     "real flips",
     "share",
     "lower",
-    "positions whose most likely token changed although the reference prefers its own by 0.1 nats or more",
+    "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats or more.",
 )
 _TO_FLIP = Definition(
-    "tokens to flip", "tokens", None, "expected tokens until the first changed most likely token, 1/(1 - top-1)"
+    "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
 )
-_RMS = Definition("RMS Δp", "share", "lower", "root mean square change of the actual next token's probability")
+_RMS = Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability.")
 
 
 class KLDSettings(AxisSettings):
@@ -210,8 +210,20 @@ class KLD(Axis):
             score,
             metrics=_metrics(score, rows, seed),
             plots=(
-                _curve("position", kl_by_position(positions, rows.kl)),
-                _curve("confidence", kl_by_confidence(rows.confidence, rows.kl)),
+                _curve(
+                    kl_by_position(positions, rows.kl),
+                    key="position",
+                    title="KL by position in the window",
+                    x_label="position in the window, tokens",
+                    caption="Rising lines: the cost grows with the context.",
+                ),
+                _curve(
+                    kl_by_confidence(rows.confidence, rows.kl),
+                    key="confidence",
+                    title="KL by the reference's confidence",
+                    x_label="reference's largest probability",
+                    caption="Left: the reference itself is unsure. High lines at the right are the costly ones.",
+                ),
             ),
             facts={
                 "estimator": str(estimator_of(pair)),
@@ -272,19 +284,16 @@ def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, 
     )
 
 
-def _curve(key: Literal["position", "confidence"], bins: BinnedMeans) -> Curve:
+def _curve(bins: BinnedMeans, *, key: str, title: str, x_label: str, caption: str) -> Curve:
     """Mean KL per bin, at the bins' middles."""
-    by_position = key == "position"
     return Curve(
         key=key,
-        title="KL by position in the window" if by_position else "KL by the reference's confidence",
-        x_label="position in the window, tokens" if by_position else "reference's largest probability",
+        title=title,
+        x_label=x_label,
         y_label="mean KL, nats",
+        caption=caption,
         x=tuple((low + high) / 2 for low, high in pairwise(bins.edges)),
         y=bins.means,
         log_y=True,
         kl=True,
-        caption="Rising lines: the cost grows with the context."
-        if by_position
-        else "Left: the reference itself is unsure. High lines at the right are the costly ones.",
     )

@@ -36,17 +36,27 @@ _LONGEST = 96  # tokens of an answer that it shows
 _UNPERTURBED = ""
 _UNLIKE = 0.9  # drift from the reference's answer to the same prompt, from which on little is shared
 
-_EXCESS = Definition("excess drift", "share", "lower", "drift of the candidate minus the reference's, paired")
-_SIGN = Definition("sign test", "p", None, "prompts that drift more against prompts that drift less")
-_REF_DRIFT = Definition("drift of the reference", "share", None, "how much of an answer changes with its prompt")
-_DRIFT = Definition("drift of the candidate", "share", "lower", "how much of an answer changes with its prompt")
+_EXCESS = Definition("excess drift", "share", "lower", "Drift of the candidate minus the reference's, paired.")
+_SIGN = Definition("sign test", "p", None, "Sign test of prompts that drift more against less than the reference's.")
+_REF_DRIFT = Definition(
+    "drift of the reference", "share", None, "Share of the reference's answer that changes with its prompt."
+)
+_DRIFT = Definition(
+    "drift of the candidate", "share", "lower", "Share of the candidate's answer that changes with its prompt."
+)
 _FREQUENT = Definition(
-    "prompts with the most frequent answer", "share", None, "unperturbed prompts that the candidate answers alike"
+    "prompts with the most frequent answer",
+    "share",
+    None,
+    "Share of unperturbed prompts that get the candidate's most frequent answer.",
 )
 _UNLIKE_SHARE = Definition(
-    "prompts answered unlike the reference", "share", None, "unperturbed prompts whose answers share next to nothing"
+    "prompts answered unlike the reference",
+    "share",
+    None,
+    "Share of unperturbed prompts whose two answers have next to nothing in common.",
 )
-_SKIPPED = Definition("skipped", "count", None, "perturbations that leave a prompt as it is")
+_SKIPPED = Definition("skipped", "count", None, "Perturbations that leave a prompt as it is.")
 
 
 class PLADSettings(AxisSettings):

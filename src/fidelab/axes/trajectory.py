@@ -35,20 +35,20 @@ __all__ = ["Trajectory"]
 _SHOWN = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 
-_EXACT = Definition("exact match", "share", "higher", "prompts with equal token ids throughout")
+_EXACT = Definition("exact match", "share", "higher", "Share of prompts with equal token ids throughout.")
 _AGREEMENT = Definition(
-    "positional agreement", "share", "higher", "positions with equal tokens, also after a divergence"
+    "positional agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
 )
 _FIRST = Definition(
     "median first divergence",
     "tokens",
     None,
-    "median index of the first differing token over the prompts whose texts diverge",
+    "Median index of the first differing token over the prompts whose texts diverge.",
 )
 _NEAR_TIES = Definition(
-    "near ties", "share", None, f"divergences where the reference's margin is under {NEAR_TIE} nats"
+    "near ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
 )
-_REFRACT = Definition("score (REFRACT)", "points", "higher", "the score by REFRACT's definition")
+_REFRACT = Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition.")
 
 
 class TrajectorySettings(AxisSettings):

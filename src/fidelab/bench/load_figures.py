@@ -216,17 +216,22 @@ def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
     """Per context and output with at least two valid closed-loop cells: where more requests stop paying."""
     rates: dict[str, dict[int, float]] = {}
     shapes: dict[str, Coordinates] = {}
-    several = len({load.cell.at["output"] for load in loads}) > 1
-    for load in loads:
+    for shape, load in _by_context(loads):
         at, rate = load.cell.at, load.value(OUTPUT_RATE.name)
         if load.cell.valid and at["arrival"] == "closed" and "concurrency" in at and rate:
-            shape = {name: at[name] for name in ("context", *(("output",) if several else ()))}
             shapes[label(shape)] = shape
             rates.setdefault(label(shape), {}).setdefault(int(at["concurrency"]), rate)
     for name, curve in rates.items():
         if len(curve) > 1:
             concurrency, gain = saturation(list(curve), list(curve.values()), _THRESHOLD)
             yield saturated(shapes[name], concurrency, gain, _THRESHOLD)
+
+
+def _by_context(loads: Sequence[CellResult]) -> Iterator[tuple[Coordinates, CellResult]]:
+    """Each load behind its context (and output, where that varies)."""
+    names = ("context", "output") if len({load.cell.at["output"] for load in loads}) > 1 else ("context",)
+    for load in loads:
+        yield {name: load.cell.at[name] for name in names}, load
 
 
 def saturated(at: Coordinates, concurrency: int | None, gain: float | None, threshold: float) -> CellResult:
@@ -281,15 +286,13 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
 
 
 def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[Point]]:
-    """Points by context (and output, where that varies); ``x``: a coordinate of the load, or a metric as ``y`` is."""
-    several = len({load.cell.at["output"] for load in loads}) > 1
+    """Points by context; ``x``: a coordinate of the load, or a metric as ``y`` is."""
     found: dict[str, list[Point]] = {}
-    for load in loads:
+    for shape, load in _by_context(loads):
         at = load.cell.at
-        abscissa, value = at.get(x, load.value(x)), load.value(y)
+        abscissa, value, limit = at.get(x, load.value(x)), load.value(y), at.get("rate", at.get("concurrency"))
         if abscissa is not None and value is not None:
-            series = label({name: at[name] for name in ("context", *(("output",) if several else ()))})
-            load_at_most = at.get("rate", at.get("concurrency"))
-            name = f"{float(load_at_most):g}" if named and load_at_most is not None else ""
-            found.setdefault(series, []).append(Point(float(abscissa), value, doubt=doubt_of(load.cell), name=name))
+            name = f"{float(limit):g}" if named and limit is not None else ""
+            point = Point(float(abscissa), value, doubt=doubt_of(load.cell), name=name)
+            found.setdefault(label(shape), []).append(point)
     return found

@@ -160,7 +160,8 @@ class Pool:
             "output_tokens": sum(exchange.output_tokens or 0 for exchange in self.done),
         }
         errors = Counter(exchange.error for exchange in self.sent if exchange.error)
-        return load_facts(measured, errors, asdict(self.server) if self.server else None, self.ratio(), client)
+        server = None if self.server is None else asdict(self.server)
+        return load_facts(measured, errors, server, self.ratio(), client)
 
     def ratio(self) -> float | None:
         """The client's output rate over the server's."""

@@ -16,7 +16,7 @@ from fidelab.results.values import Free, Record
 __all__ = ["COUNTED", "Difference", "beside", "fields", "same_place"]
 
 COUNTED = "composite.axes"
-_VOLATILE = ("peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
+_VOLATILE = ("loaded_host_bytes", "peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
 # What last bits depend on: of the environment, and of what ran.
 _MACHINE = ("machine", "processor", "usable_cores", "packages")
 _ROUNDING = ("device", "attention", "threads", "versions", "variables")

@@ -69,7 +69,7 @@ class ArmResult:
             captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
             failures=record["failures"],
             timing=record["timing"],
-            benches=record.get("benches", {}),
+            benches=_benches(record.get("benches", {})),
         )
 
 
@@ -196,6 +196,15 @@ class Scorer:
             if part in there
         }
         return axis.score_parts(pairs, self.experiment.seed)
+
+
+def _benches(records: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What benches found; run folders from before there were measurements hold a record of each bench's own."""
+    if all("metrics" in record for record in records.values()):
+        return records
+    from fidelab.results.upgrade_benches import upgrade_benches
+
+    return upgrade_benches(records)
 
 
 def _is_part(result: ArmResult) -> bool:

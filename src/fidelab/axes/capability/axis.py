@@ -35,14 +35,14 @@ _PARALLEL_TOKENS = 32
 _SHORTEST_LONG = 256  # tokens; what is shorter is not a long prompt
 _CELL, _TEXT = 80, 1000  # characters of an answer in a table and beside another one
 
-_LOST = Definition("lost", "count", None, "checks that the reference alone passes")
-_GAINED = Definition("gained", "count", None, "checks that the arm alone passes")
-_PASSED = Definition("passed", "share", "higher", "checks that the arm passes")
-_REFERENCE = Definition("reference passed", "share", None, "checks that the reference passes")
-_DIFFERENCE = Definition("difference", "points", "higher", "checks passed minus the reference's, paired")
-_P = Definition("McNemar p", "p", None, "McNemar's exact test of checks lost against gained")
-_APPLICABLE = Definition("applicable", "count", None, "checks that could be asked and judged")
-_NOT_APPLICABLE = Definition("not applicable", "count", None, "checks that could not be asked or judged")
+_LOST = Definition("lost", "count", None, "Checks that the reference alone passes.")
+_GAINED = Definition("gained", "count", None, "Checks that the arm alone passes.")
+_PASSED = Definition("passed", "share", "higher", "Share of the checks that the arm passes.")
+_REFERENCE = Definition("reference passed", "share", None, "Share of the checks that the reference passes.")
+_DIFFERENCE = Definition("difference", "points", "higher", "Checks passed minus the reference's, in percent, paired.")
+_P = Definition("McNemar p", "p", None, "McNemar's exact test of checks lost against gained.")
+_APPLICABLE = Definition("applicable", "count", None, "Checks that could be asked and judged.")
+_NOT_APPLICABLE = Definition("not applicable", "count", None, "Checks that could not be asked or judged.")
 
 
 class CapabilitySettings(AxisSettings):
