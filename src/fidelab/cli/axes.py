@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 __all__ = ["axis_settings"]
 
 _PRESETS = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
 _FEWER = {"windows": "8", "lengths": "[512]", "trials": "1", "contexts": "[512]"}  # settings that say how much is asked
 _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
-
-Axes = Annotated[
-    str, typer.Option(help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis.")
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")]
-Limit = Annotated[
-    list[str] | None,
-    typer.Option(help="First items only: N (prompts) or AXIS=N; may be repeated.", show_default=False),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated."),
-]
 
 
 def axis_settings(

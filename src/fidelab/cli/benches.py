@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+__all__ = ["bench_settings", "counts"]
 
-__all__ = ["Benches", "bench_settings", "counts"]
-
-Benches = Annotated[
-    str,
-    typer.Option(
-        help="Benches, separated by commas: startup, prefill, decode, memory, serving; offline: the first four.",
-        show_default=False,
-    ),
-]
 _PRESETS = {"offline": ("startup", "prefill", "decode", "memory")}
 
 
