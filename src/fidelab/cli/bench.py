@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -51,7 +50,6 @@ app.command("kernels")(bench_kernels.kernels)
 app.command("speculation")(bench_speculation.speculation)
 
 
-@dataclass(kw_only=True)
 class _MeasureOptions(Options):
     """The benches, and settings that several of them have."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
 __all__ = ["serve", "sweep"]
 
 
-@dataclass(kw_only=True)
 class _ServerOptions(Options, panel="Server"):
     """The server and the model on it."""
 
@@ -49,7 +47,6 @@ class _ServerOptions(Options, panel="Server"):
         }
 
 
-@dataclass(kw_only=True)
 class _LoadOptions(Options, panel="Load"):
     """The requests that are sent, without how many at a time."""
 
@@ -76,7 +73,6 @@ class _LoadOptions(Options, panel="Load"):
         }
 
 
-@dataclass(kw_only=True)
 class _OneLoadOptions(_LoadOptions):
     """One load, of random prompts or from a trace."""
 
@@ -99,7 +95,6 @@ class _OneLoadOptions(_LoadOptions):
         }
 
 
-@dataclass(kw_only=True)
 class _ManyLoadsOptions(_LoadOptions):
     """A load for every context and concurrency."""
 
@@ -113,7 +108,6 @@ class _ManyLoadsOptions(_LoadOptions):
         }
 
 
-@dataclass(kw_only=True)
 class _FigureOptions(Options, panel="What is read"):
     """The figures of a load."""
 
@@ -134,7 +128,6 @@ class _FigureOptions(Options, panel="What is read"):
         }
 
 
-@dataclass(kw_only=True)
 class _RunOptions(RunsOptions, panel="Run"):
     """How requests are sent, and where the run is kept."""
 

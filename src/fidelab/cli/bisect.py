@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -33,7 +32,6 @@ def register(app: typer.Typer) -> None:
     app.command("bisect")(bisect)
 
 
-@dataclass(kw_only=True)
 class _EngineOptions(EngineOptions):
     engine: Annotated[str, typer.Option(help="Engine that runs both arms; hf tells what passes its layers.")] = (
         EngineOptions.engine

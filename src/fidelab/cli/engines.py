@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,7 +22,6 @@ app = typer.Typer(help="List, install and remove the engines' environments.", no
 Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
 
 
-@dataclass(kw_only=True)
 class _EnvironmentOptions(options.Options):
     """Which environment of an engine is meant."""
 

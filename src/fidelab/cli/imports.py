@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 __all__ = ["register"]
 
 
-@dataclass(kw_only=True)
 class _RunsOptions(options.RunsOptions):
     output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from copy import copy
-from dataclasses import MISSING, dataclass, fields
 from inspect import Parameter
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, get_args, get_type_hints
+from typing import Annotated, Any, get_args, get_type_hints
 
 import typer
 
@@ -49,29 +48,37 @@ __all__ = [
 
 
 class Options:
-    """Base of the groups; subclasses are dataclasses whose fields are ``Annotated`` with a typer option or argument.
+    """Base of the groups.  Fields are class attributes, ``Annotated`` with a typer option or argument.
+
+    They are not dataclasses, which take a millisecond each to create, at every start of the command line.
 
     Args:
         panel: title of the frame in which ``--help`` shows the group.
     """
 
-    _panel: ClassVar[str | None] = None
+    _panel = ""
 
-    def __init_subclass__(cls, *, panel: str | None = None) -> None:
+    def __init_subclass__(cls, *, panel: str = "") -> None:
         super().__init_subclass__()
         cls._panel = panel or cls._panel
 
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
     @classmethod
-    def parameters(cls) -> Iterator[Parameter]:
-        """The fields as parameters of a command."""
-        hints = get_type_hints(cls, include_extras=True)
-        for field in fields(cls):  # type: ignore[arg-type]  # every subclass is a dataclass
-            hint, declared = get_args(hints[field.name])
-            declared = copy(declared)
-            declared.rich_help_panel = cls._panel
-            default = Parameter.empty if field.default is MISSING else field.default
-            annotation = Annotated[hint, declared]  # type: ignore[valid-type]
-            yield Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+    @functools.cache
+    def parameters(cls) -> tuple[Parameter, ...]:
+        """The fields as parameters of a command, those of base classes first."""
+        parameters = []
+        for name, annotation in get_type_hints(cls, include_extras=True).items():
+            if cls._panel:
+                hint, declared = get_args(annotation)
+                declared = copy(declared)
+                declared.rich_help_panel = cls._panel
+                annotation = Annotated[hint, declared]  # type: ignore[valid-type]
+            default = getattr(cls, name, Parameter.empty)
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+        return tuple(parameters)
 
     def settings(self) -> dict[str, Any]:
         """What the options say, as data of an experiment; here the fields under their own names."""
@@ -159,7 +166,6 @@ FailUnder = Annotated[
 # -------------------------------------------------------------------------------------- parts of an experiment
 
 
-@dataclass(kw_only=True)
 class EngineOptions(Options):
     """An engine, where it lives, and what it computes with."""
 
@@ -205,7 +211,6 @@ class EngineOptions(Options):
         return parse_pairs(self.engine_arg or [], "--engine-arg")
 
 
-@dataclass(kw_only=True)
 class ServableEngineOptions(EngineOptions):
     """An engine, or a server that one is told the address of."""
 
@@ -222,14 +227,12 @@ class ServableEngineOptions(EngineOptions):
         return super()._engine_args() | {name: value for name, value in flags.items() if value is not None}
 
 
-@dataclass(kw_only=True)
 class TextOptions(Options):
     """The text that is evaluated."""
 
     text: Annotated[str, typer.Option(help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")] = "default"
 
 
-@dataclass(kw_only=True)
 class AxesOptions(TextOptions):
     """The axes that are measured, their settings and their inputs."""
 
@@ -277,21 +280,18 @@ class AxesOptions(TextOptions):
         return {"axes": axes, "text": self.text, "prompts": self.prompts}
 
 
-@dataclass(kw_only=True)
 class SeedOptions(Options):
     """The seed of what is computed from captures."""
 
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 42
 
 
-@dataclass(kw_only=True)
 class ScoringOptions(SeedOptions):
     """How captures become scores."""
 
     bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
 
 
-@dataclass(kw_only=True)
 class RunsOptions(Options):
     """The folder of runs."""
 
@@ -301,7 +301,6 @@ class RunsOptions(Options):
         return {"output_dir": str(self.output_dir)}
 
 
-@dataclass(kw_only=True)
 class CapturedRunsOptions(RunsOptions):
     """The folder of runs that leave captures."""
 
