@@ -7,19 +7,9 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import bench_calibrate, bench_kernels, bench_serve, bench_speculation
+from fidelab.cli import bench_calibrate, bench_kernels, bench_serve, bench_speculation, options
 from fidelab.cli.benches import bench_settings, counts
 from fidelab.cli.compare import experiment_from, launch
-from fidelab.cli.options import (
-    Benches,
-    Json,
-    Model,
-    Options,
-    RunsOptions,
-    ServableEngineOptions,
-    Set,
-    expand_options,
-)
 
 __all__ = ["app"]
 
@@ -50,10 +40,10 @@ app.command("kernels")(bench_kernels.kernels)
 app.command("speculation")(bench_speculation.speculation)
 
 
-class _MeasureOptions(Options):
+class _MeasureOptions(options.Options):
     """The benches, and settings that several of them have."""
 
-    benches: Benches = "offline"
+    benches: options.Benches = "offline"
     prompt_lens: Annotated[str | None, typer.Option(help="Tokens of prompts: 128,512.", show_default=False)] = None
     depths: Annotated[
         str | None, typer.Option(help="Tokens before the first decoded one: 0,512.", show_default=False)
@@ -81,10 +71,10 @@ class _MeasureOptions(Options):
 
 
 @app.command(_DEFAULT)
-@expand_options
+@options.expand_options
 def offline(
     *,
-    model: Model,
+    model: options.Model,
     kv: Annotated[
         list[str] | None,
         typer.Option(help="KV format; the first is what the others are compared with; may be repeated."),
@@ -94,10 +84,10 @@ def offline(
         typer.Option(help="A further arm as KEY=VALUE,…, as for fidelab compare; may be repeated."),
     ] = None,
     measure: _MeasureOptions,
-    overrides: Set = None,
-    engine: ServableEngineOptions,
-    runs: RunsOptions,
-    as_json: Json = False,
+    overrides: options.Set = None,
+    engine: options.ServableEngineOptions,
+    runs: options.RunsOptions,
+    as_json: options.Json = False,
 ) -> None:
     r"""Measure arms without comparing what they say.
 

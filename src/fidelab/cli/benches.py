@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fidelab.cli.axes import chosen_names
+
 __all__ = ["bench_settings", "counts"]
 
 _PRESETS = {"offline": ("startup", "prefill", "decode", "memory")}
@@ -21,10 +23,7 @@ def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None =
     """
     from fidelab.errors import UsageError
 
-    words = (part.strip() for part in benches.split(",") if part.strip())
-    chosen: dict[str, dict[str, Any]] = {}
-    for word in words:
-        chosen.update({name: {} for name in _PRESETS.get(word, (word,))})
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in chosen_names(benches, _PRESETS)}
     for flag, owners in (flags or {}).items():
         given = {name: value for name, value in owners.items() if value is not None}
         known = [name for name in given if name.partition(".")[0] in chosen]

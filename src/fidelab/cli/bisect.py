@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
-from fidelab.cli.options import (
-    CapturedRunsOptions,
-    EngineOptions,
-    Json,
-    Reference,
-    TextOptions,
-    expand_options,
-)
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
@@ -32,17 +25,17 @@ def register(app: typer.Typer) -> None:
     app.command("bisect")(bisect)
 
 
-class _EngineOptions(EngineOptions):
+class _EngineOptions(options.EngineOptions):
     engine: Annotated[str, typer.Option(help="Engine that runs both arms; hf tells what passes its layers.")] = (
-        EngineOptions.engine
+        options.EngineOptions.engine
     )
 
 
-@expand_options
+@options.expand_options
 def bisect(
     *,
     model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder.")],
-    reference: Reference = None,
+    reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].", show_default=False),
@@ -54,15 +47,15 @@ def bisect(
             show_default=False,
         ),
     ] = None,
-    text: TextOptions,
+    text: options.TextOptions,
     windows: Annotated[int, typer.Option(help="Windows of text that both arms read.")] = 2,
     n_ctx: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
     floor: Annotated[
         bool, typer.Option(help="Capture the reference again, and the candidate with other last bits.")
     ] = True,
     engine: _EngineOptions,
-    runs: CapturedRunsOptions,
-    as_json: Json = False,
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
 ) -> None:
     r"""Find the layer at which a candidate parts from its reference, by the states behind every layer.
 

@@ -10,23 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fidelab.cli import options
 from fidelab.cli.benches import bench_settings
-from fidelab.cli.options import (
-    AxesOptions,
-    Benches,
-    CapturedRunsOptions,
-    DryRun,
-    FailUnder,
-    Json,
-    Overrides,
-    Plot,
-    Reference,
-    ScoringOptions,
-    ServableEngineOptions,
-    Set,
-    expand_options,
-    refuse_beside_resume,
-)
+from fidelab.cli.options import Json  # also for the commands of kernels
 from fidelab.cli.output import gate, show_report
 
 if TYPE_CHECKING:
@@ -41,14 +27,14 @@ def register(app: typer.Typer) -> None:
     app.command("run")(run)
 
 
-@expand_options
+@options.expand_options
 def compare(
     context: typer.Context,
     *,
     model: Annotated[
         str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
     ] = None,
-    reference: Reference = None,
+    reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; may be repeated."),
@@ -75,21 +61,21 @@ def compare(
             "the format's loss from the kernel's."
         ),
     ] = "auto",
-    axes: AxesOptions,
-    benches: Benches = "",
-    overrides: Set = None,
-    scoring: ScoringOptions,
+    axes: options.AxesOptions,
+    benches: options.Benches = "",
+    overrides: options.Set = None,
+    scoring: options.ScoringOptions,
     force: Annotated[bool, typer.Option("--force", help="Run what the engine is known to run wrongly, too.")] = False,
     floor: Annotated[
         bool,
         typer.Option(help="Capture a quarter again: of the reference, and of candidates with other last bits."),
     ] = True,
-    engine: ServableEngineOptions,
-    runs: CapturedRunsOptions,
-    fail_under: FailUnder = None,
-    as_json: Json = False,
-    plot: Plot = False,
-    dry_run: DryRun = False,
+    engine: options.ServableEngineOptions,
+    runs: options.CapturedRunsOptions,
+    fail_under: options.FailUnder = None,
+    as_json: options.Json = False,
+    plot: options.Plot = False,
+    dry_run: options.DryRun = False,
     resume_dir: Annotated[
         Path | None,
         typer.Option(
@@ -120,7 +106,7 @@ def compare(
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
-        refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot"))
+        options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot"))
         _go_on(resume_dir, fail_under, as_json, plot)
         return
     if model is None:
@@ -147,10 +133,10 @@ def compare(
 
 def run(
     experiment: Annotated[Path, typer.Argument(help="Experiment file (YAML), or the name of a bundled profile.")],
-    overrides: Overrides = None,
-    as_json: Json = False,
-    plot: Plot = False,
-    dry_run: DryRun = False,
+    overrides: options.Overrides = None,
+    as_json: options.Json = False,
+    plot: options.Plot = False,
+    dry_run: options.DryRun = False,
 ) -> None:
     """Run an experiment file or a profile; a run's config.resolved.yaml repeats that run.
 

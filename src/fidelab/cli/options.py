@@ -75,7 +75,7 @@ class Options:
                 hint, declared = get_args(annotation)
                 declared = copy(declared)
                 declared.rich_help_panel = cls._panel
-                annotation = Annotated[hint, declared]  # type: ignore[valid-type]
+                annotation = Annotated[hint, declared]
             default = getattr(cls, name, Parameter.empty)
             parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
         return tuple(parameters)

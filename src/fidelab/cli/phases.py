@@ -9,17 +9,8 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
-from fidelab.cli.options import (
-    AxesOptions,
-    FailUnder,
-    Json,
-    Model,
-    ScoringOptions,
-    ServableEngineOptions,
-    Set,
-    expand_options,
-)
 from fidelab.cli.output import gate, note, show_report
 
 __all__ = ["register"]
@@ -31,10 +22,10 @@ def register(app: typer.Typer) -> None:
     app.command("score")(score)
 
 
-@expand_options
+@options.expand_options
 def capture(
     *,
-    model: Model,
+    model: options.Model,
     kv: Annotated[
         str | None,
         typer.Option(help="KV format of this arm. \\[default: the engine's native one]", show_default=False),
@@ -46,9 +37,9 @@ def capture(
         Path | None,
         typer.Option(help="The reference's captures, where questions follow from its answers.", show_default=False),
     ] = None,
-    axes: AxesOptions,
-    overrides: Set = None,
-    engine: ServableEngineOptions,
+    axes: options.AxesOptions,
+    overrides: options.Set = None,
+    engine: options.ServableEngineOptions,
 ) -> None:
     """Capture one arm's answers; prints the folder that 'fidelab score' takes.
 
@@ -86,7 +77,7 @@ def capture(
         raise typer.Exit(1)
 
 
-@expand_options
+@options.expand_options
 def score(
     *,
     ref: Annotated[Path, typer.Option(help="Capture (or folder of one arm's captures) of the reference.")],
@@ -94,12 +85,12 @@ def score(
     names: Annotated[
         str | None, typer.Option(help="Names of the candidates, separated by commas.", show_default=False)
     ] = None,
-    scoring: ScoringOptions,
+    scoring: options.ScoringOptions,
     output_dir: Annotated[
         Path | None, typer.Option(help="Also leave a run folder here (report.json, report.html …).", show_default=False)
     ] = None,
-    fail_under: FailUnder = None,
-    as_json: Json = False,
+    fail_under: options.FailUnder = None,
+    as_json: options.Json = False,
 ) -> None:
     """Score captures against a reference capture; needs no engine and no model.
 
