@@ -31,7 +31,7 @@ from fidelab.report.sections import sections_of
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view
 from fidelab.results.axis_record import Axes, Excess, Figure, KldContext, OtherAxis
-from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
+from fidelab.results.record import Comparison, Composite, Floor, Ran, Report, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
@@ -330,6 +330,30 @@ def test_the_floor_of_general_axes_is_told() -> None:
     assert floor_of(rniah=same) == f"rniah repeats{HERE}"
     assert floor_of(rniah=same, plad=other) == f"rniah repeats{HERE}; plad 98.0"
     assert floor_of(perplexity=OtherAxis(status=Status.OK)) == "perplexity: see the other axes"
+
+
+NO_JITTER = "a change of last bits alone was not measured"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "told"),
+    [
+        (("not measured: engine llamacpp has no jitter",) * 2, f"{NO_JITTER}: engine llamacpp has no jitter"),
+        ((None, "out of\nmemory"), f"{NO_JITTER} for b: out of memory"),
+        (("too long", "out of memory"), f"{NO_JITTER} for a: too long; {NO_JITTER} for b: out of memory"),
+        ((None, None), ""),
+    ],
+)
+def test_a_noise_floor_that_was_not_measured_is_said_once_with_its_reason(
+    reasons: tuple[str | None, ...], told: str
+) -> None:
+    arms = [
+        candidate(name, 0.02, "PASS", 1, "x", floor=Floor(of=name, mean=None if reason else 0.01, reason=reason))
+        for name, reason in zip("ab", reasons, strict=True)
+    ]
+    lost = arm("c", status=Status.FAILED, reason="no memory", floor=Floor(of="c", reason="no memory"))
+    said = build_view(sample_report(candidates=(*arms, lost), floor=Axes())).floor
+    assert said.removeprefix(f"{FLOOR}not measured").removeprefix("; ") == told
 
 
 def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:
