@@ -98,7 +98,9 @@ def test_an_interval_of_nats_shows_both_ends(interval: tuple[float, float] | Non
         (1 / 17, (1 / 19, 1 / 16), "1 in 17", "16–19"),
         (0.2, (0.18, 0.25), "1 in 5.0", "4.0–5.6"),
         (1 / 1234, (0.0, 0.001), "1 in 1,234", "1,000–∞"),
-        (0.0, (0.0, 0.004), "none", "≤ 1 in 250"),
+        (0.0, (0.0, 0.004), "none", "≤ 0.40%"),
+        (0.0, (0.0, 0.26), "none", "≤ 26%"),
+        (0.0, (0.0, 1.0), "none", "≤ 100%"),
         (0.913, (0.88, 0.94), "91%", "88–94%"),
         (0.999, None, "> 99%", "–"),
         (1.0, (0.9, 1.0), "100%", "90–100%"),
@@ -109,6 +111,13 @@ def test_changes_are_counted_one_in_so_many(
     share: float | None, interval: tuple[float, float] | None, text: str, span: str
 ) -> None:
     assert (format_odds(share), format_odds_span(interval, share)) == (text, span)
+
+
+@pytest.mark.parametrize(("failed", "said"), [(0, "0 of 2,040 (≤ 0.10%)"), (40, "0 of 2,000 (≤ 0.10%)")])
+def test_where_no_token_changes_it_says_of_how_many(failed: int, said: str) -> None:
+    axes = Axes(kld=kld_axis(0, 0, n_positions=2040, n_failed=failed))
+    [row] = build_view(sample_report(candidates=(arm("q4", axes=axes),))).candidates
+    assert (str(row.changed), str(row.flips)) == (said, said)
 
 
 def test_a_length_in_tokens_is_as_exact_as_it_can_be() -> None:
