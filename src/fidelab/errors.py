@@ -12,7 +12,7 @@ FidelabError                  anything a user can mend; one line, exit code 2
 │   └── NotSupportedError     the engine lacks this format or probe (status ``not_supported``)
 ├── OutputError               an output folder that cannot be written
 ├── ChunkError               (plugins/lmcache_chunk.py) bytes that are not the KV chunk that was asked for
-└── SandboxUnavailable        (capability/sandbox.py) this machine cannot confine a program; it was not run
+└── SandboxUnavailable        (axes/capability/sandbox.py) this machine cannot confine a program; it was not run
 """
 
 from __future__ import annotations

@@ -11,16 +11,16 @@ from tests.engines.tiny import Answers
 from typer.testing import CliRunner, Result
 
 from fidelab.captures.container import to_float32
+from fidelab.captures.requests import Layerwise
 from fidelab.cli import kernels
 from fidelab.cli.kernels_inputs import captured_tensors
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf.adapter import HFEngine
 from fidelab.errors import FidelabError, InputError, UsageError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny
-from fidelab.probes import Layerwise
 
 WRONG = """
 from torch.nn.functional import scaled_dot_product_attention as sdpa

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from fidelab.core import KVSpec
+from fidelab.engines.hf.cache import EncodedCache
 from fidelab.formats import create
 from fidelab.plugins import register_attention
 from fidelab.plugins.paged_cache import PagedKVCache
-from fidelab.plugins.transformers_cache import EncodedCache
 from tests.engines import tiny
 from tests.engines.tiny import VOCAB, WINDOW
 

@@ -17,7 +17,7 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from fidelab.core import KVSpec
-from fidelab.engines.hf_kernels import options_of
+from fidelab.engines.hf.kernels import options_of
 from fidelab.plugins import K16V8Cache
 from fidelab.plugins.paged_attention import attend
 from tests.plugins.paged_models import (

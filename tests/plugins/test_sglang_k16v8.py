@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines import sglang_launch
-from fidelab.engines.sglang import SGLangEngine
-from fidelab.engines.sglang_launch import arguments, prepare
-from fidelab.engines.sglang_ran import _expected, _pair_as
+from fidelab.engines.sglang import launch as sglang_launch
+from fidelab.engines.sglang.adapter import SGLangEngine
+from fidelab.engines.sglang.launch import arguments, prepare
+from fidelab.engines.sglang.read_back import _expected, _pair_as
 from fidelab.errors import NotSupportedError, UsageError
 from fidelab.kernels import reference
 from fidelab.kernels.cache import PagedCache

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines import vllm_backend
-from fidelab.engines.vllm import VLLMEngine
-from fidelab.engines.vllm_backend import Backend
-from fidelab.engines.vllm_ran import _pair_as
+from fidelab.engines.vllm import launch as vllm_backend
+from fidelab.engines.vllm.adapter import VLLMEngine
+from fidelab.engines.vllm.launch import Backend
+from fidelab.engines.vllm.read_back import _pair_as
 from fidelab.errors import NotSupportedError, UsageError
 from fidelab.kernels import torch_path
 from fidelab.kernels.cache import PagedCache

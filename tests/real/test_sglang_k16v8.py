@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 import transformers
 
+from fidelab.captures.requests import Forced, Probe
 from fidelab.core import KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from fidelab.plugins.sglang_k16v8 import BACKEND, SWITCH, VERSIONS
-from fidelab.probes import Forced, Probe
 from tests.engines import tiny
 from tests.plugins.test_sglang_k16v8 import RECORDED
 from tests.real.harness import (
