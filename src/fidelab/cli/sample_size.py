@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 from fidelab.cli.output import note
-from fidelab.cli.runs import RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,7 +27,7 @@ def register(app: typer.Typer) -> None:
 
 
 def plan_size(
-    run_dir: RunDir,
+    run_dir: options.RunDir,
     precision: Annotated[
         str,
         typer.Option(
@@ -37,7 +36,7 @@ def plan_size(
         ),
     ],
     axis: Annotated[str, typer.Option(help="Axis of the run, such as kld or trajectory.")] = "kld",
-    as_json: flags.Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say how many windows or prompts a 95% interval of ± so much needs, from a finished run.
 

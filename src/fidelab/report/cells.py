@@ -143,17 +143,20 @@ def changed_of(found: Measurement | None) -> Estimate:
     top1 = found.metric("top-1", {}) if found else None
     if top1 is None or top1.value is None:
         return Estimate()
-    return _odds(1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
+    return _odds(found, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
 
 
 def flips_of(found: Measurement | None) -> Estimate:
     """How many change that were no near tie."""
     flips = found.metric("real flips", {}) if found else None
-    return Estimate() if flips is None or flips.value is None else _odds(flips.value, flips.interval)
+    return Estimate() if flips is None or flips.value is None else _odds(found, flips.value, flips.interval)
 
 
-def _odds(share: float, interval: tuple[float, float] | None) -> Estimate:
-    return Estimate(format_odds(share), format_odds_span(interval, share), f"{share:g}")
+def _odds(found: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
+    """Of none, how many positions there were."""
+    scored = (found.n_items or 0) - (found.n_failed or 0) if found else 0
+    text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_odds(share)
+    return Estimate(text, format_odds_span(interval, share), f"{share:g}")
 
 
 def run_of(found: Measurement | None) -> Estimate:
