@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import fidelab.metrics
+from fidelab import extend
 from fidelab.axes import AXES
 from fidelab.bench import BENCHES
 
@@ -155,3 +156,19 @@ def test_the_readme_names_the_commands_that_continuous_integration_runs() -> Non
     commands = [line for line in (ROOT / ".ci" / "run").read_text("utf-8").splitlines() if line.startswith("make ")]
     assert commands
     assert [command for command in commands if f"`{command}`" not in text] == []
+
+
+@pytest.mark.parametrize("name", ["axis", "bench"])
+def test_the_recipes_are_the_packages_that_tests_install_and_run(name: str) -> None:
+    recipes = re.findall(r"^```python\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S)
+    assert (ROOT / "tests" / "thirdparty" / f"{name}.py").read_text("utf-8") in recipes
+
+
+def test_the_recipes_name_their_entry_points_as_tests_do() -> None:
+    points = "".join(re.findall(r"^```ini\n(.*?)^```$", (ROOT / "CONTRIBUTING.md").read_text("utf-8"), re.M | re.S))
+    assert points.split() == (ROOT / "tests" / "thirdparty" / "entry_points.txt").read_text("utf-8").split()
+
+
+def test_every_name_of_the_public_surface_exists() -> None:
+    assert sorted(extend.__all__) == sorted(extend._MODULES)
+    assert all(getattr(extend, name) is not None for name in extend.__all__)

@@ -12,11 +12,17 @@ from typing import Any, ClassVar
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings
-from fidelab.captures.pair import Pair
-from fidelab.captures.requests import Generate
-from fidelab.results.measurement import Definition
-from fidelab.results.plots import Curve
+from fidelab.extend import (
+    OVER_CONTROL,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    Curve,
+    Definition,
+    Generate,
+    Pair,
+)
 
 __all__ = ["Length"]
 

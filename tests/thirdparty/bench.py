@@ -8,9 +8,19 @@ from typing import ClassVar
 import numpy as np
 from pydantic import Field
 
-from fidelab.bench.base import Answers, Bench, BenchInputs, Facts, LiveSettings, Question, outcome_of
-from fidelab.results.measurement import Definition, Flag, Measurement
-from fidelab.results.plots import Curve
+from fidelab.extend import (
+    Answers,
+    Bench,
+    BenchInputs,
+    Curve,
+    Definition,
+    Facts,
+    Flag,
+    LiveSettings,
+    Measurement,
+    Question,
+    outcome_of,
+)
 
 __all__ = ["FirstWord"]
 

@@ -1,0 +1,197 @@
+"""What an author of an axis, a bench, an engine or a number format imports: the public surface of fidelab.
+
+A package of your own adds one file and one entry point (groups ``fidelab.axes``, ``fidelab.benches``,
+``fidelab.engines``, ``fidelab.formats``); fidelab itself stays as it is.  CONTRIBUTING.md has a recipe for each.  Names
+are imported at first use, so that an engine's module can be loaded in an environment that has numpy alone.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
+    from fidelab.bench.base import (
+        Answers,
+        Bench,
+        BenchInputs,
+        BenchSettings,
+        CellResult,
+        Facts,
+        LiveSettings,
+        Question,
+        joined,
+        outcome_of,
+    )
+    from fidelab.captures.pair import Pair
+    from fidelab.captures.reader import Capture
+    from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Timed
+    from fidelab.core import Arm, FormatSpec, KVSpec, Status
+    from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+    from fidelab.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
+    from fidelab.formats.base import Format, Parts
+    from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
+    from fidelab.results.plots import Bars, Curve, Grid, Heatmap, TablePlot, TextPair, Texts
+
+__all__ = [
+    "OVER_CONTROL",
+    "Answer",
+    "Answers",
+    "Arm",
+    "Axis",
+    "AxisInputs",
+    "AxisScore",
+    "AxisSettings",
+    "Bars",
+    "Bench",
+    "BenchInputs",
+    "BenchSettings",
+    "Capture",
+    "Cell",
+    "CellResult",
+    "Curve",
+    "Definition",
+    "Engine",
+    "EngineError",
+    "Facts",
+    "FidelabError",
+    "Flag",
+    "Forced",
+    "Format",
+    "FormatSpec",
+    "Generate",
+    "Grid",
+    "Heatmap",
+    "InputError",
+    "KVSpec",
+    "Layerwise",
+    "LiveSettings",
+    "Measurement",
+    "Metric",
+    "NotSupportedError",
+    "Pair",
+    "Parts",
+    "Prefill",
+    "Question",
+    "Ran",
+    "SampleSize",
+    "Sink",
+    "Status",
+    "TablePlot",
+    "TextPair",
+    "Texts",
+    "Timed",
+    "UsageError",
+    "Verdict",
+    "answer_with_head",
+    "joined",
+    "outcome_of",
+]
+
+_MODULES = {
+    **dict.fromkeys(
+        (
+            "OVER_CONTROL",
+            "Axis",
+            "AxisInputs",
+            "AxisScore",
+            "AxisSettings",
+            "SampleSize",
+        ),
+        "axes.base",
+    ),
+    **dict.fromkeys(
+        (
+            "Answers",
+            "Bench",
+            "BenchInputs",
+            "BenchSettings",
+            "CellResult",
+            "Facts",
+            "LiveSettings",
+            "Question",
+            "joined",
+            "outcome_of",
+        ),
+        "bench.base",
+    ),
+    **dict.fromkeys(("Pair",), "captures.pair"),
+    **dict.fromkeys(("Capture",), "captures.reader"),
+    **dict.fromkeys(
+        (
+            "Forced",
+            "Generate",
+            "Layerwise",
+            "Prefill",
+            "Timed",
+        ),
+        "captures.requests",
+    ),
+    **dict.fromkeys(
+        (
+            "Arm",
+            "FormatSpec",
+            "KVSpec",
+            "Status",
+        ),
+        "core",
+    ),
+    **dict.fromkeys(
+        (
+            "Answer",
+            "Engine",
+            "Ran",
+            "Sink",
+            "Verdict",
+            "answer_with_head",
+        ),
+        "engines.base",
+    ),
+    **dict.fromkeys(
+        (
+            "EngineError",
+            "FidelabError",
+            "InputError",
+            "NotSupportedError",
+            "UsageError",
+        ),
+        "errors",
+    ),
+    **dict.fromkeys(
+        (
+            "Format",
+            "Parts",
+        ),
+        "formats.base",
+    ),
+    **dict.fromkeys(
+        (
+            "Cell",
+            "Definition",
+            "Flag",
+            "Measurement",
+            "Metric",
+        ),
+        "results.measurement",
+    ),
+    **dict.fromkeys(
+        (
+            "Bars",
+            "Curve",
+            "Grid",
+            "Heatmap",
+            "TablePlot",
+            "TextPair",
+            "Texts",
+        ),
+        "results.plots",
+    ),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"fidelab.{_MODULES[name]}"), name)
