@@ -17,7 +17,7 @@ from fidelab.captures.container import BFloat16, to_float32
 from fidelab.engines.hf import HFEngine
 from fidelab.engines.hf_layers import decoder_layers
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
-from fidelab.kernels.reference import Attention, attend
+from k16v8.kernels.reference import Attention, attend
 from fidelab.metrics.layers import Curve, Parting, part, relative_errors
 from fidelab.probes import Layerwise, Prefill
 from tests.engines import tiny

@@ -17,10 +17,10 @@ from fidelab.engines.hf import HFEngine
 from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.fp8 import Float8
-from fidelab.kernels import reference
-from fidelab.kernels.cache import dequantize
+from k16v8.kernels import reference
+from k16v8.kernels.cache import dequantize
 from fidelab.measuring import ArmResult, engaged
-from fidelab.plugins import paged_cache
+from k16v8.plugins.transformers import cache as paged_cache
 from fidelab.plugins.transformers_cache import EncodedStore, _EncodedAttention
 from fidelab.probes import Forced, Generate, Layerwise, Prefill, Probe
 from tests.engines import tiny

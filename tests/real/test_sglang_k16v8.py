@@ -19,7 +19,7 @@ import transformers
 from fidelab.core import KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from fidelab.plugins.sglang_k16v8 import BACKEND, SWITCH, VERSIONS
+from k16v8.plugins.sglang.plugin import BACKEND, SWITCH, VERSIONS
 from fidelab.probes import Forced, Probe
 from tests.engines import tiny
 from tests.plugins.test_sglang_k16v8 import RECORDED
@@ -188,7 +188,7 @@ def test_the_installed_sglang_is_in_the_range_and_is_called_as_recorded(environm
     """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
     script = """
 import inspect, json, pkgutil, sys
-from fidelab.plugins.sglang_k16v8 import refusal
+from k16v8.plugins.sglang.plugin import refusal
 said = {name: list(inspect.signature(pkgutil.resolve_name(name)).parameters) for name in json.loads(sys.argv[1])}
 print(json.dumps([refusal(), said]))
 """

@@ -18,8 +18,8 @@ import transformers
 
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from fidelab.plugins.k16v8 import SWITCH
-from fidelab.plugins.vllm_k16v8 import VERSIONS
+from k16v8.plugins.shared import SWITCH
+from k16v8.plugins.vllm.plugin import VERSIONS
 from tests.engines import tiny
 from tests.real.harness import (
     PREFILL,
@@ -143,7 +143,7 @@ def test_a_server_of_the_users_own_runs_it(
 
 def test_the_installed_vllm_is_in_the_range(environment: Environment) -> None:
     """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
-    script = "from fidelab.plugins.vllm_k16v8 import refusal; print(refusal())"
+    script = "from k16v8.plugins.vllm.plugin import refusal; print(refusal())"
     variables = {**os.environ, **environment.variables()}
     done = subprocess.run([environment.python, "-c", script], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout == "\n", VERSIONS

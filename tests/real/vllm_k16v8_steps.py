@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fidelab.plugins.k16v8 import switched
+from k16v8.plugins.shared import switched
 from tests.real.k16v8 import LAYERS, PROMPTS, compared
 
 BUDGET = 48  # tokens of one step: prompts come in chunks, beside others that decode
@@ -71,8 +71,8 @@ def _noted() -> Iterator[list[dict[str, Any]]]:
     """Of each step: how many tokens each sequence had in it, and how far some layers are from the definition."""
     import torch
 
-    from fidelab.kernels import reference
-    from fidelab.plugins.vllm_k16v8_backend import K16V8Attention
+    from k16v8.kernels import reference
+    from k16v8.plugins.vllm.backend import K16V8Attention
 
     steps: list[dict[str, Any]] = []
     forward = K16V8Attention.forward

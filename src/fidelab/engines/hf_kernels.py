@@ -20,7 +20,7 @@ _GROUP = 32  # of integers, unless told
 
 
 def options_of(kv: KVSpec) -> dict[str, Any]:
-    """Formats and scalings as :class:`fidelab.plugins.paged_cache.PagedKVCache` takes them.
+    """Formats and scalings as :class:`k16v8.plugins.transformers.cache.PagedKVCache` takes them.
 
     Raises:
         NotSupportedError: the kernels do not hold this format as it is defined.

@@ -22,8 +22,8 @@ from fidelab.engines.hf_proof import Proof
 from fidelab.errors import EngineError, NotSupportedError
 from fidelab.formats import create
 from fidelab.formats.base import Format
-from fidelab.plugins.paged_attention import register_attention
-from fidelab.plugins.paged_cache import PagedKVCache, bytes_per_place
+from k16v8.plugins.transformers.attention import register_attention
+from k16v8.plugins.transformers.cache import PagedKVCache, bytes_per_place
 from fidelab.plugins.transformers_cache import EncodedCache
 
 __all__ = ["ArmCache", "HFModel"]

@@ -27,8 +27,8 @@ from fidelab.core import FormatSpec, KVSpec
 from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.known import KNOWN, canonical, encodes_like, equal_bits, names_of, values_of
-from fidelab.kernels.reference import Attention, attend
-from fidelab.plugins.paged_attention import Handed
+from k16v8.kernels.reference import Attention, attend
+from k16v8.plugins.transformers.attention import Handed
 
 __all__ = ["Proof"]
 

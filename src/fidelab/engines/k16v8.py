@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from fidelab.core import KVSpec
 from fidelab.errors import UsageError
-from fidelab.plugins.k16v8 import Scaling
+from k16v8.plugins.shared import Scaling
 
 __all__ = ["K16V8", "NATIVE", "pair_scaling"]
 

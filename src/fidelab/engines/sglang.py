@@ -47,7 +47,7 @@ from fidelab.engines.sglang_ran import ran
 from fidelab.engines.sglang_session import Request, Response, SGLangSession
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
-from fidelab.plugins.sglang_k16v8 import PACKAGES
+from k16v8.plugins.sglang.plugin import PACKAGES
 from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, Tokens
 
 if TYPE_CHECKING:

@@ -16,9 +16,9 @@ from fidelab.engines.k16v8 import K16V8, NATIVE, pair_scaling
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.engines.sglang_session import one_line
 from fidelab.errors import EngineError
-from fidelab.plugins.k16v8 import SWITCH as PLUGIN_SWITCH
-from fidelab.plugins.k16v8 import Scaling
-from fidelab.plugins.sglang_k16v8 import BACKEND, PAGES, refusal
+from k16v8.plugins.shared import SWITCH as PLUGIN_SWITCH
+from k16v8.plugins.shared import Scaling
+from k16v8.plugins.sglang.plugin import BACKEND, PAGES, refusal
 
 __all__ = [
     "DTYPES",

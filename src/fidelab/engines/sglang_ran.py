@@ -9,8 +9,8 @@ from typing import Any
 from fidelab.core import Arm
 from fidelab.engines.base import Ran, read_back_proof
 from fidelab.engines.sglang_launch import k16v8_of
-from fidelab.plugins.k16v8 import content_bytes
-from fidelab.plugins.sglang_k16v8 import LABEL
+from k16v8.plugins.shared import content_bytes
+from k16v8.plugins.sglang.plugin import LABEL
 
 __all__ = ["ran"]
 

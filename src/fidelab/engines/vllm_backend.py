@@ -14,8 +14,8 @@ from typing import Any, get_args
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.k16v8 import K16V8, NATIVE, pair_scaling
 from fidelab.errors import EngineError
-from fidelab.plugins.k16v8 import LABEL, SWITCH, Scaling
-from fidelab.plugins.vllm_k16v8 import refusal
+from k16v8.plugins.shared import LABEL, SWITCH, Scaling
+from k16v8.plugins.vllm.plugin import refusal
 
 __all__ = [
     "K16V8",

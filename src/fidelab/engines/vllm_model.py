@@ -19,7 +19,7 @@ from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm
 from fidelab.engines.vllm_backend import k16v8_of, least_cache_bytes
 from fidelab.errors import EngineError, NotSupportedError
-from fidelab.plugins import vllm_k16v8
+from k16v8.plugins.vllm import plugin as vllm_k16v8
 from fidelab.plugins.vllm_capture import FOLDER, KEY, register
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from fidelab.core import Arm
 from fidelab.engines.base import Ran, read_back_proof
 from fidelab.engines.vllm_backend import Backend, k16v8_of
 from fidelab.engines.vllm_model import VLLMModel
-from fidelab.plugins.k16v8 import content_bytes
+from k16v8.plugins.shared import content_bytes
 
 __all__ = ["ran", "stored_as"]
 

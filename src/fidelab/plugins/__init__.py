@@ -6,8 +6,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from fidelab.plugins.paged_attention import register_attention
-    from fidelab.plugins.paged_cache import K16V8Cache
+    from k16v8.plugins.transformers.attention import register_attention
+    from k16v8.plugins.transformers.cache import K16V8Cache
 
 __all__ = ["K16V8Cache", "register_attention"]
 
