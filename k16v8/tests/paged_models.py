@@ -1,4 +1,4 @@
-"""Tiny models over pages, and over Transformers' own attention with the encoded cache."""
+"""Tiny models over pages, and over Transformers' own attention with its own cache."""
 
 from __future__ import annotations
 
@@ -8,16 +8,12 @@ from typing import Any
 
 import torch
 import transformers
+from k16v8 import register_attention
+from k16v8.plugins.transformers.cache import PagedKVCache
+from tests import tiny_models as tiny
+from tests.tiny_models import VOCAB, WINDOW
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
-
-from fidelab.core import KVSpec
-from fidelab.formats import create
-from fidelab.plugins import register_attention
-from k16v8.plugins.transformers.cache import PagedKVCache
-from fidelab.plugins.transformers_cache import EncodedCache
-from tests.engines import tiny
-from tests.engines.tiny import VOCAB, WINDOW
 
 PROMPT, CHUNK, MORE = 14, 5, 11  # a prompt, a longer step, single steps: one page of 16 is not enough
 PAGE = 16
@@ -56,7 +52,7 @@ def _gpt_oss() -> Any:
 
 
 @cache
-def model(kind: str, attention: str = "fidelab", dtype: torch.dtype = torch.float32) -> Any:
+def model(kind: str, attention: str = "k16v8", dtype: torch.dtype = torch.float32) -> Any:
     built = deepcopy(_gpt_oss() if kind == "gpt_oss" else tiny.model(kind))
     built.set_attn_implementation(attention)
     return built.to(dtype)
@@ -79,9 +75,17 @@ def logits(
     return torch.cat(found, 1)
 
 
-def encoded(kind: str, kv: str, dtype: torch.dtype = torch.float32) -> EncodedCache:
-    spec = KVSpec.parse(kv)
-    return EncodedCache(model(kind, "eager", dtype).config, create(spec.k), create(spec.v))
+class _Rounded(DynamicCache):
+    """Transformers' cache, whose values are what e4m3 with scale 1.0 makes of them."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        codes = value_states.float().clamp(-448, 448).to(torch.float8_e4m3fn)
+        return super().update(key_states, codes.to(value_states.dtype), layer_idx, *args, **kwargs)
+
+
+def plain(kind: str, dtype: torch.dtype = torch.float32, *, rounded: bool = False) -> DynamicCache:
+    """Transformers' own cache; ``rounded``: with values in 8 bits."""
+    return (_Rounded if rounded else DynamicCache)(config=model(kind, "eager", dtype).config)
 
 
 def paged(kind: str, dtype: torch.dtype = torch.float32, **options: Any) -> PagedKVCache:

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from k16v8.errors import UsageError
-from k16v8.bench import run as bench, conduct, timing
-from k16v8.bench.run import Settings, caches_needed, run_one
+from k16v8.bench import conduct, timing
+from k16v8.bench import run as bench
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Work
+from k16v8.bench.run import Settings, caches_needed, run_one
 from k16v8.bench.shapes import GEOMETRIES, Cell, cells, geometry
 from k16v8.bench.timing import Bandwidth
+from k16v8.errors import UsageError
 from k16v8.kernels.cache import codes_to_values
+from torch import Tensor
 
 CPU = torch.device("cpu")
 TINY = geometry("tiny")

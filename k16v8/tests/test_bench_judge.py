@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from dataclasses import asdict
 from typing import Any
 
 import pytest
-from rich.console import Console
-
-from k16v8.cli.bench_view import render
 from k16v8.bench.judge import judge
 from k16v8.bench.shapes import Cell
+from k16v8.cli.bench_tables import render
 
 
 def _result(name: str, formats: str, role: str, microseconds: float | None, cell: Cell) -> dict[str, Any]:
@@ -40,7 +37,7 @@ def _record(
     return record
 
 
-OURS_16, OURS_168, OURS_8 = (("fidelab", pair, "ours") for pair in ("16/16", "16/8", "8/8"))
+OURS_16, OURS_168, OURS_8 = (("k16v8", pair, "ours") for pair in ("16/16", "16/8", "8/8"))
 FLASH_2, SDPA = ("flash-attn-2", "16/16", "rival"), ("sdpa-flash", "16/16", "rival")
 FLASHINFER_8 = ("flashinfer", "8/8", "rival")
 AT = "decode 28/4/128 B32 T32768"
@@ -49,7 +46,7 @@ AT = "decode 28/4/128 B32 T32768"
 def test_ratios_are_to_the_fastest_16_bit_kernel_that_is_right_ours_among_them() -> None:
     record = _record({AT: {OURS_16: 100, OURS_168: 80, SDPA: 125, FLASH_2: None, FLASHINFER_8: 60}})
     cell = record["cells"][0]
-    assert (cell["best_16"], cell["best_fp8"]) == ("fidelab", "flashinfer")
+    assert (cell["best_16"], cell["best_fp8"]) == ("k16v8", "flashinfer")
     assert [one.get("speedup") for one in cell["results"]] == [1, 1.25, 0.8, None, pytest.approx(100 / 60)]
 
 
@@ -129,13 +126,11 @@ def test_wrong_results_flags_and_wide_spreads_are_seen_in_the_table() -> None:
         }
     record |= {"geometries": ["qwen2.5-7b", "llama-3.1-8b", "mistral-7b"], "end_to_end": [], "left_out": 2}
     record["device"]["name"], record["runs"][0]["read_bandwidth"] = "GPU", 1e12
-    console = Console(width=160, record=True, file=io.StringIO())
-    render(record, console)
-    text = console.export_text()
+    text = "\n".join(render(record))
     (line,) = (line.split() for line in text.splitlines() if "32,768" in line)
     share = f"{100 * record['cells'][0]['results'][2]['of_copy_bandwidth']:.0f}%"
     assert line[:8] == ["32", "32,768", "sdpa-flash", "140.0", "wrong", "100.0", "1.40×^", share]
     assert "80.0~" in line
-    assert "fidelab 16/16 wrong: r" in text
+    assert "k16v8 16/16 wrong: r" in text
     assert "mistral-7b: the attention of llama-3.1-8b, and its figures" in text
     assert "2 measurements were left out" in text

@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-_COMMAND = "from fidelab.cli import kernels; kernels.app()"
+_COMMAND = "from k16v8.cli import main; raise SystemExit(main())"
 _FORMATS = "bf16/bf16,bf16/fp8_e4m3,fp8_e4m3/fp8_e4m3"
 # Window, soft-cap, sinks and scales per token at once: some registers are lacking, for some bytes of a thread.
 _SPILLS = {("extend", "fp8_e4m3", "fp8_e4m3", "all")}

@@ -8,20 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+from k16v8.gates import run as gates
+from k16v8.gates.cases import CASES, LONG, Case, Problem
+from k16v8.gates.mutations import MUTATIONS
+from k16v8.gates.soak import soak
+from k16v8.kernels import reference, torch_attend, torch_path
+from k16v8.kernels.cache import PagedCache, codes_to_values, dequantize
+from k16v8.kernels.dispatch import Kernels
+from k16v8.kernels.reference import Attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-
-from fidelab.core import FormatSpec
-from fidelab.formats import create
-from k16v8.gates import run as gates
-from k16v8.kernels import reference, torch_attend, torch_path
-from k16v8.kernels.cache import PagedCache, Scaling, codes_to_values, dequantize
-from k16v8.gates.cases import CASES, LONG, Case, Problem
-from k16v8.kernels.dispatch import Kernels
-from k16v8.gates.mutations import MUTATIONS
-from k16v8.kernels.reference import Attention
-from k16v8.gates.soak import soak
 
 
 @pytest.fixture(autouse=True)
@@ -76,34 +73,6 @@ def test_a_kernel_that_reads_pages_that_were_handed_on_fails_in_the_pool() -> No
     case = Case("x", heads=4, kv_heads=1, window=40, lengths=(0, 0))
     assert soak(Kernels("whole", "torch"), case, steps=100)[0] < gates.RELATIVE_L2
     assert soak(_Remembering("stale", "torch"), case, steps=200)[0] > gates.RELATIVE_L2
-
-
-@pytest.mark.parametrize(
-    ("name", "scaling", "spec"),
-    [
-        ("fp8_e4m3", "none", FormatSpec("fp8_e4m3")),
-        ("fp8_e4m3", "per-token-head", FormatSpec("fp8_e4m3", (("scale", "per-token-head"),))),
-        ("fp8_e4m3fnuz", "per-token-head", FormatSpec("fp8_e4m3fnuz", (("scale", "per-token-head"),))),
-        ("int8", "none", FormatSpec("int8", (("group", "64"),))),
-        ("int4", "none", FormatSpec("int4", (("group", "64"),))),
-    ],
-)
-def test_what_is_written_is_what_the_format_of_that_name_stores(name: str, scaling: Scaling, spec: FormatSpec) -> None:
-    problem = Case("x", v_format=name, v_scaling=scaling, lengths=(40,)).build(0)
-    value = problem.value
-    value[0], value[1], value[2, 0, 5] = 0, value[1] * 1e-7, float("inf")
-    value[3, 1, 7] = float("nan")
-    torch_path.write(problem.key, value, problem.cache, problem.slots)
-    fmt = create(spec)
-    parts = fmt.encode(value.transpose(0, 1)[None])
-    place = (problem.slots // 16, problem.slots % 16)
-    nan_group = torch.zeros(40, 2, dtype=torch.bool)
-    nan_group[3, 1] = name.startswith("int")  # under a NaN scale any code will do
-    codes = problem.cache.v_cache[place].view(torch.uint8)
-    assert torch.equal(codes[~nan_group], parts[0][0].transpose(0, 1).view(torch.uint8)[~nan_group])
-    decoded = fmt.decode(parts, 64, torch.float32)[0].transpose(0, 1)
-    torch.testing.assert_close(dequantize(problem.cache)[1][place], decoded, rtol=0, atol=0, equal_nan=True)
-    assert decoded[3, 1].isnan().any()
 
 
 LIMITS: dict[str, dict[str, int]] = {

@@ -17,7 +17,7 @@ import pytest
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 
-_COMMAND = "from fidelab.cli import kernels; kernels.app()"
+_COMMAND = "from k16v8.cli import main; raise SystemExit(main())"
 
 
 def _python(script: str, *words: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:

@@ -15,14 +15,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-
-from fidelab.core import FormatSpec
+from held_values import through_a_cache
 from k16v8.errors import UsageError
-from fidelab.formats import create as create_format
+from k16v8.kernels.cache import Scaling
 from k16v8.plugins.lmcache import serde as lmcache_serde
 from k16v8.plugins.lmcache.serde import K16V8Deserializer, K16V8Serializer
-from tests.plugins.test_lmcache_serde import RECORDED, Key, Layout
+from test_lmcache_serde import RECORDED, Key, Layout
+from torch import Tensor
 
 SHAPE, HEAD_DIM = (2, 3, 16, 256), 64  # sides, layers, tokens, heads * head_dim
 
@@ -140,12 +139,10 @@ def get(manager: Any, key: Any, dtype: torch.dtype) -> Tensor | None:
 @pytest.mark.parametrize("scale", ["none", "per-token-head"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_lmcache_stores_three_quarters_and_loads_exact_keys_and_e4m3_values(
-    serde: Any, tmp_path: Path, dtype: torch.dtype, scale: str
+    serde: Any, tmp_path: Path, dtype: torch.dtype, scale: Scaling
 ) -> None:
     kv = torch.randn(SHAPE, generator=torch.Generator().manual_seed(1)).to(dtype)
-    fmt = create_format(FormatSpec("fp8_e4m3", (("scale", scale),)))
-    v = kv[1].view(1, -1, SHAPE[-1] // HEAD_DIM, HEAD_DIM)
-    due = fmt.decode(fmt.encode(v), HEAD_DIM, dtype).view(SHAPE[1:])
+    due = through_a_cache(kv[1].reshape(-1, SHAPE[-1] // HEAD_DIM, HEAD_DIM), scale).view(SHAPE[1:])
     with storage(tmp_path, {"scale": scale, "head_dim": HEAD_DIM}) as manager:
         file = put(manager, tmp_path, name(1), kv)
         assert file.stat().st_size / kv.nbytes == pytest.approx(0.75, abs=0.02)

@@ -1,4 +1,4 @@
-"""Transformers over our pages and kernels, against Transformers' own attention over the encoded cache."""
+"""Transformers over our pages and kernels, against Transformers' own attention over its own cache."""
 
 from __future__ import annotations
 
@@ -14,25 +14,22 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.cache_utils import DynamicCache
-
-from fidelab.core import KVSpec
-from fidelab.engines.hf_kernels import options_of
-from fidelab.plugins import K16V8Cache
+from k16v8 import K16V8Cache
 from k16v8.plugins.transformers.attention import attend
-from tests.plugins.paged_models import (
+from paged_models import (
     CAUSAL,
     PADDED,
     PAGE,
     PROMPT,
-    encoded,
     generated,
     logits,
     model,
     padded,
     paged,
+    plain,
     tokens,
 )
+from transformers.cache_utils import DynamicCache
 
 kinds = pytest.mark.parametrize("kind", CAUSAL)
 
@@ -41,59 +38,35 @@ kinds = pytest.mark.parametrize("kind", CAUSAL)
 
 @kinds
 def test_without_loss_the_logits_are_those_of_eager_attention(kind: str) -> None:
-    expected = logits(model(kind, "eager"), encoded(kind, "f32"))
+    expected = logits(model(kind, "eager"), plain(kind))
     torch.testing.assert_close(logits(model(kind), paged(kind)), expected, rtol=1e-5, atol=2e-5)
 
 
 @kinds
-def test_values_in_8_bits_give_the_logits_of_the_encoded_cache(kind: str) -> None:
-    expected = logits(model(kind, "eager"), encoded(kind, "f32/fp8_e4m3"))
+def test_values_in_8_bits_give_the_logits_of_a_cache_with_rounded_values(kind: str) -> None:
+    expected = logits(model(kind, "eager"), plain(kind, rounded=True))
     off = (logits(model(kind), K16V8Cache(model(kind).config)) - expected).abs()
     # a last bit of the layer before may turn the rounding of a value: few, and none far
     assert off.median() < 1e-5
     assert off.max() < 0.01 * expected.abs().max()
-    lossless = logits(model(kind, "eager"), encoded(kind, "f32"))
+    lossless = logits(model(kind, "eager"), plain(kind))
     assert off.mean() < 0.01 * (lossless - expected).abs().mean()
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "gpt_oss"])
 def test_in_bfloat16_the_logits_are_as_near_to_float32_as_those_of_eager_attention(kind: str) -> None:
     half = torch.bfloat16
-    exact = logits(model(kind, "eager"), encoded(kind, "f32/fp8_e4m3"))
-    theirs = logits(model(kind, "eager", half), encoded(kind, "bf16/fp8_e4m3", half)).float()
+    exact = logits(model(kind, "eager"), plain(kind, rounded=True))
+    theirs = logits(model(kind, "eager", half), plain(kind, half, rounded=True)).float()
     ours = logits(model(kind, dtype=half), K16V8Cache(model(kind, dtype=half).config)).float()
     assert (ours - exact).norm() < 1.2 * (theirs - exact).norm()
 
 
-@pytest.mark.parametrize(
-    "kv",
-    [
-        *("f32", "f32/fp8_e4m3", "fp8_e4m3[scale=per-token-head]", "fp8_e4m3fnuz", "int8", "int4"),
-        *("int8/fp8_e4m3[scale=per-token-head]", "fp8_e4m3fnuz[scale=per-token-head]/f32", "int4[group=64]"),
-    ],
-)
-def test_pages_hold_the_codes_and_scales_of_our_formats_bit_by_bit(kv: str) -> None:
-    theirs, ours = encoded("llama", kv), paged("llama", **options_of(KVSpec.parse(kv)))
-    logits(model("llama", "eager"), theirs)
-    logits(model("llama"), ours)
-    held = ours.storage()[0]  # the first layer: its input is the same to the last bit
-    at = torch.arange(int(held.lengths[0]))
-    where = held.block_table[:, at // PAGE].long(), (at % PAGE).expand(len(held.lengths), -1)
-    for store, codes, scale in (
-        (theirs.encoded[0].k, held.k_cache, held.k_scale),
-        (theirs.encoded[0].v, held.v_cache, held.v_scale),
-    ):
-        assert store.parts is not None
-        assert torch.equal(codes[where].transpose(1, 2), store.parts[0].view(codes.dtype))
-        if scale is not None:
-            assert torch.equal(scale[where].transpose(1, 2), store.parts[1].squeeze(-1))
-
-
 def test_skipped_layers_keep_the_compute_type() -> None:
-    plain = logits(model("llama", "eager"), encoded("llama", "f32"))
+    lossless = logits(model("llama", "eager"), plain("llama"))
     coarse: dict[str, Any] = {"k_format": "int4", "v_format": "int4"}
-    assert torch.allclose(logits(model("llama"), paged("llama", **coarse, skip_layers=(0, 1, 2))), plain, atol=2e-5)
-    assert not torch.allclose(logits(model("llama"), paged("llama", **coarse, skip_layers=(0, 2))), plain, atol=1e-2)
+    assert torch.allclose(logits(model("llama"), paged("llama", **coarse, skip_layers=(0, 1, 2))), lossless, atol=2e-5)
+    assert not torch.allclose(logits(model("llama"), paged("llama", **coarse, skip_layers=(0, 2))), lossless, atol=1e-2)
 
 
 # ---------------------------------------------------------------------------------------------- batches
@@ -104,9 +77,7 @@ def test_a_left_padded_batch_generates_what_its_prompts_generate_alone(kind: str
     ids, mask = padded((5, 20, 9))
     together = generated(model(kind), ids, paged(kind), mask, do_sample=False)
     for row in range(3):
-        alone = generated(
-            model(kind, "eager"), ids[row : row + 1, mask[row].bool()], encoded(kind, "f32"), do_sample=False
-        )
+        alone = generated(model(kind, "eager"), ids[row : row + 1, mask[row].bool()], plain(kind), do_sample=False)
         assert torch.equal(together[row], alone[0])
 
 
@@ -136,15 +107,15 @@ def test_layers_that_use_the_keys_of_others_may_ask_for_the_last_tokens_alone(
     torch.testing.assert_close(last, whole[:, -keep:], rtol=1e-5, atol=2e-5)
 
 
-def test_greedy_generation_with_values_in_8_bits_is_that_of_the_encoded_cache() -> None:
+def test_greedy_generation_with_values_in_8_bits_is_that_of_a_cache_with_rounded_values() -> None:
     ids = tokens(2, PROMPT)
-    expected = generated(model("llama", "eager"), ids, encoded("llama", "f32/fp8_e4m3"), do_sample=False)
+    expected = generated(model("llama", "eager"), ids, plain("llama", rounded=True), do_sample=False)
     assert torch.equal(generated(model("llama"), ids, K16V8Cache(model("llama").config), do_sample=False), expected)
 
 
 def test_samples_are_those_of_eager_attention_from_the_same_seed() -> None:
     found = []
-    for built, past in ((model("gemma2"), paged("gemma2")), (model("gemma2", "eager"), encoded("gemma2", "f32"))):
+    for built, past in ((model("gemma2"), paged("gemma2")), (model("gemma2", "eager"), plain("gemma2"))):
         torch.manual_seed(3)
         found.append(generated(built, tokens(2, PROMPT), past, do_sample=True, num_return_sequences=2))
     assert torch.equal(*found)
@@ -275,19 +246,19 @@ def _python(script: str) -> str:
 
 
 def test_importing_the_plugins_imports_no_torch() -> None:
-    assert _python("import sys, fidelab.plugins; print('torch' in sys.modules)").strip() == "False"
+    assert _python("import sys, k16v8.plugins; print('torch' in sys.modules)").strip() == "False"
 
 
 _INTERPRETED = """
 import os
 os.environ["TRITON_INTERPRET"] = "1"  # Transformers imports Triton, too
 import torch, transformers
-from fidelab.plugins import K16V8Cache, register_attention
+from k16v8 import K16V8Cache, register_attention
 register_attention()
 torch.set_grad_enabled(False)
 sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, max_position_embeddings=64)
 heads = dict(num_attention_heads=4, num_key_value_heads=2, head_dim=64, sliding_window=8, pad_token_id=0)
-config = transformers.Gemma2Config(**sizes, **heads, attn_implementation="fidelab")
+config = transformers.Gemma2Config(**sizes, **heads, attn_implementation="k16v8")
 model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
 ids = torch.randint(3, 64, (2, 24), generator=torch.Generator().manual_seed(0))
 mask = torch.arange(27) >= torch.tensor([[13], [0]])

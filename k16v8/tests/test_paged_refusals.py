@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from transformers.cache_utils import DynamicCache
-
+from k16v8 import K16V8Cache
 from k16v8.errors import K16V8Error, NotSupportedError, UnknownNameError
-from fidelab.plugins import K16V8Cache
 from k16v8.plugins.transformers.attention import padding_mask
-from tests.engines import tiny
-from tests.plugins.paged_models import generated, logits, model, padded, paged, tokens
+from paged_models import generated, logits, model, padded, paged, tokens
+from tests import tiny_models as tiny
+from transformers.cache_utils import DynamicCache
 
 
 def test_a_model_with_another_attention_is_refused_when_the_cache_is_made() -> None:
@@ -32,13 +31,13 @@ def test_our_attention_without_a_cache_is_refused() -> None:
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_another_attention_never_attends_to_the_new_tokens_alone(attention: str) -> None:
     past = K16V8Cache(model("llama").config)
-    with pytest.raises(NotSupportedError, match="is not 'fidelab', or it computes with keys"):
+    with pytest.raises(NotSupportedError, match="is not 'k16v8', or it computes with keys"):
         logits(model("llama", attention), past)
 
 
 def test_models_with_an_attention_of_their_own_are_refused() -> None:
     bloom = transformers.AutoModelForCausalLM.from_config(tiny.KINDS["bloom"].config())
-    bloom.config._attn_implementation = "fidelab"
+    bloom.config._attn_implementation = "k16v8"
     with pytest.raises(NotSupportedError, match="it cannot use a paged cache"), torch.no_grad():
         bloom(input_ids=tokens(1, 4), past_key_values=K16V8Cache(bloom.config))
 
@@ -54,11 +53,11 @@ def test_models_that_want_more_than_attention_over_their_keys_are_refused(kind: 
 
 def test_layers_that_pages_cannot_hold_are_refused_by_name() -> None:
     config = transformers.DeepseekV32Config()
-    config._attn_implementation = "fidelab"
+    config._attn_implementation = "k16v8"
     with pytest.raises(NotSupportedError, match="layer 0 keeps its cache in a DynamicIndexedLayer, which pages"):
         K16V8Cache(config)
     config = transformers.Llama4TextConfig()
-    config._attn_implementation = "fidelab"
+    config._attn_implementation = "k16v8"
     with pytest.raises(NotSupportedError, match="does not do attention in chunks"):
         K16V8Cache(config)
 

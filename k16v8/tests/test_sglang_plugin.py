@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,18 +18,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-
-from fidelab.core import Arm, KVSpec
-from fidelab.engines import sglang_launch
-from fidelab.engines.sglang import SGLangEngine
-from fidelab.engines.sglang_launch import arguments, prepare
-from fidelab.engines.sglang_ran import _expected, _pair_as
-from k16v8.errors import NotSupportedError, UsageError
+from k16v8.errors import NotSupportedError
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
+from k16v8.plugins import shared
 from k16v8.plugins.sglang import plugin as sglang_k16v8
-from k16v8.plugins.sglang.plugin import BACKEND, LABEL, SWITCH, cell_bytes, lacking, pool_class, register
+from k16v8.plugins.sglang.plugin import BACKEND, cell_bytes, lacking, pool_class, register
+from k16v8.plugins.shared import SWITCH
+from torch import Tensor, nn
 
 RECORDED = {
     "sglang.srt.layers.attention.attention_registry.register_attention_backend": ["name"],
@@ -64,11 +59,6 @@ RECORDED = {
 LAYERS, HEADS, KV_HEADS, DIM, SIZE = 2, 4, 2, 8, 192
 scalings = pytest.mark.parametrize("switch", ["1", "per-token-head"])
 pages = pytest.mark.parametrize("page", [1, 16])
-
-
-def arm(kv: str = "bf16/fp8_e4m3", dtype: str = "bfloat16", device: str = "cpu", **options: str) -> Arm:
-    named = tuple(sorted((key.replace("_", "-"), value) for key, value in options.items()))
-    return Arm(kv, "sglang", "m", "m", "0" * 8, KVSpec.parse(kv), dtype, device, 1, named)
 
 
 # ------------------------------------------------------------------------------------------------ stand-ins
@@ -372,8 +362,8 @@ def test_a_plain_launch_is_served(platform: str) -> None:
 @pytest.mark.parametrize(
     ("given", "what"),
     [
-        ({"backends": ("triton", "triton")}, "pass --attention-backend fidelab_k16v8"),
-        ({"backends": (BACKEND, "triton")}, "pass --attention-backend fidelab_k16v8"),
+        ({"backends": ("triton", "triton")}, "pass --attention-backend k16v8"),
+        ({"backends": (BACKEND, "triton")}, "pass --attention-backend k16v8"),
         ({"platform": "another device"}, "CPUs and NVIDIA GPUs"),
         ({"use_mla_backend": True}, "keeps latents"),
         ({"mambaish_config": object()}, "recurrent"),
@@ -410,7 +400,7 @@ def test_pools_of_other_kinds_stay_sglangs() -> None:
 def test_other_versions_of_sglang_end_the_process_in_one_line(
     found: str, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sglang_k16v8, "version", lambda _name: found)
+    monkeypatch.setattr(shared, "version", lambda _name: found)
     monkeypatch.setenv(SWITCH, "1")
     assert (sglang_k16v8.refusal() == "") is runs
     if not runs:
@@ -421,13 +411,13 @@ def test_other_versions_of_sglang_end_the_process_in_one_line(
 
 def test_a_word_that_means_nothing_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "yes")
-    with pytest.raises(SystemExit, match="FIDELAB_K16V8=yes: write 1, per-token-head, or 0 for off"):
+    with pytest.raises(SystemExit, match="k16v8: K16V8=yes: write 1, per-token-head, or 0 for off"):
         register()
 
 
 def test_off_means_that_sglang_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "0")
-    monkeypatch.setattr(sglang_k16v8, "version", lambda _name: "9.9")
+    monkeypatch.setattr(shared, "version", lambda _name: "9.9")
     register()
     assert cell_bytes(lambda *_: 1024, None, None, 2) == 1024
 
@@ -440,82 +430,3 @@ def test_the_hooks_take_what_sglang_passes() -> None:
     ):
         assert len(inspect.signature(hook).parameters) == 1 + len(RECORDED[target])
     inspect.signature(pool_class).bind(None, None, kind="mha", default=Pool)
-
-
-# -------------------------------------------------------------------------------------------------- the arm
-
-
-@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "float16/fp8_e4m3", "bf16/fp8_e4m3[scale=per-token-head]", "auto"])
-def test_sglang_takes_the_one_pair(kv: str) -> None:
-    SGLangEngine.check_kv(KVSpec.parse(kv))
-
-
-@pytest.mark.parametrize(
-    "kv", ["auto/fp8_e4m3", "fp8_e4m3/bf16", "bf16/fp8_e5m2", "bf16/fp8_e4m3[scale=per-channel]", "bf16/bfloat16"]
-)
-def test_other_pairs_are_refused_with_the_one_that_there_is(kv: str) -> None:
-    with pytest.raises(UsageError, match="the one pair is k16v8"):
-        SGLangEngine.check_kv(KVSpec.parse(kv))
-
-
-@pytest.mark.parametrize(
-    ("asked", "what"),
-    [
-        (arm(dtype="float32"), "keeps keys as bfloat16, the model computes in float32"),
-        (arm(attention_backend="triton"), "is an attention backend of its own"),
-        (arm(cuda_graph="on"), "runs without graphs"),
-        (arm(device="cuda", page_size="1"), "reads pages of 16, 32, 64, 128 tokens on GPUs, not 1"),
-    ],
-)
-def test_what_the_plug_in_lacks_is_said_before_anything_loads(
-    asked: Arm, what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sglang_k16v8, "version", lambda _name: "0.5.23")
-    assert SGLangEngine.supports(arm(page_size="1")).ok
-    assert SGLangEngine.supports(arm(device="cuda")).ok
-    verdict = SGLangEngine.supports(asked)
-    assert (verdict.ok, what in verdict.reason) == (False, True)
-
-
-def test_a_pair_is_launched_with_our_backend_and_sglangs_own_cache_type() -> None:
-    passed = arguments(arm())
-    assert (passed["attention_backend"], passed["kv_cache_dtype"]) == (BACKEND, "auto")
-    assert "page_size" not in passed
-    assert arguments(arm(device="cuda"))["page_size"] == 16
-    assert arguments(arm(device="cuda", page_size="64"))["page_size"] == 64
-
-
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3", "bf16/fp8_e4m3", "bfloat16/fp8_e4m3[scale=per-token-head]"])
-def test_an_arm_sets_the_switch_whatever_it_was(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    names = (sglang_launch._LONGER, sglang_launch._CPU_ENGINE, sglang_launch._CPU_CORES, "HF_HUB_OFFLINE")
-    for name in (*names, "OMP_NUM_THREADS", sglang_launch._PLUGINS):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(SWITCH, "1" if "/" not in kv else "0")
-    prepare(arm(kv), 1)
-    assert os.environ[SWITCH] == {"bf16/fp8_e4m3": "1", "auto": "0", "fp8_e4m3": "0"}.get(kv, "per-token-head")
-    assert os.environ["SGLANG_PLUGINS"] == "1,fidelab_capture,fidelab_k16v8"
-
-
-SEEN = {"matches": 1.0, "disjoint": True}
-
-
-@pytest.mark.parametrize(
-    ("attention", "seen", "claimed"),
-    [
-        (f"{LABEL} (torch)", SEEN, True),
-        (f"{LABEL} (torch)", SEEN | {"matches": 0.9999}, False),
-        (f"{LABEL} (torch)", SEEN | {"disjoint": False}, False),
-        (f"{LABEL} (torch)", {}, False),
-        ("TorchNativeAttnBackend", SEEN, False),
-    ],
-)
-def test_the_pair_is_claimed_on_full_proof_alone(attention: str, seen: dict[str, object], claimed: bool) -> None:
-    about = {"attention": attention, "cache": {"dtype": "uint8", "read_back": seen}}
-    assert (_pair_as(arm(), about) == ("bf16", "fp8_e4m3")) is claimed
-
-
-def test_expected_bytes_are_those_of_keys_values_and_scales() -> None:
-    about = {"compute_dtype": "bfloat16", "cache": {"values_per_token": 2 * 3 * 128, "heads": [[3, 64, 64]] * 2}}
-    assert _expected(arm("auto"), about) == 2 * 2 * 3 * 128
-    assert _expected(arm(), about) == 2 * 3 * 192
-    assert _expected(arm("bf16/fp8_e4m3[scale=per-token-head]"), about) == 2 * 3 * 194

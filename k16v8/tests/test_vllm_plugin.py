@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from importlib.metadata import PackageNotFoundError
-from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
-
-from fidelab.core import Arm, KVSpec
-from fidelab.engines import vllm_backend
-from fidelab.engines.vllm import VLLMEngine
-from fidelab.engines.vllm_backend import Backend
-from fidelab.engines.vllm_ran import _pair_as
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels import torch_path
 from k16v8.kernels.cache import PagedCache
-from k16v8.plugins.vllm import plugin as vllm_k16v8
-from k16v8.plugins.shared import LABEL, SWITCH, Pages, Scaling, content_bytes, read_back, switched
-from k16v8.plugins.vllm.plugin import pages, register
+from k16v8.plugins import shared
+from k16v8.plugins.shared import SWITCH, Pages, Scaling, content_bytes, read_back, switched
+from k16v8.plugins.vllm.plugin import pages, refusal, register
+from torch import Tensor
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 16, 8
 scalings = pytest.mark.parametrize("scaling", ["none", "per-token-head"])
-
-
-def arm(kv: str = "bf16/fp8_e4m3", dtype: str = "bfloat16", **options: str) -> Arm:
-    named = tuple(sorted((key.replace("_", "-"), value) for key, value in options.items()))
-    return Arm(kv, "vllm", "m", "m", "0" * 8, KVSpec.parse(kv), dtype, "cpu", 1, named)
 
 
 def allocated(scaling: Scaling, dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> Tensor:
@@ -132,28 +119,6 @@ def test_overlapping_storage_is_seen() -> None:
     assert not read_back(Pages(found.keys, shifted, None), [3, 1], key.flatten(1), value.flatten(1))["disjoint"]
 
 
-SEEN = {"matches": 1.0, "disjoint": True}
-LAYER = {"dtype": "bfloat16", "label": f"{LABEL} (torch)"}
-
-
-@pytest.mark.parametrize(
-    ("seen", "layer", "claimed"),
-    [
-        (SEEN, LAYER, True),
-        (SEEN | {"matches": 0.9999}, LAYER, False),
-        (SEEN | {"disjoint": False}, LAYER, False),
-        ({}, LAYER, False),
-        (SEEN, LAYER | {"label": None}, False),
-    ],
-)
-def test_the_pair_is_claimed_on_full_proof_alone(
-    seen: dict[str, object], layer: dict[str, object], claimed: bool
-) -> None:
-    backend = Backend("cpu", LABEL, ("k16v8",), True)
-    found = _pair_as(arm(), backend, {"read_back": seen}, [LAYER, layer])
-    assert (found == ("bf16", "fp8_e4m3")) is claimed
-
-
 # ------------------------------------------------------------------------------------------------ the switch
 
 
@@ -167,22 +132,21 @@ def test_the_environment_switches_it(text: str | None, scaling: str | None, monk
     assert switched() == scaling
 
 
+@pytest.mark.parametrize(("text", "former", "scaling"), [(None, "1", "none"), ("0", "1", None), ("1", "0", "none")])
+def test_the_former_name_of_the_switch_counts_where_the_switch_is_not_set(
+    text: str | None, former: str, scaling: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setenv("FIDELAB_K16V8", former)
+    if text is not None:
+        monkeypatch.setenv(SWITCH, text)
+    assert switched() == scaling
+
+
 def test_a_word_that_means_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "yes")
-    with pytest.raises(UsageError, match="FIDELAB_K16V8=yes: write 1, per-token-head, or 0 for off"):
+    with pytest.raises(UsageError, match=r"^K16V8=yes: write 1, per-token-head, or 0 for off"):
         register()
-
-
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3", "bf16/fp8_e4m3", "bfloat16/fp8_e4m3[scale=per-token-head]"])
-def test_an_arm_sets_the_switch_whatever_it_was(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*vllm_backend._QUIET, *vllm_backend._OURS, "OMP_NUM_THREADS", "VLLM_PLUGINS"):
-        monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(SWITCH, "1" if "/" not in kv else "0")
-    threads = torch.get_num_threads()
-    vllm_backend.prepare(arm(kv))
-    torch.set_num_threads(threads)
-    assert os.environ[SWITCH] == {"bf16/fp8_e4m3": "1", "auto": "0", "fp8_e4m3": "0"}.get(kv, "per-token-head")
-    assert os.environ["VLLM_PLUGINS"].split(",")[-2:] == ["fidelab_capture", "fidelab_k16v8"]
 
 
 # --------------------------------------------------------------------------------------------- what is refused
@@ -202,9 +166,9 @@ def test_an_arm_sets_the_switch_whatever_it_was(kv: str, monkeypatch: pytest.Mon
 def test_other_versions_of_vllm_are_refused_in_one_line(
     found: str, runs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vllm_k16v8, "version", lambda _name: found)
+    monkeypatch.setattr(shared, "version", lambda _name: found)
     monkeypatch.setenv(SWITCH, "1")
-    assert (vllm_k16v8.refusal() == "") is runs
+    assert (refusal() == "") is runs
     if not runs:
         with pytest.raises(NotSupportedError) as caught:
             register()
@@ -217,33 +181,5 @@ def test_the_cpu_build_of_vllm_has_a_version_too(monkeypatch: pytest.MonkeyPatch
             return "0.32.0"
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(vllm_k16v8, "version", named)
-    assert vllm_k16v8.refusal() == ""
-
-
-@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "float16/fp8_e4m3", "bf16/fp8_e4m3[scale=per-token-head]"])
-def test_vllm_takes_the_one_pair(kv: str) -> None:
-    VLLMEngine.check_kv(KVSpec.parse(kv))
-
-
-@pytest.mark.parametrize(
-    "kv", ["auto/fp8_e4m3", "fp8_e4m3/bf16", "bf16/fp8_e5m2", "bf16/fp8_e4m3[scale=per-channel]", "bf16/bfloat16"]
-)
-def test_other_pairs_are_refused_with_the_one_that_there_is(kv: str) -> None:
-    with pytest.raises(UsageError, match="the one pair is k16v8"):
-        VLLMEngine.check_kv(KVSpec.parse(kv))
-
-
-@pytest.mark.parametrize(
-    ("asked", "config", "reason"),
-    [
-        (arm(dtype="float32"), "{}", "keeps keys as bfloat16, the model computes in float32"),
-        (arm(attention_backend="CPU_ATTN"), "{}", "is an attention backend of its own"),
-        (arm(), '{"kv_lora_rank": 4}', "this model keeps latents"),
-    ],
-)
-def test_what_the_backend_lacks_is_said_before_anything_loads(
-    asked: Arm, config: str, reason: str, tmp_path: Path
-) -> None:
-    (tmp_path / "config.json").write_text(config)
-    assert reason in vllm_backend._k16v8_cannot(asked, vllm_backend._shape(str(tmp_path)))
+    monkeypatch.setattr(shared, "version", named)
+    assert refusal() == ""

@@ -13,8 +13,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from k16v8.audit.run import Finding, audit, random_inputs
 from k16v8.audit.implementations import Implementation
+from k16v8.audit.run import Finding, audit, random_inputs
 
 __all__ = ["FAULTS", "HONEST", "Fault", "Rules", "self_test", "tiled"]
 

@@ -29,7 +29,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from k16v8.errors import NotSupportedError, UnknownNameError, UsageError
+from k16v8.errors import NotSupportedError, UnknownNameError, UsageError, one_line
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import choose
 from k16v8.kernels.reference import Attention

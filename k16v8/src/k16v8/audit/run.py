@@ -23,8 +23,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from k16v8.errors import EngineError, InputError, NotSupportedError, one_line
 from k16v8.audit.implementations import Implementation
+from k16v8.errors import EngineError, InputError, NotSupportedError, one_line
 from k16v8.kernels.reference import Attention, attend
 
 __all__ = ["DTYPES", "KV_LENGTHS", "Finding", "Inputs", "audit", "random_inputs", "recorded_inputs", "tolerance"]

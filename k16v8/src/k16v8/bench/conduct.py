@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from k16v8.errors import InputError, OutputError
-from k16v8.bench.run import Settings, check_memory, run
 from k16v8.bench.judge import judge
 from k16v8.bench.machine import describe, versions
+from k16v8.bench.run import Settings, check_memory, run
 from k16v8.bench.shapes import Geometry, has_goal
 from k16v8.bench.timing import bandwidth
+from k16v8.errors import InputError, OutputError
 
 __all__ = ["SCHEMA", "EndToEnd", "bench_kernels", "load", "save"]
 

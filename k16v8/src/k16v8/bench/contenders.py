@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
-from k16v8.errors import NotSupportedError
 from k16v8.bench.shapes import Cell, Kind, formats
+from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels, choose
 

@@ -17,13 +17,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from k16v8.errors import one_line
+from k16v8.bench.ceilings import above_ceiling, decode_ceiling, kv_bytes_per_token, kv_share
 from k16v8.bench.run import RESERVE, check_device
 from k16v8.bench.shapes import FORMATS, Geometry, formats
 from k16v8.bench.timing import free_bytes, measure
+from k16v8.errors import one_line
 from k16v8.kernels.cache import storage
 from k16v8.kernels.reference import Attention
-from k16v8.bench.ceilings import above_ceiling, decode_ceiling, kv_bytes_per_token, kv_share
 
 __all__ = [
     *("Decoding", "Step", "build_model", "decode_with_models", "fill"),
@@ -81,9 +81,7 @@ def build_model(geometry: Geometry, device: torch.device, positions: int) -> Any
         **windowless,
     )
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(
-            config, dtype=torch.bfloat16, attn_implementation="k16v8"
-        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="k16v8")
     return model.eval()
 
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from k16v8.bench.ceilings import above_ceiling, decode_ceiling
 from k16v8.bench.contenders import FLASH
 from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Cell
-from k16v8.bench.ceilings import above_ceiling, decode_ceiling
 
 __all__ = ["GOALS", "Goal", "best", "judge", "judge_goals"]
 

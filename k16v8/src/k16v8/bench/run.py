@@ -17,10 +17,10 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from k16v8.errors import EngineError, NotSupportedError, UsageError, one_line
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Role, Work
 from k16v8.bench.shapes import Cell
 from k16v8.bench.timing import Times, free_bytes, last_level_cache, measure
+from k16v8.errors import EngineError, NotSupportedError, UsageError, one_line
 from k16v8.gates.run import RELATIVE_L2
 from k16v8.kernels.reference import Attention, attend
 

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from k16v8.kernels import reference
-from k16v8.kernels.cache import PagedCache
 from k16v8.gates.cases import CASES, LONG, Case, Problem
-from k16v8.kernels.dispatch import Kernels, choose
 from k16v8.gates.mutations import MUTATIONS, Mutation
-from k16v8.kernels.reference import Attention
 from k16v8.gates.soak import soak
 from k16v8.gates.writer import writer_gates
+from k16v8.kernels import reference
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.reference import Attention
 
 __all__ = ["Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
 

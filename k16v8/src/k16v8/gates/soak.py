@@ -10,8 +10,8 @@ import random
 import torch
 from torch import Tensor
 
-from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.gates.cases import Case, fill_with_noise
+from k16v8.kernels.cache import PagedCache, dequantize
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.reference import Attention, attend
 

@@ -9,8 +9,8 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from k16v8.kernels.cache import PagedCache, Scaling, codes_to_values, storage
 from k16v8.gates.cases import Case
+from k16v8.kernels.cache import PagedCache, Scaling, codes_to_values, storage
 from k16v8.kernels.dispatch import Kernels
 
 __all__ = ["writer_gates"]

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from k16v8.kernels.cache import FLOAT8, storage
 from k16v8.kernels.torch_path import to_codes, token_scale
-from k16v8.plugins.lmcache.crc32c import crc32c
 from k16v8.plugins.lmcache.chunk import (
     CRC,
     HEADER,
@@ -29,6 +28,7 @@ from k16v8.plugins.lmcache.chunk import (
     TrailingError,
     TruncatedError,
 )
+from k16v8.plugins.lmcache.crc32c import crc32c
 
 __all__ = ["decode", "decode_split", "encode", "encode_split", "verify"]
 

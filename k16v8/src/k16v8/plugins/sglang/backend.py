@@ -112,7 +112,9 @@ class K16V8Pool(MHATokenToKVPool):
 
     def read_back(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`read_back_slots` of this pool."""
-        return read_back_slots(self._pages, layer_id - self.start_layer, slots.tolist(), key.flatten(1), value.flatten(1))
+        return read_back_slots(
+            self._pages, layer_id - self.start_layer, slots.tolist(), key.flatten(1), value.flatten(1)
+        )
 
 
 @dataclass
