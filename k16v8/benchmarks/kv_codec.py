@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable
 from itertools import chain
 
 import torch
+
 from k16v8.plugins.lmcache.chunk import SCALES, ChunkSpec
 from k16v8.plugins.lmcache.codec import decode, encode, encode_split, verify
 from k16v8.plugins.lmcache.crc32c import crc32c

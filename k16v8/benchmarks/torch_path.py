@@ -18,10 +18,11 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
+from torch import Tensor
+
 from k16v8.gates.cases import Case, Problem
 from k16v8.kernels import reference, torch_path
 from k16v8.kernels.cache import PagedCache
-from torch import Tensor
 
 LAYOUTS = {"vllm": 128, "transformers": 16}
 SHAPES: dict[str, tuple[tuple[int, ...], tuple[int, ...] | None]] = {

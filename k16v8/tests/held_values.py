@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from k16v8.kernels import torch_path
 from k16v8.kernels.cache import PagedCache, Scaling, dequantize
-from torch import Tensor
 
 
 def through_a_cache(values: Tensor, scaling: Scaling) -> Tensor:

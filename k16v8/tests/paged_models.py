@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 import transformers
-from k16v8 import register_attention
-from k16v8.plugins.transformers.cache import PagedKVCache
 from tests import tiny_models as tiny
 from tests.tiny_models import VOCAB, WINDOW
 from torch import Tensor
 from transformers.cache_utils import DynamicCache
+
+from k16v8 import register_attention
+from k16v8.plugins.transformers.cache import PagedKVCache
 
 PROMPT, CHUNK, MORE = 14, 5, 11  # a prompt, a longer step, single steps: one page of 16 is not enough
 PAGE = 16

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn import functional
+
 from command import Done, assert_one_line, command
 from k16v8.audit.faults import FAULTS, HONEST, Fault, Rules, tiled
 from k16v8.audit.implementations import Implementation, implementation
 from k16v8.audit.run import Finding, Inputs, audit, random_inputs, recorded_inputs, tolerance
 from k16v8.errors import InputError
-from safetensors.torch import save_file
-from torch import Tensor
-from torch.nn import functional
 
 PYTHON_FILE = """
 import torch

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from k16v8.bench import conduct, timing
 from k16v8.bench import run as bench
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Work
@@ -17,7 +19,6 @@ from k16v8.bench.shapes import GEOMETRIES, Cell, cells, geometry
 from k16v8.bench.timing import Bandwidth
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import codes_to_values
-from torch import Tensor
 
 CPU = torch.device("cpu")
 TINY = geometry("tiny")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from k16v8.bench.ceilings import above_ceiling, decode_ceiling, kv_bytes_per_token, kv_share
 
 QWEN, LLAMA, MISTRAL = 2 * 7.616e9, 2 * 8.030e9, 2 * 7.248e9  # bytes of 16-bit weights

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from typing import Any
 
 import pytest
+
 from k16v8.bench.judge import judge
 from k16v8.bench.shapes import Cell
 from k16v8.cli.bench_tables import render

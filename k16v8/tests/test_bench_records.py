@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from command import Done, assert_one_line, command
 from k16v8.bench import conduct
 from k16v8.bench import run as bench

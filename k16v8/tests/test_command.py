@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+
 from command import assert_one_line, command
 from k16v8.gates import run as gates
 

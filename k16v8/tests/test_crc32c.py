@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
+
 from k16v8.plugins.lmcache import crc32c as module
 from k16v8.plugins.lmcache.crc32c import crc32c
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from k16v8.errors import NotSupportedError, UnknownNameError, UsageError
 from k16v8.gates.cases import Case, Problem
 from k16v8.kernels.dispatch import Kernels, choose

@@ -6,12 +6,13 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
+from torch.nn import functional
+
 from k16v8.gates.cases import Case
 from k16v8.kernels.cache import PagedCache
 from k16v8.kernels.dispatch import choose
 from k16v8.kernels.reference import Attention, attend, decode, extend
-from torch import Tensor
-from torch.nn import functional
 
 
 def _normal(*shape: int, seed: int = 0) -> Tensor:

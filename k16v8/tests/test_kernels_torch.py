@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
 from k16v8.gates import run as gates
 from k16v8.gates.cases import CASES, LONG, Case, Problem
 from k16v8.gates.mutations import MUTATIONS
@@ -16,9 +20,6 @@ from k16v8.kernels import reference, torch_attend, torch_path
 from k16v8.kernels.cache import PagedCache, codes_to_values, dequantize
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.reference import Attention
-from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 
 @pytest.fixture(autouse=True)

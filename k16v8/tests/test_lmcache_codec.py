@@ -8,16 +8,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from held_values import through_a_cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
+
+from held_values import through_a_cache
 from k16v8.errors import K16V8Error, UnknownNameError, UsageError
 from k16v8.kernels.cache import Scaling
 from k16v8.plugins.lmcache import chunk
 from k16v8.plugins.lmcache.chunk import LAYOUTS, SCALES, ChunkSpec, Sides
 from k16v8.plugins.lmcache.codec import decode, decode_split, encode, encode_split, verify
 from k16v8.plugins.lmcache.crc32c import crc32c
-from torch import Tensor
 
 SPEC = ChunkSpec("a/model", layers=3, tokens=10, heads=2, head_dim=32, dtype=torch.bfloat16, key=b"first")
 LARGE = ChunkSpec("a/model", layers=4, tokens=512, heads=8, head_dim=128, dtype=torch.bfloat16)

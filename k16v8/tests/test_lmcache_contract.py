@@ -15,13 +15,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from held_values import through_a_cache
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import Scaling
 from k16v8.plugins.lmcache import serde as lmcache_serde
 from k16v8.plugins.lmcache.serde import K16V8Deserializer, K16V8Serializer
 from test_lmcache_serde import RECORDED, Key, Layout
-from torch import Tensor
 
 SHAPE, HEAD_DIM = (2, 3, 16, 256), 64  # sides, layers, tokens, heads * head_dim
 

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from k16v8.errors import EngineError, NotSupportedError, UnknownNameError, UsageError
 from k16v8.plugins.lmcache import chunk
 from k16v8.plugins.lmcache.serde import K16V8Deserializer, K16V8Serializer, register
-from torch import Tensor
 
 RECORDED = {
     K16V8Serializer: {"serialize": ["self", "src", "dst", "key"], "estimate_serialized_size": ["self", "layout_desc"]},

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.cache_utils import DynamicCache
+
 from k16v8 import K16V8Cache
 from k16v8.plugins.transformers.attention import attend
 from paged_models import (
@@ -29,7 +31,6 @@ from paged_models import (
     plain,
     tokens,
 )
-from transformers.cache_utils import DynamicCache
 
 kinds = pytest.mark.parametrize("kind", CAUSAL)
 

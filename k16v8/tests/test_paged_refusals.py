@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from tests import tiny_models as tiny
+from transformers.cache_utils import DynamicCache
+
 from k16v8 import K16V8Cache
 from k16v8.errors import K16V8Error, NotSupportedError, UnknownNameError
 from k16v8.plugins.transformers.attention import padding_mask
 from paged_models import generated, logits, model, padded, paged, tokens
-from tests import tiny_models as tiny
-from transformers.cache_utils import DynamicCache
 
 
 def test_a_model_with_another_attention_is_refused_when_the_cache_is_made() -> None:

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from k16v8.errors import NotSupportedError
 from k16v8.kernels import reference
 from k16v8.kernels.cache import PagedCache
@@ -25,7 +27,6 @@ from k16v8.plugins import shared
 from k16v8.plugins.sglang import plugin as sglang_k16v8
 from k16v8.plugins.sglang.plugin import BACKEND, cell_bytes, lacking, pool_class, register
 from k16v8.plugins.shared import SWITCH
-from torch import Tensor, nn
 
 RECORDED = {
     "sglang.srt.layers.attention.attention_registry.register_attention_backend": ["name"],

@@ -6,13 +6,14 @@ from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
+from torch import Tensor
+
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels import torch_path
 from k16v8.kernels.cache import PagedCache
 from k16v8.plugins import shared
 from k16v8.plugins.shared import SWITCH, Pages, Scaling, content_bytes, read_back, switched
 from k16v8.plugins.vllm.plugin import pages, refusal, register
-from torch import Tensor
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 16, 8
 scalings = pytest.mark.parametrize("scaling", ["none", "per-token-head"])

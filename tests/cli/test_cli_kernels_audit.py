@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.engines.tiny import Answers
 from typer.testing import CliRunner, Result
 
 from fidelab.captures.container import to_float32
@@ -21,6 +20,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny
 from fidelab.probes import Layerwise
+from tests.engines.tiny import Answers
 
 WRONG = """
 from torch.nn.functional import scaled_dot_product_attention as sdpa

@@ -16,11 +16,23 @@ from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Answer
 from fidelab.engines.hf import HFEngine
 from fidelab.metrics.divergence import Head, head_logits
-from tests.tiny_models import VOCAB
+from tests.tiny_models import KINDS, VOCAB, WINDOW, Kind, model, randomised, tokens
 
 __all__ = [
-    *("KINDS", "VOCAB", "WINDOW", "Answers", "Kind", "arm", "hidden", "ids", "model", "opened"),
-    *("randomised", "replayed", "save", "tokens"),
+    "KINDS",
+    "VOCAB",
+    "WINDOW",
+    "Answers",
+    "Kind",
+    "arm",
+    "hidden",
+    "ids",
+    "model",
+    "opened",
+    "randomised",
+    "replayed",
+    "save",
+    "tokens",
 ]
 
 

@@ -19,8 +19,8 @@ import transformers
 from fidelab.core import KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from k16v8.plugins.sglang.plugin import BACKEND, SWITCH, VERSIONS
 from fidelab.probes import Forced, Probe
+from k16v8.plugins.sglang.plugin import BACKEND, SWITCH, VERSIONS
 from tests.engines import tiny
 from tests.plugins.test_sglang_k16v8 import RECORDED
 from tests.real.harness import (

@@ -18,6 +18,7 @@ from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, usable_cores
 from fidelab.engines.base import Verdict
+from fidelab.engines.k16v8 import versions_for
 from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
 from fidelab.plan.arms import (
@@ -211,6 +212,7 @@ class _Resolver:
             versions={
                 **self._engines.versions(engine),
                 **self._engines.variables(engine, arm.threads),
+                **versions_for(arm),
                 **self._today(engine),
             },
             estimator=Estimator(estimator),
