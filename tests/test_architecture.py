@@ -44,8 +44,8 @@ ARROWS: dict[str, set[str] | None] = {
     "config": set(),
     "profiles": set(),
     "formats": set(),
-    "plugins": {"formats", "kernels"},
-    "engines": {"formats", "kernels", "plugins", "captures.container"},
+    "plugins": {"formats"},
+    "engines": {"formats", "plugins", "captures.container"},
     "workers": {"engines", "captures.writer", "captures.container"},
     "captures": set(),
     "models": set(),
@@ -54,10 +54,8 @@ ARROWS: dict[str, set[str] | None] = {
     "axes": {"inputs", "captures", "metrics", "capability", "results.axis_record", "results.panels"},
     "capability": {"inputs"},
     "load": {"inputs", "metrics"},
-    "benches": {"inputs", "captures", "metrics", "load", "kernels", "results.bench_record", "results.bench_values"}
+    "benches": {"inputs", "captures", "metrics", "load", "results.bench_record", "results.bench_values"}
     | {"results.serving_record", "results.axis_record"},
-    "kernels": set(),
-    "kernel_bench": {"kernels", "metrics", "plugins"},
     "benching": None,
     "plan": {"config", "engines", "environments", "axes", "benches", "models", "captures", "workers.messages"},
     "results": {"metrics"},
@@ -71,12 +69,10 @@ THIRD_PARTY: dict[str, set[str]] = {
     "registry": set(),
     "captures": {"numpy"},
     "workers": {"numpy"},
-    "engines": {"numpy", "torch", "transformers", "llama_cpp", "vllm", "sglang"},
+    "engines": {"numpy", "torch", "transformers", "llama_cpp", "vllm", "sglang", "k16v8"},
     "formats": {"torch"},
-    "kernels": {"torch", "triton"},
-    "kernel_bench": {"torch", "transformers", "psutil"},
     "load": {"numpy", "httptools", "orjson", "prometheus_client", "uvloop"},
-    "plugins": {"numpy", "torch", "transformers", "vllm", "sglang", "lmcache"},
+    "plugins": {"numpy", "torch", "transformers", "vllm", "sglang"},
     "metrics": {"numpy", "rapidfuzz", "scipy", "torch"},
     "config": {"pydantic", "yaml"},
 }
@@ -95,9 +91,10 @@ def _room(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def _imports(path: Path) -> Iterator[str]:
-    """Absolute names of everything a file imports, wherever in the file."""
-    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+def _imports(path: Path, *, at_once: bool = False) -> Iterator[str]:
+    """Absolute names of everything a file imports, wherever in the file; ``at_once``: when it is imported itself."""
+    tree = ast.parse(path.read_text("utf-8"))
+    for node in tree.body if at_once else ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -129,6 +126,17 @@ def test_a_room_imports_only_the_packages_that_it_may_need(path: Path) -> None:
     if budget is not None:
         packages = {name.split(".")[0] for name in _imports(path)} - set(sys.stdlib_module_names) - {"fidelab"}
         assert packages <= budget
+
+
+def test_the_package_k16v8_is_imported_by_engines_alone_and_late() -> None:
+    """It is a contender: fidelab works without it (``test_without_k16v8.py``)."""
+
+    def among(names: Iterator[str]) -> bool:
+        return any(name.partition(".")[0] == "k16v8" for name in names)
+
+    assert {_room(path) for path in _files() if among(_imports(path))} == {"engines"}
+    # this one is imported itself where an arm asks for the package
+    assert [path.stem for path in _files() if among(_imports(path, at_once=True))] == ["hf_paged"]
 
 
 @pytest.mark.parametrize("module", LEAN_MODULES)

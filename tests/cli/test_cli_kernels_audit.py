@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner, Result
 
 from fidelab.captures.container import to_float32
-from fidelab.cli import kernels
-from fidelab.cli.kernels_inputs import captured_tensors
+from fidelab.cli.kernels_audit import captured_tensors
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf import HFEngine
-from fidelab.errors import FidelabError, InputError, UsageError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny
 from fidelab.probes import Layerwise
 from tests.engines.tiny import Answers
+from tests.runs.harness import Done, cli
+
+pytest.importorskip("k16v8.cli")
 
 WRONG = """
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -30,7 +30,7 @@ def attend(q, k, v, *, causal, scale):
     at = arange(k.shape[2])
     return 1.02 * sdpa(q, k, v, attn_mask=at <= at[-q.shape[2]:, None], scale=scale, enable_gqa=True)
 """
-SOUND = "sdpa-math,fidelab-torch"
+SOUND = "sdpa-math,k16v8-torch"
 
 
 @pytest.fixture(scope="module")
@@ -38,21 +38,20 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny(tmp_path_factory.mktemp("audit") / "tiny", layers=3, positions=256)
 
 
-def audit(*words: object) -> Result:
-    return CliRunner().invoke(kernels.app, ["audit", *map(str, words)])
+def audit(cwd: Path, *words: object) -> Done:
+    return cli("kernels", "audit", *words, cwd=cwd)
 
 
 def test_a_sound_implementation_passes_and_a_wrong_one_is_named_on_the_models_tensors(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "two_percent_too_much.py").write_text(WRONG, "utf-8")
-    monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     wrong = "two_percent_too_much:attend"
-    done = audit("--model", model, "--layers", "2,0", "--lengths", "16,64,1024", "--n-ctx", 64, "--json",
+    done = audit(tmp_path, "--model", model, "--layers", "2,0", "--lengths", "16,64,1024", "--n-ctx", 64, "--json",
                  "--implementation", f"{SOUND},{wrong}")  # fmt: skip
-    assert done.exit_code == 1, done.output
-    found = json.loads(done.stdout)
+    assert done.code == 1, done.err
+    found = json.loads(done.out)
     judged = {(one["implementation"], one["case"], one["kv_length"]): one["status"] for one in found["findings"]}
     cases = [(case, length) for case in ("layer 0", "layer 2") for length in (16, 64)]
     assert judged == {
@@ -60,8 +59,8 @@ def test_a_sound_implementation_passes_and_a_wrong_one_is_named_on_the_models_te
         **{(wrong, *case): "over" for case in cases},
     }
     assert found["not_measured"] == [1024]
-    assert found["model"] == str(model)
-    assert "KV length 1,024 not measured" in done.stderr
+    assert (found["model"], found["tensors"]) == (str(model), None)
+    assert "KV length 1,024 not measured: there is no query at it; --n-ctx makes the window longer" in done.err
     assert [path.name for path in tmp_path.iterdir() if path.suffix != ".py" and path.name != "__pycache__"] == []
 
 
@@ -85,27 +84,29 @@ def test_the_tensors_are_what_the_engine_answers_in_the_asked_type(model: Path) 
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "said"),
+    ("words", "said"),
     [
-        (("--layers", "0,3"), UsageError, "layer 3: "),
-        (("--layers", "a"), UsageError, "--layers 'a': write numbers"),
-        (("--n-ctx", "300"), UsageError, "at most 256 positions"),
-        (("--text", "nowhere.txt"), InputError, "no text 'nowhere.txt'"),
-        (("--tensors", "x.safetensors"), UsageError, "give one of them"),
-        (("--head-dim", "32"), UsageError, "--head-dim is for random inputs: leave it out, or --model"),
-        (("--seed", "1"), UsageError, "--seed is for random inputs: leave it out, or --model"),
-        (("--self-test",), UsageError, "--self-test has implementations and inputs of its own"),
+        (("--layers", "0,3"), "layer 3: "),
+        (("--layers", "a"), "--layers 'a': write numbers"),
+        (("--n-ctx", "300"), "at most 256 positions"),
+        (("--n-ctx", "7"), "a window has 8 tokens or more"),
+        (("--n-ctx",), "expected one argument"),
+        (("--dtype", "fp8"), "unknown type 'fp8'"),
+        (("--text", "nowhere.txt"), "no text 'nowhere.txt'"),
+        (("--tensors", "x.safetensors"), "give one of them"),
+        (("--head-dim", "32"), "--head-dim is for random inputs: leave it out, or --model"),
+        (("--seed", "1"), "--seed is for random inputs: leave it out, or --model"),
+        (("--self-test",), "--self-test has implementations and inputs of its own"),
     ],
 )
-def test_bad_flags_are_one_line(words: tuple[str, ...], error: type[FidelabError], said: str, model: Path) -> None:
-    done = audit("--model", model, *words)
-    assert isinstance(done.exception, error), done.output
-    assert said in str(done.exception)
-    assert "\n" not in str(done.exception)
+def test_bad_flags_are_one_line(words: tuple[str, ...], said: str, model: Path, tmp_path: Path) -> None:
+    done = audit(tmp_path, "--model", model, *words)
+    assert (done.code, done.err.count("\n")) == (2, 1), done.err
+    assert said in done.err
 
 
 @pytest.mark.parametrize("words", [("--layers", "0"), ("--text", "default"), ("--n-ctx", "64")])
-def test_flags_of_a_model_need_a_model(words: tuple[str, ...]) -> None:
-    done = audit(*words)
-    assert isinstance(done.exception, UsageError)
-    assert f"{words[0]} is for q, k and v of a model" in str(done.exception)
+def test_flags_of_a_model_need_a_model(words: tuple[str, ...], tmp_path: Path) -> None:
+    done = audit(tmp_path, *words)
+    assert (done.code, done.err.count("\n")) == (2, 1)
+    assert f"{words[0]} is for q, k and v of a model" in done.err

@@ -23,7 +23,7 @@ KINDS = ["llama", "mistral", "gemma2", "gemma4", "mistral3", "qwen3_next", "falc
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_generation_and_forced_steps_are_those_of_eager_attention(kind: str, checkpoint: Checkpoint) -> None:
     found: list[list[Answers]] = []
-    for attention in ("fidelab", "eager"):
+    for attention in ("k16v8", "eager"):
         engine = tiny.opened(checkpoint(kind), "f32", attention=attention)
         answers = [Answers(), Answers(), Answers()]
         engine.answer(PREFILL, answers[0])
@@ -42,7 +42,7 @@ def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpo
     engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
     ran = engine.ran()
-    assert ran.attention == "fidelab torch[k=bf16,v=fp8_e4m3]"
+    assert ran.attention == "k16v8 torch[k=bf16,v=fp8_e4m3]"
     assert (ran.k_format, ran.v_format, ran.k_dtype, ran.v_dtype) == ("bf16", "fp8_e4m3", "bfloat16", "uint8")
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 3 * 2 * 32 * (2 + 1)
     assert (ran.kv_layers, ran.layers_without_kv) == (3, 0)
@@ -57,7 +57,7 @@ def test_what_is_unpacked_before_attention_is_still_stored_in_its_format(
     engine = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8", dequant="unpack")
     engine.answer(PREFILL, Answers())
     ran = engine.ran()
-    assert (ran.more["dequant"], ran.attention) == ("unpack", f"fidelab {attended}")
+    assert (ran.more["dequant"], ran.attention) == ("unpack", f"k16v8 {attended}")
     fused = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8")
     fused.answer(PREFILL, Answers())
     assert fused.ran().more["dequant"] == "fused"
@@ -156,7 +156,7 @@ def test_skipped_layers_count_as_what_they_hold(checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
     ran = engine.ran()
-    assert ran.attention == "fidelab torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
+    assert ran.attention == "k16v8 torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 32 * (4 + 2 * 3)
     with pytest.raises(NotSupportedError, match="skip-layers leaves no layer to encode"):
         tiny.opened(checkpoint("llama"), "bf16[skip-layers=0,1,2]", "bfloat16", attention="k16v8")

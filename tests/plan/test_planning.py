@@ -149,6 +149,21 @@ def _attention(arms: Sequence[Arm]) -> dict[str, str | None]:
     return {arm.name: dict(arm.options).get("attention") for arm in arms}
 
 
+@pytest.mark.parametrize("written", ["k16v8", "fidelab"])
+def test_the_former_name_of_the_packages_attention_means_the_package(written: str, tmp_path: Path, tiny: Path) -> None:
+    options = {"engine_args": {"attention": written}, "dtype": "bfloat16"}
+    [arm] = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8"], **options).candidates
+    assert dict(arm.options)["attention"] == "k16v8"
+
+
+def test_arms_that_the_package_k16v8_may_run_have_its_version_in_their_keys(tmp_path: Path, tiny: Path) -> None:
+    import k16v8
+
+    settings = _hf(tmp_path, tiny, candidates=["k16v8", "kv=k16v8,attention=k16v8,name=paged"], dtype="bfloat16")
+    assert "k16v8" not in settings.deployed["k16v8"].versions
+    assert settings.deployed["paged"].versions["k16v8"] == k16v8.__version__
+
+
 def test_on_a_gpu_our_kernels_stay_where_they_hold_every_arm(tmp_path: Path, tiny: Path) -> None:
     arms = _on_gpu(tmp_path, tiny, "k16v8", "fp8_e4m3")
     assert same_attention(arms) == (arms, None)

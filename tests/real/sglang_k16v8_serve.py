@@ -1,6 +1,6 @@
 """Runs in SGLang's environment: SGLang's server with the plug-in, as a user would start it, and with notes.
 
-python -m tests.real.sglang_k16v8_serve FOLDER [flags of sglang.launch_server]    (FIDELAB_K16V8 as in the environment)
+python -m tests.real.sglang_k16v8_serve FOLDER [flags of sglang.launch_server]    (K16V8 as in the environment)
 
 SGLang's scheduler is a process of its own that imports this file again.  There it is given a fixed amount of memory for
 its cache (``FOLDER/tokens.json``: how many tokens that is), and every forward of the backend is compared with the
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from k16v8.plugins.sglang.plugin import SWITCH
+from k16v8.plugins.shared import SWITCH
 from tests.real.k16v8 import LAYERS, compared
 
 FOLDER = Path(sys.argv[1])

@@ -138,7 +138,7 @@ def test_a_server_of_the_users_own_runs_it(
             metrics = reply.read().decode()
     page = 128 * 30 * 3 * 3 * 64  # tokens, layers, heads, 3D bytes
     assert f'num_gpu_blocks="{(32 << 20) // page}"' in metrics
-    assert "fidelab-k16v8: torch[k=bf16,v=fp8_e4m3]" in log.read_text()
+    assert "k16v8: torch[k=bf16,v=fp8_e4m3]" in log.read_text()
 
 
 def test_the_installed_vllm_is_in_the_range(environment: Environment) -> None:

@@ -1,6 +1,6 @@
 """Runs in vLLM's environment: stock vLLM with the plug-in, as a user would have it; what each step held and computed.
 
-python -m tests.real.vllm_k16v8_steps MODEL ANSWER.json    (FIDELAB_K16V8 as in the environment)
+python -m tests.real.vllm_k16v8_steps MODEL ANSWER.json    (K16V8 as in the environment)
 """
 
 from __future__ import annotations

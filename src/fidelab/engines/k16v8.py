@@ -78,7 +78,10 @@ def missing() -> str:
 
 def installed_version() -> str | None:
     """The package's version; ``None`` where it is not installed."""
-    spec = find_spec(K16V8)
+    try:
+        spec = find_spec(K16V8)
+    except ImportError:
+        return None
     if spec is None or spec.origin is None:  # a folder of that name is no package
         return None
     return str(import_module(K16V8).__version__)
