@@ -1,6 +1,6 @@
 """MB of 16-bit KV per second that one core encodes to K16/V8 bytes, verifies and decodes; the fastest call.
 
-python benchmarks/kv_codec.py [--seconds 2] [--tokens 256] [--layers 32] [--heads 8] [--head-dim 128]
+python k16v8/benchmarks/kv_codec.py [--seconds 2] [--tokens 256] [--layers 32] [--heads 8] [--head-dim 128]
 """
 
 from __future__ import annotations

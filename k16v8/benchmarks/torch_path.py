@@ -5,7 +5,7 @@ then product, mask, softmax and product over the whole square.  SmolLM2-135M's g
 bfloat16 keys and e4m3 values, pages as vLLM lays them (128 tokens, a head's in one run) and as the Transformers cache
 does (16 tokens).  The calls take turns; median of the processor time, which other programs disturb less than the clock.
 
-    python benchmarks/torch_path.py [--seconds 1] [--only "decode 8"]
+    python k16v8/benchmarks/torch_path.py [--seconds 1] [--only "decode 8"]
 """
 
 from __future__ import annotations
