@@ -11,28 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from k16v8.bench import conduct, timing
 from k16v8.bench import run as bench
+from k16v8.bench import timing
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Work
-from k16v8.bench.run import Settings, caches_needed, run_one
+from k16v8.bench.run import caches_needed, run_one
 from k16v8.bench.shapes import GEOMETRIES, Cell, cells, geometry
 from k16v8.bench.timing import Bandwidth
 from k16v8.errors import UsageError
 from k16v8.kernels.cache import codes_to_values
+from small_bench import CPU, DECODE, EXTEND, OURS, SETTINGS, TINY
 
-CPU = torch.device("cpu")
-TINY = geometry("tiny")
-DECODE = Cell("decode", TINY.shape, 2, 64)
-EXTEND = Cell("extend", TINY.shape, 2, 96, 32)
-OURS = CONTENDERS[1]
-SETTINGS = Settings(CPU, "torch", (DECODE,), seconds=0.0, cache_bytes=1 << 15)
-
-
-@pytest.fixture(autouse=True)
-def _small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last cache that a few inputs fill, and a bandwidth that takes no time."""
-    monkeypatch.setattr(bench, "last_level_cache", lambda device: 1 << 15)
-    monkeypatch.setattr(conduct, "bandwidth", lambda device, seconds: Bandwidth(2e10, 1e10))
+pytestmark = pytest.mark.usefixtures("small_device")
 
 
 # What is measured

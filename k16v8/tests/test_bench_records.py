@@ -18,23 +18,11 @@ from k16v8.bench.conduct import bench_kernels
 from k16v8.bench.contenders import CONTENDERS, Contender, Draw, Work
 from k16v8.bench.run import Settings, run_one
 from k16v8.bench.shapes import Cell, geometry
-from k16v8.bench.timing import Bandwidth
 from k16v8.errors import EngineError, InputError, OutputError, UsageError
 from k16v8.kernels.cache import codes_to_values
+from small_bench import CPU, DECODE, EXTEND, OURS, SETTINGS, TINY
 
-CPU = torch.device("cpu")
-TINY = geometry("tiny")
-DECODE = Cell("decode", TINY.shape, 2, 64)
-EXTEND = Cell("extend", TINY.shape, 2, 96, 32)
-OURS = CONTENDERS[1]
-SETTINGS = Settings(CPU, "torch", (DECODE,), seconds=0.0, cache_bytes=1 << 15)
-
-
-@pytest.fixture(autouse=True)
-def _small_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A last cache that a few inputs fill, and a bandwidth that takes no time."""
-    monkeypatch.setattr(bench, "last_level_cache", lambda device: 1 << 15)
-    monkeypatch.setattr(conduct, "bandwidth", lambda device, seconds: Bandwidth(2e10, 1e10))
+pytestmark = pytest.mark.usefixtures("small_device")
 
 
 # Records
