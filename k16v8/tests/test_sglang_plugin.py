@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from k16v8.errors import NotSupportedError
-from k16v8.kernels import reference
+from k16v8.kernels import dispatch, reference
 from k16v8.kernels.cache import PagedCache
 from k16v8.plugins import shared
 from k16v8.plugins.sglang import plugin as sglang_k16v8
@@ -321,7 +321,7 @@ def test_sinks_take_part_in_the_softmax(plugin: Any) -> None:
 
 def test_on_a_gpu_the_triton_kernels_are_asked_for_never_run_here(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(plugin, "choose", lambda name, **shape: given.append((name, shape)))
+    monkeypatch.setattr(dispatch, "choose", lambda name, **shape: given.append((name, shape)))
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     pool = plugin.K16V8Pool(16, device="cuda")

@@ -84,7 +84,7 @@ def _noted() -> Iterator[list[dict[str, Any]]]:
         if step is None or layer.layer_name not in NAMED:
             return result
         n, starts = step.num_actual_tokens, step.query_start_loc
-        cache = self._paged(step.block_table, step.seq_lens)
+        cache = self._pages.paged(step.block_table, step.seq_lens)
         wanted, _ = reference.extend(query[:n], starts, cache, self._attention, dtype=torch.float64)
         steps.append(compared(starts, result[:n], wanted))
         return result

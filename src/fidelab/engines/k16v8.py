@@ -100,7 +100,9 @@ def versions_for(arm: Arm) -> dict[str, str]:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """What the package raises, in fidelab's terms; to be used where the package is installed."""
+    """What the package raises, in fidelab's terms; that it is not installed, too."""
+    if reason := missing():
+        raise NotSupportedError(f"this arm {reason}")
     from k16v8 import errors
 
     try:

@@ -79,9 +79,9 @@ class VLLMModel:
         os.environ[FOLDER] = self._folder.name
         register()
         if k16v8_of(arm.kv) is not None:
-            from k16v8.plugins.vllm.plugin import register as register_k16v8
-
             with translated_errors():
+                from k16v8.plugins.vllm.plugin import register as register_k16v8
+
                 register_k16v8()
         self._load()
         self.head: ReplayedHead | None = None

@@ -16,7 +16,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from k16v8.errors import UsageError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
+
+    from k16v8.kernels.cache import PagedCache
+    from k16v8.kernels.dispatch import Kernels
 
 __all__ = [
     "KEY_BYTES",
@@ -39,6 +43,8 @@ _FORMER_SWITCH = "FIDELAB_K16V8"
 LABEL = "k16v8"  # of the attention backends, in logs and records
 _SCALINGS: dict[str, Scaling] = {"1": "none", "per-token-head": "per-token-head"}
 KEY_BYTES, VALUE_BYTES, SCALE_BYTES = 2, 1, 2
+_KEYS = {"torch.bfloat16": "bf16", "torch.float16": "f16"}  # types of keys, and the kernels' names of them
+_VALUES = "fp8_e4m3"
 
 
 def switched() -> Scaling | None:
@@ -83,6 +89,37 @@ class Pages(NamedTuple):
     keys: Tensor  # [blocks, tokens, heads, D], the model's 16-bit type
     values: Tensor  # [blocks, tokens, heads, Dv], uint8: codes of e4m3
     scales: Tensor | None  # [blocks, tokens, heads], float16
+
+    def paged(self, table: Tensor, lengths: Tensor) -> PagedCache:
+        """The layer's cache for the kernels; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
+        from k16v8.kernels.cache import PagedCache
+
+        keys, values, scales = self
+        return PagedCache(keys, values, table, lengths, _KEYS[str(keys.dtype)], _VALUES, v_scale=scales)
+
+    def kernels(self, heads: int, dtype: torch.dtype, device: torch.device | str) -> Kernels:
+        """The kernels for these pages: the torch path on CPUs, Triton on GPUs.  ``heads``, ``dtype``: of queries.
+
+        Raises:
+            NotSupportedError: there are none for this shape.
+        """
+        import torch
+
+        from k16v8.kernels import dispatch
+
+        return dispatch.choose(
+            "torch" if torch.device(device).type == "cpu" else "triton",
+            k_format=_KEYS[str(self.keys.dtype)],
+            v_format=_VALUES,
+            heads=heads,
+            kv_heads=self.keys.shape[2],
+            head_dim=self.keys.shape[3],
+            v_dim=self.values.shape[3],
+            page=self.keys.shape[1],
+            dtype=dtype,
+            device=device,
+            v_scaling="none" if self.scales is None else "per-token-head",
+        )
 
 
 def content_bytes(head_dim: int, v_dim: int, scaling: Scaling) -> int:

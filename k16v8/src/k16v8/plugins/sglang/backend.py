@@ -22,14 +22,13 @@ from torch import Tensor
 
 from k16v8.errors import NotSupportedError
 from k16v8.kernels.cache import PagedCache
-from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import LABEL, Pages, read_back, switched
 
 __all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
 
 _log = logging.getLogger(f"sglang.{__name__}")
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16"}
 
 
 class K16V8Pool(MHATokenToKVPool):
@@ -76,24 +75,11 @@ class K16V8Pool(MHATokenToKVPool):
         Raises:
             NotSupportedError: there are none for this shape.
         """
-        return choose(
-            "torch" if torch.device(self.device).type == "cpu" else "triton",
-            k_format=_FORMATS[self._key_dtype],
-            v_format="fp8_e4m3",
-            heads=heads,
-            kv_heads=self.head_num,
-            head_dim=self.head_dim,
-            v_dim=self.v_head_dim,
-            page=self.page_size,
-            dtype=self._key_dtype,
-            device=self.device,
-            v_scaling="none" if self.v_scale_buffer is None else "per-token-head",
-        )
+        return self._pages[0].kernels(heads, self._key_dtype, self.device)
 
     def paged(self, layer_id: int, table: Tensor, lengths: Tensor) -> PagedCache:
         """A layer's cache; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
-        keys, values, scales = self._pages[layer_id - self.start_layer]
-        return PagedCache(keys, values, table, lengths, _FORMATS[self._key_dtype], "fp8_e4m3", v_scale=scales)
+        return self._pages[layer_id - self.start_layer].paged(table, lengths)
 
     def set_kv_buffer(
         self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, k_scale: Any = None, v_scale: Any = None

@@ -25,8 +25,7 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
 
-from k16v8.kernels.cache import PagedCache
-from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels, choose
+from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
 from k16v8.kernels.reference import Attention
 from k16v8.plugins.shared import LABEL, Pages, content_bytes, read_back, switched
 from k16v8.plugins.vllm.plugin import pages
@@ -34,7 +33,7 @@ from k16v8.plugins.vllm.plugin import pages
 __all__ = ["K16V8Backend"]
 
 _log = init_logger(f"vllm.{__name__}")
-_FORMATS = {torch.bfloat16: "bf16", torch.float16: "f16"}
+_DTYPES = [torch.bfloat16, torch.float16]
 _ON_CPU = current_platform.device_type == "cpu"
 
 
@@ -42,7 +41,7 @@ class K16V8Backend(AttentionBackend):
     """What vLLM asks before it builds a layer."""
 
     forward_includes_kv_cache_update: bool = False
-    supported_dtypes: ClassVar[list[torch.dtype]] = list(_FORMATS)
+    supported_dtypes: ClassVar[list[torch.dtype]] = _DTYPES
     supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
 
     @staticmethod
@@ -76,7 +75,7 @@ class K16V8Backend(AttentionBackend):
         scaling = switched()
         if scaling is None or spec.state_content_bytes is not None:
             return spec
-        if spec.dtype not in _FORMATS:
+        if spec.dtype not in _DTYPES:
             raise NotImplementedError(
                 f"{LABEL} keeps keys in 16 bits, the model computes in {spec.dtype}: pass --dtype"
             )
@@ -182,7 +181,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._open(kv_cache, key.dtype)
         assert self.kernels is not None
         none = slot_mapping.new_zeros(0, dtype=torch.int32)
-        self.kernels.write(key[:n], value[:n], self._paged(none.view(0, 1), none), slot_mapping)
+        self.kernels.write(key[:n], value[:n], self._pages.paged(none.view(0, 1), none), slot_mapping)
 
     def forward(
         self,
@@ -204,7 +203,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         step, n = attn_metadata, attn_metadata.num_actual_tokens
         self._open(kv_cache, query.dtype)
         assert self.kernels is not None
-        cache = self._paged(step.block_table, step.seq_lens)
+        cache = self._pages.paged(step.block_table, step.seq_lens)
         q, out = query[:n], output[:n]
         if step.max_query_len == 1:
             self.kernels.decode(q, cache, self._attention, out=out)
@@ -220,33 +219,9 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._attention = Attention(
             self.scale, self._window, self._softcap, None if self.sinks is None else self.sinks.float()
         )
-        self.kernels = choose(
-            "torch" if _ON_CPU else "triton",
-            k_format=_FORMATS[self._pages.keys.dtype],
-            v_format="fp8_e4m3",
-            heads=self.num_heads,
-            kv_heads=self.num_kv_heads,
-            head_dim=self.head_size,
-            v_dim=self._pages.values.shape[3],
-            page=kv_cache.shape[2],
-            dtype=dtype,
-            device=kv_cache.device,
-            v_scaling=self.scaling,
-        )
+        self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
         self._cache = kv_cache
         _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
-
-    def _paged(self, block_table: Tensor, lengths: Tensor) -> PagedCache:
-        keys, values, scales = self._pages
-        return PagedCache(
-            keys,
-            values,
-            block_table,
-            lengths,
-            k_format=_FORMATS[keys.dtype],
-            v_format="fp8_e4m3",
-            v_scale=scales,
-        )
 
     def read_back(self, kv_cache: Tensor, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`k16v8.plugins.shared.read_back` of this layer."""
