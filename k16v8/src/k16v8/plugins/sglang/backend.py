@@ -79,7 +79,8 @@ class K16V8Pool(MHATokenToKVPool):
 
     def paged(self, layer_id: int, table: Tensor, lengths: Tensor) -> PagedCache:
         """A layer's cache; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
-        return self._pages[layer_id - self.start_layer].paged(table, lengths)
+        pages: Pages = self._pages[layer_id - self.start_layer]
+        return pages.paged(table, lengths)
 
     def set_kv_buffer(
         self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, k_scale: Any = None, v_scale: Any = None
