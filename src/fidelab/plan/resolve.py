@@ -270,7 +270,7 @@ class _Resolver:
         return found
 
     def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
-        """Arms that are compared with each other, by their names; the record of each says why it lacks our kernels."""
+        """Arms that are compared with each other, by their names; the record of each says why it lacks k16v8's."""
         able = [arm for arm in arms if arm.name not in self._unsupported]
         found = {arm.name: arm for arm in arms}
         chosen, refused = same_attention(able)
