@@ -1,4 +1,4 @@
-"""METRICS §9: the figures that it states itself."""
+"""Bytes per token, shares and ceilings of published models, worked out by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_without_weights_the_ceiling_is_the_ratio_of_bytes() -> None:
 
 def test_what_is_more_than_2_percent_above_a_ceiling_is_flagged() -> None:
     ceiling = decode_ceiling(QWEN, 57_344, 43_008, 32 * K, 32)
-    assert above_ceiling(1.38, ceiling)  # the paper's
+    assert above_ceiling(1.38, ceiling)  # a published figure
     assert not above_ceiling(1.019 * ceiling, ceiling)
     assert above_ceiling(1.021 * ceiling, ceiling)
 

@@ -1,4 +1,6 @@
-"""Whether quantization and speculative decoding multiply: four measured arms, told from their reports (METRICS §9).
+"""Whether quantization and speculative decoding multiply: four measured arms, told from their reports.
+
+See docs/metrics.md#speculation.
 
 A flag does not make a server speculate: that it did, or did not, is read from what its ``/metrics`` counted while the
 arm was measured.  An arm of which that is not known gives no ρ.

@@ -46,7 +46,7 @@ class Status(StrEnum):
 
 
 class Estimator(StrEnum):
-    """How a next-token distribution was obtained, best first (METRICS, axis B)."""
+    """How a next-token distribution was obtained, best first. See docs/metrics.md#estimators."""
 
     HIDDEN = "hidden"
     LOGPROBS = "logprobs"

@@ -137,7 +137,11 @@ class _Line:
             return self._measure()
         except FidelabError as error:
             line, failed = self._line, {"status": Status.FAILED, "reason": str(error)}
-            head = {"name": line.label, "engine": line.engine.name, "reference": line.reference}
+            head = {
+                "name": line.label,
+                "engine": line.engine.name,
+                "reference": line.reference.label if line.reference else None,
+            }
             return EngineRow.model_validate(head | failed), None
 
     def _measure(self) -> tuple[EngineRow, ArmResult]:
@@ -162,7 +166,7 @@ class _Line:
             floor=floor.mean if floor else None,
             floor_ci=floor.mean_ci if floor else None,
             speed=self._speed(cross.timing) if cross.timing and well else None,
-            candidate=_candidate(line.candidate, report),
+            candidate=_candidate(line.candidate.label, report),
             long=self._long(cross.long.tokens) if cross.long else None,
         )
         return row, reference
@@ -333,7 +337,10 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
 
 
 def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
-    """Of a cache of plain numbers: Σ over layers of H_kv · D · (bytes of K + bytes of V) (METRICS §8)."""
+    """Of a cache of plain numbers: Σ over layers of H_kv · D · (bytes of K + bytes of V).
+
+    See docs/metrics.md#bytes-per-token.
+    """
     sides = [_ELEMENT.get(str(ran.get(f"{side}_dtype")).removeprefix("torch.")) for side in "kv"]
     if model.layers is None or model.kv_heads is None or model.head_dim is None:
         return None

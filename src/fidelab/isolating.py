@@ -5,7 +5,7 @@ onset of degeneration.  A text that does not degenerate is censored at the end o
 the axis' curve "still clean": the outcome's mean is the budget minus the area under that curve.
 
 The floor of KLD is the largest of what the reference costs against itself, what the control costs, and what rounding
-in the compute type may cost by METRICS §3 (1e-3 nats in 16-bit types, 1e-8 in float32): two exact attentions that sum
+in the compute type may cost (1e-3 nats in 16-bit types, 1e-8 in float32): two exact attentions that sum
 in another order differ by so much.  That of the onset is the number of tokens below which the axis sees no difference.
 
 Of several contexts KLD is taken at the one in which the dearest cell is worst.
@@ -32,7 +32,7 @@ from fidelab.results.isolation_record import FactorEffect, Isolation, IsolationC
 __all__ = ["isolate"]
 
 _ROUNDING = {"float32": 1e-8, "float16": 1e-3, "bfloat16": 1e-3}  # nats
-_MOST_FAILED = 0.01  # share of items; METRICS §3: beyond it an arm has failed
+_MOST_FAILED = 0.01  # share of items; beyond it an arm has failed: see docs/metrics.md#failed-positions
 
 
 @dataclass(frozen=True)

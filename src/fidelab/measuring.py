@@ -216,7 +216,7 @@ def _lossless(result: ArmResult) -> bool:
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
-    """Is there proof that the asked format ran?  (DESIGN §4, proof of engagement)"""
+    """Is there proof that the asked format ran?  See docs/metrics.md#proof-of-engagement."""
     if result.status is not Status.OK or result.ran is None:
         return result.status, result.reason
     ran, kv = result.ran, result.arm.kv

@@ -150,7 +150,7 @@ def _of_reference_alone(capture: str) -> bool:
 
 def _experiment(results: Sequence[ArmResult], axes: Sequence[str], seed: int, bands: str) -> Experiment:
     """The experiment that these captures amount to."""
-    arms = [{"kv": result.arm.kv.label, "name": result.arm.name} for result in results]
+    arms = [{"kv": result.arm.kv, "name": result.arm.name} for result in results]
     names = [arm["name"] for arm in arms[1:]]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

@@ -311,7 +311,7 @@ def _word(band: Band | None) -> Any:
 
 
 def _is_bound(score: AxisScore) -> bool:
-    """A lower bound of the KL enters no composite (METRICS §3)."""
+    """A lower bound of the KL enters no composite. See docs/metrics.md#composite-and-bands."""
     return score.figures.get("estimator") is Estimator.TOPK
 
 
@@ -332,7 +332,10 @@ def _kernel(result: ArmResult) -> str | None:
 
 
 def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-    """What costs the verdict a band: harms that axes found, and perplexity that contradicts the KLD (METRICS §6)."""
+    """What costs the verdict a band: harms that axes found, and perplexity that contradicts the KLD.
+
+    See docs/metrics.md#verdicts.
+    """
     found = [harm for score in scores.values() for harm in score.lowers]
     kld, perplexity = scores.get("kld"), scores.get("perplexity")
     if kld is not None and perplexity is not None:

@@ -33,7 +33,7 @@ def test_pairs_are_fields_of_the_arm_and_options_of_its_engine() -> None:
 
 def test_auto_is_a_format_of_the_reference_and_a_choice_of_the_control() -> None:
     found = validate({**BASE, "reference": "auto", "control": "auto"}, "file")
-    assert found.reference.kv == "auto"
+    assert found.reference.kv == KVSpec.parse("auto")
     assert found.control == "auto"
 
 

@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fidelab.config.load import apply_overrides, dump, load, validate
+from fidelab.core import KVSpec
 from fidelab.errors import ConfigError
 
 MINIMAL: dict[str, Any] = {"model": "m", "reference": "f32", "candidates": ["int4"]}
@@ -20,8 +21,23 @@ def _write(folder: Path, text: str | bytes) -> Path:
     return path
 
 
+def test_a_kv_format_is_read_once_where_it_is_written_and_stored_as_it_was_written() -> None:
+    text = "int4[group=32]/fp8_e4m3[skip-layers=0-2]"
+    experiment = validate({**MINIMAL, "candidates": [text]}, "x")
+    assert experiment.candidates[0].kv == KVSpec.parse(text)
+    assert experiment.model_dump(mode="json")["candidates"][0]["kv"] == text
+    assert validate(experiment.model_dump(mode="json"), "x") == experiment
+
+
+@pytest.mark.parametrize("text", ["a/b/c", "int4[group", "int4[skip-layers=5-2]", 4])
+def test_a_kv_format_that_cannot_be_read_is_refused_in_one_line_that_names_its_place(text: object) -> None:
+    with pytest.raises(ConfigError, match=r"^x: candidates\.0\.kv: .*") as refused:
+        validate({**MINIMAL, "candidates": [{"kv": text}]}, "x")
+    assert "\n" not in str(refused.value)
+
+
 def test_a_kv_name_alone_is_an_arm() -> None:
-    assert validate(MINIMAL, "x").candidates[0].kv == "int4"
+    assert validate(MINIMAL, "x").candidates[0].kv == KVSpec.parse("int4")
 
 
 def test_an_arm_may_have_a_name_and_options_of_its_own() -> None:

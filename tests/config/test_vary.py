@@ -9,6 +9,7 @@ import yaml
 
 from fidelab.config.load import dump, validate
 from fidelab.config.schema import Experiment
+from fidelab.core import KVSpec
 from fidelab.errors import ConfigError
 
 
@@ -25,8 +26,8 @@ def test_the_cells_are_all_combinations_named_by_their_levels() -> None:
         "attention=eager, kv=int4",
     ]
     assert [(cell.engine_args, cell.kv) for cell in found[:2]] == [
-        ({"attention": "sdpa"}, "bf16"),
-        ({"attention": "sdpa"}, "int4"),
+        ({"attention": "sdpa"}, KVSpec.parse("bf16")),
+        ({"attention": "sdpa"}, KVSpec.parse("int4")),
     ]
 
 
@@ -39,7 +40,12 @@ def test_commas_inside_brackets_separate_no_values() -> None:
 def test_every_key_of_an_arm_can_vary() -> None:
     keys = {"kv": ["a", "b"], "dtype": ["float32", "bfloat16"], "engine": ["hf", "vllm"], "model": ["x", "./y"]}
     cell = experiment({**keys, "block_size": [16, 32]}).cells()[-1]
-    assert (cell.kv, cell.dtype, cell.model, cell.engine_args) == ("b", "bfloat16", "./y", {"block-size": "32"})
+    assert (cell.kv, cell.dtype, cell.model, cell.engine_args) == (
+        KVSpec.parse("b"),
+        "bfloat16",
+        "./y",
+        {"block-size": "32"},
+    )
     assert cell.engine is not None
     assert cell.engine.name == "vllm"
 

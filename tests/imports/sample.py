@@ -11,7 +11,7 @@ TEN = list(range(100, 110))
 DIVERGED = [*TEN[:5], 7, 7, 7]  # eight tokens, another one from index 5 on: 62.5 by REFRACT, 50.0 by ours
 
 DRIFTS = ((0.2, 0.3), (0.1, 0.3), (0.5, 0.2), (0.0, 1.0))
-PLAD_SCORE = (60.6531 + 36.7879 + 100.0 + 0.6738) / 4  # METRICS §5's cells
+PLAD_SCORE = (60.6531 + 36.7879 + 100.0 + 0.6738) / 4  # excess drifts of 0.1, 0.2, below 0, and 1
 
 
 def prompt(ref: list[int] | int, cand: list[int] | int, prefix: int | None = None, **more: Any) -> dict[str, Any]:

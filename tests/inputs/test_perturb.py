@@ -1,4 +1,4 @@
-"""Perturbations: METRICS §5's cases, what each may and may not change, and the tables behind them."""
+"""Perturbations: known cases, what each may and may not change, and the tables behind them."""
 
 from __future__ import annotations
 

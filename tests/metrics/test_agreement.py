@@ -1,4 +1,4 @@
-"""METRICS §2: where two greedy sequences part, and what is made of it."""
+"""Where two greedy sequences part, and what is made of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS §6: composite, bands, verdict."""
+"""Composite, bands, verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS §3: KL over the full vocabulary, its failures, its summaries, and the top-k bound."""
+"""KL over the full vocabulary, its failures, its summaries, and the top-k bound."""
 
 from __future__ import annotations
 

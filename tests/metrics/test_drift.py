@@ -1,4 +1,4 @@
-"""METRICS §5: drift, the score of a cell, the sign test."""
+"""Drift, the score of a cell, the sign test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""METRICS §1: intervals over units, paired differences, and the exact bounds."""
+"""Intervals over units, paired differences, and the exact bounds."""
 
 from __future__ import annotations
 

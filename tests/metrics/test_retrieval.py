@@ -1,4 +1,4 @@
-"""METRICS §4: hits, degradation per cell, the score, and what its interval is worth."""
+"""Hits, degradation per cell, the score, and what its interval is worth."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fidelab.config.load import validate
-from fidelab.errors import UnknownNameError, UsageError
+from fidelab.errors import ConfigError, UnknownNameError, UsageError
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, resolve_experiment
 from fidelab.run import prepare
@@ -90,7 +90,7 @@ def test_a_format_that_one_of_the_engines_lacks_is_not_supported_there(
     ],
 )
 def test_a_level_that_no_cell_can_have_is_a_mistake(vary: list[str], says: str, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=says.replace("[", r"\[")):
+    with pytest.raises((UsageError, ConfigError), match=says.replace("[", r"\[")):
         settings(tmp_path, vary=vary)
 
 

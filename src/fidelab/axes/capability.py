@@ -1,4 +1,4 @@
-"""Capability checks: does the model still do what it could? (METRICS §7)
+"""Capability checks: does the model still do what it could? See docs/metrics.md#capability-checks.
 
 Greedy answers to a set of questions with one right answer each, read by parsing; code is run in a sandbox when scoring.
 What the model, its template or the engine cannot be asked, and what cannot be judged on this machine, is ``not
@@ -29,7 +29,7 @@ from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 
 __all__ = ["Capability"]
 
-_WORSE = -5.0  # points; a paired interval wholly below costs a band (METRICS §6)
+_WORSE = -5.0  # points; a paired interval wholly below costs a band; see docs/metrics.md#verdicts
 _BATCH = 8
 _PARALLEL_TOKENS = 32
 _SHORTEST_LONG = 256  # tokens; what is shorter is not a long prompt
@@ -51,7 +51,10 @@ class CapabilitySettings(AxisSettings):
 
 
 class Capability(Axis):
-    """Share of the applicable checks that the candidate passes; beside it what it lost against the reference."""
+    """Share of the applicable checks that the candidate passes; beside it what it lost against the reference.
+
+    See docs/metrics.md#capability-checks.
+    """
 
     name: ClassVar[str] = "capability"
     title: ClassVar[str] = "Capability: what can the model still do?"
@@ -225,7 +228,7 @@ def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
     """A loss of right answers that is beyond chance.
 
     Whether a batch answers as single requests do is left out: greedy paths fork at near ties, and what is chaotic
-    does not set the verdict (METRICS §6).
+    does not set the verdict.  See docs/metrics.md#verdicts.
     """
     answered = [result for result in good if result.check.judge is not None]
     interval = _change(answered, seed).interval if answered else None

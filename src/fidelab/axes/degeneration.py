@@ -1,4 +1,6 @@
-"""Degeneration onset: from which token on a long greedy text is garbage, if any (METRICS §7).
+"""Degeneration onset: from which token on a long greedy text is garbage, if any.
+
+See docs/metrics.md#degeneration.
 
 Small models loop under greedy decoding whatever their cache, so an onset counts as harm only where it lies more than
 32 tokens before the reference's.  Greedy paths are chaotic: a harmless rounding moves a text into a loop, or out of
@@ -84,7 +86,7 @@ class _Item:
 class Degeneration(Axis):
     """Share of prompts on which the candidate's text degenerates earlier than the reference's.
 
-    A sequence that ends is judged up to its end: stopping is no degeneration.
+    A sequence that ends is judged up to its end: stopping is no degeneration.  See docs/metrics.md#degeneration.
     """
 
     name: ClassVar[str] = "degeneration"

@@ -1,4 +1,6 @@
-"""Forced decode KLD: the reference's own greedy text, fed token by token through each arm's cache (METRICS §7).
+"""Forced decode KLD: the reference's own greedy text, fed token by token through each arm's cache.
+
+See docs/metrics.md#forced-decode-kld.
 
 Prefill KLD reads a cache that one forward filled.  Here every token enters the cache in a forward of its own, as in
 generation, and all arms are given the same tokens: one changed token does not change all that follow.
@@ -45,6 +47,7 @@ class ForcedDecode(Axis):
     """KL(reference ‖ candidate), nats, at every position of the reference's greedy text.
 
     The row of token i is the distribution from which the reference drew it: prompt and i tokens are in the cache.
+    See docs/metrics.md#forced-decode-kld.
     """
 
     name: ClassVar[str] = "forced"

@@ -1,4 +1,4 @@
-"""GSM8K: does the candidate still solve the word problems that the reference solves? (METRICS §7)"""
+"""GSM8K: does the candidate still solve the word problems that the reference solves? See docs/metrics.md#gsm8k."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 __all__ = ["GSM8K"]
 
 _MEASURABLE = 0.05  # accuracy of the reference; below, a loss could not be seen
-_HARM = -5.0  # points (METRICS §6)
+_HARM = -5.0  # points; see docs/metrics.md#verdicts
 _SHOWN = 8  # lost items whose text the report shows
 _DIGITS = 24  # of a number in the table
 
@@ -58,7 +58,10 @@ class GSM8KSettings(AxisSettings):
 
 
 class GSM8K(Axis):
-    """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent."""
+    """Accuracy of greedy chain-of-thought answers; the score is the candidate's, in percent.
+
+    See docs/metrics.md#gsm8k.
+    """
 
     name: ClassVar[str] = "gsm8k"
     title: ClassVar[str] = "GSM8K: are word problems still solved?"

@@ -1,4 +1,6 @@
-"""Axis B: KL divergence over the full vocabulary at every scored position (METRICS §3), at one or several contexts.
+"""Axis B: KL divergence over the full vocabulary at every scored position, at one or several contexts.
+
+See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
 
 ``windows`` are those of the shortest context.  A longer one has fewer, so that about as many positions are scored, but
 no fewer than six: what is resampled are documents, and a long window rarely touches more than one.
@@ -72,7 +74,7 @@ class KLD(Axis):
     """KL(reference ‖ candidate), nats, after the same context through each arm's own cache; a part per context.
 
     A single context is the part ``""``.  An arm's figures and items are those of its worst context.  Of rows that hold
-    the top tokens alone KL is a lower bound, and has no score.
+    the top tokens alone KL is a lower bound, and has no score.  See docs/metrics.md#mean-kl-divergence.
     """
 
     name: ClassVar[str] = "kld"

@@ -1,4 +1,7 @@
-"""Axis D, PLAD: does a small change to a prompt move the candidate's answer more than the reference's? (METRICS §5)"""
+"""Axis D, PLAD: does a small change to a prompt move the candidate's answer more than the reference's?
+
+See docs/metrics.md#drift-under-perturbation.
+"""
 
 from __future__ import annotations
 
@@ -63,6 +66,7 @@ class PLAD(Axis):
     """Excess drift: how much more a candidate's greedy answers change with the prompt than the reference's do.
 
     An arm that answers whatever prompt with the same text does not drift either: it has no score, and fails.
+    See docs/metrics.md#drift-under-perturbation.
     """
 
     name: ClassVar[str] = "plad"

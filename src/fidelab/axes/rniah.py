@@ -1,4 +1,4 @@
-"""Axis C: does the candidate still find what the reference finds in a long text?  (METRICS §4)"""
+"""Axis C: does the candidate still find what the reference finds in a long text? See docs/metrics.md#retrieval."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ __all__ = ["RNIAH"]
 _SHORT = (512, 2048, 4096)  # for models of up to 8,192 positions
 _LONG = tuple(4096 << k for k in range(6))  # 131,072 at most: longer ones are to be asked for
 _LEAST_PREDICT, _AROUND = 24, 8  # tokens: of an answer; of it besides the codes
-_HARM = -5.0  # points (METRICS §6)
+_HARM = -5.0  # points; see docs/metrics.md#verdicts
 
 
 class RNIAHSettings(AxisSettings):
@@ -103,12 +103,12 @@ class RNIAHSettings(AxisSettings):
 class RNIAH(Axis):
     """Share of hidden facts that the candidate loses, by prompt length and place.
 
-    The score, which enters the composite, is METRICS' (§4) one-sided one: below 100 for arms that do not differ, by how
-    much says the figure "score expected by chance".  The accuracy difference has a sign, is 0 on average without a
+    The score, which enters the composite, is one-sided: it lies below 100 for arms that do not differ, by how much says
+    the figure "score expected by chance".  The accuracy difference has a sign, is 0 on average without a
     difference, and alone can cost the verdict a band.
 
     Parts: ``main``; with style ``auto`` the reference alone is asked the shortest length as a ``question`` first, and
-    what it answers decides how ``main`` asks all arms.
+    what it answers decides how ``main`` asks all arms.  See docs/metrics.md#retrieval.
     """
 
     name: ClassVar[str] = "rniah"

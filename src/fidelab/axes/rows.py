@@ -1,7 +1,7 @@
 """Rows of next-token distributions out of captures, in chunks, whatever the estimator.
 
 Full-vocabulary rows give KL; rows of the top tokens alone give a lower bound of it, from which nothing follows that
-rests on an upper end, on a difference or on equality (METRICS §3, ``topk``).
+rests on an upper end, on a difference or on equality.  See docs/metrics.md#estimators.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Axis A: do greedy decodes stay together? (METRICS §2)"""
+"""Axis A: do greedy decodes stay together? See docs/metrics.md#trajectory."""
 
 from __future__ import annotations
 
@@ -40,11 +40,14 @@ class TrajectorySettings(AxisSettings):
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     batch: int = Field(default=16, ge=1, description="prompts decoded together")
-    compat: Literal["refract"] | None = Field(default=None, description="the source's score")
+    compat: Literal["refract"] | None = Field(default=None, description="REFRACT's score")
 
 
 class Trajectory(Axis):
-    """Share of greedily decoded tokens before the candidate leaves the reference's path."""
+    """Share of greedily decoded tokens before the candidate leaves the reference's path.
+
+    See docs/metrics.md#trajectory.
+    """
 
     name: ClassVar[str] = "trajectory"
     Settings: ClassVar[type[AxisSettings]] = TrajectorySettings

@@ -1,6 +1,6 @@
 """How fast answers are written: tokens per second at a list of depths, by two methods.
 
-Isolated: n / (last − first token).  By subtraction, the paper's other method: n / (whole answer − median of separate
+Isolated: n / (last − first token).  By subtraction, another method in use: n / (whole answer − median of separate
 prefills of the same length).
 """
 
@@ -33,7 +33,7 @@ class DecodeSettings(LiveSettings):
 
 
 class Decode(Bench):
-    """Tokens per second behind the first one, over the whole batch (METRICS §8)."""
+    """Tokens per second behind the first one, over the whole batch. See docs/metrics.md#decode-speed."""
 
     name: ClassVar[str] = "decode"
     title: ClassVar[str] = "How fast are answers written?"

@@ -26,7 +26,10 @@ class MemorySettings(LiveSettings):
 
 
 class Memory(Bench):
-    """Measured bytes; peaks are those of the worker's processes up to the end of each answer."""
+    """Measured bytes; peaks are those of the worker's processes up to the end of each answer.
+
+    See docs/metrics.md#memory.
+    """
 
     name: ClassVar[str] = "memory"
     title: ClassVar[str] = "How much memory does it take?"

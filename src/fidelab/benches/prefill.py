@@ -24,7 +24,7 @@ class PrefillSettings(LiveSettings):
 
 
 class Prefill(Bench):
-    """n / time to the first token, cold prefix cache (METRICS §8)."""
+    """n / time to the first token, cold prefix cache. See docs/metrics.md#prefill-speed."""
 
     name: ClassVar[str] = "prefill"
     title: ClassVar[str] = "How fast are prompts read?"

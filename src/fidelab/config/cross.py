@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fidelab.config.load import explain_validation
-from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment
+from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat
 from fidelab.errors import ConfigError
 
 __all__ = ["KIND", "CrossEngine", "EngineLine", "Long", "Timing", "validate_cross"]
@@ -24,8 +24,8 @@ class EngineLine(BaseModel):
 
     engine: EngineConfig = Field(description="engine, or its name, python, prefix and pythonpath")
     name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
-    reference: str | None = Field(default=None, description="KV format of the reference; the engine's native one")
-    candidate: str = Field(description="KV format of the candidate: the engine's 8-bit cache")
+    reference: KVFormat | None = Field(default=None, description="KV format of the reference; the engine's native one")
+    candidate: KVFormat = Field(description="KV format of the candidate: the engine's 8-bit cache")
     engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of both arms")
     dtype: Dtype = Field(default="auto", description="compute type of both arms")
 

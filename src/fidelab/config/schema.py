@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    PlainSerializer,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, parse_vary
+from fidelab.core import KVSpec
+from fidelab.errors import UsageError
 
-__all__ = ["ArmConfig", "EngineConfig", "Experiment"]
+__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat"]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -42,12 +56,28 @@ def _engine(value: Any) -> Any:
     return {"name": value} if isinstance(value, str) else value
 
 
+def _kv(value: Any, handler: ValidatorFunctionWrapHandler) -> KVSpec:
+    """The format that a text means; what is parsed already stays."""
+    if isinstance(value, KVSpec):
+        return value
+    if not isinstance(value, str):
+        raise ValueError("write the KV format as text: a name, or K/V, with options in brackets")
+    try:
+        return KVSpec.parse(value)
+    except UsageError as error:
+        raise ValueError(str(error)) from None
+
+
+KVFormat = Annotated[InstanceOf[KVSpec], WrapValidator(_kv), PlainSerializer(lambda spec: spec.label, return_type=str)]
+"""Written as text and read once; files hold what the user wrote."""
+
+
 class ArmConfig(BaseModel):
     """One arm: its KV format, and what differs from the experiment's defaults."""
 
     model_config = _STRICT
 
-    kv: str | None = Field(default=None, description="KV format: a name, K/V, with options in brackets")
+    kv: KVFormat | None = Field(default=None, description="KV format: a name, K/V, with options in brackets")
     name: str | None = Field(default=None, description="how reports call the arm; what it differs in by default")
     engine: EngineConfig | None = Field(default=None, description="engine of this arm alone")
     model: str | None = Field(default=None, description="checkpoint of this arm alone, of the same tokenizer")
@@ -152,7 +182,8 @@ class Experiment(BaseModel):
                 ArmConfig.model_validate(cell_fields(levels))
             except ValidationError as error:
                 first = error.errors()[0]
-                raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+                place = ".".join(map(str, first["loc"]))
+                raise ValueError(f"{place}: {first['msg'].removeprefix('Value error, ')}") from None
         return value
 
     @field_validator("axes", "benches", mode="before")

@@ -149,8 +149,8 @@ def _lossless(name: str, dtype: str) -> bool | None:
 class Engine(ABC):
     """One engine adapter.
 
-    ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up`` (METRICS §8).
-    What an engine cannot tell apart stands under the later one.
+    ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
+    docs/metrics.md#start-up-time.  What an engine cannot tell apart stands under the later one.
     """
 
     name: ClassVar[str]

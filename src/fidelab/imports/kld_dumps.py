@@ -1,8 +1,8 @@
 """``fidelab import kld-dumps``: full-vocabulary log-probabilities that a patched server wrote, one file per window.
 
 A dump is a folder of ``0.safetensors``, ``1.safetensors`` …, each with one tensor ``log_probs`` [rows, vocabulary]:
-the protocol ``sliding`` of METRICS §3, windows of 2048 tokens every 512, every row scored.  Row r says what follows
-token r.
+the protocol ``sliding``, windows of 2048 tokens every 512, every row scored.  Row r says what follows token r.  See
+docs/metrics.md#windows-and-contexts.
 The dumps hold no tokens, so Δp of the actual token is not known; and no sign of what ran, so rows that all equal the
 reference's are no proof of anything.
 """

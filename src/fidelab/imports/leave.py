@@ -47,7 +47,7 @@ class Source:
 def kld_verdict(
     axis: KldAxis | None, reason: str, *, k: str = "auto", v: str = "auto", status: Status = Status.OK
 ) -> Verdict:
-    """The verdict by the upper 95% bound of the mean KL (METRICS §6); ``reason`` says why there is no such bound.
+    """The verdict by the upper 95% bound of the mean KL; ``reason`` says why there is no such bound.
 
     ``k`` and ``v`` are the cache's formats where they are what was changed; the sentence may advise on them.
     """

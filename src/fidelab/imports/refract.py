@@ -1,7 +1,7 @@
 """``fidelab import refract``: a REFRACT report, computed again from what it holds, as a report of ours.
 
-Shown are the file's scores, the same by REFRACT's own definitions from the file's data, and by ours (METRICS §§2, 3,
-5, 6), each with both tables of bands.  The verdict is ours: a mean KL without an interval gives none.
+Shown are the file's scores, the same by REFRACT's own definitions from the file's data, and by ours
+(docs/metrics.md), each with both tables of bands.  The verdict is ours: a mean KL without an interval gives none.
 """
 
 from __future__ import annotations

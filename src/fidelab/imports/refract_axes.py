@@ -1,6 +1,6 @@
 """The four axes of a REFRACT report, computed again from what it holds per prompt, cell or chunk.
 
-Each axis gives three values of its score: the file's, that of REFRACT's definition, and that of ours (METRICS §§2-5).
+Each axis gives three values of its score: the file's, that of REFRACT's definition, and that of ours (docs/metrics.md).
 A value that the file does not hold the data for is None.
 """
 

@@ -1,8 +1,8 @@
 """Prompts with a needle: a haystack of exactly the wanted length in which one fact, or several, is to be found again.
 
-METRICS §4.  A prompt is assembled from ids: what the chat template puts before the text, haystack, needle sentences
-at sentence boundaries, question, and what the template puts behind it.  Every prompt is read back: its text must hold
-each code once.
+A prompt is assembled from ids: what the chat template puts before the text, haystack, needle sentences at sentence
+boundaries, question, and what the template puts behind it.  Every prompt is read back: its text must hold each code
+once.  See docs/metrics.md#retrieval.
 """
 
 from __future__ import annotations

@@ -2,6 +2,5 @@
 
 ``divergence`` compares next-token distributions, ``agreement`` token sequences, ``intervals`` says how sure
 an estimate is, ``composite`` turns axis scores into bands and a verdict.  No files, no engines, no settings:
-arrays in, frozen records out.  METRICS defines the numbers; the sections it is cited by stand in the
-docstrings.
+arrays in, frozen records out.  docs/metrics.md defines the numbers; docstrings name its sections.
 """

@@ -1,4 +1,6 @@
-"""Agreement of two greedy token sequences (METRICS §2, axis A): prefixes, divergences, margins.
+"""Agreement of two greedy token sequences (axis A): prefixes, divergences, margins.
+
+See docs/metrics.md#trajectory.
 
 Sequences hold token ids as the engine emitted them; the end-of-sequence token counts as a token.  A pair in
 which both sides are empty is *failed*: it is out of every figure here, and the axis reports how many there
@@ -27,7 +29,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class PairAgreement:
-    """One prompt's two answers.
+    """One prompt's two answers. See docs/metrics.md#trajectory.
 
     Attributes:
         first_divergence: index of the first mismatch (the shorter length where one is a prefix of the other),
@@ -56,7 +58,7 @@ class PairAgreement:
 
 
 def first_divergence(ref: Sequence[int], test: Sequence[int]) -> PairAgreement:
-    """Where two sequences of token ids part (METRICS §2's cases)."""
+    """Where two sequences of token ids part. See docs/metrics.md#trajectory."""
     equal = [r == t for r, t in zip(ref, test, strict=False)]
     prefix = next((i for i, same in enumerate(equal) if not same), len(equal))
     parted = prefix < max(len(ref), len(test))
@@ -64,10 +66,10 @@ def first_divergence(ref: Sequence[int], test: Sequence[int]) -> PairAgreement:
 
 
 def trajectory_score(pairs: Sequence[PairAgreement], compat: str | None = None) -> float | None:
-    """Axis A's score, ``100·Σ p_i / Σ max(|r_i|, |c_i|)``; None when nothing is usable (METRICS §2).
+    """Axis A's score, ``100·Σ p_i / Σ max(|r_i|, |c_i|)``; None when nothing is usable.
 
     ``compat="refract"`` divides by ``Σ |c_i|`` as REFRACT does, which gives 100 to a candidate that stops
-    early.
+    early.  See docs/metrics.md#trajectory.
     """
     if compat not in (None, "refract"):
         raise ValueError(f"compat is None or 'refract', not {compat!r}")
@@ -77,7 +79,10 @@ def trajectory_score(pairs: Sequence[PairAgreement], compat: str | None = None) 
 
 
 def exact_match_rate(pairs: Sequence[PairAgreement]) -> float | None:
-    """Share of usable items (0…1) whose sequences are equal; None when there is none."""
+    """Share of usable items (0…1) whose sequences are equal; None when there is none.
+
+    See docs/metrics.md#trajectory.
+    """
     return _mean([pair.first_divergence is None for pair in _usable(pairs)])
 
 
@@ -85,6 +90,7 @@ def positional_agreement(pairs: Sequence[PairAgreement]) -> float | None:
     """Share of positions (0…1) with the same token, over ``Σ max(|r_i|, |c_i|)``.
 
     Unlike the score it also counts what agrees after the first divergence.  None when nothing is usable.
+    See docs/metrics.md#trajectory.
     """
     total = sum(pair.longest for pair in pairs)
     return sum(pair.matches for pair in pairs) / total if total else None
@@ -95,7 +101,7 @@ def survival_curve(pairs: Sequence[PairAgreement], length: int | None = None) ->
 
     ``length`` is the longest sequence's by default.
     An item has survived n tokens if it diverges at index n or later, or never; so the curve starts at 1 and
-    ends at the exact-match rate.  Empty when nothing is usable.
+    ends at the exact-match rate.  Empty when nothing is usable.  See docs/metrics.md#trajectory.
     """
     usable = _usable(pairs)
     if not usable:
@@ -107,16 +113,19 @@ def survival_curve(pairs: Sequence[PairAgreement], length: int | None = None) ->
 
 
 def median_first_divergence(pairs: Sequence[PairAgreement]) -> float | None:
-    """Median index of the first mismatch over the diverging items; None when none diverges."""
+    """Median index of the first mismatch over the diverging items; None when none diverges.
+
+    See docs/metrics.md#trajectory.
+    """
     found = [pair.first_divergence for pair in pairs if pair.first_divergence is not None]
     return float(np.median(found)) if found else None
 
 
 def near_tie_share(margins: ArrayLike, threshold: float = 0.1) -> float | None:
-    """Share of divergences (0…1) at which the reference itself hardly preferred its token (METRICS §2).
+    """Share of divergences (0…1) at which the reference itself hardly preferred its token.
 
     ``margins [n]``: per divergence, the reference's top-1 minus the candidate's token, nats; NaN (unknown)
-    does not count.  Near tie: margin < ``threshold``.  None without a known margin.
+    does not count.  Near tie: margin < ``threshold``.  None without a known margin.  See docs/metrics.md#trajectory.
     """
     values = np.asarray(margins, dtype=np.float64)
     return _mean((values[~np.isnan(values)] < threshold).tolist())

@@ -43,6 +43,7 @@ class Allowance:
     """How far a cost may rise: a share of it, and so much in its own unit (both ≥ 0).
 
     Of what can be negative (differences) a share is allowed only where it is positive.
+    See docs/metrics.md#changes-between-runs.
     """
 
     relative: float = 0.0
@@ -55,7 +56,7 @@ class Allowance:
 
 @dataclass(frozen=True)
 class Change:
-    """An estimate and its 95% interval."""
+    """An estimate and its 95% interval. See docs/metrics.md#changes-between-runs."""
 
     estimate: float
     interval: Interval
@@ -63,7 +64,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its 95% interval."""
+    """A value with its 95% interval. See docs/metrics.md#changes-between-runs."""
 
     value: float
     interval: Interval
@@ -82,6 +83,7 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
     Timings spread by factors, and a rate has the same interval as the time that it stands for.
 
     ``None`` for fewer than two repeats on a side, or one that is not positive.
+    See docs/metrics.md#changes-between-runs.
     """
     if min(len(baseline), len(now)) < 2 or min(*baseline, *now) <= 0:
         return None
@@ -103,7 +105,7 @@ def difference_interval(a: Estimate, b: Estimate) -> Interval:
     Each side of an interval stands for the variance on that side: ``d − √((a − l_a)² + (u_b − b)²)`` to
     ``d + √((u_a − a)² + (b − l_b)²)`` (Zou & Donner, Statistics in Medicine 27, 2008).  With symmetric intervals this
     is the normal approximation.  Where both answered the same questions the true interval is narrower: positive
-    correlation, which intervals alone do not show.
+    correlation, which intervals alone do not show.  See docs/metrics.md#changes-between-runs.
     """
     down = math.hypot(max(0.0, a.value - a.interval[0]), max(0.0, b.interval[1] - b.value))
     up = math.hypot(max(0.0, a.interval[1] - a.value), max(0.0, b.value - b.interval[0]))
@@ -111,14 +113,17 @@ def difference_interval(a: Estimate, b: Estimate) -> Interval:
 
 
 def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> Verdict:
-    """Of two costs with intervals (module docstring)."""
+    """Of two costs with intervals (module docstring). See docs/metrics.md#changes-between-runs."""
     worse = difference_interval(now, baseline.allowed(allowance))
     better = difference_interval(baseline, now.allowed(allowance))
     return _verdict(worse, better)
 
 
 def judge_log_ratio(change: Interval, relative: float) -> Verdict:
-    """Of the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed."""
+    """Of the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed.
+
+    See docs/metrics.md#changes-between-runs.
+    """
     allowed = math.log1p(relative)
     low, high = change
     return _verdict((low - allowed, high - allowed), (-high - allowed, -low - allowed))
@@ -129,7 +134,7 @@ def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bo
 
     ``exact``: they have no noise, and a change beyond the allowance is certain.  Otherwise the noise is taken to be no
     larger than the allowance: within it nothing changed, a change is certain where the allowance was used up twice
-    over, and between the two nobody can tell.
+    over, and between the two nobody can tell.  See docs/metrics.md#changes-between-runs.
     """
 
     def certain(cost: float) -> float:

@@ -1,6 +1,8 @@
-"""The composite score, the only table of bands, and the verdict (METRICS §6).
+"""The composite score, the only table of bands, and the verdict.
 
-The composite is the source's summary of four axes; it is shown and never decides.  The verdict is ours: the
+See docs/metrics.md#composite-and-bands and docs/metrics.md#verdicts.
+
+The composite is REFRACT's summary of four axes; it is shown and never decides.  The verdict is ours: the
 upper 95% bound of the mean KL, lowered where something else shows harm.  Without such a bound the mean itself, or a
 lower bound of it, still says what the verdict is at best, and where it is FAIL.
 """
@@ -38,7 +40,7 @@ AXES = ("trajectory", "kld", "rniah", "plad")
 
 
 class Band(StrEnum):
-    """The four grades, best first."""
+    """The four grades, best first. See docs/metrics.md#verdicts."""
 
     EXCELLENT = "EXCELLENT"
     PASS = "PASS"
@@ -51,7 +53,7 @@ _ORDER = tuple(Band)
 
 @dataclass(frozen=True)
 class Bands:
-    """Lowest score (0…100) of each band; below the last one is FAIL."""
+    """Lowest score (0…100) of each band; below the last one is FAIL. See docs/metrics.md#composite-and-bands."""
 
     excellent: float
     passed: float
@@ -75,7 +77,10 @@ _ALIKE = 0.1  # of the larger mean: costs that differ by less are taken for the 
 
 
 def harmonic_mean(scores: Sequence[float]) -> float | None:
-    """``k / Σ 1/s``; 0 where any score is ≤ 0, NaN where any is NaN, None without scores (METRICS §6)."""
+    """``k / Σ 1/s``; 0 where any score is ≤ 0, NaN where any is NaN, None without scores.
+
+    See docs/metrics.md#composite-and-bands.
+    """
     if not scores:
         return None
     return float(_harmonic(np.asarray(scores, dtype=np.float64)[None, :])[0])
@@ -90,7 +95,7 @@ def _harmonic(scores: Floats) -> Floats:
 
 @dataclass(frozen=True)
 class Composite:
-    """The harmonic mean of the axes measured.
+    """The harmonic mean of the axes measured. See docs/metrics.md#composite-and-bands.
 
     Attributes:
         value: 0…100; None when no axis was measured.
@@ -113,11 +118,11 @@ def composite(
     *,
     bands: str = "fidelab",
 ) -> Composite:
-    """Harmonic mean of the axis scores (0…100, None = not measured), with interval and band (METRICS §6).
+    """Harmonic mean of the axis scores (0…100, None = not measured), with interval and band.
 
     ``intervals``: of each axis' score, 95%.  The composite's follows from them as of independent estimates: with
     x = 1/score and its ends, the sum S of the x reaches down by ``√Σ (x − x_low)²`` and up by ``√Σ (x_high − x)²``
-    (Zou & Donner, Statistics in Medicine 27, 2008), and the mean is k/S.
+    (Zou & Donner, Statistics in Medicine 27, 2008), and the mean is k/S.  See docs/metrics.md#composite-and-bands.
 
     Raises:
         UnknownNameError: an axis or a band table that does not exist.
@@ -159,12 +164,12 @@ def _composite_interval(
 
 
 def kl_band(upper_mean_kl: float) -> Band:
-    """Band of the upper 95% bound of a mean KL in nats (METRICS §6); NaN is FAIL."""
+    """Band of the upper 95% bound of a mean KL in nats; NaN is FAIL. See docs/metrics.md#verdicts."""
     return next((b for b, edge in zip(_ORDER, _KL_EDGES, strict=False) if upper_mean_kl < edge), Band.FAIL)
 
 
 def lower(band: Band) -> Band:
-    """One band worse; FAIL stays."""
+    """One band worse; FAIL stays. See docs/metrics.md#verdicts."""
     return _ORDER[min(_ORDER.index(band) + 1, len(_ORDER) - 1)]
 
 
@@ -173,6 +178,7 @@ class Verdict:
     """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why.
 
     ``at_best``: the best band still possible where there is no verdict; None where none is ruled out.
+    See docs/metrics.md#verdicts.
     """
 
     band: Band | None
@@ -194,7 +200,7 @@ def verdict(
     *,
     kld_least: float | None = None,
 ) -> Verdict:
-    """The verdict on one candidate (METRICS §6).
+    """The verdict on one candidate. See docs/metrics.md#verdicts.
 
     Args:
         kld_upper: upper 95% bound of the mean KL, nats, from an estimator over the full vocabulary; None
@@ -233,6 +239,6 @@ def cost_alike(difference: tuple[float, float] | None, larger: float) -> bool:
     """Shown to cost the same: the 95% interval of a paired difference lies within ± 10% of the larger mean.
 
     Two one-sided tests at 2.5% (Schuirmann, J. Pharmacokinet. Biopharm. 15, 1987).  The margin is relative, as costs
-    span orders of magnitude.
+    span orders of magnitude.  See docs/metrics.md#paired-differences.
     """
     return difference is not None and max(abs(end) for end in difference) <= _ALIKE * larger

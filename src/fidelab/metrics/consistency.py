@@ -1,4 +1,4 @@
-"""Whether recorded speed figures can be true together (METRICS §8).
+"""Whether recorded speed figures can be true together. See docs/metrics.md#recorded-figures.
 
 Pure arithmetic over figures that another tool wrote down; nothing here measures.  Latencies in milliseconds, rates in
 tok/s, lengths in tokens.
@@ -34,12 +34,12 @@ _COUNTED = 8  # values that only grow: this many are no chance
 
 
 def agree(stated: float, derived: float, tolerance: float = TOLERANCE) -> bool:
-    """``stated`` lies within ``tolerance`` of ``derived``, relative to it."""
+    """``stated`` lies within ``tolerance`` of ``derived``, relative to it. See docs/metrics.md#recorded-figures."""
     return abs(stated - derived) <= tolerance * abs(derived)
 
 
 def token_rate(tokens: float, seconds: float) -> float:
-    """Tokens over seconds.
+    """Tokens over seconds. See docs/metrics.md#recorded-figures.
 
     Raises:
         ValueError: no time.
@@ -53,6 +53,7 @@ def closed_loop_rate(concurrency: int, tpot: float, ttft: float | None = None, n
     """Output tok/s of a closed loop by Little's law, from its latencies (ms).
 
     C·n / (TTFT + (n − 1)·TPOT) for answers of ``n`` tokens; where TTFT or n is not known, its upper bound C / TPOT.
+    See docs/metrics.md#recorded-figures.
 
     Raises:
         ValueError: latencies that leave no time.
@@ -63,7 +64,10 @@ def closed_loop_rate(concurrency: int, tpot: float, ttft: float | None = None, n
 
 
 def is_counter(values: Sequence[float]) -> bool:
-    """What was written as a share is a running count: a value above 1, or eight and more that only ever grow."""
+    """What was written as a share is a running count: a value above 1, or eight and more that only ever grow.
+
+    See docs/metrics.md#recorded-figures.
+    """
     grows = len(values) >= _COUNTED and all(a < b for a, b in pairwise(values))
     return any(value > 1 for value in values) or grows
 
@@ -74,7 +78,7 @@ def flat_stretch(
     """The widest range of lengths over which all rates lie within ``tolerance`` although lengths grew 16 times.
 
     ``lengths`` and ``rates`` [n] in any order; lengths and rates of 0 say nothing and are left out.  ``None``: there
-    is no such range.
+    is no such range.  See docs/metrics.md#recorded-figures.
     """
     curve = sorted((x, y) for x, y in zip(lengths, rates, strict=True) if x > 0 and y > 0)
     widest: tuple[float, float] | None = None

@@ -1,4 +1,4 @@
-"""Where a long generation turns to garbage (METRICS §7): the first index from which all the rest is degenerate.
+"""Where a long generation turns to garbage: the first index from which all the rest is degenerate.
 
 Three kinds are seen in token ids alone; what counts is always the *rest* of the text, so a refrain or a table in the
 middle is none of them:
@@ -59,14 +59,14 @@ _JUMP_RATIO, _JUMP_NATS, _JUMP_P = 10.0, 0.1, 1e-3
 
 @dataclass(frozen=True)
 class Onset:
-    """The first token (0-based) of the degenerate rest, and how it begins."""
+    """The first token (0-based) of the degenerate rest, and how it begins. See docs/metrics.md#degeneration."""
 
     at: int
     kind: _Kind
 
 
 def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, floor: float) -> Onset | None:
-    """Where the rest of a generation is degenerate; None for a clean one.
+    """Where the rest of a generation is degenerate; None for a clean one. See docs/metrics.md#degeneration.
 
     Args:
         ids: the generated tokens, without the one that ended the sequence.
@@ -95,12 +95,18 @@ def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, f
 
 
 def is_earlier(this: Onset | None, other: Onset | None) -> bool:
-    """``this`` degenerates, and ``other`` does not or does so more than 32 tokens later."""
+    """``this`` degenerates, and ``other`` does not or does so more than 32 tokens later.
+
+    See docs/metrics.md#degeneration.
+    """
     return this is not None and (other is None or this.at < other.at - EARLIER)
 
 
 def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Floats:
-    """For each number of tokens, the share (0…1) of generations whose onset does not lie before it."""
+    """For each number of tokens, the share (0…1) of generations whose onset does not lie before it.
+
+    See docs/metrics.md#degeneration.
+    """
     first = np.array([math.inf if onset is None else onset.at for onset in onsets])
     return np.array([float((first >= n).mean()) for n in lengths])
 
@@ -111,7 +117,7 @@ def still_clean(onsets: Sequence[Onset | None], lengths: Iterable[int]) -> Float
 def loop_onset(ids: Sequence[int]) -> int | None:
     """First index from which all repeats with one period, three times and 64 tokens at least; None without one.
 
-    Of several periods the one whose loop begins first counts.
+    Of several periods the one whose loop begins first counts.  See docs/metrics.md#degeneration.
     """
     x = np.asarray(ids, dtype=np.int64)
     n = len(x)
@@ -125,7 +131,10 @@ def loop_onset(ids: Sequence[int]) -> int | None:
 
 
 def distinct_ratios(ids: Sequence[int]) -> Floats:
-    """Distinct tokens / 64 of each window of 64 tokens: ``[n − 63]``, empty for a shorter text."""
+    """Distinct tokens / 64 of each window of 64 tokens: ``[n − 63]``, empty for a shorter text.
+
+    See docs/metrics.md#degeneration.
+    """
     n = len(ids) - WINDOW + 1
     if n <= 0:
         return np.zeros(0)
@@ -146,20 +155,27 @@ def distinct_floor(texts: Iterable[Sequence[int]]) -> float:
     """Half the median distinct-token ratio of the most repetitive of the reference's texts; 0 without any.
 
     Texts of fewer than 128 tokens, which could not be called repetitive either, say nothing.
+    See docs/metrics.md#degeneration.
     """
     medians = [float(np.median(distinct_ratios(text))) for text in texts if len(text) >= 2 * WINDOW]
     return _FLOOR_SHARE * min(medians, default=0.0)
 
 
 def repetition_onset(ids: Sequence[int], floor: float) -> int | None:
-    """First index from which every window of 64 tokens, over at least 128 tokens, is below ``floor``; else None."""
+    """First index from which every window of 64 tokens, over at least 128 tokens, is below ``floor``; else None.
+
+    See docs/metrics.md#degeneration.
+    """
     rich = np.flatnonzero(distinct_ratios(ids) >= floor)
     start = int(rich[-1]) + 1 if len(rich) else 0
     return start if len(ids) - start >= 2 * WINDOW else None
 
 
 def noise_onset(ids: Sequence[int], context: Sequence[int], vocab: int) -> int | None:
-    """Index from which the rest is best described as drawn evenly from ``vocab`` tokens; None where it is not."""
+    """Index from which the rest is best described as drawn evenly from ``vocab`` tokens; None where it is not.
+
+    See docs/metrics.md#degeneration.
+    """
     if not ids:
         return None
     rest = np.cumsum(_noise_scores(ids, context, vocab)[::-1])[::-1]
@@ -202,7 +218,8 @@ def change_point(kl: ArrayLike) -> int | None:
 
     Pettitt's test (A. N. Pettitt, 1979): with ranks r, ``U_t = 2·Σ_{i<t} r_i − t(n+1)``; the change is at the t
     where U is lowest (KL rises), with ``p ≈ exp(−6U²/(n³+n²))``.  Asked for are p < 0.001, and a median of at least
-    0.1 nats ("significant", METRICS §3) and ten times the one before.  Positions with NaN are left out.
+    0.1 nats (where a verdict is FAIL) and ten times the one before.  Positions with NaN are left out.
+    See docs/metrics.md#forced-decode-kld.
     """
     values = np.asarray(kl, dtype=np.float64)
     where = np.flatnonzero(np.isfinite(values))

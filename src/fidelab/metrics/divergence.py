@@ -1,4 +1,6 @@
-"""KL divergence of next-token distributions (METRICS §3): rows, summaries, the top-k bound.
+"""KL divergence of next-token distributions: rows, summaries, the top-k bound.
+
+See docs/metrics.md#mean-kl-divergence.
 
 ``P`` is the reference arm's distribution, ``Q`` the candidate's; everything is in nats.
 
@@ -43,7 +45,7 @@ Floats = NDArray[np.float64]
 Bools = NDArray[np.bool_]
 
 REAL_FLIP = 0.1
-"""Nats: a smaller margin of the reference is a near tie (METRICS §2)."""
+"""Nats: a smaller margin of the reference is a near tie.  See docs/metrics.md#real-flips."""
 
 # Elements of one work buffer.  On a CPU three in float32 and one in float64 (10 MiB) stay in the caches from
 # pass to pass, and allocating them once spares the page faults that cost more than the arithmetic.
@@ -61,6 +63,7 @@ class Head:
 
     ``weight``: ``[V, d]`` in any float type; ``bias``: ``[V]`` or None.  Logits are
     ``cap·tanh(scale·(h·Wᵀ + b) / cap)``, or ``scale·(h·Wᵀ + b)`` where ``softcap`` is None.
+    See docs/metrics.md#estimators.
     """
 
     weight: Tensor
@@ -78,8 +81,9 @@ class Head:
 def head_logits(hidden: Tensor, head: Head, vocab: int | None = None) -> Tensor:
     """Replay the head over states ``hidden [n, d]`` (any float type): float32 logits ``[n, vocab]``.
 
-    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (METRICS §3,
+    ``vocab`` keeps the first ids only; None keeps all.  The product is a float32 matmul (estimator
     ``hidden``).  A head that is not in float32 is converted on every call: pass :meth:`Head.float32`.
+    See docs/metrics.md#estimators.
     """
     bias = None if head.bias is None else head.bias[:vocab].float()
     logits = linear(hidden.float(), head.weight[:vocab].float(), bias)
@@ -95,7 +99,7 @@ def head_logits(hidden: Tensor, head: Head, vocab: int | None = None) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class RowComparison:
-    """What ``n`` rows say, one array element per row.
+    """What ``n`` rows say, one array element per row. See docs/metrics.md#failed-positions.
 
     Attributes:
         kl: KL(P‖Q) in nats, ≥ 0; NaN where the row failed.
@@ -132,7 +136,7 @@ class RowComparison:
 
 @torch.no_grad()
 def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDArray[Any]) -> RowComparison:
-    """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats (METRICS §3).
+    """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
     Inputs are unnormalised log scores (logits or log-probabilities), ``[n, V_ref]`` and ``[n, V_test]``; both
     are cut to the common ids and normalised there.  ``targets [n]``: the actual next tokens; an id outside
@@ -148,6 +152,7 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
     there.  −inf on both sides is a masked token and costs nothing.
 
     Rows go through small buffers, a few at a time: the memory needed does not grow with ``n``.
+    See docs/metrics.md#mean-kl-divergence.
     """
     if ref_logits.ndim != 2 or test_logits.ndim != 2 or len(ref_logits) != len(test_logits):
         shapes = f"reference {tuple(ref_logits.shape)}, test {tuple(test_logits.shape)}"
@@ -243,11 +248,11 @@ def topk_lower_bound(
 
     Ids ``[k_ref]`` and ``[k_test]`` are distinct per side.  With C the ids on both sides and the rest masses
     p = 1 − Σ_C P and q = 1 − Σ_C Q (clamped at 0), ``Σ_C P·(log P − log Q) + p·log(p/q) ≤ KL(P‖Q)`` by the
-    log-sum inequality (METRICS §3, estimator ``topk``).  q is taken as at least 1e-6, the resolution of
+    log-sum inequality (estimator ``topk``).  q is taken as at least 1e-6, the resolution of
     float32 log-probabilities: rounding can lower the bound, never lift it above the truth.
 
     Returns NaN where an input is NaN or +inf, and inf where Q = 0 is reported under P > 0: the position
-    failed.
+    failed.  See docs/metrics.md#mean-kl-divergence.
     """
     ref, test = _reported(ref_ids, ref_logprobs), _reported(test_ids, test_logprobs)
     if any(math.isnan(value) or value == math.inf for value in (*ref.values(), *test.values())):
@@ -276,7 +281,7 @@ def compare_topk(
 
     Negative ids are padding.  ``kl`` is :func:`topk_lower_bound`; a row of which a side reports nothing has failed.
     What depends on the actual token, ``targets [n]``, is NaN where a side does not report it; ``dp`` then in all rows,
-    since the mean over those that report it would be one over likely tokens.
+    since the mean over those that report it would be one over likely tokens.  See docs/metrics.md#mean-kl-divergence.
     """
     columns = np.full((6, len(targets)), np.nan)  # KL, confidence, Δp, NLL of both sides, margin
     top1 = np.zeros(len(targets), dtype=bool)
@@ -325,6 +330,7 @@ class KLSummary:
 
     ``n_positions`` counts all scored positions, the ``n_failed`` ones among them.  ``top1`` is the rate of
     agreeing most likely tokens (0…1), ``rms_dp`` the root mean square of Q(actual) − P(actual).
+    See docs/metrics.md#mean-kl-divergence.
     """
 
     mean: float | None
@@ -341,9 +347,10 @@ class KLSummary:
 
 
 def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummary:
-    """Mean, percentiles (linear interpolation), top-1 agreement and RMS Δp over ``n`` positions (METRICS §3).
+    """Mean, percentiles (linear interpolation), top-1 agreement and RMS Δp over ``n`` positions.
 
     A position that is marked failed or whose KL is not finite is out of every statistic and counted.
+    See docs/metrics.md#mean-kl-divergence.
     """
     usable = ~failed & np.isfinite(kl)
     n_failed = len(kl) - int(usable.sum())
@@ -372,6 +379,8 @@ def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummar
 class Flips:
     """Changed most likely tokens over the usable positions; intervals are 95%, by units.
 
+    See docs/metrics.md#changed-tokens.
+
     Attributes:
         top1_ci: of the share that did not change.
         real_flips: share that changed although the reference's margin is :data:`REAL_FLIP` or more; None where a
@@ -390,7 +399,7 @@ class Flips:
 
 
 def summarise_flips(rows: RowComparison, units: NDArray[Any], seed: int = 0) -> Flips:
-    """Flips of rows that belong to ``units [n]`` (documents)."""
+    """Flips of rows that belong to ``units [n]`` (documents). See docs/metrics.md#changed-tokens."""
     usable = ~rows.failed & np.isfinite(rows.kl)
     if not usable.any():
         return Flips()
@@ -417,7 +426,7 @@ def _tokens_to_flip(top1: float) -> float | None:
 
 
 def kld_score(mean: float) -> float:
-    """Axis B's score: ``100·exp(−mean KL)`` (METRICS §3); 0 nats → 100."""
+    """Axis B's score: ``100·exp(−mean KL)``; 0 nats → 100. See docs/metrics.md#mean-kl-divergence."""
     return 100.0 * math.exp(-mean)
 
 
@@ -426,7 +435,7 @@ class BinnedMeans:
     """Mean KL (nats) of the usable positions per bin.
 
     ``edges`` has one entry more than ``means`` and ``counts``; bins are half open, the last one closed.  A
-    bin without usable positions has the mean None and the count 0.
+    bin without usable positions has the mean None and the count 0.  See docs/metrics.md#mean-kl-divergence.
     """
 
     edges: tuple[float, ...]
@@ -435,10 +444,10 @@ class BinnedMeans:
 
 
 def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> BinnedMeans:
-    """Mean KL in ``n_bins`` equal spans of the scored window positions ``[n]`` (METRICS §3).
+    """Mean KL in ``n_bins`` equal spans of the scored window positions ``[n]``.
 
     The edges come from all positions, failed ones (KL NaN) included, so that candidates share them.  Without
-    any position there are no bins.
+    any position there are no bins.  See docs/metrics.md#mean-kl-divergence.
     """
     if not len(positions):
         return BinnedMeans((), (), ())
@@ -446,7 +455,10 @@ def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> Bin
 
 
 def kl_by_confidence(confidence: Floats, kl: Floats, n_bins: int = 10) -> BinnedMeans:
-    """Mean KL in ``n_bins`` equal spans of the reference's top-1 probability ``[n]``, 0…1 (METRICS §3)."""
+    """Mean KL in ``n_bins`` equal spans of the reference's top-1 probability ``[n]``, 0…1.
+
+    See docs/metrics.md#mean-kl-divergence.
+    """
     return _binned(np.linspace(0.0, 1.0, n_bins + 1), confidence, kl)
 
 

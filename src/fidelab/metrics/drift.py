@@ -1,4 +1,4 @@
-"""Drift: how far an answer moves when its prompt is perturbed (METRICS §5, axis D).
+"""Drift: how far an answer moves when its prompt is perturbed (axis D). See docs/metrics.md#drift-under-perturbation.
 
 A *cell* is one prompt under one perturbation.  Each arm's drift in it is the distance between its answers to the
 prompt as it is and to the perturbed one; what counts is how much more the candidate's moves than the reference's.
@@ -30,6 +30,7 @@ def drift(a: Sequence[int], b: Sequence[int]) -> float:
     """``min(1, Levenshtein(a, b) / |a|)`` on token ids, 0…1; both empty 0, only ``a`` empty 1.
 
     ``a``: the answer to the prompt as it is; ``b``: to the perturbed one.  Not symmetric.
+    See docs/metrics.md#drift-under-perturbation.
     """
     if not a:
         return 1.0 if b else 0.0
@@ -40,6 +41,7 @@ def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
     """REFRACT's score per cell, ``100·exp(−5·max(0, d_test − d_ref))``, from the drifts of both arms ``[n]``.
 
     The clip at 0 makes noise a penalty: differences without any mean, of standard deviation 0.1, score 85.
+    See docs/metrics.md#drift-under-perturbation.
     """
     excess = np.maximum(0.0, np.asarray(test, dtype=np.float64) - np.asarray(ref, dtype=np.float64))
     scores: Floats = 100.0 * np.exp(-_STEEPNESS * excess)
@@ -47,7 +49,10 @@ def cell_scores(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def commonest(answers: Sequence[Sequence[int]]) -> int:
-    """How many of the answers (token ids) are the most frequent one; 0 without any."""
+    """How many of the answers (token ids) are the most frequent one; 0 without any.
+
+    See docs/metrics.md#drift-under-perturbation.
+    """
     return max(Counter(map(tuple, answers)).values(), default=0)
 
 
@@ -56,6 +61,7 @@ def ignores_prompts(ref: Sequence[Sequence[int]], test: Sequence[Sequence[int]])
 
     Such an arm never drifts.  ``ref``, ``test``: both arms' answers to the same prompts, three or more, no two alike.
     At least 90% of the candidate's are one text, and at most half of the reference's.
+    See docs/metrics.md#drift-under-perturbation.
     """
     n = len(test)
     return n >= _FEWEST and commonest(test) >= _NEARLY_ALL * n and commonest(ref) <= _HALF * n
@@ -65,6 +71,7 @@ def sign_test(differences: ArrayLike) -> float:
     """Two-sided p-value of the exact sign test: are differences ``[n]`` as often above as below 0?
 
     Those at 0 do not count; without any other p = 1.  The differences must be independent of one another.
+    See docs/metrics.md#drift-under-perturbation.
     """
     values = np.asarray(differences, dtype=np.float64)
     return mcnemar_exact(int((values > _TIE).sum()), int((values < -_TIE).sum()))

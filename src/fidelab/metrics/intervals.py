@@ -1,4 +1,4 @@
-"""How sure an estimate is (METRICS §1).
+"""How sure an estimate is. See docs/metrics.md#intervals.
 
 Every estimate is a ratio of sums over items, ``Σ num / Σ den``: a mean KL has den = 1, the trajectory score
 has the longest length.  Items that belong together (positions of one article) share a *unit*, and units are
@@ -6,11 +6,11 @@ what is resampled.  Which interval holds follows from what the ratio can be and 
 ``benchmarks/coverage.py`` prints how often each misses, beside the plain forms that miss too often.
 
 - One unit: None.  Never a width of zero for want of data.
-- A mean, 6 units or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, §12.5), 2,000
-  resamples.  Percentiles of the resamples are too narrow even at 100 units.  The standard error is the
-  jackknife's, so that one large unit does not hide the error that it makes.  Of a *cost* (bounds 0 and inf,
-  such as KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 12)``: few units of a skewed
-  distribution show less skew than it has.
+- A mean, 6 units or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, section 12.5),
+  2,000 resamples.  Percentiles of the resamples are too narrow even at 100 units.  The standard error is the
+  jackknife's, so that one large unit does not hide the error that it makes.  Of a *cost* (bounds 0 and inf, such as
+  KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 12)``: few units of a skewed distribution
+  show less skew than it has.
 - A mean, 2 to 5 units: Student's t; of a cost on the log scale with 1.4 times the reach, for the same reason.
 - A share (``proportion``), one item per unit: Gaffke's bound (N. Gaffke, *Mathematical Methods of Statistics* 14,
   2005; E. Learned-Miller & P. Thomas, arXiv:1905.06208).  Each end adds a further unit at the bound on that side, as
@@ -88,7 +88,7 @@ def _sums(index: NDArray[np.intp], values: Floats, n: int) -> Floats:
 class RatioItems:
     """Sufficient statistics of ``n`` items: ``num [n]``, ``den [n]`` (≥ 0) and ``units [n]`` (ids that sort).
 
-    Failed items have no place here: what is not finite is refused, not dropped.
+    Failed items have no place here: what is not finite is refused, not dropped.  See docs/metrics.md#items-and-units.
     """
 
     num: Floats
@@ -114,7 +114,7 @@ class RatioItems:
 
 
 def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float | None:
-    """``transform(Σ num / Σ den)``; None where Σ den is 0."""
+    """``transform(Σ num / Σ den)``; None where Σ den is 0. See docs/metrics.md#items-and-units."""
     total = float(items.den.sum())
     return transform(float(items.num.sum()) / total) if total > 0 else None
 
@@ -126,7 +126,7 @@ def resample_weights(n_units: int, n_resamples: int = _RESAMPLES, seed: int = 0)
     """How often each unit is drawn in each resample: ``[n_resamples, n_units]`` whole numbers.
 
     Each row sums to ``n_units``.  The same arguments give the same resamples: candidates with the same units
-    are compared under one set of them.
+    are compared under one set of them.  See docs/metrics.md#intervals.
     """
     rng = np.random.default_rng([seed, n_units])
     draws = rng.multinomial(n_units, np.full(n_units, 1.0 / n_units), size=n_resamples)
@@ -136,7 +136,7 @@ def resample_weights(n_units: int, n_resamples: int = _RESAMPLES, seed: int = 0)
 def bootstrap_replicates(items: RatioItems, resamples: Floats | int = 0) -> Floats:
     """The ratio under each resample ``[R]``; NaN where a resample has no denominator.
 
-    ``resamples``: the matrix of :func:`resample_weights`, or the seed to make it with.
+    ``resamples``: the matrix of :func:`resample_weights`, or the seed to make it with.  See docs/metrics.md#intervals.
     """
     units = items.by_unit()
     weights = _weights(resamples, len(units.num))
@@ -160,6 +160,7 @@ def standard_error(items: RatioItems) -> float | None:
 
     With r the ratio, N_u and D_u the sums of unit u and n units:
     ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D`` (the sandwich form; for den = 1 the usual one of a mean).
+    See docs/metrics.md#intervals.
     """
     residuals = _residuals(items.by_unit())
     if residuals is None:
@@ -178,6 +179,8 @@ def ratio_interval(
     proportion: bool = False,
 ) -> Interval | None:
     """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over units, or None (module docstring).
+
+    See docs/metrics.md#intervals.
 
     Args:
         resamples: the matrix of :func:`resample_weights` or its seed; used from 6 units on.
@@ -211,6 +214,7 @@ class PairedDifference:
     """Difference of two ratios over the same items; ``interval`` is None for a single unit.
 
     ``p``: McNemar's exact p-value where every item is 0 or 1 and a unit of its own, else None.
+    See docs/metrics.md#paired-differences.
     """
 
     estimate: float
@@ -245,7 +249,7 @@ def paired_difference(
     ``scale`` is 100 for percentage points.  ``bounds`` are those of either ratio; the difference is clipped
     to ± their width.  With ``proportion``, items that all tie get the exact binomial bound: the share of units
     that do not tie is at most ``1 − 0.025^(1/n)``.  Of items that are 0 or 1 (den 1, a unit each) the 95%
-    interval excludes 0 exactly where McNemar's exact test has p < 0.05.
+    interval excludes 0 exactly where McNemar's exact test has p < 0.05.  See docs/metrics.md#paired-differences.
 
     Raises:
         ValueError: the items are not the same, or one side has no denominator.
@@ -389,6 +393,7 @@ def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
     """Half-width of a mean's interval in standard errors, from n ≥ 2 units, where resamples are not known yet.
 
     Student's t; of a cost as its interval is made (module docstring), but for the skew that its resamples show.
+    See docs/metrics.md#sample-size.
     """
     q = 0.5 + level / 2
     t = float(special.stdtrit(n - 1, q))
@@ -489,7 +494,10 @@ def _discordant_end(lost: int, gained: int, n: int, level: float) -> float:
 
 
 def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
-    """Exact (Clopper-Pearson) interval of a share, ``k`` of ``n``, with (1 − level)/2 on each side."""
+    """Exact (Clopper-Pearson) interval of a share, ``k`` of ``n``, with (1 − level)/2 on each side.
+
+    See docs/metrics.md#intervals.
+    """
     _check_count(k, n)
     tail = (1 - level) / 2
     lo = float(special.betaincinv(k, n - k + 1, tail)) if k > 0 else 0.0
@@ -500,7 +508,7 @@ def binomial_interval(k: float, n: int, level: float = 0.95) -> Interval:
 def wilson_interval(k: int, n: int, level: float = 0.95) -> Interval:
     """Wilson's score interval of a share, ``k`` of ``n`` (E. B. Wilson, 1927), without continuity correction.
 
-    With z the normal quantile: ``(k + z²/2 ± z·sqrt(k(n−k)/n + z²/4)) / (n + z²)``.
+    With z the normal quantile: ``(k + z²/2 ± z·sqrt(k(n−k)/n + z²/4)) / (n + z²)``.  See docs/metrics.md#intervals.
     """
     _check_count(k, n)
     z = float(special.ndtri(0.5 + level / 2))
@@ -513,7 +521,7 @@ def mcnemar_exact(b: int, c: int) -> float:
     """Two-sided p-value of McNemar's exact test for the two discordant counts.
 
     Under "no difference" b is binomial(b + c, 1/2): ``p = min(1, 2·P(X ≤ min(b, c)))``; without
-    discordant pairs p = 1.
+    discordant pairs p = 1.  See docs/metrics.md#paired-differences.
     """
     if b < 0 or c < 0:
         raise ValueError(f"counts must not be negative: {b}, {c}")

@@ -56,7 +56,7 @@ class Grid:
 
     ``factors``: name → its levels, two or more; ``cells``: one level of each factor, in that order → the outcome of
     each item ``[n]``; ``units`` ``[n]``: ids of what is resampled.  ``width``: two outcomes of an item differ by no
-    more, where that is known.
+    more, where that is known.  See docs/metrics.md#isolation.
     """
 
     factors: Mapping[str, Sequence[str]]
@@ -69,7 +69,7 @@ class Grid:
 class Shift:
     """From one level to another: ``interval`` is simultaneous, ``None`` for a single unit.
 
-    ``context``: the levels of the other factors; ``None``: the mean over contexts.
+    ``context``: the levels of the other factors; ``None``: the mean over contexts.  See docs/metrics.md#isolation.
     """
 
     low: str
@@ -97,6 +97,8 @@ class Effect:
     - unclear: in some contexts, or on average, without it being clear in which others;
     - none: nowhere that could be seen; ``most`` is the largest shift of any two levels that any context allows;
     - unmeasured: no two cells differ in this factor alone.
+
+    See docs/metrics.md#isolation.
     """
 
     factor: str
@@ -128,7 +130,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Findings:
-    """All factors; ``contrasts`` is the size of the family."""
+    """All factors; ``contrasts`` is the size of the family. See docs/metrics.md#isolation."""
 
     effects: tuple[Effect, ...]
     n_items: int
@@ -159,7 +161,7 @@ class _Pair:
 
 
 def isolate(grid: Grid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95) -> Findings:
-    """The effect of every factor; what is not beyond ``floor`` does not move.
+    """The effect of every factor; what is not beyond ``floor`` does not move. See docs/metrics.md#isolation.
 
     Raises:
         ValueError: cells differ in their items, or hold what is not finite.
@@ -189,6 +191,7 @@ def common_levels(
     """Factor → levels such that of the contexts ``among`` exactly the ``chosen`` have them; ``None`` without such.
 
     Factors of which the chosen have all levels are left out, so that nothing is left where all are chosen.
+    See docs/metrics.md#isolation.
     """
 
     def levels(contexts: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""Speed from timestamps (METRICS §8): tokens per second of prefill and decode, and whether repeats are steady.
+"""Speed from timestamps: tokens per second of prefill and decode, and whether repeats are steady.
 
 Input are the ``seconds`` of Timed captures: for each of k repeats the time from handing over a prompt to its first
 token, then to each of n further tokens.
@@ -21,7 +21,10 @@ _LAST = 3
 
 @dataclass(frozen=True)
 class Rate:
-    """Tokens per second of each repeat, in the order of measurement; the figure is their median."""
+    """Tokens per second of each repeat, in the order of measurement; the figure is their median.
+
+    See docs/metrics.md#speed-and-memory.
+    """
 
     repeats: tuple[float, ...]
 
@@ -45,6 +48,7 @@ def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
     """Prompt tokens per second: ``n_tokens`` / time to the first token.
 
     ``seconds [k, 1 + n]`` of prompts of ``n_tokens``; what comes after the first token is not looked at.
+    See docs/metrics.md#prefill-speed.
 
     Raises:
         ValueError: no repeat, or times that no clock gives.
@@ -55,7 +59,7 @@ def prefill_rate(seconds: ArrayLike, n_tokens: int) -> Rate:
 def decode_rate_isolated(seconds: ArrayLike) -> Rate:
     """Tokens per second behind the first one: n / (last − first).
 
-    ``seconds [k, 1 + n]``.
+    ``seconds [k, 1 + n]``.  See docs/metrics.md#decode-speed.
 
     Raises:
         ValueError: no repeat, no further token (n = 0), or times that no clock gives.
@@ -65,11 +69,11 @@ def decode_rate_isolated(seconds: ArrayLike) -> Rate:
 
 
 def decode_rate_by_subtraction(total: ArrayLike, prefill: ArrayLike, n: int) -> Rate | None:
-    """Tokens per second as n / (total − prefill): the paper's other method, to be labelled as such.
+    """Tokens per second as n / (total − prefill): another method in use, to be labelled as such.
 
     ``total [k]``: seconds of whole answers of 1 + n tokens; ``prefill [j]``: seconds of separate runs over the same
     prompts that end with the first token, whose median is subtracted.  ``None`` where an answer was not slower than
-    the prefill alone: the noise is larger than what is sought.
+    the prefill alone: the noise is larger than what is sought.  See docs/metrics.md#decode-speed.
 
     Raises:
         ValueError: no repeat, no further token (n = 0), or times that no clock gives.
@@ -83,7 +87,7 @@ def is_steady(values: ArrayLike) -> bool | None:
     """The last three values lie within 5% of their median: (max − min) / median < 0.05.
 
     Not from one to the next: a drift of 4% a repeat is a drift.  ``None`` for fewer than three values, which cannot
-    tell.
+    tell.  See docs/metrics.md#speed-and-memory.
     """
     last = np.asarray(values, dtype=np.float64)[-_LAST:]
     if len(last) < _LAST:

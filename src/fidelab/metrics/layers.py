@@ -38,7 +38,10 @@ _TAIL = 0.9
 
 @dataclass(frozen=True, eq=False)
 class Curve:
-    """Relative errors ``[1 + layers]``: of what entered the first layer, and of what left each."""
+    """Relative errors ``[1 + layers]``: of what entered the first layer, and of what left each.
+
+    See docs/metrics.md#layer-differences.
+    """
 
     median: Floats
     tail: Floats
@@ -61,6 +64,7 @@ class Parting:
 
     ``begins``: the first layer that adds any error beyond the floor; ``None``: no layer does.  ``stand_out``: the
     layers that do so by the rule, in order.  ``ratios``: each layer's larger multiple of the other layers' added error.
+    See docs/metrics.md#layer-differences.
     """
 
     begins: int | None
@@ -70,7 +74,7 @@ class Parting:
 
 def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
     """``‖test − ref‖ / ‖ref‖`` of each row of ``[rows, d]``; infinite where the test row is not finite, or where a row
-    of zeros became another.  Rows of ``ref`` that are not finite are left out.
+    of zeros became another.  Rows of ``ref`` that are not finite are left out.  See docs/metrics.md#layer-differences.
 
     Raises:
         ValueError: the shapes differ.
@@ -88,7 +92,10 @@ def relative_errors(ref: ArrayLike, test: ArrayLike) -> Floats:
 
 
 def added_errors(curve: ArrayLike) -> Floats:
-    """Each layer's added error ``[layers]`` from a curve ``[1 + layers]``.  Behind infinity nothing is added."""
+    """Each layer's added error ``[layers]`` from a curve ``[1 + layers]``.  Behind infinity nothing is added.
+
+    See docs/metrics.md#layer-differences.
+    """
     errors = np.asarray(curve, dtype=np.float64)
     before, after = errors[:-1], errors[1:]
     grown = after > before
@@ -99,7 +106,7 @@ def added_errors(curve: ArrayLike) -> Floats:
 def outlier_ratios(added: ArrayLike) -> Floats:
     """Each layer's added error over the root mean square of all others'; 0 where it adds nothing, 0 for a single layer.
 
-    Infinite where no other adds anything.
+    Infinite where no other adds anything.  See docs/metrics.md#layer-differences.
     """
     values = np.asarray(added, dtype=np.float64)
     ratios = np.zeros(len(values))
@@ -112,7 +119,7 @@ def outlier_ratios(added: ArrayLike) -> Floats:
 
 
 def part(curve: Curve, floor: Curve | None = None) -> Parting:
-    """Judge a curve; without a floor, repeatability counts as exact."""
+    """Judge a curve; without a floor, repeatability counts as exact. See docs/metrics.md#layer-differences."""
     layers = len(curve.median) - 1
     noise = Curve(*[np.zeros(layers + 1)] * 3) if floor is None else floor
     stand_out: set[int] = set()

@@ -1,4 +1,4 @@
-"""Perplexity of two arms on the same tokens (METRICS §7).
+"""Perplexity of two arms on the same tokens. See docs/metrics.md#perplexity.
 
 Perplexity is ``exp(Σ NLL / n)``, NLL = −log P(actual next token) in nats.  What a cache costs is the paired
 
@@ -36,6 +36,7 @@ def row_nll(logits: Tensor, targets: Tensor | NDArray[Any]) -> Floats:
 
     ``logits [n, V]``: unnormalised log scores of any float type; ``targets [n]``: ids in 0 … V − 1, any other id has
     no probability.  NaN where a row holds NaN or +inf, or gives its target the probability 0: the row failed.
+    See docs/metrics.md#perplexity.
     """
     n, vocab = logits.shape
     goal = torch.as_tensor(targets).to(device=logits.device, dtype=torch.int64)
@@ -57,6 +58,7 @@ class PerplexityPair:
 
     ``log_ratio``, its 95% ``interval`` and ``stderr`` are in nats; the perplexities have no unit, and ``…_interval``
     is their own 95% interval.  ``None``: no usable row, a single unit (intervals, error), or no finite number.
+    See docs/metrics.md#perplexity.
     """
 
     ppl_ref: float | None
@@ -71,7 +73,10 @@ class PerplexityPair:
 
 
 def compare_nll(nll_ref: Floats, nll_test: Floats, units: NDArray[Any], seed: int = 0) -> PerplexityPair:
-    """Perplexities and paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``units [n]``."""
+    """Perplexities and paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``units [n]``.
+
+    See docs/metrics.md#perplexity.
+    """
     usable = np.isfinite(nll_ref) & np.isfinite(nll_test)
     ref, test, gap = (
         RatioItems.of(values[usable], 1.0, units[usable]) for values in (nll_ref, nll_test, nll_test - nll_ref)
@@ -90,7 +95,7 @@ def compare_nll(nll_ref: Floats, nll_test: Floats, units: NDArray[Any], seed: in
 
 
 def exponential(nats: float | None) -> float | None:
-    """``exp(nats)``; ``None`` where that is no finite number."""
+    """``exp(nats)``; ``None`` where that is no finite number. See docs/metrics.md#perplexity."""
     return None if nats is None or nats > _LARGEST else math.exp(nats)
 
 

@@ -1,12 +1,14 @@
-"""Retrieval of needles (METRICS §4, axis C): hits, accuracies per cell, degradation, and how sure they are.
+"""Retrieval of needles (axis C): hits, accuracies per cell, degradation, and how sure they are.
+
+See docs/metrics.md#retrieval.
 
 A *cell* is a length and a position; its trials are what is resampled.  A trial's answer is worth the share of its
 needles that it returns (0 or 1 with one needle).  A cell is informative where the reference returned any.
 
-METRICS' score is one-sided: what a candidate loses in one cell it cannot win back in another, and cells count by the
-reference's luck.  It lies below 100 for arms that do not differ at all: with nine cells of three trials on average at
-82 where either arm finds half of the needles, at 86 where it finds 70%.  :func:`chance_score` says what chance alone
-makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0 on average.
+The score is one-sided, as REFRACT defines it: what a candidate loses in one cell it cannot win back in another, and
+cells count by the reference's luck.  It lies below 100 for arms that do not differ at all: with nine cells of three
+trials on average at 82 where either arm finds half of the needles, at 86 where it finds 70%.  :func:`chance_score`
+says what chance alone makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0 on average.
 
 The interval of the score is the binomial's exact bound (Clopper-Pearson) over all trials of the informative cells, with
 the mean degradation as their share lost.  That is on the safe side: a sum of independent values in [0, 1] is no more
@@ -61,7 +63,7 @@ def hits(answer: str, code: str, compat: str | None = None) -> bool:
     "know whether it is" between ("It is not X", "there is no mention of X"), or with a verb right behind it ("X is not
     the color").  One mention that is not denied is a hit.
 
-    ``compat="refract"``: a plain substring whatever the case, as in REFRACT and METRICS §4.
+    ``compat="refract"``: a plain substring whatever the case, as in REFRACT.  See docs/metrics.md#retrieval.
     """
     if compat:
         return code.lower() in answer.lower()
@@ -76,14 +78,20 @@ def _denied(before: str, behind: str) -> bool:
 
 
 def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compat: str | None = None) -> float:
-    """Share of ``codes`` (0…1) that the answer :func:`hits`; 0 where it hits one of the ``wrong`` ones."""
+    """Share of ``codes`` (0…1) that the answer :func:`hits`; 0 where it hits one of the ``wrong`` ones.
+
+    See docs/metrics.md#retrieval.
+    """
     if any(hits(answer, code, compat) for code in wrong):
         return 0.0
     return sum(hits(answer, code, compat) for code in codes) / len(codes)
 
 
 def judged(answer: str) -> str:
-    """The first sentence, or line, of an answer that completes one: what fills the blank."""
+    """The first sentence, or line, of an answer that completes one: what fills the blank.
+
+    See docs/metrics.md#retrieval.
+    """
     return _SENTENCE_END.split(answer.lstrip(), maxsplit=1)[0]
 
 
@@ -91,7 +99,7 @@ def judged(answer: str) -> str:
 class Cells:
     """Trials of reference and candidate: ``base``, ``cand`` (0…1) and ``cell`` (its number), each [n].
 
-    Failed trials have no place here.
+    Failed trials have no place here.  See docs/metrics.md#retrieval.
     """
 
     base: Floats
@@ -119,7 +127,7 @@ def retrieval_score(cells: Cells, compat: str | None = None) -> float | None:
     """``100·(1 − mean over informative cells of max(0, base − cand))``; None without an informative cell.
 
     ``compat="refract"``: over all cells, so that uninformative ones count as perfect, as in REFRACT; None without
-    cells.
+    cells.  See docs/metrics.md#retrieval.
     """
     if compat not in (None, "refract"):
         raise ValueError(f"compat is None or 'refract', not {compat!r}")
@@ -132,6 +140,7 @@ def chance_score(cells: Cells, seed: int = 0, *, compat: str | None = None) -> f
 
     Then either answer of a trial could as well be the other arm's: the mean is over 2,000 draws that swap the two at
     random, trial by trial.  Trials in which both returned the same leave nothing to chance.
+    See docs/metrics.md#retrieval.
     """
     if retrieval_score(cells, compat) is None:
         return None
@@ -154,7 +163,7 @@ def _swapped(cells: Cells, among: NDArray[np.bool_], seed: int) -> tuple[Floats,
 def retrieval_interval(cells: Cells, *, compat: str | None = None, level: float = 0.95) -> Interval | None:
     """95% interval of :func:`retrieval_score` (module docstring); None for fewer than two trials that count.
 
-    Which cells are informative is taken as given: they are fixed by design.
+    Which cells are informative is taken as given: they are fixed by design.  See docs/metrics.md#retrieval.
     """
     score = retrieval_score(cells, compat)
     counted = cells.informative()
@@ -172,6 +181,7 @@ def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> Pai
 
     All cells, because choosing them by what the reference returned would count its luck as the candidate's loss.
     A trial is a unit, whatever its cell, which adds the spread between cells and so is on the safe side.
+    See docs/metrics.md#retrieval.
 
     Raises:
         ValueError: there is no trial.

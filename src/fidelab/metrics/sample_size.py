@@ -1,6 +1,6 @@
-"""How many units an interval of a given half-width takes, from a pilot.
+"""How many units an interval of a given half-width takes, from a pilot. See docs/metrics.md#sample-size.
 
-The 95% interval of ``Σ num / Σ den`` over n units (METRICS §1) reaches about
+The 95% interval of ``Σ num / Σ den`` over n units reaches about
 
     ``h(n) = t(0.975; n − 1) · s / √n``,    s = se · √m
 
@@ -32,7 +32,10 @@ __all__ = ["Spread", "agreement_reach", "half_width", "paired_spread", "ratio_sp
 
 @dataclass(frozen=True)
 class Spread:
-    """An estimate from ``units`` ≥ 2 units, and the standard deviation ``sd`` of one unit's share in its error."""
+    """An estimate from ``units`` ≥ 2 units, and the standard deviation ``sd`` of one unit's share in its error.
+
+    See docs/metrics.md#sample-size.
+    """
 
     estimate: float
     sd: float
@@ -45,7 +48,10 @@ class Spread:
 
 
 def ratio_spread(items: RatioItems, scale: float = 1.0) -> Spread | None:
-    """Spread of ``scale · Σ num / Σ den`` over units; None for a single unit or no denominator."""
+    """Spread of ``scale · Σ num / Σ den`` over units; None for a single unit or no denominator.
+
+    See docs/metrics.md#sample-size.
+    """
     error, estimate = standard_error(items), ratio_estimate(items)
     if error is None or estimate is None:
         return None
@@ -57,6 +63,7 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> Spread | 
     """Spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over units that both sides share.
 
     The error of the difference is, per unit, the difference of the two linearised errors.
+    See docs/metrics.md#sample-size.
 
     Raises:
         ValueError: the items are not the same.
@@ -76,22 +83,34 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> Spread | 
 
 
 def half_width(sd: float, n: int, level: float = 0.95, *, cost: bool = False) -> float:
-    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 units; of a ``cost`` wider."""
+    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 units; of a ``cost`` wider.
+
+    See docs/metrics.md#sample-size.
+    """
     return critical_value(n, level, cost=cost) * sd / math.sqrt(n)
 
 
 def units_for(sd: float, precision: float, level: float = 0.95, *, cost: bool = False) -> int:
-    """The least number of units, 2 at least, whose half-width is ``precision`` > 0 at most."""
+    """The least number of units, 2 at least, whose half-width is ``precision`` > 0 at most.
+
+    See docs/metrics.md#sample-size.
+    """
     return _least(lambda n: half_width(sd, n, level, cost=cost) <= precision)
 
 
 def agreement_reach(n: int, level: float = 0.95) -> float:
-    """How far the exact interval of a share reaches when all n units agree: ``1 − ((1 − level)/2)^(1/n)``."""
+    """How far the exact interval of a share reaches when all n units agree: ``1 − ((1 − level)/2)^(1/n)``.
+
+    See docs/metrics.md#sample-size.
+    """
     return binomial_interval(0, n, level)[1]
 
 
 def units_to_agree(precision: float, level: float = 0.95) -> int:
-    """The least number of agreeing units, 2 at least, whose interval reaches ``precision`` > 0 (a share) at most."""
+    """The least number of agreeing units, 2 at least, whose interval reaches ``precision`` > 0 (a share) at most.
+
+    See docs/metrics.md#sample-size.
+    """
     return _least(lambda n: agreement_reach(n, level) <= precision)
 
 

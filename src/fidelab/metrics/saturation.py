@@ -15,7 +15,7 @@ def saturation(
 
     ``concurrency`` and ``rate`` (tok/s) belong together, in any order; the gain is relative (0.009: +0.9%), negative
     where the rate falls.  Without such a step: ``None`` and the gain of the last one; with fewer than two points, two
-    ``None``.
+    ``None``.  See docs/metrics.md#saturation.
 
     Raises:
         ValueError: lengths differ, a concurrency occurs twice, or a rate is not above zero.

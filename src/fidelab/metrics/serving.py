@@ -1,4 +1,6 @@
-"""Latencies and rates of served requests (METRICS §8), from what a client recorded of each.
+"""Latencies and rates of served requests, from what a client recorded of each.
+
+See docs/metrics.md#serving-latencies.
 
 Of a request that was answered whole, with s = when it was sent, e₁ … e_k = when its stream events with text came,
 n = its output tokens *by the server's usage* (a stream event may carry several tokens, or half a character):
@@ -39,7 +41,7 @@ LATENCIES = ("ttft", "tpot", "itl", "e2el")
 
 
 class Answered(Protocol):
-    """What is read of a request; times in seconds of one clock."""
+    """What is read of a request; times in seconds of one clock. See docs/metrics.md#serving-latencies."""
 
     due: float | None
     sent: float
@@ -54,6 +56,7 @@ class Latencies:
     """Milliseconds: one value per request (of ``itl``: per gap), requests in the given order.
 
     NaN stands where a request has none, so that ``ttft``, ``tpot`` and ``e2el`` are of one length.
+    See docs/metrics.md#serving-latencies.
     """
 
     ttft: Floats
@@ -68,7 +71,10 @@ class Latencies:
 
 
 def latencies(requests: Sequence[Answered]) -> Latencies:
-    """All latencies of the requests that were answered whole (others have NaN)."""
+    """All latencies of the requests that were answered whole (others have NaN).
+
+    See docs/metrics.md#serving-latencies.
+    """
     ttft, tpot, e2el = (np.full(len(requests), np.nan) for _ in range(3))
     gaps: list[Floats] = []
     for row, request in enumerate(requests):
@@ -85,7 +91,10 @@ def latencies(requests: Sequence[Answered]) -> Latencies:
 
 
 def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
-    """``{"p50": …, "p99.9": …}``, linearly interpolated between the two nearest values."""
+    """``{"p50": …, "p99.9": …}``, linearly interpolated between the two nearest values.
+
+    See docs/metrics.md#serving-latencies.
+    """
     asked = list(which)
     found = np.percentile(np.asarray(values, dtype=np.float64), asked)
     return {f"p{rank:g}": float(value) for rank, value in zip(asked, found, strict=True)}
@@ -95,7 +104,7 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
     """Requests that met every target (``ttft``, ``tpot``, ``e2el`` → milliseconds at most).
 
     Failed requests met none.  An answer of one token has no TPOT and meets any; where TPOT is not known otherwise (the
-    server did not count the tokens, or sent all at once), none is met.
+    server did not count the tokens, or sent all at once), none is met.  See docs/metrics.md#goodput.
     """
     found = latencies(requests)
     good = ~np.isnan(found.ttft)
@@ -107,7 +116,10 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
 
 
 def effective_concurrency(requests: Collection[Answered], start: float, end: float) -> float:
-    """Requests in flight, averaged over [start, end]: Σ of their time in flight there / its length."""
+    """Requests in flight, averaged over [start, end]: Σ of their time in flight there / its length.
+
+    See docs/metrics.md#serving-rates.
+    """
     if end <= start:
         return 0.0
     inside = (min(request.ended, end) - max(request.sent, start) for request in requests)
@@ -118,6 +130,7 @@ def fill(requests: Sequence[Answered], start: float, end: float) -> float:
     """Requests in flight, averaged from ``start`` until the last one was sent.
 
     Behind that none is left to take the place of those that end.  Where all were sent at once: how many they were.
+    See docs/metrics.md#serving-rates.
     """
     sent = [request.sent for request in requests]
     last = min(max(sent, default=start), end)
@@ -126,7 +139,10 @@ def fill(requests: Sequence[Answered], start: float, end: float) -> float:
 
 
 def sent_rate(requests: Sequence[Answered]) -> float | None:
-    """Requests sent per second: (count − 1) / (last − first); ``None`` where they were sent at once."""
+    """Requests sent per second: (count − 1) / (last − first); ``None`` where they were sent at once.
+
+    See docs/metrics.md#serving-rates.
+    """
     sent = [request.sent for request in requests]
     span = max(sent, default=0.0) - min(sent, default=0.0)
     return (len(sent) - 1) / span if span > 0 else None

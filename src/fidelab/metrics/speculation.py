@@ -1,4 +1,6 @@
-"""Whether two speed-ups multiply: quantization and speculative decoding (METRICS §9).
+"""Whether two speed-ups multiply: quantization and speculative decoding.
+
+See docs/metrics.md#speculation.
 
 With S the output rate over that of the plain arm, ρ = S_both / (S_quantized · S_speculative)
 = r_both · r_plain / (r_quantized · r_speculative).  Repeats of a rate are averaged as logarithms (geometric mean).
@@ -24,7 +26,10 @@ SUB, SUPER = 0.9, 1.1  # below and above: the speed-ups do not multiply
 
 @dataclass(frozen=True)
 class Composed:
-    """ρ, its 95% interval (``None`` where an arm was measured once), and the rates (tok/s) of :data:`ARMS`."""
+    """ρ, its 95% interval (``None`` where an arm was measured once), and the rates (tok/s) of :data:`ARMS`.
+
+    See docs/metrics.md#speculation.
+    """
 
     rho: float
     interval: tuple[float, float] | None
@@ -46,7 +51,7 @@ def compose(
 
     The interval: log ρ is a sum of four independent means, whose variance is Σ sᵢ²/nᵢ; Student's t with the degrees
     of freedom of Welch and Satterthwaite, (Σ sᵢ²/nᵢ)² / Σ (sᵢ²/nᵢ)²/(nᵢ − 1).  A bootstrap of three to five repeats
-    says less.  Repeats that agree to the last bit have an interval of width zero.
+    says less.  Repeats that agree to the last bit have an interval of width zero.  See docs/metrics.md#speculation.
 
     Raises:
         ValueError: an arm without a rate, or a rate that is not positive and finite.

@@ -22,6 +22,7 @@ __all__ = [
     "check_kv_name",
     "family",
     "inherited_kv",
+    "native_kv",
     "other_attention",
     "resolve_arm",
     "same_attention",
@@ -43,7 +44,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     ``dtype``: the compute type of arms that name none; ``auto`` is the model's own.
     """
     engine = config.engine or experiment.engine
-    written = KVSpec.parse(config.kv or engine_class(engine).native_kv)
+    written = config.kv or native_kv(engine)
     kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
     path, weights = model.path, model.weights
     if engine_class(engine).form == "gguf" and model.gguf:  # two files may convert to one folder and compute apart
@@ -83,23 +84,28 @@ def _name(config: ArmConfig) -> str:
     said = [
         Path(config.model).name if config.model else None,
         config.engine.name if config.engine else None,
-        config.kv,
+        config.kv.label if config.kv else None,
         config.dtype,
         *(f"{key}={value}" for key, value in config.engine_args.items()),
     ]
     return " ".join(filter(None, said))
 
 
-def inherited_kv(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> str:
+def native_kv(engine: EngineConfig) -> KVSpec:
+    """What an engine keeps where nobody names a format."""
+    return KVSpec.parse(engine_class(engine).native_kv)
+
+
+def inherited_kv(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> KVSpec:
     """The KV format of an arm that names none: the reference's, on another engine that engine's native one."""
     mine, its = (config.engine or experiment.engine for config in (arm, reference))
     same = mine.name == its.name and reference.kv
-    return reference.kv if same and reference.kv else engine_class(mine).native_kv
+    return reference.kv if same and reference.kv else native_kv(mine)
 
 
-def with_kv(arm: ArmConfig, kv: str) -> ArmConfig:
+def with_kv(arm: ArmConfig, kv: KVSpec) -> ArmConfig:
     """Named as before: the format that is filled in is nothing the arm differs in."""
-    return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv})
+    return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv.label})
 
 
 def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
@@ -118,8 +124,7 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: Asked) -> No
         return
     known = list(answers.kv_names())
     known += [name for name in _BITS16 if "fp8_e4m3" in known and engine_class(engine).pairs]
-    spec = KVSpec.parse(config.kv)
-    for fmt in (spec.k, spec.v):
+    for fmt in (config.kv.k, config.kv.v):
         if fmt.name not in known:
             raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
 

@@ -16,7 +16,7 @@ from fidelab.benches.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, Estimator, usable_cores
+from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Verdict
 from fidelab.engines.k16v8 import versions_for
 from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
@@ -27,6 +27,7 @@ from fidelab.plan.arms import (
     DTYPES,
     check_kv_name,
     inherited_kv,
+    native_kv,
     other_attention,
     resolve_arm,
     same_attention,
@@ -41,7 +42,7 @@ CONTROL = "control"  # the role of the control; "control:ATTENTION": of the cont
 TRUTH = "truth"  # the role of the reference's 32-bit twin
 EXACT = "exact"  # the role of the 32-bit cache under exact attention; "exact:NAME": a candidate's format there
 
-_BITS32 = "f32"
+_BITS32 = KVSpec.parse("f32")
 _EXACT_ENGINE = EngineConfig(name="hf")
 
 
@@ -246,7 +247,7 @@ class _Resolver:
             return self._arm(experiment.control)
         answers = self._engines.ask(experiment.reference.engine or experiment.engine)
         name = answers.control_for(reference.kv, self._model.native)
-        return None if name is None else self._arm(_with_cache(experiment.reference, kv=name, name=name))
+        return None if name is None else self._arm(_with_cache(experiment.reference, KVSpec.parse(name), name))
 
     def _path_controls(self, reference: Arm, control: Arm | None, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """For each attention that a candidate asks for and the reference does not: what costs nothing, run by that.
@@ -256,13 +257,13 @@ class _Resolver:
         experiment, found = self._experiment, dict[str, Arm]()
         if experiment.control not in ("auto", "full"):
             return found
-        kv = (control or reference).kv.label
+        kv = (control or reference).kv
         for arm in candidates:
             attention = other_attention(reference, arm)
             if attention is None or f"{CONTROL}:{attention}" in found or arm.name in self._unsupported:
                 continue
             options = {key: text for key, text in experiment.reference.engine_args.items() if key != ATTENTION}
-            config = _with_cache(experiment.reference, kv=kv, name=f"{kv} {ATTENTION}={attention}")
+            config = _with_cache(experiment.reference, kv, f"{kv.label} {ATTENTION}={attention}")
             named = options if attention == AUTO else {**options, ATTENTION: attention}
             nearest = self._arm(config.model_copy(update={"engine_args": named}))
             if nearest.fingerprint() != arm.fingerprint():
@@ -286,19 +287,19 @@ class _Resolver:
         """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
         found: dict[str, Arm] = {}
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
-        if _BITS32 in answers.kv_names() and str(reference.kv.k) != _BITS32:
-            found[TRUTH] = self._arm(_with_cache(self._experiment.reference, kv=_BITS32, name=f"{_BITS32} (truth)"))
+        if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
+            found[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
         if reference.engine in (_EXACT_ENGINE.name, "fake"):  # computes attention exactly itself
             return found
         known = set(self._engines.ask(_EXACT_ENGINE).kv_names())
         for arm in candidates:
             if {arm.kv.k.name, arm.kv.v.name} <= known and arm.model == reference.model:
-                found[f"{EXACT}:{arm.name}"] = self._exact(str(arm.kv.label), f"{arm.name} (exact attention)")
+                found[f"{EXACT}:{arm.name}"] = self._exact(arm.kv, f"{arm.name} (exact attention)")
         if any(role.startswith(EXACT) for role in found):
-            found = {EXACT: self._exact(_BITS32, f"{_BITS32} (exact attention)"), **found}
+            found = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **found}
         return found
 
-    def _exact(self, kv: str, name: str) -> Arm:
+    def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
 
 
@@ -319,14 +320,14 @@ def refuse_same_server(settings: Settings) -> None:
             )
 
 
-def _with_cache(config: ArmConfig, *, kv: str, name: str) -> ArmConfig:
+def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
     """The same arm with another cache."""
     return config.model_copy(update={"kv": kv, "name": name})
 
 
 def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
     """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
-    reference = with_kv(experiment.reference, engine_class(experiment.reference.engine or experiment.engine).native_kv)
+    reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
     return experiment.model_copy(
         update={
             "reference": reference,

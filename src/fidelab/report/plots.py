@@ -34,7 +34,7 @@ WIDE, NARROW = Size(560, 330), Size(360, 300, labels=False)
 FRONTIER = (Size(1120, 430), Size(360, 400))
 MOST_LABELS = 6
 RULES = (Rule(0.01, "EXCELLENT"), Rule(0.05, "PASS"), Rule(0.1, "DEGRADED"))
-"""Upper edges of the bands (METRICS §6), which an interval has to stay below."""
+"""Upper edges of the bands, which an interval has to stay below.  See docs/metrics.md#verdicts."""
 KLD = "mean KL, nats"
 
 

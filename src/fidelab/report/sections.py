@@ -27,7 +27,7 @@ from fidelab.results.record import Report
 __all__ = ["Curves", "Fork", "Section", "Shown", "forks_of", "role_arms", "sections_of", "table_of"]
 
 NEAR_TIE = 0.1
-"""Margin (nats) under which a divergence is a near tie (METRICS §2)."""
+"""Margin (nats) under which a divergence is a near tie.  See docs/metrics.md#real-flips."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,6 @@
-"""What a bench measured of an arm, as records: offline speed, start-up and memory (METRICS §8); all benches of an arm.
+"""What a bench measured of an arm, as records: offline speed, start-up and memory; all benches of an arm.
+
+See docs/metrics.md#speed-and-memory.
 
 Units: seconds for start-up, tok/s for rates, bytes for memory.
 """
@@ -48,7 +50,7 @@ class SpeedCell(Outcome):
     rate: Spread | None = None
     """tok/s of the whole batch; of decoding: isolated, n / (last − first token)."""
     by_subtraction: Spread | None = None
-    """tok/s as n / (whole answer − median of the prefill alone), the paper's other method; decoding only."""
+    """tok/s as n / (whole answer − median of the prefill alone), another method in use; decoding only."""
     warmups: Count = 0
     """Unmeasured answers before the first repeat."""
     flags: tuple[Flag, ...] = ()

@@ -1,4 +1,7 @@
-"""What two reports must agree on before a metric of both is compared, and what is only told beside (METRICS §11)."""
+"""What two reports must agree on before a metric of both is compared, and what is only told beside.
+
+See docs/metrics.md#comparability.
+"""
 
 from __future__ import annotations
 

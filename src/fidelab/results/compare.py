@@ -1,4 +1,6 @@
-"""Two reports compared, metric by metric: what regressed, improved, stayed, and what nobody can tell (METRICS §11).
+"""Two reports compared, metric by metric: what regressed, improved, stayed, and what nobody can tell.
+
+See docs/metrics.md#changes-between-runs.
 
 Costs are compared: of rates the time that the work takes, of scores their drop.  What makes a change certain:
 

@@ -190,7 +190,7 @@ class ArmRecord(Outcome):
     benches: Benches = Field(default_factory=Benches)
     """Speed and memory."""
     composite: Composite | None = None
-    """The source's combined score."""
+    """Harmonic mean of the axis scores, as REFRACT combines them."""
     verdict: Verdict | None = None
     """Candidates have one, also when nothing ran."""
 

@@ -1,4 +1,6 @@
-"""What load on a server showed, as records (METRICS §8), and what quantization and speculation make together (§9).
+"""What load on a server showed, as records, and what quantization and speculation make together.
+
+See docs/metrics.md#serving-latencies, docs/metrics.md#serving-rates and docs/metrics.md#speculation.
 
 Units: seconds for whole runs, milliseconds for latencies, tok/s for rates.
 """
@@ -198,7 +200,10 @@ class Serving(Outcome):
 
 
 class Composition(Record):
-    """Whether quantization and speculation multiply: ρ = S_both / (S_quantized · S_speculative) (METRICS §9)."""
+    """Whether quantization and speculation multiply: ρ = S_both / (S_quantized · S_speculative).
+
+    See docs/metrics.md#speculation.
+    """
 
     arms: dict[str, str]
     """``plain``, ``quantized``, ``speculative``, ``both`` → where they were measured."""

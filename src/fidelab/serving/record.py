@@ -128,7 +128,7 @@ class Keeper(Watch):
 
 
 def comparability(contact: Contact) -> dict[str, Any]:
-    """What must agree before two loads are compared, besides what names the cell (METRICS §11)."""
+    """What must agree before two loads are compared, besides what names the cell. See docs/metrics.md#comparability."""
     settings = contact.settings
     return {
         "endpoint": settings.endpoint,

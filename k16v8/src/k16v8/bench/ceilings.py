@@ -1,4 +1,4 @@
-"""What a smaller cache can gain at most (METRICS §9): bytes per token, its share of a step, the decode ceiling.
+"""What a smaller cache can gain at most: bytes per token, its share of a step, the decode ceiling.
 
 Decoding reads every weight once per step and the cache of every sequence; where memory is what limits it, time is
 bytes over bandwidth, so that the ratio of bytes bounds the speed-up.  All arguments are plain numbers; bytes are those
@@ -15,12 +15,17 @@ ALLOWANCE = 0.02  # by which a measured speed-up may exceed its ceiling before i
 def kv_bytes_per_token(
     layers: int, kv_heads: int, head_dim: int, k_bytes: float, v_bytes: float, *, v_dim: int | None = None
 ) -> float:
-    """layers · kv_heads · (D_k · k_bytes + D_v · v_bytes), without scales; ``k_bytes``, ``v_bytes``: of one value."""
+    """layers · kv_heads · (D_k · k_bytes + D_v · v_bytes), without scales; ``k_bytes``, ``v_bytes``: of one value.
+
+    See docs/metrics.md#bytes-per-token.
+    """
     return layers * kv_heads * (head_dim * k_bytes + (head_dim if v_dim is None else v_dim) * v_bytes)
 
 
 def kv_share(weights: float, kv_per_token: float, tokens: int, batch: int = 1) -> float:
     """KV·T·B / (W + KV·T·B): the cache's share of the bytes that one decode step reads.
+
+    See docs/metrics.md#ceilings-of-memory-traffic.
 
     Raises:
         ValueError: a step that reads nothing, or negative bytes.
@@ -34,6 +39,8 @@ def decode_ceiling(
 ) -> float:
     """(W + KV16·T·B) / (W + KV·T·B): the largest speed-up over a 16-bit cache that bytes allow.
 
+    See docs/metrics.md#ceilings-of-memory-traffic.
+
     Raises:
         ValueError: a step that reads nothing, or negative bytes.
     """
@@ -42,7 +49,10 @@ def decode_ceiling(
 
 
 def above_ceiling(speedup: float, ceiling: float) -> bool:
-    """Whether a measured speed-up is more than 2% above what bytes allow: then something else was measured."""
+    """Whether a measured speed-up is more than 2% above what bytes allow: then something else was measured.
+
+    See docs/metrics.md#ceilings-of-memory-traffic.
+    """
     return speedup > ceiling * (1 + ALLOWANCE)
 
 

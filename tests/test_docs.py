@@ -1,0 +1,155 @@
+"""The documents: what they and the code point to exists, and every number has a definition."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fidelab.metrics
+from fidelab.axes import AXES
+from fidelab.benches import BENCHES
+
+ROOT = Path(__file__).parents[1]
+METRICS = ROOT / "docs" / "metrics.md"
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md")])
+SOURCES = [path for top in ("src", "tests", "benchmarks", "examples") for path in sorted((ROOT / top).rglob("*.py"))]
+
+FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#{1,6} +(.+?) *$", re.MULTILINE)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+CITED = re.compile(r"\bdocs/[\w-]+\.md(?:#[\w-]+)?")
+MODULE = re.compile(r"`(fidelab(?:\.\w+)+)`(?:\s+\(((?:`\w+`[,\s]*)+)\))?")
+# Section signs, and documents in capitals by name alone, stand for pages that nobody can open.
+UNSHIPPED = re.compile(r"§|\b(?:METRICS|DESIGN|FAILURES|ROADMAP)\b(?!\.\w|/| =)")
+CAPITALS = re.compile(r"\b[A-Z_]{3,}\.md\b")
+
+
+def prose(path: Path) -> str:
+    """A document without its code blocks."""
+    return FENCE.sub("", path.read_text("utf-8"))
+
+
+def headings(path: Path) -> list[str]:
+    return HEADING.findall(prose(path))
+
+
+def anchor(heading: str) -> str:
+    """What GitHub calls a heading: letters, digits, hyphens and underscores, in small letters."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def exists(target: str, base: Path) -> bool:
+    """A file or folder, and the heading in it that is named behind ``#``."""
+    name, _, fragment = target.partition("#")
+    path = (base.parent / name).resolve() if name else base
+    return path.exists() and (not fragment or fragment in map(anchor, headings(path)))
+
+
+def module_of(name: str) -> tuple[Path, str]:
+    """The file of the longest part of a dotted name that is a module, and what is left of the name."""
+    parts = name.split(".")
+    for n in range(len(parts), 0, -1):
+        path = ROOT / "src" / Path(*parts[:n])
+        for file in (path.with_suffix(".py"), path / "__init__.py"):
+            if file.is_file():
+                return file, ".".join(parts[n:])
+    raise AssertionError(f"{name} is no module")
+
+
+def defines(module: Path, name: str) -> bool:
+    """A module, or one of its package's, defines this name at its top."""
+    files = module.parent.glob("*.py") if module.name == "__init__.py" else [module]
+    return any(re.search(rf"^(?:def |class )?{name}\b", file.read_text("utf-8"), re.MULTILINE) for file in files)
+
+
+def public() -> Iterator[tuple[str, str]]:
+    """Name and docstring of every public function and class of ``fidelab.metrics``."""
+    for info in pkgutil.iter_modules(fidelab.metrics.__path__):
+        module = importlib.import_module(f"fidelab.metrics.{info.name}")
+        for name in module.__all__:
+            found = getattr(module, name)
+            if inspect.isfunction(found) or inspect.isclass(found):
+                yield f"{info.name}.{name}", inspect.getdoc(found) or ""
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_relative_link_of_a_document_leads_somewhere(path: Path) -> None:
+    targets = [target for target in LINK.findall(prose(path)) if "://" not in target]
+    assert [target for target in targets if not exists(target, path)] == []
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_two_headings_of_a_document_share_an_anchor(path: Path) -> None:
+    if path.name != "CHANGELOG.md":
+        anchors = [anchor(heading) for heading in headings(path)]
+        assert len(anchors) == len(set(anchors))
+
+
+def test_every_section_that_code_cites_exists() -> None:
+    cited = [(path, target) for path in SOURCES for target in CITED.findall(path.read_text("utf-8"))]
+    assert cited
+    assert [(str(path), target) for path, target in cited if not exists(target, ROOT / "README.md")] == []
+
+
+def test_nothing_cites_a_document_that_is_not_here() -> None:
+    found = []
+    for path in [*DOCUMENTS, *SOURCES, *ROOT.glob("benchmarks/*.md"), *ROOT.glob("scripts/*")]:
+        if path == Path(__file__):
+            continue
+        text = path.read_text("utf-8")
+        found += [(str(path.relative_to(ROOT)), match[0]) for match in UNSHIPPED.finditer(text)]
+        found += [(str(path), name) for name in CAPITALS.findall(text) if not list(ROOT.glob(f"**/{name}"))]
+    assert found == []
+
+
+@pytest.mark.parametrize("path", [METRICS, METRICS.with_name("design.md")], ids=lambda path: path.name)
+def test_every_module_and_name_that_a_definition_points_to_exists(path: Path) -> None:
+    missing = []
+    for name, listed in MODULE.findall(path.read_text("utf-8")):
+        file, rest = module_of(name)
+        named = [*re.findall(r"\w+", listed), *([rest.split(".")[0]] if rest else [])]
+        missing += [f"{name}: {one}" for one in named if not defines(file, one)]
+    assert missing == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [*(("axis", n) for n in AXES.names()), *(("bench", n) for n in BENCHES.names())]
+)
+def test_every_axis_and_bench_has_a_definition(kind: str, name: str) -> None:
+    [row] = [line for line in prose(METRICS).splitlines() if line.startswith(f"| {kind} `{name}` |")]
+    sections = LINK.findall(row)
+    assert sections
+    assert all(exists(section, METRICS) for section in sections)
+
+
+def test_every_section_of_the_definitions_is_in_their_index() -> None:
+    index = METRICS.read_text("utf-8").split("\n# Statistics\n")[0]
+    listed = {target.removeprefix("#") for target in LINK.findall(index)}
+    sections = {anchor(h) for h in re.findall(r"^## (.+)$", prose(METRICS), re.MULTILINE)}
+    assert sections - listed == set()
+
+
+def test_every_public_function_of_the_metrics_names_its_definition() -> None:
+    documented = dict(public())
+    assert documented
+    assert [name for name, doc in documented.items() if "docs/metrics.md#" not in doc] == []
+
+
+def test_the_readme_is_short_and_explains_its_words_before_it_uses_them() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    assert len(text.splitlines()) <= 120
+    table = text.index(" verdict  ")  # the demo's
+    assert [word for word in ("arm", "reference", "control", "noise floor") if f"**{word}**" not in text[:table]] == []
+
+
+def test_the_readme_names_the_commands_that_continuous_integration_runs() -> None:
+    text = (ROOT / "README.md").read_text("utf-8")
+    commands = [line for line in (ROOT / ".ci" / "run").read_text("utf-8").splitlines() if line.startswith("make ")]
+    assert commands
+    assert [command for command in commands if f"`{command}`" not in text] == []
