@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
-    from fidelab.measuring import ArmResult
+    from fidelab.runs.pairing import ArmResult
 
 LIMIT = 0.006  # nats
 LINES: dict[str, dict[str, Any]] = {
@@ -42,9 +42,9 @@ def main() -> None:
 
 def _measure(options: argparse.Namespace, folder: Path) -> None:
     from fidelab.core import Status
-    from fidelab.cross_engine import agreement
     from fidelab.errors import FidelabError
-    from fidelab.measuring import Scorer, engaged
+    from fidelab.runs.cross_engine import agreement
+    from fidelab.runs.pairing import Scorer, engaged
 
     arms: dict[str, ArmResult] = {}
     first: Experiment | None = None
@@ -109,8 +109,8 @@ def _experiment(line: dict[str, Any], options: argparse.Namespace, folder: Path)
 
 def _ask(experiment: Experiment, logs: Path) -> dict[str, ArmResult]:
     """The reference, and a quarter of it again in another process."""
-    from fidelab.asking import Silent
-    from fidelab.run import prepare
+    from fidelab.runs.conduct import prepare
+    from fidelab.runs.runner import Silent
 
     prepared = prepare(experiment)
     asking = prepared.asking(Silent(), lambda *_a, **_k: None)

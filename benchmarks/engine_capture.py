@@ -75,9 +75,9 @@ class _Sink:
 def _measure(options: argparse.Namespace) -> dict[str, Any]:
     import numpy as np
 
+    from fidelab.captures.requests import Prefill
     from fidelab.core import Arm, KVSpec
     from fidelab.engines import ENGINES
-    from fidelab.probes import Prefill
 
     engine, n = ENGINES.load(options.engine)(), options.n_ctx
     kv = KVSpec.parse(options.kv)
@@ -125,7 +125,7 @@ def _vllm(engine: Any, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Any]:
 
 
 def _sglang(engine: Any, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Any]:
-    from fidelab.engines.sglang_session import Request
+    from fidelab.engines.sglang.session import Request
 
     plain = [Request(prompt) for prompt in prompts]  # no instructions: no capture
     return lambda: engine._session.ask(plain)

@@ -47,7 +47,7 @@ def _measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     from fidelab.captures.reader import Capture
     from fidelab.cli.axes import axis_settings
     from fidelab.config.load import apply_overrides, validate
-    from fidelab.run import execute
+    from fidelab.runs.conduct import execute
 
     data = {
         "model": "smollm2-135m",

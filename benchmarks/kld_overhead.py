@@ -53,8 +53,8 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from fidelab.config.load import validate
-    from fidelab.engines.hf import HFEngine
-    from fidelab.run import prepare
+    from fidelab.engines.hf.adapter import HFEngine
+    from fidelab.runs.conduct import prepare
 
     engines = []
     with tempfile.TemporaryDirectory() as folder:
@@ -106,7 +106,7 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
 def _pipeline(plan: Any, engines: list[Any], store: Path) -> None:
     from fidelab.captures.writer import CaptureWriter, store_head
     from fidelab.core import Vocabulary
-    from fidelab.phases import score_captures
+    from fidelab.runs.phases import score_captures
 
     folders = []
     for job, engine in zip(plan.jobs, engines, strict=True):
@@ -147,9 +147,9 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
 
     from fidelab.captures.container import BFloat16
     from fidelab.captures.manifest import capture_key
+    from fidelab.captures.requests import Prefill
     from fidelab.captures.writer import CaptureWriter, store_head
     from fidelab.core import Arm, KVSpec, Vocabulary
-    from fidelab.probes import Prefill
 
     rng = np.random.default_rng(1)
     noise = np.random.default_rng(2 if name == "test" else 3)
@@ -168,7 +168,7 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
 
 
 def _score_here(ref: Path, test: Path) -> None:
-    from fidelab.phases import score_captures
+    from fidelab.runs.phases import score_captures
 
     score_captures(ref, [test], ["test"])
     # VmHWM, not ru_maxrss: that one is inherited from the process that started us

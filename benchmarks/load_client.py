@@ -89,7 +89,7 @@ def main() -> None:
 def _measure(
     options: argparse.Namespace, clients: list[str], folder: Path, tokens: int, small: int, large: int
 ) -> dict[str, Any]:
-    from fidelab.load.mock_server import MockServer, MockSettings
+    from fidelab.bench.load.mock_server import MockServer, MockSettings
 
     runs: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
     with MockServer(MockSettings(itl=options.itl / 1e3, coalesce=options.coalesce)) as mock:
@@ -184,8 +184,8 @@ def _drive(task: dict[str, Any]) -> None:
     """Our client, in a process of its own, as the others are."""
     import numpy as np
 
-    from fidelab.load.drive import Load, Target, drive
-    from fidelab.load.exchange import Request
+    from fidelab.bench.load.drive import Load, Target, drive
+    from fidelab.bench.load.exchange import Request
 
     requests, tokens = [], task["tokens"]
     with Path(task["prompts"]).open(encoding="utf-8") as file:

@@ -77,7 +77,7 @@ THIRD_PARTY: dict[str, set[str]] = {
     "config": {"pydantic", "yaml"},
 }
 LEAN_MODULES = [
-    *("fidelab.core", "fidelab.probes", "fidelab.captures.writer", "fidelab.engines.base"),
+    *("fidelab.core", "fidelab.captures.requests", "fidelab.captures.writer", "fidelab.engines.base"),
     *("fidelab.workers.child", "fidelab.workers.ask"),
     *(f"fidelab.engines.{name}" for name in ("hf", "llamacpp", "vllm", "sglang", "openai")),
 ]

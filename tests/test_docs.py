@@ -13,7 +13,7 @@ import pytest
 
 import fidelab.metrics
 from fidelab.axes import AXES
-from fidelab.benches import BENCHES
+from fidelab.bench import BENCHES
 
 ROOT = Path(__file__).parents[1]
 METRICS = ROOT / "docs" / "metrics.md"

@@ -15,7 +15,7 @@ from fidelab.core import Status
 from fidelab.models import Model
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import RunFolder
-from fidelab.run import rescore
+from fidelab.runs.conduct import rescore
 
 pytestmark = pytest.mark.model
 

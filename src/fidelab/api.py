@@ -36,7 +36,7 @@ def compare(
     Raises:
         FidelabError: anything that can be mended, in one line.
     """
-    from fidelab.run import execute
+    from fidelab.runs.conduct import execute
 
     data = {
         "model": model,

@@ -11,7 +11,7 @@ FidelabError                  anything a user can mend; one line, exit code 2
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
 │   └── NotSupportedError     the engine lacks this format or probe (status ``not_supported``)
 ├── OutputError               an output folder that cannot be written
-└── SandboxUnavailable        (capability/sandbox.py) this machine cannot confine a program; it was not run
+└── SandboxUnavailable        (axes/capability/sandbox.py) this machine cannot confine a program; it was not run
 """
 
 from __future__ import annotations

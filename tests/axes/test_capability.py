@@ -13,13 +13,14 @@ import pytest
 import torch
 
 from fidelab.axes.base import AxisInputs, AxisScore
-from fidelab.axes.capability import Capability
-from fidelab.capability import code, sandbox
-from fidelab.capability.checks import CHECKS
-from fidelab.capability.code import run_task
+from fidelab.axes.capability import code, sandbox
+from fidelab.axes.capability.axis import Capability
+from fidelab.axes.capability.checks import CHECKS
+from fidelab.axes.capability.code import run_task
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 from fidelab.errors import CaptureError, InputError
@@ -27,10 +28,9 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model, resolve
-from fidelab.probes import Generate
 from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
-from tests.capability.test_checks import PROGRAMS
+from tests.axes.capability.test_checks import PROGRAMS
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs
 
@@ -289,11 +289,11 @@ def test_without_a_sandbox_code_is_not_applicable_and_nothing_is_run(
 
 
 def test_captures_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fidelab.axes.capability.SET_VERSION", "0")
+    monkeypatch.setattr("fidelab.axes.capability.axis.SET_VERSION", "0")
     axis = Capability(Capability.Settings.model_validate({"kinds": ["arithmetic"]}))
     probe = axis.probes(_inputs())["short"]
     pair = Pair.match(_capture(tmp_path, "f32", probe, RIGHT), _capture(tmp_path, "int4", probe, RIGHT))
-    monkeypatch.setattr("fidelab.axes.capability.SET_VERSION", "1")
+    monkeypatch.setattr("fidelab.axes.capability.axis.SET_VERSION", "1")
     with pytest.raises(CaptureError, match="captures hold check set 0, this version scores set 1; capture again"):
         axis.score_parts({"short": pair}, 0)
 

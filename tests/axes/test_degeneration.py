@@ -19,6 +19,7 @@ from fidelab.axes.degeneration import Degeneration
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.inputs.files import DATA
@@ -26,7 +27,6 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.degeneration import degeneration_onset, distinct_floor
 from fidelab.metrics.intervals import mcnemar_exact
 from fidelab.models import Model
-from fidelab.probes import Generate
 from fidelab.results.panels import Curve, TablePanel
 from tests.runs.harness import Done, cli, write_inputs
 

@@ -18,6 +18,7 @@ from fidelab.axes.forced import ForcedDecode, greedy_probe
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Forced, Generate, Probe
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.errors import CaptureError, InputError
@@ -25,7 +26,6 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
-from fidelab.probes import Forced, Generate, Probe
 from fidelab.results.panels import Curve
 from tests.runs.harness import Done, cli, write_inputs
 

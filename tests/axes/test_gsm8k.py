@@ -19,6 +19,7 @@ from fidelab.axes.gsm8k import GSM8K
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.errors import InputError
@@ -26,7 +27,6 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.intervals import wilson_interval
 from fidelab.models import Model, resolve
-from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
 from tests.engines import tiny

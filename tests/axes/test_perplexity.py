@@ -20,14 +20,14 @@ from fidelab.captures.container import Array
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill, Probe
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
-from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf.adapter import HFEngine
 from fidelab.errors import InputError
 from fidelab.inputs.corpus import Text, load_text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
-from fidelab.probes import Prefill, Probe
 from fidelab.results.axis_record import Axes, Figure, OtherAxis
 from tests.engines import tiny
 from tests.runs.harness import Done, cli, write_inputs

@@ -18,6 +18,7 @@ from fidelab.axes.plad import PLAD
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Tokens
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, canonical_json, digest
 from fidelab.errors import InputError, UnknownNameError
@@ -26,7 +27,6 @@ from fidelab.inputs.perturb import perturb
 from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
-from fidelab.probes import Generate, Tokens
 from fidelab.results.axis_record import Axes, OtherAxis
 from fidelab.results.panels import TablePanel, Texts
 from tests.runs.harness import Done, cli, write_inputs

@@ -14,6 +14,7 @@ from fidelab.axes.rniah import RNIAH
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
@@ -22,9 +23,8 @@ from fidelab.inputs.corpus import Text
 from fidelab.inputs.needles import draw_needles
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
-from fidelab.probes import Generate
 from fidelab.results.panels import Heatmap, TablePanel, Texts
-from fidelab.run import capture
+from fidelab.runs.conduct import capture
 from tests.runs.harness import Done, cli
 
 TOKENIZER = Tokenizer.load(resolve("fake"))

@@ -19,13 +19,13 @@ from fidelab.axes.trajectory import Trajectory
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Prefill, Probe
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.corpus import Text
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
-from fidelab.probes import Generate, Prefill, Probe
 from fidelab.results.axis_record import Axes
 
 V = 8

@@ -18,10 +18,10 @@ from fidelab.axes.trajectory import Trajectory
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, Estimator, KVSpec, Vocabulary, digest
 from fidelab.metrics.composite import verdict
-from fidelab.probes import Forced, Generate, Prefill, Probe
 
 V, ROWS = 8, 6
 PIECES = [f"<{i}>" for i in range(V)]

@@ -13,9 +13,9 @@ import numpy as np
 
 from fidelab.captures.container import Array
 from fidelab.captures.manifest import MANIFEST, capture_folder, capture_key, dump_manifest
+from fidelab.captures.requests import Generate, Prefill, Probe
 from fidelab.captures.writer import CaptureWriter, store_head, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
-from fidelab.probes import Generate, Prefill, Probe
 
 PIECES = [f"<{i}>" for i in range(8)]
 ARM = Arm("bf16", "fake", "owner/model", "here", "w" * 8, KVSpec.parse("bf16"), "float32", "cpu", 2, (("a", "1"),))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.captures.requests import Probe
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.variables import variables_of
-from fidelab.probes import Probe
 from tests.captures import sample
 
 A, W, P = sample.ARM, sample.WINDOWS, sample.PROMPTS

@@ -10,8 +10,8 @@ import pytest
 
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Prefill, Probe
 from fidelab.errors import MismatchError
-from fidelab.probes import Generate, Prefill, Probe
 from tests.captures import sample
 
 W, P = sample.WINDOWS, sample.PROMPTS

@@ -18,9 +18,9 @@ import pytest
 import fidelab.captures.writer as writer_module
 from fidelab.captures.container import TensorFile
 from fidelab.captures.reader import Capture, find_captures, is_complete
+from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import PARTIAL, abandoned, store_head, store_vocabulary
 from fidelab.errors import CaptureError
-from fidelab.probes import Prefill
 from tests.captures import sample
 
 DIES_WHILE_WRITING = """

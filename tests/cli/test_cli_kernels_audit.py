@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from fidelab.captures.container import to_float32
+from fidelab.captures.requests import Layerwise
 from fidelab.cli.kernels_audit import captured_tensors
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf.adapter import HFEngine
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import make_tiny
-from fidelab.probes import Layerwise
 from tests.engines.tiny import Answers
 from tests.runs.harness import Done, cli
 

@@ -10,7 +10,7 @@ from rich.console import Console
 
 import fidelab.cli.progress as progress
 from fidelab.config.load import validate
-from fidelab.run import execute
+from fidelab.runs.conduct import execute
 from tests.runs.harness import write_inputs
 
 

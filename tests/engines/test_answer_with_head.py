@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe, Timed
 from fidelab.core import Estimator
 from fidelab.engines.base import answer_with_head
-from fidelab.probes import Forced, Generate, Layerwise, Prefill, Probe, Timed
 
 WINDOWS = ((1, 2, 3, 4),)
 GENERATE = Generate("trajectory", WINDOWS, 4, ())

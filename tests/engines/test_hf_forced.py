@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fidelab.probes import Forced, Generate, Prefill
+from fidelab.captures.requests import Forced, Generate, Prefill
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers

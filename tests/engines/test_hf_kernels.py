@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from fidelab.engines.hf import HFEngine
+from fidelab.captures.requests import Forced, Generate, Prefill
+from fidelab.engines.hf.adapter import HFEngine
 from fidelab.errors import EngineError, NotSupportedError, UsageError
-from fidelab.probes import Forced, Generate, Prefill
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import Answers
@@ -166,7 +166,7 @@ def test_where_the_kernels_were_not_asked_for_and_refuse_the_models_own_attentio
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU does unless told otherwise, tried on the CPU."""
-    from fidelab.engines.hf_model import HFModel
+    from fidelab.engines.hf.model import HFModel
 
     def arm_on_gpu(kind: str, kv: str) -> tuple[bool, str | None]:
         made = HFModel(tiny.arm(checkpoint(kind), kv), lambda phase: None)

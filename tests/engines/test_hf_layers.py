@@ -14,11 +14,11 @@ import transformers
 from torch import Tensor
 
 from fidelab.captures.container import BFloat16, to_float32
-from fidelab.engines.hf import HFEngine
-from fidelab.engines.hf_layers import decoder_layers
+from fidelab.captures.requests import Layerwise, Prefill
+from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.hf.layers import decoder_layers
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
 from fidelab.metrics.layers import Curve, Parting, part, relative_errors
-from fidelab.probes import Layerwise, Prefill
 from k16v8.kernels.reference import Attention, attend
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint

@@ -11,13 +11,13 @@ import pytest
 import transformers
 from safetensors.torch import load_file, save_file
 
+from fidelab.captures.requests import Prefill
 from fidelab.core import KVSpec
 from fidelab.engines.base import Verdict
-from fidelab.engines.hf import HFEngine
-from fidelab.engines.hf_shape import Shape, shape_of
+from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.hf.shape import Shape, shape_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
-from fidelab.probes import Prefill
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from fidelab.captures.container import BFloat16, to_float32
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe
 from fidelab.core import Estimator
 from fidelab.errors import EngineError
-from fidelab.probes import Forced, Generate, Prefill, Probe
 from tests.captures import sample
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint

@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe
 from fidelab.core import FormatSpec, Status
 from fidelab.engines.base import Ran
-from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.hf.cache import EncodedStore, _EncodedAttention
 from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.fp8 import Float8
-from fidelab.measuring import ArmResult, engaged
-from fidelab.plugins.transformers_cache import EncodedStore, _EncodedAttention
-from fidelab.probes import Forced, Generate, Layerwise, Prefill, Probe
+from fidelab.runs.pairing import ArmResult, engaged
 from k16v8.kernels import reference
 from k16v8.kernels.cache import dequantize
 from k16v8.plugins.transformers import cache as paged_cache
@@ -348,7 +348,7 @@ def test_what_was_refuted_in_one_probe_stays_so_in_the_next(
 SHIM = """
 from transformers import AttentionInterface
 from fidelab.formats import fp8
-from fidelab.plugins.transformers_cache import EncodedStore
+from fidelab.engines.hf.cache import EncodedStore
 
 write, get = EncodedStore.write, AttentionInterface.get_interface
 untouched = []

@@ -9,12 +9,15 @@ import pytest
 import torch
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines import sglang_launch, sglang_ran, vllm_backend, vllm_ran
 from fidelab.engines.k16v8 import K16V8, SWITCH, content_bytes
-from fidelab.engines.sglang import SGLangEngine
-from fidelab.engines.sglang_launch import arguments, prepare
-from fidelab.engines.vllm import VLLMEngine
-from fidelab.engines.vllm_backend import Backend
+from fidelab.engines.sglang import launch as sglang_launch
+from fidelab.engines.sglang import read_back as sglang_ran
+from fidelab.engines.sglang.adapter import SGLangEngine
+from fidelab.engines.sglang.launch import arguments, prepare
+from fidelab.engines.vllm import launch as vllm_backend
+from fidelab.engines.vllm import read_back as vllm_ran
+from fidelab.engines.vllm.adapter import VLLMEngine
+from fidelab.engines.vllm.launch import Backend
 from fidelab.errors import UsageError
 
 shared = pytest.importorskip("k16v8.plugins.shared")

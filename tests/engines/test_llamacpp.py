@@ -18,19 +18,19 @@ from scipy.linalg import hadamard
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
+from fidelab.captures.requests import Forced, Generate, Prefill
 from fidelab.config.load import validate
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.engines.base import Engine
-from fidelab.engines.hf import HFEngine
-from fidelab.engines.llamacpp import LlamaCppEngine
-from fidelab.engines.llamacpp_library import GGML_TYPES, LlamaModel, Seen
-from fidelab.engines.llamacpp_proof import Side, decoded, proof, read_state
+from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.llamacpp.adapter import LlamaCppEngine
+from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, Seen
+from fidelab.engines.llamacpp.proof import Side, decoded, proof, read_state
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.models.weights import file_sha256
 from fidelab.plan.arms import resolve_arm
-from fidelab.probes import Forced, Generate, Prefill
 from tests.engines.tiny import Answers
 from tests.models import tiny_gguf
 from tests.models.tiny_gguf import HEADS, HIDDEN, write_gguf
@@ -132,13 +132,13 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("fidelab.engines.llamacpp.version", absent)
+    monkeypatch.setattr("fidelab.engines.llamacpp.adapter.version", absent)
     with pytest.raises(EngineError, match=r"pip install 'fidelab\[llamacpp\]'"):
         LlamaCppEngine.versions()
 
 
 def test_captures_of_another_build_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fidelab.engines.llamacpp.version", lambda name: "1.0")
+    monkeypatch.setattr("fidelab.engines.llamacpp.adapter.version", lambda name: "1.0")
     monkeypatch.delenv("LLAMA_CPP_LIB_PATH", raising=False)
     monkeypatch.delenv("LLAMA_ATTN_ROT_DISABLE", raising=False)
     seen = [LlamaCppEngine.versions()]

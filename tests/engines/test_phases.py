@@ -10,7 +10,7 @@ import pytest
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import base
 from fidelab.engines.fake import FakeEngine
-from fidelab.engines.llamacpp import LlamaCppEngine
+from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.models.tiny_gguf import write_gguf

@@ -19,14 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines import sglang_launch
-from fidelab.engines.sglang import SGLangEngine
-from fidelab.engines.sglang_launch import arguments
-from fidelab.engines.sglang_ran import _found, _scales
+from fidelab.engines.sglang import capture as sglang_capture
+from fidelab.engines.sglang import launch as sglang_launch
+from fidelab.engines.sglang.adapter import SGLangEngine
+from fidelab.engines.sglang.capture import _Capture, _end
+from fidelab.engines.sglang.launch import arguments
+from fidelab.engines.sglang.read_back import _found, _scales
+from fidelab.engines.written import watched
 from fidelab.errors import UsageError
-from fidelab.plugins import sglang_capture
-from fidelab.plugins.sglang_capture import _Capture, _end
-from fidelab.plugins.written import watched
 
 WIDTH, VOCAB = 4, 6
 

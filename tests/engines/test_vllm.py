@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import read_back_proof
-from fidelab.engines.vllm import VLLMEngine
-from fidelab.engines.vllm_backend import Backend, least_cache_bytes
-from fidelab.engines.vllm_model import VLLMModel, size_in_bytes
-from fidelab.engines.vllm_ran import stored_as
+from fidelab.engines.vllm import capture as vllm_capture
+from fidelab.engines.vllm.adapter import VLLMEngine
+from fidelab.engines.vllm.capture import FOLDER, FidelabWorker, register
+from fidelab.engines.vllm.launch import Backend, least_cache_bytes
+from fidelab.engines.vllm.model import VLLMModel, size_in_bytes
+from fidelab.engines.vllm.read_back import stored_as
 from fidelab.errors import EngineError, UsageError
-from fidelab.plugins import vllm_capture
-from fidelab.plugins.vllm_capture import FOLDER, FidelabWorker, register
 
 WIDTH, VOCAB = 4, 11
 GOOD = Backend("cpu", "CPU_ATTN", ("auto", "fp8_e4m3"), True)
@@ -70,7 +70,7 @@ def test_a_missing_package_says_what_to_install(monkeypatch: pytest.MonkeyPatch)
     def absent(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr("fidelab.engines.vllm_backend.version", absent)
+    monkeypatch.setattr("fidelab.engines.vllm.launch.version", absent)
     with pytest.raises(EngineError, match="fidelab engines install vllm"):
         VLLMEngine.versions()
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fidelab.captures.container import Array, to_float32
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Answer
-from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf.adapter import HFEngine
 from fidelab.metrics.divergence import Head, head_logits
 from tests.tiny_models import KINDS, VOCAB, WINDOW, Kind, model, randomised, tokens
 

@@ -14,10 +14,10 @@ from typing import ClassVar
 
 import numpy as np
 
+from fidelab.captures.requests import Generate, Prefill, Probe
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.errors import EngineError
-from fidelab.probes import Generate, Prefill, Probe
 
 __all__ = ["Odd"]
 

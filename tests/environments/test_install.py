@@ -301,7 +301,7 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
 
 def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fidelab.doctor import parts
-    from fidelab.engines.hf import HFEngine
+    from fidelab.engines.hf.adapter import HFEngine
 
     monkeypatch.setattr(HFEngine, "kv_names", classmethod(lambda cls: ["bf16", "int8"]))
     [engine, *formats] = [c for c in parts.engines_and_formats((), trial=True) if "hf" in (c.name, c.group[12:-1])]

@@ -9,9 +9,9 @@ import torch
 from tests.tiny_models import model, tokens
 
 from fidelab.core import FormatSpec, KVSpec
-from fidelab.engines.hf_kernels import options_of
+from fidelab.engines.hf.cache import EncodedCache
+from fidelab.engines.hf.kernels import options_of
 from fidelab.formats import create
-from fidelab.plugins.transformers_cache import EncodedCache
 
 pytest.importorskip("k16v8.kernels")
 

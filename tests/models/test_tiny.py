@@ -16,15 +16,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fidelab.captures.container import to_float32
+from fidelab.captures.requests import Prefill
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Engine
-from fidelab.engines.hf import HFEngine
-from fidelab.engines.llamacpp import LlamaCppEngine
+from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.errors import UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from fidelab.models.tiny import GGUF_NAME, make_tiny
-from fidelab.probes import Prefill
 from tests.engines.tiny import Answers, replayed
 
 TEXT = (

@@ -12,7 +12,7 @@ from fidelab.config.load import validate
 from fidelab.errors import ConfigError, UnknownNameError, UsageError
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, resolve_experiment
-from fidelab.run import prepare
+from fidelab.runs.conduct import prepare
 
 FAKE: dict[str, Any] = {
     "model": "fake",

@@ -15,7 +15,7 @@ from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameErro
 from fidelab.plan.arms import same_attention
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, resolve_experiment
-from fidelab.run import prepare
+from fidelab.runs.conduct import prepare
 
 FAKE: dict[str, Any] = {
     "model": "fake",

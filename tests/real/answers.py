@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 from fidelab.captures.container import Array, to_float32
+from fidelab.captures.requests import probe_from_record
 from fidelab.core import finite
 from fidelab.engines.base import Engine
 from fidelab.errors import FidelabError
-from fidelab.probes import probe_from_record
 
 
 class Answers:

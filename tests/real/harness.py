@@ -21,11 +21,11 @@ from torch import Tensor
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, probe_record
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.hf import HFEngine
+from fidelab.engines.hf.adapter import HFEngine
 from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
-from fidelab.probes import Forced, Generate, Prefill, Probe, Timed, probe_record
 from fidelab.results.record import Ran
 from tests.engines import tiny
 

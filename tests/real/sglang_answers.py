@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fidelab.captures.requests import Probe, probe_from_record
 from fidelab.core import Arm
-from fidelab.engines.sglang import SGLangEngine
+from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.errors import FidelabError
-from fidelab.probes import Probe, probe_from_record
 from tests.real.answers import Answers, answering
 
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from fidelab.config.cross import CrossEngine, validate_cross
-from fidelab.cross_engine import run_cross
+from fidelab.config.profiles import names
 from fidelab.environments.environment import locate
 from fidelab.errors import FidelabError
 from fidelab.models import Model
-from fidelab.profiles import names
 from fidelab.results.cross_record import CrossReport, EngineRow
+from fidelab.runs.cross_engine import run_cross
 from tests.real.harness import STANDINS
 
 pytestmark = pytest.mark.model
@@ -132,7 +132,7 @@ def test_engines_on_one_checkpoint_agree(report: CrossReport) -> None:
 
 
 def test_the_profile_names_every_engine_of_this_file() -> None:
-    import fidelab.profiles as room
+    import fidelab.config.profiles as room
 
     assert "cross-engine" in names()
     text = (Path(room.__file__).parent / "cross-engine.yaml").read_text()

@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fidelab.captures.requests import Generate, Prefill
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.openai import OpenAIEngine
+from fidelab.engines.openai.adapter import OpenAIEngine
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.divergence import compare_topk
 from fidelab.models import Model
-from fidelab.probes import Generate, Prefill
 from tests.engines.tiny import Answers, ids
 from tests.real.servers import llamacpp_server
 from tests.runs.harness import cli, write_inputs

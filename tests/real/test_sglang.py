@@ -12,9 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 
+from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
-from fidelab.probes import Timed
 from tests.real import harness
 from tests.real.contract import Contract
 from tests.real.harness import GENERATE, PREFILL, STANDINS, VOCAB, Run, Said, arm, asking, installed, tokens

@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 import transformers
 
+from fidelab.captures.requests import Forced, Probe
 from fidelab.core import KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from fidelab.probes import Forced, Probe
 from k16v8.plugins.sglang.plugin import BACKEND, VERSIONS
 from k16v8.plugins.shared import SWITCH
 from test_sglang_plugin import RECORDED

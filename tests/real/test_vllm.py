@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from fidelab import compare
+from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from fidelab.probes import Timed
 from tests.real import harness
 from tests.real.contract import Contract
 from tests.real.harness import PREFILL, Run, Said, arm, asking, installed, tokens

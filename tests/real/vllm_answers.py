@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.vllm import VLLMEngine
+from fidelab.engines.vllm.adapter import VLLMEngine
 from tests.real.answers import answering
 
 

@@ -12,12 +12,12 @@ from fidelab.core import Status
 from fidelab.report.bench_charts import bench_plots
 from fidelab.report.bench_tables import ratio_of
 from fidelab.report.benches import performance_of
-from fidelab.report.numbers import format_amount, format_mib, format_ratio, format_tokens
 from fidelab.report.text import render_text
 from fidelab.report.view import build_view
 from fidelab.results.axis_record import Axes
 from fidelab.results.bench_record import Benches, Decode, Memory, Prefill, SpeedCell, Timing
 from fidelab.results.bench_values import Flag, Spread
+from fidelab.results.numbers import format_amount, format_mib, format_ratio, format_tokens
 from fidelab.results.record import Report
 from fidelab.results.serving_record import Saturation, Server
 from tests.report.sample import HOSTILE, arm, broken, sample_report

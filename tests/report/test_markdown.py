@@ -11,8 +11,8 @@ from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
 from fidelab.report.markdown import render_markdown
-from fidelab.report.numbers import one_line
 from fidelab.results.axis_record import Axes
+from fidelab.results.numbers import one_line
 from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis

@@ -12,7 +12,11 @@ from fidelab.core import Estimator, Status
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.report.notebook import render_notebook
-from fidelab.report.numbers import (
+from fidelab.report.sections import sections_of
+from fidelab.report.text import render_text
+from fidelab.report.view import ArmRow, build_view
+from fidelab.results.axis_record import Axes, Excess, Figure, KldContext, OtherAxis
+from fidelab.results.numbers import (
     format_bytes,
     format_figure,
     format_figure_margin,
@@ -27,10 +31,6 @@ from fidelab.report.numbers import (
     one_line,
     printable,
 )
-from fidelab.report.sections import sections_of
-from fidelab.report.text import render_text
-from fidelab.report.view import ArmRow, build_view
-from fidelab.results.axis_record import Axes, Excess, Figure, KldContext, OtherAxis
 from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis

@@ -11,12 +11,12 @@ import pytest
 from rich.console import Console
 
 from fidelab.config.schema import Experiment
-from fidelab.measuring import ArmResult
 from fidelab.report.html import render_html
 from fidelab.report.text import render_text
 from fidelab.results.compare import compare
 from fidelab.results.record import Report
-from fidelab.scoring import RunFacts, score_run
+from fidelab.runs.pairing import ArmResult
+from fidelab.runs.scoring import RunFacts, score_run
 from tests.runs.harness import Done, cli, write_inputs
 
 FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})

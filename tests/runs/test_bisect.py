@@ -12,11 +12,11 @@ import pytest
 import yaml
 from rich.console import Console
 
-from fidelab.bisecting import _layers
 from fidelab.metrics.layers import Curve
 from fidelab.models.tiny import make_tiny
-from fidelab.report.bisect import render_bisect, sentence
-from fidelab.results.bisect_record import BisectReport
+from fidelab.report.layer_diff import render_bisect, sentence
+from fidelab.results.layer_diff_record import BisectReport
+from fidelab.runs.layer_diff import _layers
 from tests.runs.harness import Done, cli
 
 LAYERS, FAULTY = 4, 2

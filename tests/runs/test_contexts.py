@@ -15,8 +15,8 @@ import pytest
 from pyarrow import parquet
 
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
-from fidelab.probes import Prefill
 from fidelab.results.record import Report
 from tests.runs.harness import SMALL, Done, cli, compare, write_inputs
 from tests.runs.test_attribution import relabelled

@@ -13,12 +13,12 @@ import yaml
 from rich.console import Console
 
 from fidelab.config.cross import CrossEngine, validate_cross
-from fidelab.cross_engine import run_cross
+from fidelab.config.profiles import names
 from fidelab.errors import ConfigError
-from fidelab.profiles import names
 from fidelab.report.cross import render_cross
 from fidelab.results.cross_record import CrossReport
-from fidelab.run import Interrupted
+from fidelab.runs.conduct import Interrupted
+from fidelab.runs.cross_engine import run_cross
 from tests.runs.harness import Done, cli, write_inputs
 
 TILTED, CANDIDATE = "tilt[q=0.55]", "tilt[q=0.6]"
@@ -251,7 +251,7 @@ def test_names_of_lines_are_no_markup(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", names())
 def test_bundled_profiles_are_valid(name: str) -> None:
-    import fidelab.profiles as room
+    import fidelab.config.profiles as room
 
     data = yaml.safe_load((Path(room.__file__).parent / f"{name}.yaml").read_text())
     assert isinstance(validate_cross(data, name), CrossEngine)

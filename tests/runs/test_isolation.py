@@ -15,7 +15,7 @@ from fidelab.models import Model
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.results.record import Report
-from fidelab.run import rescore
+from fidelab.runs.conduct import rescore
 from tests.runs.harness import SMALL, Done, cli, write_inputs
 
 SIZES = ("--windows", 40, "--n-ctx", 16, "--control", "none")

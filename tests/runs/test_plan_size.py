@@ -18,9 +18,9 @@ import pytest
 from scipy import stats
 
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
 from fidelab.metrics.intervals import RatioItems, ratio_interval
-from fidelab.probes import Prefill
 from tests.captures.sample import tree
 from tests.runs.harness import Done, cli, compare
 from tests.runs.test_run_closed_forms import tilt

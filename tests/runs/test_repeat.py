@@ -19,18 +19,18 @@ import psutil
 import pytest
 from scipy.stats import chi2
 
-import fidelab.run
+import fidelab.runs.conduct
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
 from fidelab.config.load import load
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.fake import FakeEngine
 from fidelab.plan.disk import needed_bytes
-from fidelab.probes import Prefill
-from fidelab.repeat import Repeat
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
-from fidelab.run import prepare
+from fidelab.runs.conduct import prepare
+from fidelab.runs.repeat import Repeat
 from tests.cli.test_cli_bad_input import refused
 from tests.runs.harness import Done, cli, compare, write_inputs
 
@@ -242,13 +242,13 @@ def test_noise_of_the_fake_engine_is_gaussian_normalised_and_new_in_every_row() 
 def test_an_arm_that_fails_in_one_run_is_named_and_the_others_count(
     room: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    true = fidelab.run.execute
+    true = fidelab.runs.conduct.execute
 
     def execute(wanted: Experiment, *, replicate: int, **rest: Any) -> tuple[Report, RunFolder]:
         options = {"crash": "tilt:1"} if replicate == 200 else {}
         return true(wanted.model_copy(update={"engine_args": options}), replicate=replicate, **rest)
 
-    monkeypatch.setattr("fidelab.repeat.execute", execute)
+    monkeypatch.setattr("fidelab.runs.repeat.execute", execute)
     found = repeat(room, "tilt", "exact", flags=["--runs", 3])
     assert found.done.code == 1
     [line] = [text for text in found.done.err.splitlines() if "in run 2 of 3" in text]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from fidelab.errors import InputError
-from fidelab.repeat import AxisSpread, Repeat, spreads
 from fidelab.results.record import Report
+from fidelab.runs.repeat import AxisSpread, Repeat, spreads
 from tests.runs.harness import Done
 
 

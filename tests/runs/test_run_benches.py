@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from fidelab.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock_server import MockServer, MockSettings
 from tests.engines.openai_server import save_model
 from tests.runs.harness import Done, cli, compare, same_report
 
@@ -153,7 +153,7 @@ def test_repeats_can_be_spread_over_several_loads_and_say_so(tmp_path: Path) -> 
 
 def test_arms_that_do_not_fit_into_memory_together_are_loaded_one_after_another(tmp_path: Path) -> None:
     full = mock.Mock(available=0, total=1)
-    with mock.patch("fidelab.benching.psutil.virtual_memory", return_value=full):
+    with mock.patch("fidelab.runs.benches.psutil.virtual_memory", return_value=full):
         done = bench(tmp_path, *PREFILL)
     flags = cells(done.arm("reference"), "prefill")[16, 1]["flags"]
     assert [flag["kind"] for flag in flags] == ["loads"]

@@ -12,8 +12,8 @@ from fidelab.config.load import validate
 from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
-from fidelab.measuring import ArmResult, Scorer
 from fidelab.results.store import RunFolder
+from fidelab.runs.pairing import ArmResult, Scorer
 from tests.runs.harness import Done, cli, compare, write_inputs
 
 

@@ -16,12 +16,12 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
-from fidelab.measuring import ArmResult
 from fidelab.models.tiny import make_tiny
 from fidelab.plan.build import PlannedJob
 from fidelab.results.record import Report
-from fidelab.run import prepare
-from fidelab.scoring import RunFacts, score_run
+from fidelab.runs.conduct import prepare
+from fidelab.runs.pairing import ArmResult
+from fidelab.runs.scoring import RunFacts, score_run
 from tests.runs.harness import Done, cli, compare, write_inputs
 
 FACTS = RunFacts("run", "2026-01-01T00:00:00Z", "fidelab compare", {})

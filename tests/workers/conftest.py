@@ -12,8 +12,8 @@ import pytest
 
 import fidelab
 from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.captures.requests import probe_record
 from fidelab.core import Arm
-from fidelab.probes import probe_record
 from fidelab.workers.messages import Job, Message, ProbeTask
 from fidelab.workers.parent import Outcome, run_worker
 from tests.captures import sample

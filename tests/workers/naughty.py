@@ -12,10 +12,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from fidelab.captures.requests import Probe
 from fidelab.core import Arm, Estimator
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.errors import NotSupportedError
-from fidelab.probes import Probe
 
 LIES = b'{"type": "Done", "ran": {}}\n{"type": "Captured", "index": 0, "path": "/", "seconds": 0}\nnonsense\n'
 

@@ -14,8 +14,8 @@ import pytest
 import fidelab.workers.parent as parent
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Timed, probe_record
 from fidelab.core import Status
-from fidelab.probes import Timed, probe_record
 from fidelab.workers.messages import Captured, Idle, Job, Message, Opened, ProbeTask
 from fidelab.workers.parent import Worker
 from tests.captures import sample

@@ -18,8 +18,8 @@ import pytest
 
 import fidelab.workers.parent as parent
 from fidelab.captures.reader import Capture, find_captures
+from fidelab.captures.requests import Layerwise, probe_record
 from fidelab.core import Status
-from fidelab.probes import Layerwise, probe_record
 from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
 from tests.captures import sample
 from tests.workers.conftest import Work, make_job
@@ -100,7 +100,7 @@ def test_a_worker_needs_nothing_but_numpy_besides_its_engine(work: Work) -> None
 
 
 @pytest.mark.parametrize(
-    "module", ["fidelab.workers.child", "fidelab.captures.writer", "fidelab.probes", "fidelab.engines.fake"]
+    "module", ["fidelab.workers.child", "fidelab.captures.writer", "fidelab.captures.requests", "fidelab.engines.fake"]
 )
 def test_modules_of_engine_environments_import_numpy_alone(module: str) -> None:
     listing = "import sys; before = set(sys.modules); import {}; print(*(set(sys.modules) - before))"

@@ -13,7 +13,7 @@ AXES = Registry(
         "gsm8k": "fidelab.axes.gsm8k:GSM8K",
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
-        "capability": "fidelab.axes.capability:Capability",
+        "capability": "fidelab.axes.capability.axis:Capability",
     },
     group="fidelab.axes",
 )

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from fidelab.capability.parse import after_reasoning
+from fidelab.axes.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Probe, Timed
 from fidelab.metrics.intervals import (
     RatioItems,
     Transform,
@@ -30,7 +31,6 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
-from fidelab.probes import Generate, Probe, Timed
 
 if TYPE_CHECKING:
     from fidelab.inputs.corpus import Text

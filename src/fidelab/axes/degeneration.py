@@ -20,6 +20,7 @@ from pydantic import Field
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.axes.forced import greedy_probe
 from fidelab.captures.pair import Pair
+from fidelab.captures.requests import Generate
 from fidelab.errors import CaptureError
 from fidelab.metrics.degeneration import (
     EARLIER,
@@ -31,7 +32,6 @@ from fidelab.metrics.degeneration import (
     still_clean,
 )
 from fidelab.metrics.intervals import RatioItems, mcnemar_exact, ratio_estimate, ratio_interval
-from fidelab.probes import Generate
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve, TablePanel, TextPair, Texts
 

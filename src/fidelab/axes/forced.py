@@ -20,11 +20,11 @@ from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_na
 from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Forced, Generate, Probe
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, kld_score, summarise_kl
-from fidelab.probes import Forced, Generate, Probe
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve
 

@@ -15,6 +15,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, answer_text, written_text
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.gsm8k import ask, extract_answer, load_problems, load_shots, own_words
@@ -25,7 +26,6 @@ from fidelab.metrics.intervals import (
     paired_difference,
     wilson_interval,
 )
-from fidelab.probes import Generate
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
 

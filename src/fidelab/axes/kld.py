@@ -20,6 +20,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
 from fidelab.axes.rows import LowerBound, compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
+from fidelab.captures.requests import Prefill, Probe
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
@@ -32,7 +33,6 @@ from fidelab.metrics.divergence import (
     summarise_kl,
 )
 from fidelab.metrics.intervals import standard_error
-from fidelab.probes import Prefill, Probe
 
 __all__ = ["KLD"]
 

@@ -21,11 +21,11 @@ from pydantic import Field, model_validator
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
 from fidelab.axes.rows import CHUNK, compare_item, estimator_of, item_rows, logits, not_measurable
 from fidelab.captures.pair import Pair
+from fidelab.captures.requests import Prefill, Probe
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
-from fidelab.probes import Prefill, Probe
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import Curve
 

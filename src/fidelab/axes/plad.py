@@ -17,6 +17,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, spread
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Probe, Tokens
 from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError, UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
@@ -24,7 +25,6 @@ from fidelab.inputs.prompts import Prompt
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
 from fidelab.metrics.intervals import RatioItems, paired_difference
-from fidelab.probes import Generate, Probe, Tokens
 from fidelab.results.axis_record import Figure
 from fidelab.results.panels import TablePanel, TextPair, Texts
 

@@ -25,6 +25,7 @@ from fidelab.axes.base import (
 from fidelab.axes.rniah_panels import Trial, needle_panels
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate, Probe, Timed
 from fidelab.core import canonical_json
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
@@ -38,7 +39,6 @@ from fidelab.metrics.retrieval import (
     retrieval_score,
     returned,
 )
-from fidelab.probes import Generate, Probe, Timed
 from fidelab.results.axis_record import Figure
 
 __all__ = ["RNIAH"]

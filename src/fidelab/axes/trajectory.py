@@ -14,6 +14,7 @@ from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Generate
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.agreement import (
     PairAgreement,
@@ -25,7 +26,6 @@ from fidelab.metrics.agreement import (
     survival_curve,
     trajectory_score,
 )
-from fidelab.probes import Generate
 
 __all__ = ["Trajectory"]
 

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from fidelab.captures.requests import Probe, probe_hash
 from fidelab.core import Arm, canonical_json, digest, slug
 from fidelab.errors import CaptureError
-from fidelab.probes import Probe, probe_hash
 
 __all__ = ["MANIFEST", "PROBE", "SCHEMA", "capture_folder", "capture_key", "dump_manifest", "load_manifest"]
 

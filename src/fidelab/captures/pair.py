@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
 from fidelab.core import Estimator, digest
 from fidelab.errors import MismatchError
-from fidelab.probes import Prefill
 
 __all__ = ["Pair", "comparability_key"]
 

@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
+from fidelab.captures.requests import Probe, probe_from_record
 from fidelab.captures.text import Detokenizer
 from fidelab.captures.writer import PARTIAL
 from fidelab.core import Estimator, Vocabulary, digest
 from fidelab.errors import CaptureError
-from fidelab.probes import Probe, probe_from_record
 
 __all__ = ["Capture", "HeadFile", "find_captures", "is_complete"]
 

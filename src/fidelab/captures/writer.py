@@ -23,9 +23,9 @@ import numpy as np
 
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
 from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest
+from fidelab.captures.requests import Probe, probe_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.errors import CaptureError
-from fidelab.probes import Probe, probe_record, token_hashes
 
 __all__ = ["PARTIAL", "CaptureWriter", "abandoned", "store_head", "store_vocabulary", "sweep_partial"]
 

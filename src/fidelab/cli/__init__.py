@@ -16,7 +16,6 @@ import typer.core
 from fidelab.cli import (
     baseline,
     bench,
-    bisect,
     captures,
     charts,
     compare,
@@ -29,8 +28,9 @@ from fidelab.cli import (
     phases,
     repeat,
     runs,
-    sizing,
 )
+from fidelab.cli import layer_diff as bisect
+from fidelab.cli import sample_size as sizing
 
 __all__ = ["app", "main"]
 

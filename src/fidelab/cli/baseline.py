@@ -81,7 +81,7 @@ def _listed(store: Baselines, name: str) -> dict[str, Any]:
 
 
 def _described(entry: Mapping[str, Any]) -> str:
-    from fidelab.report.numbers import one_line
+    from fidelab.results.numbers import one_line
 
     if "problem" in entry:
         return one_line(f"damaged: {entry['problem']}")

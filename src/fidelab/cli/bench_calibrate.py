@@ -12,7 +12,7 @@ from fidelab.cli.compare import Json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fidelab.load.calibrate import Calibration, Delay, Latency
+    from fidelab.bench.load.calibrate import Calibration, Delay, Latency
 
 __all__ = ["calibrate"]
 
@@ -37,7 +37,7 @@ def calibrate(
 
       fidelab bench calibrate --ttft 50 --itl 5 --jitter 2 --concurrency 128 --json
     """
-    from fidelab.load.calibrate import calibrate as measure
+    from fidelab.bench.load.calibrate import calibrate as measure
 
     found = measure(
         ttft=ttft,
@@ -54,7 +54,7 @@ def calibrate(
 
 
 def _lines(found: Calibration) -> Iterator[str]:
-    from fidelab.load.calibrate import GOAL_P50, GOAL_P99
+    from fidelab.bench.load.calibrate import GOAL_P50, GOAL_P99
 
     asked, accuracy, speed = found.settings, found.accuracy, found.speed
     assert accuracy.events is not None

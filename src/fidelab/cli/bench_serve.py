@@ -14,8 +14,8 @@ from fidelab.cli.compare import Json
 from fidelab.cli.output import note, show_report
 
 if TYPE_CHECKING:
+    from fidelab.bench.serving import ServingSettings
     from fidelab.results.serving_record import LoadCell, Serving
-    from fidelab.serving import ServingSettings
 
 __all__ = ["serve", "sweep"]
 
@@ -295,9 +295,9 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 def _run(
     given: dict[str, Any], key: str | None, output_dir: Path, name: str | None, kv: str | None, as_json: bool
 ) -> None:
+    from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
     from fidelab.errors import EngineError, UsageError
-    from fidelab.serving import Keeper, ServingSettings
 
     try:
         settings = ServingSettings.of(**given)
@@ -314,7 +314,7 @@ def _run(
 
 def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Serving:
     """The load; whatever stops it, the cells so far are kept."""
-    from fidelab.serving import measure_serving
+    from fidelab.bench.serving import measure_serving
 
     try:
         return measure_serving(settings, key, watch=keeper)
@@ -328,7 +328,7 @@ def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Serving
 
 def _gate(serving: Serving) -> None:
     """A context that the server does not take is a finding; a cell that failed or is invalid is a fault."""
-    from fidelab.benches.load_cell import why_invalid
+    from fidelab.bench.load_cell import why_invalid
 
     bad = [cell for cell in serving.cells if not cell.valid and cell.status != "not_supported"]
     for cell in bad:

@@ -37,7 +37,7 @@ def speculation(
 
       fidelab bench speculation --plain runs/a --quantized runs/b --speculative runs/c --both runs/d
     """
-    from fidelab.composing import compose_runs
+    from fidelab.runs.speculation import compose_runs
 
     found = compose_runs({"plain": plain, "quantized": quantized, "speculative": speculative, "both": both})
     if as_json:
@@ -57,8 +57,8 @@ def _show(found: Sequence[Composition]) -> None:
     from rich.table import Table
 
     from fidelab.metrics.speculation import ARMS
-    from fidelab.report.numbers import one_line
     from fidelab.report.text import literal
+    from fidelab.results.numbers import one_line
 
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own
@@ -85,7 +85,7 @@ def _show(found: Sequence[Composition]) -> None:
 def _row(record: Composition) -> list[str]:
     """One cell; figures stand over what belongs to them."""
     from fidelab.metrics.speculation import ARMS
-    from fidelab.report.numbers import ABSENT, format_amount, format_ratio, format_tokens
+    from fidelab.results.numbers import ABSENT, format_amount, format_ratio, format_tokens
 
     context, output = (ABSENT if n is None else format_tokens(n) for n in (record.context, record.output))
     rate = "" if record.request_rate is None else f"{record.request_rate:g}/s"

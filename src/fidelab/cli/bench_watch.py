@@ -5,10 +5,10 @@ from __future__ import annotations
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from fidelab.benches.load_cell import why_invalid
-from fidelab.report.numbers import format_amount
+from fidelab.bench.load_cell import why_invalid
+from fidelab.bench.serving import Contact, Watch
+from fidelab.results.numbers import format_amount
 from fidelab.results.serving_record import Distribution, LoadCell, Serving
-from fidelab.serving import Contact, Watch
 
 __all__ = ["watcher"]
 

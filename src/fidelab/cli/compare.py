@@ -261,8 +261,8 @@ def run(
     from fidelab.cli.cross import run_cross_engine
     from fidelab.config.cross import KIND
     from fidelab.config.load import read_yaml, validate
+    from fidelab.config.profiles import find_experiment
     from fidelab.errors import ConfigError, UsageError
-    from fidelab.profiles import find_experiment
 
     path = find_experiment(experiment)
     data = read_yaml(path, overrides or [])
@@ -303,7 +303,7 @@ def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] =
 def launch(experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False) -> None:
     """Run an experiment from flags: report on standard output, gate, exit code."""
     from fidelab.cli.progress import watcher
-    from fidelab.run import execute
+    from fidelab.runs.conduct import execute
 
     if dry_run:
         from fidelab.cli.dry_run import show_plan
@@ -335,7 +335,7 @@ def _refuse_others(context: typer.Context) -> None:
 def _go_on(run_dir: Path, fail_under: float | None, as_json: bool, plot: bool) -> None:
     from fidelab.cli.progress import watcher
     from fidelab.config.load import load
-    from fidelab.run import resume
+    from fidelab.runs.conduct import resume
 
     report, folder = resume(run_dir, listener=watcher())
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)

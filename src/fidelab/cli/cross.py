@@ -12,8 +12,8 @@ import typer
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
-    from fidelab.asking import Listener
     from fidelab.results.cross_record import CrossReport
+    from fidelab.runs.runner import Listener
 
 __all__ = ["run_cross_engine"]
 
@@ -21,7 +21,7 @@ __all__ = ["run_cross_engine"]
 def run_cross_engine(data: Mapping[str, Any], where: str, *, as_json: bool) -> None:
     """Run it, print it; exit with 1 where an engine failed."""
     from fidelab.config.cross import validate_cross
-    from fidelab.cross_engine import run_cross
+    from fidelab.runs.cross_engine import run_cross
 
     report, folder = run_cross(
         validate_cross(data, where), command=shlex.join(["fidelab", *sys.argv[1:]]), watch=_watch

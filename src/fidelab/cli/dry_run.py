@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
-    from fidelab.run import Prepared
+    from fidelab.runs.conduct import Prepared
 
 __all__ = ["show_plan"]
 
@@ -19,7 +19,7 @@ _PROBE_SECONDS = 2.0
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written."""
     from fidelab.plan.disk import needed_bytes
-    from fidelab.run import prepare
+    from fidelab.runs.conduct import prepare
 
     prepared = prepare(experiment)
     rate = _tokens_per_second(prepared)

@@ -129,7 +129,7 @@ def _command() -> str:
 
 
 def _finish(imported: Imported, *, as_json: bool) -> None:
-    from fidelab.report.numbers import one_line
+    from fidelab.results.numbers import one_line
 
     for line in imported.notes:
         note(f"fidelab: {one_line(line)}")
@@ -144,7 +144,7 @@ def _show_comparison(imported: Imported) -> None:
     from rich.text import Text
 
     from fidelab.imports.refract import AXIS
-    from fidelab.report.numbers import ABSENT, one_line
+    from fidelab.results.numbers import ABSENT, one_line
     from fidelab.results.panels import TablePanel
 
     panel = imported.report.candidates[0].axes.others()[AXIS].panels[0]

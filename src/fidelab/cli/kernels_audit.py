@@ -93,10 +93,10 @@ def captured_tensors(
     Raises:
         FidelabError: the model, its layers or the text do not allow it; or the engine came to no answer.
     """
-    from fidelab.bisecting import capture_qkv
     from fidelab.cli.compare import experiment_from
     from fidelab.cli.progress import watcher
     from fidelab.models import resolve
+    from fidelab.runs.layer_diff import capture_qkv
 
     found = resolve(model)
     if not layers:

@@ -69,7 +69,7 @@ def capture(
     """
     from fidelab.axes import AXES
     from fidelab.cli.progress import watcher
-    from fidelab.run import capture as run_capture
+    from fidelab.runs.conduct import capture as run_capture
 
     given = {
         "kld": {"windows": windows, "n_ctx": n_ctx, "protocol": protocol, "stride": stride},
@@ -126,7 +126,7 @@ def score(
 
       fidelab score --ref captures/smollm2-135m-hf-bf16-0a1b2c3d4e --test other/int4
     """
-    from fidelab.phases import score_captures
+    from fidelab.runs.phases import score_captures
 
     labels = [name.strip() for name in names.split(",")] if names else None
     command = shlex.join(["fidelab", *sys.argv[1:]])

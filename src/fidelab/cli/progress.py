@@ -11,10 +11,10 @@ from rich.table import Column
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from fidelab.asking import Listener
-    from fidelab.measuring import ArmResult
     from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.store import RunFolder
+    from fidelab.runs.pairing import ArmResult
+    from fidelab.runs.runner import Listener
 
 __all__ = ["watcher"]
 

@@ -13,9 +13,9 @@ from fidelab.cli import compare as flags
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
-    from fidelab.asking import Listener
     from fidelab.config.schema import Experiment
-    from fidelab.repeat import AxisSpread, Judgement, Repeat
+    from fidelab.runs.repeat import AxisSpread, Judgement, Repeat
+    from fidelab.runs.runner import Listener
 
 __all__ = ["register"]
 
@@ -62,7 +62,7 @@ def repeat(
       fidelab repeat --resume runs/repeats/20260101-120000-smollm2-135m
     """
     from fidelab.errors import UnknownNameError, UsageError
-    from fidelab.repeat import repeat_experiment, resume_repeat
+    from fidelab.runs.repeat import repeat_experiment, resume_repeat
 
     if fail_on is not None and fail_on not in _GATES:
         raise UnknownNameError("verdict of --fail-on", fail_on, _GATES)
@@ -89,8 +89,8 @@ def _load(path: Path, overrides: list[str]) -> Experiment:
     """An experiment file, or the settings of a run."""
     from fidelab.config.load import load
     from fidelab.errors import UsageError
-    from fidelab.repeat import REPEAT
     from fidelab.results.store import RunFolder
+    from fidelab.runs.repeat import REPEAT
 
     if (path / REPEAT).is_file():
         raise UsageError(f"{path} is a repeat; go on with it by: fidelab repeat --resume {path}")
@@ -126,8 +126,8 @@ def _show(found: Repeat, folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from fidelab.report.numbers import one_line
     from fidelab.report.text import literal, wrap_name
+    from fidelab.results.numbers import one_line
 
     console = Console()
     if not console.is_terminal:  # a file or a pipe has no width of its own
@@ -173,7 +173,7 @@ def _lost(found: Repeat) -> list[str]:
 
 
 def _row(spread: AxisSpread) -> list[str]:
-    from fidelab.report.numbers import format_figure, format_kld, format_range, format_score, one_line
+    from fidelab.results.numbers import format_figure, format_kld, format_range, format_score, one_line
 
     score, nats = spread.score, spread.nats
     there = len(score.values) - len(spread.lost)

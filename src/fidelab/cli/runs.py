@@ -30,7 +30,7 @@ def rescore(
 
       fidelab rescore runs/20260101-120000-smollm2-135m
     """
-    from fidelab.run import rescore as run_rescore
+    from fidelab.runs.conduct import rescore as run_rescore
 
     result, folder = run_rescore(run_dir)
     show_report(result, as_json=as_json, folder=folder.path, plot=plot)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fidelab.errors import FidelabError
-from fidelab.report.numbers import one_line
+from fidelab.results.numbers import one_line
 
 __all__ = ["CAUGHT", "Check", "Finding", "guarded", "guarded_section", "reason"]
 

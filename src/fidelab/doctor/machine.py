@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.doctor.check import Check, guarded
-from fidelab.report.numbers import one_line
+from fidelab.results.numbers import one_line
 
 if TYPE_CHECKING:
     from fidelab.models import Listed

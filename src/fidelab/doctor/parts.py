@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 from fidelab.doctor.check import CAUGHT, Check, Finding, reason
-from fidelab.report.numbers import one_line
+from fidelab.results.numbers import one_line
 
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine

@@ -9,11 +9,11 @@ from fidelab.registry import Registry
 ENGINES = Registry(
     "engine",
     {
-        "hf": "fidelab.engines.hf:HFEngine",
-        "llamacpp": "fidelab.engines.llamacpp:LlamaCppEngine",
-        "sglang": "fidelab.engines.sglang:SGLangEngine",
-        "vllm": "fidelab.engines.vllm:VLLMEngine",
-        "openai": "fidelab.engines.openai:OpenAIEngine",
+        "hf": "fidelab.engines.hf.adapter:HFEngine",
+        "llamacpp": "fidelab.engines.llamacpp.adapter:LlamaCppEngine",
+        "sglang": "fidelab.engines.sglang.adapter:SGLangEngine",
+        "vllm": "fidelab.engines.vllm.adapter:VLLMEngine",
+        "openai": "fidelab.engines.openai.adapter:OpenAIEngine",
         "fake": "fidelab.engines.fake:FakeEngine",
     },
     group="fidelab.engines",

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
 from fidelab.captures.container import Array
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.probes import Forced, Generate, Prefill, Probe
 
 __all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head", "read_back_proof"]
 

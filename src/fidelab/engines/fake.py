@@ -43,11 +43,11 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
 from fidelab.engines.timing import groups
 from fidelab.errors import UsageError
-from fidelab.probes import Forced, Generate, Prefill, Probe, Timed
 
 __all__ = ["FakeEngine"]
 

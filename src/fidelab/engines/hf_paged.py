@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines import hf_kernels
+from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.formats.base import Format
 from k16v8.plugins.transformers.attention import register_attention
 from k16v8.plugins.transformers.cache import PagedKVCache, bytes_per_place

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.requests import Timed, Tokens
 from fidelab.engines.base import Sink
 from fidelab.errors import EngineError
-from fidelab.probes import Timed, Tokens
 
 __all__ = ["groups", "time_prompts"]
 

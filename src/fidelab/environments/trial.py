@@ -14,12 +14,12 @@ import numpy as np
 
 from fidelab.captures.container import to_float32
 from fidelab.captures.reader import Capture, find_captures
+from fidelab.captures.requests import Generate, Prefill, Probe, probe_record
 from fidelab.core import Arm, KVSpec, Status, usable_cores
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.errors import CaptureError
-from fidelab.probes import Generate, Prefill, Probe, probe_record
 from fidelab.workers.messages import Job, ProbeTask
 from fidelab.workers.parent import run_worker
 

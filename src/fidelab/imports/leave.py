@@ -17,9 +17,9 @@ import fidelab
 from fidelab.core import Status
 from fidelab.metrics.composite import verdict
 from fidelab.report.html import write_html
-from fidelab.report.sentence import ArmFacts, sentence
 from fidelab.results.axis_record import KldAxis
 from fidelab.results.record import ArmRecord, Comparison, Report, Verdict
+from fidelab.results.sentence import ArmFacts, sentence
 from fidelab.results.store import RunFolder
 
 __all__ = ["Imported", "Source", "kld_verdict", "leave_run", "window_blocks"]

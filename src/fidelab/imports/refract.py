@@ -17,8 +17,8 @@ from fidelab.imports.refract_axes import Line, Recomputed, read_kld, read_plad, 
 from fidelab.imports.refract_file import RefractFile, read_refract
 from fidelab.metrics.composite import AXES, BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
-from fidelab.report.numbers import format_kld
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.numbers import format_kld
 from fidelab.results.panels import TablePanel
 from fidelab.results.record import ArmRecord, Composite, KVFormats
 

@@ -11,10 +11,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.probes import Tokens
 
 __all__ = ["Place", "Protocol", "Text", "WindowSet", "load_text", "make_windows"]
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
+from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.files import DATA
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.probes import Tokens
 
 __all__ = ["LEAST_SHIFT", "Haystack", "Stretch", "generate_paragraphs", "load_haystack", "sentences", "space_before"]
 

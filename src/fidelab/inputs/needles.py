@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError
 from fidelab.inputs.haystack import Haystack, space_before
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.probes import Tokens
 
 __all__ = ["CODES", "FIXED_CODE", "OTHERS", "NeedlePrompt", "Needles", "Style", "build_prompt", "draw_needles"]
 

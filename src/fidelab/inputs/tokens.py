@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from fidelab.captures.requests import Tokens
 from fidelab.core import Vocabulary, digest
 from fidelab.errors import InputError
 from fidelab.models import Model
 from fidelab.models.foreign import first_line
-from fidelab.probes import Tokens
 
 __all__ = ["Message", "Template", "Tokenizer"]
 

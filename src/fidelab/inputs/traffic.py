@@ -16,10 +16,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError
 from fidelab.inputs.files import DATA, read_utf8
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.probes import Tokens
 
 __all__ = ["Trace", "arrivals", "mixed_prompts", "random_prompts", "read_trace", "text_prompts", "word_prompts"]
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, FormatSpec, KVSpec
-from fidelab.engines import hf_kernels, k16v8
+from fidelab.engines import k16v8
+from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.environments.answers import Asked
 from fidelab.errors import UnknownNameError, UsageError
 from fidelab.models import Model

@@ -10,11 +10,11 @@ from typing import Any
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, probe_record
 from fidelab.core import Arm
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
 from fidelab.plan.resolve import EXACT, TRUTH, Settings
-from fidelab.probes import Forced, Generate, Prefill, Probe, probe_record
 from fidelab.workers.messages import ProbeTask
 
 __all__ = [

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis
-from fidelab.benches import BENCHES
-from fidelab.benches.base import Bench
+from fidelab.bench import BENCHES
+from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment

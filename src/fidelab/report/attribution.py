@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from fidelab.report.cells import Estimate, kld_of, kv_of
-from fidelab.report.numbers import ABSENT, format_kld, format_span, one_line
 from fidelab.report.tables import Table
+from fidelab.results.numbers import ABSENT, format_kld, format_span, one_line
 from fidelab.results.record import Attribution, Contrast, Part, Report
 
 __all__ = ["attribution_of", "truth_line"]

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from fidelab.report.charts import COLOURS, Bar, Chart, Size
 from fidelab.report.labels import LETTER
-from fidelab.report.numbers import format_amount
 from fidelab.report.scales import Axis, scale_for
+from fidelab.results.numbers import format_amount
 
 __all__ = ["Stack", "draw_bars"]
 

@@ -10,13 +10,13 @@ from fidelab.report.bars import Stack, draw_bars
 from fidelab.report.bench_tables import labels_of
 from fidelab.report.charts import Line, Size, draw_lines, line_style
 from fidelab.report.labels import shorten
-from fidelab.report.numbers import MIB, format_tokens, one_line
 from fidelab.report.plots import MOST_LABELS, NARROW, WIDE, Plot
 from fidelab.report.scales import Axis
 from fidelab.report.serving import counts
 from fidelab.report.view import arm_id
 from fidelab.results.bench_record import MemoryPoint, SpeedCell
 from fidelab.results.bench_values import Flag
+from fidelab.results.numbers import MIB, format_tokens, one_line
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.serving_record import LoadCell
 

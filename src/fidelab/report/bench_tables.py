@@ -7,7 +7,11 @@ from dataclasses import dataclass, field
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS
-from fidelab.report.numbers import (
+from fidelab.report.tables import Table
+from fidelab.results.axis_record import Outcome
+from fidelab.results.bench_record import Memory, MemoryPoint, SpeedCell, StartupSplit
+from fidelab.results.bench_values import Flag, Spread
+from fidelab.results.numbers import (
     ABSENT,
     MIB,
     format_amount,
@@ -18,10 +22,6 @@ from fidelab.report.numbers import (
     format_tokens,
     one_line,
 )
-from fidelab.report.tables import Table
-from fidelab.results.axis_record import Outcome
-from fidelab.results.bench_record import Memory, MemoryPoint, SpeedCell, StartupSplit
-from fidelab.results.bench_values import Flag, Spread
 from fidelab.results.record import ArmRecord
 
 __all__ = [

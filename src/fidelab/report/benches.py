@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from fidelab.core import Status
 from fidelab.report.bench_tables import Arms, Bench, decode, labels_of, memory, over, prefill, ratio_of, startup
 from fidelab.report.cells import STATUS, Estimate
-from fidelab.report.numbers import (
+from fidelab.report.serving import served, serving
+from fidelab.results.bench_record import SpeedCell
+from fidelab.results.bench_values import Spread
+from fidelab.results.numbers import (
     ABSENT,
     format_amount,
     format_bytes,
@@ -17,9 +20,6 @@ from fidelab.report.numbers import (
     format_tokens,
     one_line,
 )
-from fidelab.report.serving import served, serving
-from fidelab.results.bench_record import SpeedCell
-from fidelab.results.bench_values import Spread
 from fidelab.results.record import ArmRecord
 
 __all__ = ["BENCHES", "Performance", "bench_failures", "performance_of"]

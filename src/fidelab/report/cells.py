@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Estimator, Status
-from fidelab.report.numbers import (
+from fidelab.results.axis_record import Figure, KldAxis, KldContext
+from fidelab.results.numbers import (
     ABSENT,
     format_figure,
     format_figure_margin,
@@ -21,7 +22,6 @@ from fidelab.report.numbers import (
     format_span,
     one_line,
 )
-from fidelab.results.axis_record import Figure, KldAxis, KldContext
 from fidelab.results.record import ArmRecord
 
 __all__ = [

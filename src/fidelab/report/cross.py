@@ -12,19 +12,11 @@ from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, scored
-from fidelab.report.numbers import (
-    ABSENT,
-    format_bytes,
-    format_count,
-    format_kld,
-    format_share,
-    format_span,
-    one_line,
-)
 from fidelab.report.text import literal, wrap_name
 from fidelab.results.axis_record import Outcome
 from fidelab.results.bench_values import Spread
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell
+from fidelab.results.numbers import ABSENT, format_bytes, format_count, format_kld, format_share, format_span, one_line
 
 __all__ = ["render_cross"]
 

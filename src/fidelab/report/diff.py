@@ -14,7 +14,11 @@ from rich.table import Table
 
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_span, escaped
-from fidelab.report.numbers import (
+from fidelab.report.text_cells import literal
+from fidelab.results.comparability import Difference
+from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
+from fidelab.results.metric import BENCH
+from fidelab.results.numbers import (
     ABSENT,
     MINUS,
     format_amount,
@@ -25,10 +29,6 @@ from fidelab.report.numbers import (
     format_share,
     one_line,
 )
-from fidelab.report.text_cells import literal
-from fidelab.results.comparability import Difference
-from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
-from fidelab.results.metric import BENCH
 
 __all__ = ["render_diff", "render_diff_markdown"]
 

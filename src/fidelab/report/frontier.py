@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from fidelab.report.cells import Estimate
 from fidelab.report.charts import Band, Chart, Mark, Rule, Size, draw_bands, draw_rules
 from fidelab.report.labels import Labels, shorten
-from fidelab.report.numbers import format_bytes, format_kld, format_span
 from fidelab.report.scales import Axis, Scale, Tick, round_step, scale_for
 from fidelab.report.view import Point
+from fidelab.results.numbers import format_bytes, format_kld, format_span
 
 __all__ = ["draw_frontier", "pareto"]
 

@@ -10,11 +10,11 @@ from fidelab.core import Estimator
 from fidelab.errors import InputError
 from fidelab.report import plots
 from fidelab.report.bench_charts import bench_plots
-from fidelab.report.numbers import one_line
 from fidelab.report.plots import Plot
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import Section, sections_of
 from fidelab.report.view import View, arm_id
+from fidelab.results.numbers import one_line
 from fidelab.results.record import ArmRecord, Report
 
 __all__ = ["Gallery", "compared", "gallery_of"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from fidelab.report.labels import LETTER, shorten
-from fidelab.report.numbers import ABSENT, MINUS
+from fidelab.results.numbers import ABSENT, MINUS
 from fidelab.results.panels import Grid, Heatmap
 
 __all__ = ["Cell", "HeatGrid", "colour", "draw_grid", "ink"]

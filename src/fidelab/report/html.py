@@ -21,11 +21,11 @@ from markupsafe import Markup
 from fidelab.report import plots
 from fidelab.report.gallery import compared, gallery_of
 from fidelab.report.heatmap import draw_grid
-from fidelab.report.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.report.positions import ArmPositions
 from fidelab.report.sections import Fork, forks_of, table_of
 from fidelab.report.tables import Table
 from fidelab.report.view import build_view
+from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
+from fidelab.report.ablation import Matrix
 from fidelab.report.benches import Performance
-from fidelab.report.isolation import Matrix
-from fidelab.report.numbers import ABSENT, format_count, one_line
 from fidelab.report.tables import Table
 from fidelab.report.view import ArmRow, View, build_view
+from fidelab.results.numbers import ABSENT, format_count, one_line
 from fidelab.results.record import Report
 
 __all__ = ["code_span", "escaped", "render_markdown"]

@@ -11,8 +11,8 @@ from functools import cache
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
-from fidelab.report.numbers import ABSENT
 from fidelab.report.view import build_view
+from fidelab.results.numbers import ABSENT
 from fidelab.results.record import Report
 
 __all__ = ["render_notebook"]

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from fidelab.core import slug
 from fidelab.report.charts import Band, Chart, Line, Rule, Size, draw_lines
 from fidelab.report.frontier import draw_frontier
-from fidelab.report.numbers import format_kld
 from fidelab.report.positions import EDGES, ArmPositions
 from fidelab.report.scales import Axis
 from fidelab.report.sections import Curves, role_arms
 from fidelab.report.view import View
 from fidelab.results.axis_record import Axes, Bins
+from fidelab.results.numbers import format_kld
 from fidelab.results.record import Report
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from fidelab.report.labels import LETTER
-from fidelab.report.numbers import format_bytes
+from fidelab.results.numbers import format_bytes
 
 __all__ = ["Axis", "Scale", "Tick", "round_step", "scale_for"]
 

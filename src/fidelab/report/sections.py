@@ -8,19 +8,11 @@ from dataclasses import dataclass
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, figure_of, scored
 from fidelab.report.charts import Line, line_style
-from fidelab.report.numbers import (
-    ABSENT,
-    format_count,
-    format_figure,
-    format_kld,
-    format_span,
-    one_line,
-    printable,
-)
 from fidelab.report.scales import Axis
 from fidelab.report.tables import Table
 from fidelab.report.view import arm_id
 from fidelab.results.axis_record import OtherAxis
+from fidelab.results.numbers import ABSENT, format_count, format_figure, format_kld, format_span, one_line, printable
 from fidelab.results.panels import Curve, Divergence, Heatmap, Panel, TablePanel, TextPair, Texts
 from fidelab.results.record import Report
 

@@ -7,7 +7,9 @@ from collections.abc import Iterator, Sequence
 from fidelab.core import Status
 from fidelab.report.bench_tables import NOTES, Arms, Bench, Notes, bench_table, labels_of, over
 from fidelab.report.cells import shared
-from fidelab.report.numbers import (
+from fidelab.results.bench_record import Benches
+from fidelab.results.bench_values import Flag
+from fidelab.results.numbers import (
     ABSENT,
     MINUS,
     format_amount,
@@ -17,8 +19,6 @@ from fidelab.report.numbers import (
     format_tokens,
     one_line,
 )
-from fidelab.results.bench_record import Benches
-from fidelab.results.bench_values import Flag
 from fidelab.results.serving_record import Distribution, LoadCell, Saturation, Server, Serving
 
 __all__ = ["counts", "served", "serving"]

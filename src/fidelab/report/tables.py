@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from fidelab.core import Estimator, Status
 from fidelab.report.cells import STATUS, Estimate, figure_of, kld_of, options, plain, scored
-from fidelab.report.numbers import (
+from fidelab.results.axis_record import KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.numbers import (
     ABSENT,
     format_amount,
     format_bytes,
@@ -18,7 +19,6 @@ from fidelab.report.numbers import (
     format_share,
     one_line,
 )
-from fidelab.results.axis_record import KldAxis, OtherAxis, TrajectoryAxis
 from fidelab.results.record import ArmRecord, Report
 
 __all__ = ["Table", "contexts_of", "summary_of", "tables_of"]

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, shared
-from fidelab.report.numbers import one_line
 from fidelab.report.tables import Table as Others
 from fidelab.report.text_benches import print_benches, print_performance, stacked
 from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, View, build_view
+from fidelab.results.numbers import one_line
 from fidelab.results.record import NO_REFERENCE, Report
 
 __all__ = ["literal", "render_text", "wrap_name"]

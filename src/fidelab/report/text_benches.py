@@ -15,9 +15,9 @@ from rich.table import Table
 from fidelab.report.bench_tables import NOTES, Bench
 from fidelab.report.benches import Performance
 from fidelab.report.cells import Estimate
-from fidelab.report.numbers import ABSENT
 from fidelab.report.text_cells import literal, wrap_name
 from fidelab.report.view import View
+from fidelab.results.numbers import ABSENT
 
 __all__ = ["print_benches", "print_performance", "stacked"]
 

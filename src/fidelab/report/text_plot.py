@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fidelab.report.numbers import MINUS, format_bytes
 from fidelab.report.view import Point
+from fidelab.results.numbers import MINUS, format_bytes
 
 __all__ = ["plot_frontier"]
 

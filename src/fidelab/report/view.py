@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Estimator, Status
+from fidelab.report.ablation import Matrix, isolation_of
 from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.benches import Performance, bench_failures, performance_of
 from fidelab.report.cells import (
@@ -27,10 +28,9 @@ from fidelab.report.cells import (
     scored,
     shared,
 )
-from fidelab.report.isolation import Matrix, isolation_of
-from fidelab.report.numbers import ABSENT, format_bytes, one_line
 from fidelab.report.tables import Table, contexts_of, summary_of, tables_of
 from fidelab.results.axis_record import Axes, KldAxis, OtherAxis, TrajectoryAxis
+from fidelab.results.numbers import ABSENT, format_bytes, one_line
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = ["ArmRow", "Estimate", "Group", "Point", "Table", "View", "arm_id", "build_view"]

@@ -24,9 +24,9 @@ from pydantic import (
 from fidelab.core import FormatSpec, KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES
+from fidelab.results.ablation_record import Isolation
 from fidelab.results.axis_record import Axes, Free, FreeDict, Interval, Outcome, Score
 from fidelab.results.bench_record import Benches
-from fidelab.results.isolation_record import Isolation
 from fidelab.results.panels import Record
 
 if TYPE_CHECKING:

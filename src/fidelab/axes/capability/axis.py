@@ -1,0 +1,302 @@
+"""Capability checks: does the model still do what it could? See docs/metrics.md#capability-checks.
+
+Greedy answers to a set of questions with one right answer each, read by parsing; code is run in a sandbox when scoring.
+What the model, its template or the engine cannot be asked, and what cannot be judged on this machine, is ``not
+applicable`` with the reason: it is never passed, and not in the score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from fidelab.axes.base import Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Judged, Kind, long_prompt
+from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, Result, read_results
+from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
+from fidelab.captures.pair import Pair
+from fidelab.captures.requests import Generate, Tokens
+from fidelab.core import canonical_json
+from fidelab.errors import InputError
+from fidelab.metrics.intervals import PairedDifference, RatioItems, mcnemar_exact, paired_difference
+from fidelab.results.axis_record import Figure
+from fidelab.results.panels import Panel, TablePanel, TextPair, Texts
+
+__all__ = ["Capability"]
+
+_WORSE = -5.0  # points; a paired interval wholly below costs a band; see docs/metrics.md#verdicts
+_BATCH = 8
+_PARALLEL_TOKENS = 32
+_SHORTEST_LONG = 256  # tokens; what is shorter is not a long prompt
+_CELL, _TEXT = 80, 1000  # characters of an answer in a table and beside another one
+
+
+class CapabilitySettings(AxisSettings):
+    """Which checks, and how long answers may be; part of the comparability key."""
+
+    kinds: tuple[Kind, ...] = Field(default=KINDS, min_length=1, description="kinds of checks")
+    limit: int | None = Field(default=None, ge=1, description="first checks of each kind only")
+    template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
+    n_predict: int = Field(default=48, ge=1, description="tokens generated for a short answer")
+    code_tokens: int = Field(default=256, ge=1, description="tokens generated for a program or a tool call")
+    thinking_tokens: int = Field(default=1024, ge=1, description="tokens within which thinking and answer must end")
+    long: int = Field(
+        default=2048, ge=_SHORTEST_LONG, description="tokens of the long prompt, where the model has them"
+    )
+
+
+class Capability(Axis):
+    """Share of the applicable checks that the candidate passes; beside it what it lost against the reference.
+
+    See docs/metrics.md#capability-checks.
+    """
+
+    name: ClassVar[str] = "capability"
+    title: ClassVar[str] = "Capability: what can the model still do?"
+    Settings: ClassVar[type[AxisSettings]] = CapabilitySettings
+    quick: ClassVar[Mapping[str, Any]] = {"long": 512, "code_tokens": 160}
+    settings: CapabilitySettings
+
+    def probes(self, inputs: AxisInputs) -> dict[str, Generate]:
+        """One probe per length of answer; the parallel checks are asked twice, one by one and in one batch.
+
+        Raises:
+            InputError: no check of the chosen kinds can be asked.
+        """
+        s = self.settings
+        asked: dict[str, list[tuple[Tokens, str]]] = {}
+        without: dict[str, str] = {}
+        for check in (check for kind in KINDS if kind in s.kinds for check in _of_kind(kind)[: s.limit]):
+            try:
+                item = self._item(check, inputs)
+            except NotApplicable as reason:
+                without[f"{WITHOUT}{check.id}"] = str(reason)
+                continue
+            for part in PARTS[check.kind]:
+                asked.setdefault(part, []).append(item)
+        if not asked:
+            raise InputError(f"capability: nothing can be asked: {'; '.join(dict.fromkeys(without.values()))}")
+        used = "raw" if s.template == "raw" else inputs.tokenizer.template
+        common = {"kinds": ", ".join(k for k in KINDS if k in s.kinds), "set": SET_VERSION, "template": used, **without}
+        if s.limit is not None:
+            common["limit"] = str(s.limit)
+        return {
+            part: Generate(
+                axis=part_name(self.name, part),
+                prompts=tuple(ids for ids, _ in items),
+                max_tokens=self._budget(part),
+                stop=inputs.tokenizer.stop_ids,
+                batch=1 if part == "single" else _BATCH,
+                settings=tuple(sorted({**common, "n_predict": self._budget(part)}.items())),
+                rows=False,
+                notes=tuple(note for _, note in items),
+            )
+            for part, items in asked.items()
+        }
+
+    def available(self, inputs: AxisInputs) -> int:
+        return max(map(len, map(_of_kind, self.settings.kinds)))
+
+    def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        results = read_results(pairs)
+        counted = [result for result in results if result.applicable]
+        usable = np.array([result.usable for result in counted], dtype=bool)
+        passed = np.array([bool(result.test.passed) for result in counted], dtype=np.float64)
+        score = AxisScore(
+            figures={},
+            num=passed,
+            den=np.ones(len(counted)),
+            units=np.array([CHECKS.index(result.check) for result in counted], dtype=np.int64),
+            usable=usable,
+            transform=lambda share: 100.0 * share,
+            bounds=(0.0, 1.0),
+            identical=bool(usable.size and usable.all()) and all(result.same for result in counted),
+            proportion=True,
+            scale=100.0,
+        )
+        return _with_figures(score, results, [result for result in counted if result.usable], seed)
+
+    # ------------------------------------------------------------------------------------------ asking
+
+    def _budget(self, part: str) -> int:
+        s = self.settings
+        tokens = {"code": s.code_tokens, "tool": s.code_tokens, "thinking": s.thinking_tokens}
+        return _PARALLEL_TOKENS if part in ("single", "batch") else tokens.get(part, s.n_predict)
+
+    def _item(self, check: Check, inputs: AxisInputs) -> tuple[Tokens, str]:
+        """A check's prompt and note.
+
+        Raises:
+            NotApplicable: it cannot be asked.
+        """
+        if not PARTS[check.kind]:
+            raise NotApplicable("no engine here takes images")
+        note = {"id": check.id}
+        messages = ({"role": "user", "content": check.prompt},)
+        if check.kind in ("tool call", "thinking") and self.settings.template == "raw":
+            raise NotApplicable("needs the chat template; the settings say raw")
+        room = None if inputs.max_positions is None else inputs.max_positions - self._budget(PARTS[check.kind][0])
+        if check.kind == "tool call":
+            ids = tool_prompt(inputs.tokenizer, messages, TOOL)
+        elif check.kind == "thinking":
+            ids, note["ends"] = thinking_prompt(inputs.tokenizer, messages)
+        elif check.id == "edge-long":
+            ids = self._long(inputs, self.settings.long if room is None else min(self.settings.long, room))
+        else:
+            ids = inputs.tokenizer.chat(messages, self.settings.template)
+        if not ids:
+            raise NotApplicable("without a chat template an empty prompt has no tokens")
+        if room is not None and len(ids) > room:
+            raise NotApplicable(f"prompt and answer do not fit the model's {inputs.max_positions} positions")
+        return ids, canonical_json(note)
+
+    def _long(self, inputs: AxisInputs, most: int) -> Tokens:
+        """The longest of the long prompts that has at most ``most`` tokens."""
+        if most < _SHORTEST_LONG:
+            raise NotApplicable(f"the model has no room for a prompt of {_SHORTEST_LONG} tokens")
+
+        def ids(lines: int) -> Tokens:
+            message = {"role": "user", "content": long_prompt(lines)}
+            return inputs.tokenizer.chat((message,), self.settings.template)
+
+        fits, too_long = 0, most  # a line has more than one token
+        while too_long - fits > 1:
+            middle = (fits + too_long) // 2
+            fits, too_long = (middle, too_long) if len(ids(middle)) <= most else (fits, middle)
+        return ids(fits)
+
+
+def _of_kind(kind: Kind) -> list[Check]:
+    return [check for check in CHECKS if check.kind == kind]
+
+
+# -------------------------------------------------------------------------------------------- reporting
+
+
+def _with_figures(score: AxisScore, results: Sequence[Result], good: Sequence[Result], seed: int) -> AxisScore:
+    outcomes = [result.outcome for result in results]
+    lost, gained = outcomes.count("lost"), outcomes.count("gained")
+    n, had = len(good), sum(bool(result.ref.passed) for result in good)
+    counted = [result for result in results if result.applicable]
+    reasons = "; ".join(dict.fromkeys(_reason(result) for result in results if not result.applicable))
+    not_measurable = ""
+    if not counted:
+        not_measurable = f"no check is applicable: {reasons}"
+    elif not any(result.ref.passed for result in counted):
+        not_measurable = f"the reference passes none of the {len(counted)} applicable checks"
+    measured = bool(n) and not not_measurable
+    change = _change(good, seed) if measured else PairedDifference(math.nan, None, 0)
+    interval = score.score_interval(seed) if measured else None
+    figures = [
+        Figure(name="lost", value=lost, unit="count"),
+        Figure(name="gained", value=gained, unit="count"),
+        Figure(name="passed", value=score.mean(), ci=interval and _shares(interval), unit="share"),
+        Figure(name="reference passed", value=had / n if n else None, unit="share"),
+        Figure(name="difference", value=change.estimate if measured else None, ci=change.interval, unit="points"),
+        Figure(name="McNemar p", value=mcnemar_exact(lost, gained), unit="p"),
+        Figure(name="applicable", value=len(counted), unit="count"),
+        Figure(name="not applicable", value=outcomes.count("not applicable"), unit="count"),
+    ]
+    fields: dict[str, Any] = {
+        "score": score.score() if measured else None,
+        "ci": interval,
+        "n_items": len(counted),
+        "n_failed": int((~score.usable).sum()),
+        "figures": figures,
+        "panels": [*_panels(results)],
+        "details": {"set": SET_VERSION},
+    }
+    return replace(score, figures=fields, not_measurable=not_measurable, lowers=_lowers(good, seed) if measured else ())
+
+
+def _change(good: Sequence[Result], seed: int) -> PairedDifference:
+    """Candidate minus reference, points."""
+    units, ones = np.array([CHECKS.index(result.check) for result in good]), np.ones(len(good))
+    test, ref = (
+        RatioItems(np.array([float(bool(side.passed)) for side in sides]), ones, units)
+        for sides in ([result.test for result in good], [result.ref for result in good])
+    )
+    return paired_difference(test, ref, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
+
+
+def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
+    """A loss of right answers that is beyond chance.
+
+    Whether a batch answers as single requests do is left out: greedy paths fork at near ties, and what is chaotic
+    does not set the verdict.  See docs/metrics.md#verdicts.
+    """
+    answered = [result for result in good if result.check.judge is not None]
+    interval = _change(answered, seed).interval if answered else None
+    if interval is None or interval[1] >= _WORSE:
+        return ()
+    lost, had = sum(r.outcome == "lost" for r in answered), sum(bool(r.ref.passed) for r in answered)
+    return (
+        f"capability checks: {lost} of the {had} that the reference answers right are lost "
+        f"({-interval[1]:.0f}–{-interval[0]:.0f} points of all {len(answered)})",
+    )
+
+
+def _shares(interval: tuple[float, float]) -> tuple[float, float]:
+    return interval[0] / 100, interval[1] / 100
+
+
+def _panels(results: Sequence[Result]) -> Iterator[Panel]:
+    by_kind = [(kind, [r.outcome for r in results if r.check.kind == kind]) for kind in KINDS]
+    yield TablePanel(
+        title="Checks by kind",
+        columns=("kind", "lost", "gained", "both pass", "both fail", "unusable", "not applicable"),
+        rows=tuple(
+            (kind, *map(outcomes.count, ("lost", "gained", "both pass", "both fail", "unusable", "not applicable")))
+            for kind, outcomes in by_kind
+            if outcomes
+        ),
+        note="Lost: the reference passes, the candidate does not.",
+    )
+    yield TablePanel(
+        title="All checks",
+        columns=("check", "outcome", "expected", "reference", "candidate", "reason"),
+        rows=tuple(
+            (
+                result.check.id,
+                result.outcome,
+                result.check.expected,
+                *map(_cell, result.answers),
+                _reason(result),
+            )
+            for result in sorted(results, key=lambda result: ORDER.index(result.outcome))
+        ),
+        note="Answers are cut to one line; the reason is the candidate's, or why a check is not applicable.",
+    )
+    changed = [result for result in results if result.outcome in ("lost", "gained")]
+    if changed:
+        pairs = tuple(
+            TextPair(
+                label=f"{result.check.id}: {_cell(result.check.prompt) or 'an empty prompt'}",
+                reference=result.answers[0][:_TEXT],
+                candidate=result.answers[1][:_TEXT],
+                note=f"{result.outcome}; expected: {result.check.expected}; {_failing(result).reason[:200]}",
+            )
+            for result in sorted(changed, key=lambda result: ORDER.index(result.outcome))
+        )
+        yield Texts(title="Lost and gained", pairs=pairs)
+
+
+def _failing(result: Result) -> Judged:
+    return result.test if result.ref.passed else result.ref
+
+
+def _reason(result: Result) -> str:
+    if result.outcome == "unusable":
+        return "a side gave no usable answer"
+    side = result.ref if result.ref.passed is None else result.test
+    return side.reason[:200]
+
+
+def _cell(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= _CELL else f"{line[: _CELL - 1]}…"

@@ -1,0 +1,211 @@
+"""The set of checks: what is asked, what the right answer is, and how an answer is read."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal, get_args
+
+from fidelab.axes.capability import parse
+from fidelab.axes.capability.code import TASKS, Task, run_task
+from fidelab.axes.capability.vision import QUESTIONS
+
+__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "Judged", "Kind", "by_id", "long_prompt"]
+
+SET_VERSION = "1"
+"""Changes with the questions: answers to another set are not scored with this one."""
+
+Kind = Literal["arithmetic", "code", "knowledge", "edge", "parallel", "vision", "tool call", "thinking"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A verdict and its reason.  ``passed`` is ``None`` where the answer cannot be judged here."""
+
+    passed: bool | None
+    reason: str = ""
+
+
+Judge = Callable[[str], Judged]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One question.
+
+    ``expected`` is the right answer as people read it; ``judge`` reads a model's answer, and is ``None`` where two
+    answers of one model are compared with each other.
+    """
+
+    id: str
+    kind: Kind
+    prompt: str
+    expected: str
+    judge: Judge | None
+
+
+# --------------------------------------------------------------------------------------------- judges
+
+
+def _number(value: str) -> Judge:
+    def judge(text: str) -> Judged:
+        found = parse.first_number(text)
+        return Judged(found == Decimal(value), "no number" if found is None else f"read {found}")
+
+    return judge
+
+
+def _name(right: str, *wrong: str) -> Judge:
+    """The answer names the right one, and none of the wrong ones beside it."""
+
+    def judge(text: str) -> Judged:
+        found = parse.named(text, (right, *wrong))
+        return Judged(found == [right], f"read {' and '.join(found)}" if found else "no answer recognised")
+
+    return judge
+
+
+def _line(expected: str) -> Judge:
+    def judge(text: str) -> Judged:
+        found = expected in parse.lines_of(text)
+        return Judged(found, "" if found else "no line equals it")
+
+    return judge
+
+
+def _json(expected: str) -> Judge:
+    def judge(text: str) -> Judged:
+        found = parse.json_value(text)
+        return Judged(found == json.loads(expected), "no JSON" if found is None else f"read {found!r:.60}")
+
+    return judge
+
+
+def _words(text: str) -> Judged:
+    """Some text that is neither noise nor a few words over and over."""
+    words = re.findall(r"[^\W\d_]+", text.casefold())
+    if not words:
+        return Judged(False, "no word")
+    if "\ufffd" in text.rstrip("\ufffd"):  # the last character may be cut
+        return Judged(False, "bytes that are no text")
+    kinds = len(set(words))
+    return Judged(len(words) < 8 or kinds >= len(words) / 4, f"{kinds} different words of {len(words)}")
+
+
+def _weather(text: str) -> Judged:
+    found = parse.tool_call(text)
+    if found is None:
+        return Judged(False, "no call")
+    name, arguments = found
+    right = name == "get_weather" and [*arguments] == ["city"] and parse.named(str(arguments["city"]), ["Paris"])
+    return Judged(bool(right), f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"[:80])
+
+
+def _program(task: Task) -> Judge:
+    return lambda text: Judged(*run_task(task, text))
+
+
+# ------------------------------------------------------------------------------------------ questions
+
+_NUMBER_ONLY = "Answer with the number only."
+_ONE_WORD = "Answer with one word."
+_SAME = "Repeat the following exactly, and write nothing else:"
+_PASSWORD = "harbor"
+_FOREIGN = "naïve façade — 東京 · Ελλάδα · 🙂"
+_MARKUP = '{"a": [1, -2.5], "b": null, "{{c}}": "<d>&amp;</d>"}'
+
+_SUMS = (
+    ("What is 17 + 25?", "42"),
+    ("What is 84 - 97?", "-13"),
+    ("What is 23 * 17?", "391"),
+    ("What is 144 divided by 12?", "12"),
+    ("What does the Python expression -7 % 3 evaluate to?", "2"),
+    ("What is 2 to the power of 10?", "1024"),
+    ("What is 0.1 + 0.25?", "0.35"),
+    ("A shelf holds 6 boxes with 8 cups each. 15 cups break. How many cups are left?", "33"),
+)
+_FACTS = (
+    ("What is the capital of Australia?", "Canberra", "Sydney", "Melbourne", "Perth", "Brisbane"),
+    ("Which planet is closest to the Sun?", "Mercury", "Venus", "Earth", "Mars", "Jupiter"),
+    ("Who wrote the play Hamlet?", "Shakespeare", "Marlowe", "Dickens", "Milton", "Chaucer"),
+    ("Which ocean is the largest?", "Pacific", "Atlantic", "Indian", "Arctic", "Southern"),
+    ("What is the chemical symbol of gold?", "Au", "Ag", "Gd", "Pt", "Cu"),
+    ("In which language does 'gracias' mean 'thank you'?", "Spanish", "Portuguese", "Italian", "French", "Latin"),
+)
+_YEAR = "In which year did people first walk on the Moon?"
+_SPACES = f" \r\n\t What\u00a0is \u200b3 +\t4 ?\n\n  {_NUMBER_ONLY} "
+_TOPICS = (
+    "Name three fruits.",
+    "What is rain?",
+    "Write one sentence about a dog.",
+    "Count from one to ten in words.",
+    "Give a short recipe for tea with milk.",
+    "Explain in one sentence why the sky is blue on a clear day.",
+    "List the days of the week, beginning with Monday, separated by commas.",
+    "Write the first two sentences of a story about a lighthouse and the person who keeps it.",
+)
+_WEATHER = "What is the weather in Paris right now? Use the tool."
+_TRAIN = f"A train has 4 cars with 12 seats each, and 5 seats are taken. How many are free? {_NUMBER_ONLY}"
+
+TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Current weather of a city.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "name of the city"}},
+            "required": ["city"],
+        },
+    },
+}
+"""The tool on offer in the tool-call check, as chat templates take it."""
+
+
+def long_prompt(lines: int) -> str:
+    """A password, ``lines`` numbered lines about something else, and the question for the password."""
+    filler = "".join(f"Line {n}: the river runs past the old mill and on through the meadow.\n" for n in range(lines))
+    return f"The password is {_PASSWORD}. Remember it.\n\n{filler}\nWhat is the password? {_ONE_WORD}"
+
+
+def _write(task: Task) -> str:
+    return f"Write a Python function `{task.signature}` that {task.does}. Answer with code only."
+
+
+CHECKS: tuple[Check, ...] = (
+    *(
+        Check(f"arithmetic-{n}", "arithmetic", f"{question} {_NUMBER_ONLY}", answer, _number(answer))
+        for n, (question, answer) in enumerate(_SUMS, 1)
+    ),
+    *(
+        Check(f"code-{n}", "code", _write(task), f"{len(task.cases)} tests", _program(task))
+        for n, task in enumerate(TASKS, 1)
+    ),
+    *(
+        Check(f"knowledge-{n}", "knowledge", f"{question} {_ONE_WORD}", right, _name(right, *wrong))
+        for n, (question, right, *wrong) in enumerate(_FACTS, 1)
+    ),
+    Check("knowledge-7", "knowledge", f"{_YEAR} {_NUMBER_ONLY}", "1969", _number("1969")),
+    Check("edge-empty", "edge", "", "some words", _words),
+    Check("edge-long", "edge", long_prompt(0), _PASSWORD, _name(_PASSWORD, "river", "mill", "meadow")),
+    Check("edge-unicode", "edge", f"{_SAME} {_FOREIGN}", _FOREIGN, _line(_FOREIGN)),
+    Check("edge-spaces", "edge", _SPACES, "7", _number("7")),
+    Check("edge-markup", "edge", f"{_SAME} {_MARKUP}", _MARKUP, _json(_MARKUP)),
+    *(Check(f"parallel-{n}", "parallel", topic, "as when alone", None) for n, topic in enumerate(_TOPICS, 1)),
+    *(
+        Check(f"vision-{n}", "vision", question.text, question.right, _name(question.right, *question.wrong))
+        for n, question in enumerate(QUESTIONS, 1)
+    ),
+    Check("tool-call", "tool call", _WEATHER, "get_weather(city='Paris')", _weather),
+    Check("thinking", "thinking", _TRAIN, "an end, then 43", _number("43")),
+)
+_BY_ID = {check.id: check for check in CHECKS}
+
+
+def by_id(name: str) -> Check | None:
+    """The check of an id, if the set has it."""
+    return _BY_ID.get(name)

@@ -1,0 +1,131 @@
+"""Capability checks judged: what each side's captures say to each check of the set."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from fidelab.axes.base import answer_text, written_text
+from fidelab.axes.capability.checks import CHECKS, SET_VERSION, Check, Judged, Kind
+from fidelab.axes.capability.parse import after_thinking
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Timed
+from fidelab.errors import CaptureError
+
+__all__ = ["ORDER", "PARTS", "WITHOUT", "Result", "read_results"]
+
+WITHOUT = "without "
+"""Settings of this prefix say why a check, or a kind of checks, was not asked."""
+
+PARTS: Mapping[Kind, tuple[str, ...]] = {
+    "arithmetic": ("short",),
+    "code": ("code",),
+    "knowledge": ("short",),
+    "edge": ("short",),
+    "parallel": ("single", "batch"),
+    "vision": (),
+    "tool call": ("tool",),
+    "thinking": ("thinking",),
+}
+"""Kind of checks → the parts of the axis that ask it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check on both sides.  ``answers``: what they wrote; ``same``: in the same tokens throughout."""
+
+    check: Check
+    ref: Judged
+    test: Judged
+    usable: bool = True
+    same: bool = False
+    answers: tuple[str, str] = ("", "")
+
+    @property
+    def applicable(self) -> bool:
+        """Asked of both and judged on both."""
+        return self.ref.passed is not None and self.test.passed is not None
+
+    @property
+    def outcome(self) -> str:
+        """In the order in which the report lists them: what was lost first."""
+        if not self.applicable:
+            return "not applicable"
+        if not self.usable:
+            return "unusable"
+        both = {(True, False): "lost", (False, True): "gained", (False, False): "both fail", (True, True): "both pass"}
+        return both[bool(self.ref.passed), bool(self.test.passed)]
+
+
+ORDER = ("unusable", "lost", "gained", "both fail", "both pass", "not applicable")
+"""Outcomes as the report lists them."""
+
+
+def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
+    """All checks of the chosen kinds, in the set's order; of a part of the captures (the floor) only those in it."""
+    settings = next(iter(pairs.values())).ref.manifest["settings"]
+    if settings.get("set") != SET_VERSION:
+        raise CaptureError(
+            f"captures hold check set {settings.get('set')}, this version scores set {SET_VERSION}; capture again"
+        )
+    found: dict[str, dict[str, tuple[Pair, int, int, dict[str, str]]]] = {}
+    asked: set[str] = set()
+    for part, pair in pairs.items():
+        probe = pair.ref.probe
+        notes = [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
+        asked.update(note["id"] for note in notes)
+        for r, t in pair.items:
+            found.setdefault(notes[r]["id"], {})[part] = (pair, r, t, notes[r])
+    results = []
+    for check in CHECKS:
+        if check.id in found:
+            results.append(_judged(check, found[check.id]))
+        elif check.id not in asked and check.kind in settings["kinds"].split(", "):
+            unasked = None if "limit" in settings else "not asked in these captures"
+            if reason := settings.get(f"{WITHOUT}{check.id}", unasked):
+                nothing = Judged(None, reason)
+                results.append(Result(check, nothing, nothing))
+    return results
+
+
+def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, str]]]) -> Result:
+    if set(places) != set(PARTS[check.kind]):
+        nothing = Judged(None, "asked only one by one or only in a batch")
+        return Result(check, nothing, nothing)
+    asked = [places[part] for part in PARTS[check.kind]]
+    ends = asked[0][3].get("ends")
+    ref = [(pair.ref, r) for pair, r, _, _ in asked]
+    test = [(pair.test, t) for pair, _, t, _ in asked]
+    (judged, text), (other, other_text) = (_side(check, side, ends) for side in (ref, test))
+    return Result(
+        check,
+        judged,
+        other,
+        usable=_usable(ref) and _usable(test),
+        same=[capture.ids(item) for capture, item in ref] == [capture.ids(item) for capture, item in test],
+        answers=(text, other_text),
+    )
+
+
+def _usable(places: Sequence[tuple[Capture, int]]) -> bool:
+    return all(capture.items[item]["failed"] is None for capture, item in places)
+
+
+def _side(check: Check, places: Sequence[tuple[Capture, int]], ends: str | None) -> tuple[Judged, str]:
+    """One side's verdict and what it wrote.  ``ends``: the marker behind which an answer follows its thinking."""
+    text = written_text(*places[0])
+    if check.judge is None and not _usable(places):
+        return Judged(False, "no usable answer"), text
+    if check.judge is None:
+        alone, batched = (capture.ids(item) for capture, item in places)
+        if alone == batched:
+            return Judged(True), text
+        pairs = enumerate(zip(alone, batched, strict=False))
+        fork = next((n for n, (a, b) in pairs if a != b), min(len(alone), len(batched)))
+        return Judged(False, f"differs from token {fork} on"), f"alone: {text}\nin a batch: {written_text(*places[1])}"
+    if ends is None:
+        return check.judge(answer_text(*places[0])), text
+    rest = after_thinking(text, ends)
+    return Judged(False, "thinking did not end in an answer") if rest is None else check.judge(rest), text

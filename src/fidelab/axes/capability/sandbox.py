@@ -1,0 +1,123 @@
+"""Programs that a model wrote, run where they can do no harm; where that cannot be, they are not run.
+
+A fresh interpreter without site packages or environment, in a folder of its own, as the leader of a process group
+that is killed when time is up.  Limits on CPU time, memory and output; a seccomp filter (``launcher.py``) under which
+nothing can be opened, read, written, sent or started: the program computes, and prints.  That needs Linux on x86_64 or
+aarch64, and no special rights; elsewhere :func:`unavailable` says why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Literal
+
+from fidelab.axes.capability.launcher import MACHINES, READY
+from fidelab.errors import FidelabError
+
+__all__ = ["Limits", "Outcome", "SandboxUnavailable", "run", "unavailable"]
+
+_LAUNCHER = Path(__file__).with_name("launcher.py")
+
+
+class SandboxUnavailable(FidelabError):
+    """Nothing was run: this machine cannot confine a program."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a program may use: seconds of CPU and in all, bytes of memory, bytes of output."""
+
+    cpu_s: int = 5
+    wall_s: int = 30
+    memory: int = 512 << 20
+    output: int = 64 << 10
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended, what it printed, and its uncaught exception or signal in one line."""
+
+    ended: Literal["finished", "failed", "timed out"]
+    output: str
+    error: str = ""
+
+
+def run(program: str, limits: Limits | None = None) -> Outcome:
+    """Run Python source text in the sandbox.
+
+    Raises:
+        SandboxUnavailable: it cannot be confined here; it was not run.
+    """
+    limits = limits or Limits()
+    if platform.system() != "Linux" or platform.machine() not in MACHINES:
+        raise SandboxUnavailable(
+            f"the sandbox needs Linux on {' or '.join(MACHINES)}, this is {platform.system()} on {platform.machine()}"
+        )
+    with tempfile.TemporaryDirectory(prefix="fidelab-sandbox-") as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        with out.open("wb") as stdout, err.open("wb") as stderr:
+            command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER), json.dumps(asdict(limits))]
+            try:
+                process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=stdout,
+                    stderr=stderr,
+                    cwd=folder,
+                    env={},
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise SandboxUnavailable(f"the sandbox does not start: {error}") from None
+            late = not _ends(process, program.encode(errors="replace"), limits.wall_s)
+        printed, said = (_text(path, limits.output) for path in (out, err))
+    first, _, error_line = said.partition("\n")
+    if first != READY:
+        why = "it was not ready in time" if late else said.strip().rpartition("\n")[2] or f"exit {process.returncode}"
+        raise SandboxUnavailable(f"the sandbox cannot confine a program here: {why}")
+    if late or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Outcome("timed out", printed, f"over {limits.cpu_s} s of CPU time or {limits.wall_s} s in all")
+    if process.returncode < 0:
+        return Outcome("failed", printed, f"killed by signal {-process.returncode}")
+    if process.returncode:
+        return Outcome("failed", printed, error_line.strip() or f"exit {process.returncode}")
+    return Outcome("finished", printed)
+
+
+@lru_cache(maxsize=1)
+def unavailable() -> str:
+    """Why no program can be run here; empty where it can.  Tries it, once per process."""
+    try:
+        outcome = run("print(1)")
+    except SandboxUnavailable as error:
+        return str(error)
+    return "" if outcome.output == "1\n" else f"the sandbox runs no program here: {outcome.error or outcome.ended}"
+
+
+def _ends(process: subprocess.Popen[bytes], program: bytes, seconds: float) -> bool:
+    """Feed the program and wait; kill its process group when time is up, or when we are interrupted."""
+    try:
+        process.communicate(program, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return False
+    finally:
+        if process.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return True
+
+
+def _text(path: Path, most: int) -> str:
+    with path.open("rb") as file:
+        return file.read(most).decode(errors="replace")

@@ -1,0 +1,67 @@
+"""What a model's chat template can do beyond plain turns: offer tools, let the model think."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fidelab.axes.capability.parse import REASONING
+from fidelab.captures.requests import Tokens
+
+if TYPE_CHECKING:
+    from fidelab.inputs.tokens import Message, Tokenizer
+
+__all__ = ["NotApplicable", "thinking_prompt", "tool_prompt"]
+
+
+class NotApplicable(Exception):
+    """The model cannot do it; the message says why."""
+
+
+def tool_prompt(tokenizer: Tokenizer, messages: Sequence[Message], tool: dict[str, Any]) -> Tokens:
+    """A prompt with one tool on offer.
+
+    Raises:
+        NotApplicable: there is no template, or it takes no notice of tools.
+    """
+    plain, offered = (_render(tokenizer, messages, tools=tools) for tools in (None, [tool]))
+    if plain == offered:
+        raise NotApplicable("the model's chat template takes no tools")
+    return tokenizer.encode(offered)
+
+
+def thinking_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Tokens, str]:
+    """A prompt with thinking switched on, and the marker that ends it.
+
+    Raises:
+        NotApplicable: there is no template, no switch in it, or no known marker.
+    """
+    off, on = (_render(tokenizer, messages, enable_thinking=on, thinking=on) for on in (False, True))
+    if off == on:
+        raise NotApplicable("the model's chat template has no switch for thinking")
+    source = str(_library(tokenizer).chat_template)
+    end = next((end for _, end in REASONING if end in source), None)
+    if end is None:
+        raise NotApplicable("the model's chat template does not say how thinking ends")
+    return tokenizer.encode(on), end
+
+
+def _library(tokenizer: Tokenizer) -> Any:
+    """The Transformers tokenizer inside."""
+    library = getattr(tokenizer.backend, "_hf", None)
+    if library is None or tokenizer.template != "chat":
+        raise NotApplicable("the model has no chat template")
+    return library
+
+
+def _render(tokenizer: Tokenizer, messages: Sequence[Message], **switches: Any) -> str:
+    library = _library(tokenizer)
+    try:
+        return str(
+            library.apply_chat_template(
+                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **switches
+            )
+        )
+    except Exception as error:  # jinja2's errors, and those that templates raise themselves
+        line = " ".join(str(error).split())[:200]
+        raise NotApplicable(f"the model's chat template refuses the question: {line}") from None

@@ -1,0 +1,15 @@
+"""Benches: each measures an arm by itself: speed, start-up, memory.  No bench ever sees an engine."""
+
+from fidelab.registry import Registry
+
+BENCHES = Registry(
+    "bench",
+    {
+        "startup": "fidelab.bench.startup:Startup",
+        "prefill": "fidelab.bench.prefill:Prefill",
+        "decode": "fidelab.bench.decode:Decode",
+        "memory": "fidelab.bench.memory:Memory",
+        "serving": "fidelab.bench.serving.bench:Serving",
+    },
+    group="fidelab.benches",
+)

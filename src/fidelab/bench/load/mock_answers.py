@@ -1,0 +1,379 @@
+"""What the mock server (:mod:`fidelab.bench.load.mock_server`) says: bytes rendered beforehand, and one answer at a time per
+connection."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Any, cast
+
+import httptools
+import orjson
+
+if TYPE_CHECKING:  # it runs as a program: importing it here would load it a second time
+    from fidelab.bench.load.mock_server import MockSettings
+
+__all__ = ["Connection", "Mock"]
+
+# running, waiting, share of the cache, prompt tokens, generated tokens, generated tok/s since the last reading
+_METRICS = {
+    "vllm": (
+        *("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc"),
+        *("vllm:prompt_tokens_total", "vllm:generation_tokens_total", ""),
+    ),
+    "sglang": (
+        *("sglang:num_running_reqs", "sglang:num_queue_reqs", "sglang:token_usage"),
+        *("sglang:prompt_tokens_total", "sglang:generation_tokens_total", "sglang:gen_throughput"),
+    ),
+    "llamacpp": (
+        *("llamacpp:requests_processing", "llamacpp:requests_deferred", "llamacpp:kv_cache_usage_ratio"),
+        *("llamacpp:prompt_tokens_total", "llamacpp:tokens_predicted_total", "llamacpp:predicted_tokens_seconds"),
+    ),
+}
+_TOO_LONG = "This model's maximum context length is {} tokens, but the prompt has {} and {} more were asked for."
+_REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
+
+
+class _Frames:
+    """The bytes of one endpoint: each event is a chunk of its own."""
+
+    DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
+
+    def __init__(self, settings: MockSettings, chat: bool) -> None:
+        self.settings, self.chat = settings, chat
+        role = [{"index": 0, "delta": {"role": "assistant", "content": ""}}]
+        self.start = (
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ncache-control: no-cache\r\n"
+            b"transfer-encoding: chunked\r\n\r\n" + (self._chunk(role) if chat else b"")
+        )
+        self.token = self._event(settings.tokens_per_event, None)
+        self.broken = self.token.replace(b'"choices":[', b'"choices":{')
+        self._endings: dict[tuple[int, str], bytes] = {}
+
+    def ending(self, tokens: int, finish: str) -> bytes:
+        """The last event with tokens, and what comes before usage and ``[DONE]``."""
+        found = self._endings.get((tokens, finish))
+        if found is None:
+            if self.settings.style == "vllm":
+                found = self._event(tokens, finish)
+            else:  # the others say in an event of its own that it is over
+                found = self._event(tokens, None) + self._event(0, finish)
+            self._endings[tokens, finish] = found
+        return found
+
+    def usage(self, prompt: int, output: int) -> bytes:
+        """The usage event."""
+        return self._chunk([], _usage(prompt, output))
+
+    def whole(self, prompt: int, output: int, finish: str) -> bytes:
+        """The body of an answer that is no stream."""
+        text = " word" * output
+        content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+        usage = {} if self.settings.no_usage else {"usage": _usage(prompt, output)}
+        return orjson.dumps(self._object([{"index": 0, **content, "finish_reason": finish}]) | usage)
+
+    def _event(self, tokens: int, finish: str | None) -> bytes:
+        text = " word" * tokens
+        content: dict[str, Any] = {"delta": {"content": text} if tokens else {}} if self.chat else {"text": text}
+        return self._chunk([{"index": 0, **content, "logprobs": None, "finish_reason": finish}])
+
+    def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
+        said = self._object(choices, ".chunk")
+        if usage is not None or self.settings.style == "sglang":
+            said["usage"] = usage
+        data = b"data: " + orjson.dumps(said) + b"\n\n"
+        return b"%x\r\n%b\r\n" % (len(data), data)
+
+    def _object(self, choices: list[Any], suffix: str = "") -> dict[str, Any]:
+        name = f"chat.completion{suffix}" if self.chat else "text_completion"
+        of = "chatcmpl-" if self.chat else "cmpl-"
+        return {"id": of + 32 * "0", "object": name, "created": 0, "model": self.settings.model, "choices": choices}
+
+
+class Mock:
+    """What all connections share: settings, the queue, counters, the log."""
+
+    def __init__(self, settings: MockSettings) -> None:
+        self.settings = settings
+        self.random = random.Random(settings.seed)
+        self.frames = {chat: _Frames(settings, chat) for chat in (False, True)}
+        self.waiting: deque[Connection] = deque()
+        self.running = self.events = self.prompt_tokens = self.output_tokens = 0
+        self.log: dict[str, dict[str, Any]] = {}
+        self._read = (0, time.monotonic())
+
+    def enter(self, connection: Connection) -> None:
+        """Begin an answer, or put it into the queue."""
+        if self.settings.concurrency is None or self.running < self.settings.concurrency:
+            self.running += 1
+            connection.begin()
+        else:
+            self.waiting.append(connection)
+
+    def leave(self, connection: Connection) -> None:
+        """An answer is over or was given up; the next one begins."""
+        if connection in self.waiting:
+            self.waiting.remove(connection)
+        elif self.waiting:
+            following = self.waiting.popleft()
+            following.timer = following.loop.call_soon(following.begin)
+        else:
+            self.running -= 1
+
+    def page(self, path: str) -> tuple[int, bytes]:
+        """Status and body of a GET."""
+        settings = self.settings
+        if path == "/metrics":
+            return 200, self._metrics().encode()
+        if path == "/emitted":
+            log, self.log = self.log, {}
+            return 200, orjson.dumps(log)
+        if path == "/v1/models":
+            about = {"id": settings.model, "object": "model", "created": 0, "max_model_len": settings.max_model_len}
+            return 200, orjson.dumps({"object": "list", "data": [about]})
+        return (200, b"") if path == "/health" else _fault(404, "Not Found")
+
+    def _metrics(self) -> str:
+        settings, now = self.settings, time.monotonic()
+        (tokens, then), self._read = self._read, (self.output_tokens, now)
+        rate = (self.output_tokens - tokens) / max(now - then, 1e-9)
+        usage = self.running / settings.concurrency if settings.concurrency else 0.0
+        figures = (self.running, len(self.waiting), usage, self.prompt_tokens, self.output_tokens, rate)
+        named: dict[str, float] = dict(zip(_METRICS[settings.style], figures, strict=True))
+        accepted = self.events * (settings.tokens_per_event - 1)
+        if settings.draft_tokens and settings.style == "vllm":
+            of = "vllm:spec_decode_num_"
+            named[f"{of}drafts_total"] = self.events
+            named[f"{of}draft_tokens_total"] = self.events * settings.draft_tokens
+            named[f"{of}accepted_tokens_total"] = accepted
+        elif settings.draft_tokens and settings.style == "sglang":
+            named["sglang:spec_accept_length"] = 1 + accepted / self.events if self.events else 0.0
+        model = f'model_name="{settings.model}"'
+        label = {"vllm": f'{{engine="0",{model}}}', "sglang": f"{{{model}}}", "llamacpp": ""}[settings.style]
+        kinds = {name: "counter" if name.endswith("_total") else "gauge" for name in named if name}
+        return "".join(f"# TYPE {name} {kind}\n{name}{label} {float(named[name])}\n" for name, kind in kinds.items())
+
+
+class Connection(asyncio.Protocol):
+    """One client's connection, and the answer that is under way on it."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, mock: Mock) -> None:
+        self.mock, self.settings, self.loop = mock, mock.settings, asyncio.get_running_loop()
+        self.parser = httptools.HttpRequestParser(self)
+        self.path, self.body = "", b""
+        self.busy = self.paused = self.stalled = False
+        self.timer: asyncio.Handle | None = None
+
+    # What the transport tells.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Keep what can be written to."""
+        self.transport = cast("asyncio.Transport", transport)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        """Give the answer up."""
+        if self.busy:
+            self._over()
+
+    def pause_writing(self) -> None:
+        """The client reads more slowly than we write."""
+        self.paused = True
+
+    def resume_writing(self) -> None:
+        """The client has caught up."""
+        self.paused = False
+        if self.stalled:
+            self.stalled = False
+            self._step()
+
+    def data_received(self, data: bytes) -> None:
+        """A piece of a request."""
+        if self.settings.read_delay:
+            self.transport.pause_reading()
+            self.loop.call_later(self.settings.read_delay, self._feed_late, data)
+        else:
+            self._feed(data)
+
+    def _feed_late(self, data: bytes) -> None:
+        if not self.transport.is_closing():
+            self._feed(data)
+            self.transport.resume_reading()
+
+    def _feed(self, data: bytes) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserError as error:
+            self._reply(*_fault(400, f"no HTTP request: {error}"))
+            self.transport.close()
+
+    # What the parser tells.
+
+    def on_url(self, url: bytes) -> None:
+        """A request begins."""
+        self.path, self.body = url.decode("latin-1").partition("?")[0], b""
+
+    def on_body(self, body: bytes) -> None:
+        """A piece of its body."""
+        self.body += body
+
+    def on_message_complete(self) -> None:
+        """The whole request is there."""
+        if self.busy:  # no client of ours pipelines
+            self.transport.abort()
+        elif self.parser.get_method() == b"GET":
+            self._reply(*self.mock.page(self.path))
+        elif self.path in ("/v1/completions", "/v1/chat/completions"):
+            self._ask(time.monotonic())
+        else:
+            self._reply(*_fault(404, "Not Found"))
+
+    # Answers.
+
+    def _ask(self, received: float) -> None:
+        settings, mock, chat = self.settings, self.mock, self.path == "/v1/chat/completions"
+        try:
+            asked = orjson.loads(self.body)
+            prompt = _prompt_tokens(asked["messages" if chat else "prompt"], chat)
+            limit = next((int(asked[key]) for key in ("max_completion_tokens", "max_tokens") if asked.get(key)), 16)
+            if limit < 1:
+                raise ValueError(f"max_tokens {limit}")
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return self._reply(*_fault(400, f"this request cannot be answered: {error!r}"))
+        model = asked.get("model", settings.model)
+        if model != settings.model:
+            return self._reply(*_fault(404, f"The model `{model}` does not exist.", "NotFoundError", "model"))
+        if prompt + limit > settings.max_model_len:
+            return self._reply(*_fault(400, _TOO_LONG.format(settings.max_model_len, prompt, limit)))
+        if mock.random.random() < settings.error_rate:
+            return self._reply(*_fault(500, "a fault that was asked for", "InternalServerError"))
+        self.busy, self.frames, self.prompt, self.index = True, mock.frames[chat], prompt, 0
+        self.tokens = min(limit, settings.tokens or limit)
+        self.finish = "length" if self.tokens == limit else "stop"
+        self.count = -(-self.tokens // settings.tokens_per_event)
+        self.drop_at, self.break_at = self._half(settings.drop_rate), self._half(settings.invalid_json_rate)
+        self.times: list[float] = []
+        if settings.log_events:
+            mock.log[str(asked.get("user", len(mock.log)))] = {"received": received, "events": self.times}
+        mock.prompt_tokens += prompt
+        self.stream = bool(asked.get("stream"))
+        if self.stream:
+            wanted = (asked.get("stream_options") or {}).get("include_usage") and not settings.no_usage
+            rest = self.tokens - (self.count - 1) * settings.tokens_per_event
+            usage = self.frames.usage(prompt, self.tokens) if wanted else b""
+            self.tail = self.frames.ending(rest, self.finish) + usage + self.frames.DONE
+            self.transport.write(self.frames.start)
+        return mock.enter(self)
+
+    def _half(self, rate: float) -> int:
+        """The event at which a fault that meets such a share of requests meets this one; -1: it does not."""
+        return self.count // 2 if rate and self.mock.random.random() < rate else -1
+
+    def begin(self) -> None:
+        """It is this request's turn."""
+        settings = self.settings
+        if not self.stream:
+            self.timer = self.loop.call_later(sum(map(self._delay, range(self.count))), self._answer)
+        elif settings.paced:
+            self.due = time.monotonic()
+            self._next()
+        elif settings.coalesce and self.drop_at < 0 and self.break_at < 0 and not settings.endless:
+            self._burst()
+        else:
+            self._step()
+
+    def _delay(self, index: int) -> float:
+        """Seconds before event ``index``."""
+        settings, delay = self.settings, self.settings.itl if index else self.settings.ttft
+        if settings.jitter:
+            draw = self.mock.random.uniform(-1, 1) if settings.distribution == "uniform" else self.mock.random.gauss()
+            delay = max(0.0, delay + draw * settings.jitter)
+        return delay
+
+    def _next(self) -> None:
+        if self.settings.paced:
+            self.due += self._delay(self.index)
+            self.timer = self.loop.call_later(max(0.0, self.due - time.monotonic()), self._step)
+        else:
+            self.timer = self.loop.call_soon(self._step)
+
+    def _step(self) -> None:
+        """One event; the next one when it is due."""
+        if self.paused:
+            self.stalled = True
+        elif self.index == self.drop_at:
+            self.transport.close()
+        else:
+            self.index += 1
+            last = self.index == self.count and not self.settings.endless
+            bytes_ = self.frames.broken if self.index - 1 == self.break_at else self.frames.token
+            self.times.append(time.monotonic())
+            self.transport.write(self.tail if last else bytes_)
+            self.mock.events += 1
+            before = (self.index - 1) * self.settings.tokens_per_event
+            self.mock.output_tokens += self.tokens - before if last else self.settings.tokens_per_event
+            if last:
+                self._complete()
+            else:
+                self._next()
+
+    def _burst(self) -> None:
+        """All events at once."""
+        self.times += [time.monotonic()] * self.count
+        self.transport.write(self.frames.token * (self.count - 1) + self.tail)
+        self.mock.events += self.count
+        self.mock.output_tokens += self.tokens
+        self._complete()
+
+    def _answer(self) -> None:
+        """The answer that is no stream."""
+        body = self.frames.whole(self.prompt, self.tokens, self.finish)
+        self.times.append(time.monotonic())
+        if self.drop_at >= 0:
+            self.transport.write(_head(200, len(body)) + body[: len(body) // 2])
+            self.transport.close()
+            return
+        self._reply(200, body[:-2] if self.break_at >= 0 else body)
+        self.mock.output_tokens += self.tokens
+        self._complete()
+
+    def _complete(self) -> None:
+        if not self.parser.should_keep_alive():
+            self.transport.close()
+        self._over()
+
+    def _over(self) -> None:
+        self.busy = False
+        if self.timer is not None:
+            self.timer.cancel()
+        self.mock.leave(self)
+
+    def _reply(self, status: int, body: bytes) -> None:
+        self.transport.write(_head(status, len(body)) + body)
+
+
+def _head(status: int, length: int) -> bytes:
+    return f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-length: {length}\r\n\r\n".encode()
+
+
+def _fault(status: int, message: str, kind: str = "BadRequestError", of: str | None = None) -> tuple[int, bytes]:
+    return status, orjson.dumps({"error": {"message": message, "type": kind, "param": of, "code": status}})
+
+
+def _usage(prompt: int, output: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "total_tokens": prompt + output, "completion_tokens": output}
+
+
+def _prompt_tokens(prompt: Any, chat: bool) -> int:
+    if chat:
+        texts = [message["content"] for message in prompt]
+        parts = [[part.get("text", "") for part in text] if isinstance(text, list) else [text] for text in texts]
+        return sum(len(part.split()) for each in parts for part in each)
+    if isinstance(prompt, str):
+        return len(prompt.split())
+    if prompt and isinstance(prompt[0], int):
+        return len(prompt)
+    raise TypeError("the prompt is neither a text nor token ids")

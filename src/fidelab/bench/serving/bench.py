@@ -1,0 +1,42 @@
+"""Load on the server behind an arm, beside its fidelity.  Engines without a server have nothing to put load on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from pydantic import Field
+
+from fidelab.bench.base import Answers, Bench, BenchInputs, BenchSettings, Facts, Question, Sizes
+from fidelab.core import Status
+from fidelab.results import serving_record
+
+__all__ = ["LoadSettings", "Serving"]
+
+
+class LoadSettings(BenchSettings):
+    """Settings of bench ``serving``: a sweep in a closed loop; ``fidelab bench serve`` has them all."""
+
+    repeats: int = Field(default=1, ge=1, description="times that each cell is measured")
+    contexts: Sizes = Field(default=(128,), description="tokens of prompts")
+    concurrency: Sizes = Field(default=(1, 2, 4), description="requests in flight")
+    output: int = Field(default=64, ge=1, description="tokens of answers")
+    num_prompts: int | None = Field(default=None, ge=1, description="requests of a cell; twice its concurrency")
+
+
+class Serving(Bench):
+    """Cells by context and concurrency. See docs/metrics.md#serving-rates."""
+
+    name: ClassVar[str] = "serving"
+    title: ClassVar[str] = "How fast is it behind its server?"
+    Settings = LoadSettings
+    loads: ClassVar[bool] = True
+    protocol: ClassVar[tuple[str, ...]] = ("output",)
+
+    def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
+        return ()
+
+    def record(self, answers: Mapping[str, Answers], facts: Facts) -> serving_record.Serving:
+        """Of an arm that no server stands behind."""
+        reason = "no server stands behind this arm; measure one with: fidelab bench serve --base-url URL"
+        return serving_record.Serving(status=Status.NOT_SUPPORTED, reason=reason, target="", model="")

@@ -1,0 +1,252 @@
+"""All cells of a load, one after another; repeats are whole passes over them, so that drift hits all alike.
+
+What became of a cell is in its record.  A context beyond the server's limit is ``not_supported``, in the server's
+words, and the others go on; a server that is gone ends the load, and what was measured is kept.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from fidelab.bench.load.drive import drive
+from fidelab.bench.load.exchange import Load, Request, ServerRefusedError
+from fidelab.bench.load.server_metrics import Scraper
+from fidelab.bench.load_cell import Asked, Drive, compare_counts, count_by_finish, find_saturation, load_cell
+from fidelab.bench.serving.contact import Contact, reach
+from fidelab.bench.serving.settings import ServingSettings
+from fidelab.core import Status
+from fidelab.engines.openai.http import split_url
+from fidelab.engines.openai.server import identify
+from fidelab.errors import EngineError, InputError
+from fidelab.inputs.traffic import arrivals
+from fidelab.results.bench_values import Flag
+from fidelab.results.serving_record import LoadCell, Serving
+
+__all__ = ["Watch", "measure_serving"]
+
+_TOO_LONG = re.compile(
+    r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE
+)
+_ABOUT_REQUEST = (400, 413, 422)
+_WORDLESS = {"no-stream", "aborted", "server"}  # of exchanges whose stream came to nothing
+
+
+class Watch:
+    """Who is told how a load goes on; by itself it does nothing."""
+
+    def reached(self, contact: Contact) -> None:
+        """The server answers."""
+
+    def begin(self, title: str, requests: int) -> None:
+        """A cell begins."""
+
+    def advance(self, done: int, requests: int) -> None:
+        """So many of its requests are over."""
+
+    def driven(self, number: int, repeat: int, drive: Drive) -> None:
+        """What became of each request of a cell."""
+
+    def measured(self, cell: LoadCell, serving: Serving) -> None:
+        """A cell is done; all cells so far."""
+
+    def close(self) -> None:
+        """The load is over, or was stopped."""
+
+
+def measure_serving(
+    settings: ServingSettings, key: str | None = None, *, watch: Watch | None = None, contact: Contact | None = None
+) -> Serving:
+    """Put every cell's load on the server.
+
+    ``key``: of the API, shown nowhere.  ``contact``: where the server was reached already.
+
+    Raises:
+        EngineError: nothing could be asked at all (see :func:`fidelab.bench.serving.contact.reach`).
+        InputError: a trace or tokenizer that cannot be used.
+        KeyboardInterrupt: stopped; ``watch`` knows the finished cells.
+    """
+    watch = watch or Watch()
+    if settings.recorded is not None and settings.count(settings.cells()[0]) <= settings.warmup:
+        raise InputError(f"trace {settings.trace}: no request is left behind a warm-up of {settings.warmup}")
+    contact = contact or reach(settings, key)
+    watch.reached(contact)
+    return _Sweep(contact, watch).run()
+
+
+class _Sweep:
+    def __init__(self, contact: Contact, watch: Watch) -> None:
+        self._contact = contact
+        self._settings = contact.settings
+        self._watch = watch
+        self._asked = [replace(asked, by_finish=contact.by_finish) for asked in contact.settings.cells()]
+        self._drives: dict[int, list[Drive]] = {number: [] for number in range(len(self._asked))}
+        self._ended: dict[int, LoadCell] = {}  # cells that are not asked again
+
+    def run(self) -> Serving:
+        total = len(self._asked) * self._settings.repeats
+        for repeat in range(self._settings.repeats):
+            for number, asked in enumerate(self._asked):
+                if number in self._ended:
+                    continue
+                step = repeat * len(self._asked) + number + 1
+                gone = self._measure(number, repeat, asked, f"{_title(asked)} ({step}/{total})")
+                if gone is not None:
+                    return self._serving(gone)
+        return self._serving()
+
+    def _measure(self, number: int, repeat: int, asked: Asked, title: str) -> str | None:
+        """One drive of one cell; why the server is gone, if it is."""
+        self._watch.begin(title, self._settings.count(asked) + self._settings.warmup)
+        if reason := self._beyond(asked):
+            self._end(number, asked, Status.NOT_SUPPORTED, reason)
+            return None
+        try:
+            requests = self._requests(number, repeat, asked)
+        except InputError as error:
+            if asked.arrival == "trace":
+                raise  # it is the only cell
+            self._end(number, asked, Status.NOT_SUPPORTED, str(error))
+            return None
+        try:
+            driven = self._drive(asked, requests)
+        except ServerRefusedError as error:
+            beyond = error.status in _ABOUT_REQUEST and _TOO_LONG.search(error.said)
+            self._end(number, asked, Status.NOT_SUPPORTED if beyond else Status.FAILED, error.said or str(error))
+            return None
+        except InputError as error:
+            self._end(number, asked, Status.FAILED, str(error))
+            return self._gone()
+        self._watch.driven(number, repeat, driven)
+        self._drives[number].append(driven)
+        cell = self._cell(number)
+        if cell.status is Status.FAILED and (words := self._refused_for_length(driven)):
+            self._end(number, asked, Status.NOT_SUPPORTED, words)
+            return None
+        self._watch.measured(cell, self._serving())
+        return self._gone() if cell.status is Status.FAILED else None
+
+    def _drive(self, asked: Asked, requests: Sequence[Request]) -> Drive:
+        settings, contact = self._settings, self._contact
+        load = Load(
+            requests,
+            concurrency=asked.concurrency,
+            open_loop=asked.arrival != "closed",
+            warmup=settings.warmup,
+            duration=settings.duration,
+            ramp=asked.ramp,
+            workers=settings.workers,
+        )
+        headers = {"Authorization": f"Bearer {contact.key}"} if contact.key else None
+        with Scraper(contact.url, headers=headers) as scraper:
+            begun = time.monotonic()
+            result = drive(contact.target, load, self._watch.advance)
+            driven = Drive(requests, result, scraper.reading(result.started, result.ended))
+            driven = count_by_finish(driven) if asked.by_finish else driven
+            whole = scraper.reading(begun, ended := time.monotonic())
+        return compare_counts(driven, whole, ended - begun)
+
+    def _requests(self, number: int, repeat: int, asked: Asked) -> list[Request]:
+        """The warm-up's first; every cell and repeat has prompts of its own."""
+        settings = self._settings
+        seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
+        if (trace := settings.recorded) is not None:
+            return self._contact.requests(trace.input, trace.output, trace.seconds.tolist(), seed)
+        count = settings.count(asked) + settings.warmup
+        due = None
+        if asked.request_rate is not None:
+            due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
+        return self._contact.requests([asked.context or 1] * count, [asked.output or 1] * count, due, seed)
+
+    def _beyond(self, asked: Asked) -> str | None:
+        limit, tokens = self._contact.limit, (asked.context or 0) + (asked.output or 0)
+        if limit is None or tokens <= limit:
+            return None
+        return (
+            f"{tokens:,} tokens ({asked.context:,} + {asked.output:,}) are beyond the server's max_model_len {limit:,}"
+        )
+
+    # ------------------------------------------------------------------------------------------ records
+
+    def _end(self, number: int, asked: Asked, status: Status, reason: str) -> None:
+        """A cell that is not asked again; what was measured of it in earlier passes stays."""
+        cell = self._cell(number) if self._drives[number] else None
+        if cell is not None and cell.status is Status.OK:
+            flag = Flag(kind="errors", text=f"repeat {len(self._drives[number]) + 1} failed: {reason}")
+            self._ended[number] = cell.model_copy(update={"valid": False, "flags": (*cell.flags, flag)})
+        else:
+            self._ended[number] = LoadCell(
+                status=status,
+                reason=reason,
+                arrival=asked.arrival,
+                context=asked.context,
+                output=asked.output,
+                concurrency=asked.concurrency,
+                request_rate=asked.request_rate,
+                valid=False,
+            )
+        self._watch.measured(self._ended[number], self._serving())
+
+    def _cell(self, number: int) -> LoadCell:
+        return load_cell(self._asked[number], self._drives[number])
+
+    def _serving(self, gone: str | None = None) -> Serving:
+        numbers = range(len(self._asked))
+        cells = [self._ended.get(n) or self._cell(n) for n in numbers if n in self._ended or self._drives[n]]
+        reason = gone
+        if reason is None and cells and all(cell.status is not Status.OK for cell in cells):
+            reason = cells[0].reason
+        status = Status.FAILED if reason else Status.OK
+        if reason and all(cell.status is Status.NOT_SUPPORTED for cell in cells):
+            status = Status.NOT_SUPPORTED
+        settings, (root, api) = self._settings, split_url(self._settings.base_url)
+        return Serving(
+            status=status,
+            reason=reason,
+            target=root,
+            model=self._contact.server.model,
+            endpoint=api + self._contact.target.path,
+            cells=tuple(cells),
+            saturation=find_saturation(cells),
+            settings=settings.model_dump(mode="json", exclude={"base_url"}) | self._contact.record(),
+        )
+
+    def _refused_for_length(self, driven: Drive) -> str | None:
+        """The server's words, where every request was refused for its length.
+
+        A server that ends such streams without a word (llama_cpp.server does) is asked once more without streaming.
+        """
+        kinds, said = {exchange.error for exchange in driven.measured}, driven.measured[:1]
+        if kinds and kinds <= {f"http-{status}" for status in _ABOUT_REQUEST}:
+            words = said[0].detail
+        elif kinds and kinds <= _WORDLESS:
+            words = self._contact.explain(driven.requests[0]) or ""
+        else:
+            return None
+        return words if _TOO_LONG.search(words) else None
+
+    def _gone(self) -> str | None:
+        """Why nothing more can be asked, if that is so."""
+        contact = self._contact
+        try:
+            identify(contact.client(), contact.server.model)
+        except EngineError as error:
+            left = sum(n not in self._ended and not self._drives[n] for n in range(len(self._asked)))
+            return f"{error} ({left} cells were not asked)"
+        return None
+
+
+def _title(asked: Asked) -> str:
+    """``context 1,024, concurrency 8``."""
+    parts = [] if asked.context is None else [f"context {asked.context:,}"]
+    if asked.arrival == "trace":
+        parts.append("trace")
+    if asked.request_rate is not None:
+        parts.append(f"{asked.request_rate:g} requests/s")
+    if asked.concurrency is not None:
+        parts.append(f"concurrency {asked.concurrency}")
+    return ", ".join(parts)

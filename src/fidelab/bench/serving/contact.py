@@ -1,0 +1,320 @@
+"""Getting to know a server before load is put on it: who it is, which requests it takes, how it counts tokens.
+
+One short streamed request settles most: whether it takes token ids, which of vLLM's additions it refuses, how many
+tokens it adds to a prompt (a BOS, a template).  Without a tokenizer two of them, of different length, calibrate how
+many of its tokens a word makes.  A server whose streams carry no usage is asked once more without streaming.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import orjson
+
+from fidelab.bench.load.exchange import Request, Target
+from fidelab.bench.serving.settings import ServingSettings
+from fidelab.bench.serving.tokenizers import find_tokenizer, load_tokenizer
+from fidelab.captures.requests import Tokens
+from fidelab.engines.openai.http import Client, Refused, split_url
+from fidelab.engines.openai.server import Server, identify
+from fidelab.errors import EngineError, InputError
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
+
+__all__ = ["Contact", "reach"]
+
+Form = Literal["ids", "text", "words"]
+Answer = TypeVar("Answer")
+
+PATHS = {"completions": "/completions", "chat": "/chat/completions"}
+_UNITS = (24, 192)  # tokens or words of the trial prompts; a template of the server's comes on top
+_OUTPUT = 4  # tokens of their answers
+_SEED = 7919  # of the trial prompts: no load begins as they do
+_LONGEST = 30.0  # seconds for a single question
+_ATTEMPTS = 3
+_PATIENCE = 5.0  # seconds of attempts
+_NOT_TAKEN = (400, 422)
+_UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|unsupported", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class _Said:
+    """A trial's answer."""
+
+    prompt_tokens: int | None
+    output_tokens: int | None
+    finish: str | None
+
+
+@dataclass(frozen=True)
+class Contact:
+    """What was found out.  A prompt of u tokens (words) counts ``added + per_unit * u`` tokens at the server."""
+
+    server: Server
+    settings: ServingSettings
+    key: str | None = field(repr=False)
+    tokenizer: Tokenizer | None = field(repr=False)
+    form: Form = "ids"
+    """Prompts are token ids, texts of exact length, or texts of so many words."""
+    additions: tuple[str, ...] = ()
+    """Fields beyond the standard's that are sent."""
+    refused: tuple[str, ...] = ()
+    """Those that the server refused."""
+    added: float = 0.0
+    per_unit: float = 1.0
+    counts: bool = True
+    """The server counts tokens, in streams or elsewhere."""
+    by_finish: bool = False
+    """It does not in streams, but ends answers for their length and counts alike elsewhere."""
+    limit: int | None = None
+    """Tokens of prompt and answer together, where the server says so."""
+
+    @property
+    def url(self) -> str:
+        """The API's address."""
+        return "".join(split_url(self.settings.base_url))
+
+    @property
+    def target(self) -> Target:
+        """Where the drive sends its requests."""
+        return Target(self.url, PATHS[self.settings.endpoint], api_key=self.key, timeout=self.settings.timeout)
+
+    def client(self) -> Client:
+        """For single questions."""
+        return Client(self.settings.base_url, self.key, min(_LONGEST, self.settings.timeout))
+
+    def explain(self, request: Request) -> str | None:
+        """What the server says to a request that is not streamed, where it refuses it."""
+        body = {name: value for name, value in orjson.loads(request.body).items() if name != "stream_options"}
+        try:
+            self.client().post(PATHS[self.settings.endpoint], {**body, "stream": False})
+        except Refused as error:
+            return str(error) if error.status in _NOT_TAKEN else None
+        except EngineError:
+            return None
+        return None
+
+    def record(self) -> dict[str, Any]:
+        """For the report: how requests were made."""
+        form = {"ids": "token ids", "text": "text of exact length", "words": "text, words calibrated by usage"}
+        return {
+            "prompts": form[self.form],
+            "tokenizer": self.tokenizer.model.name if self.tokenizer and self.form != "words" else None,
+            "tokens_added_by_server": round(self.added, 3),
+            **({"tokens_per_word": round(self.per_unit, 4)} if self.form == "words" else {}),
+            "additions": list(self.additions),
+            "refused_by_server": list(self.refused),
+            "max_model_len": self.limit,
+        }
+
+    def requests(
+        self, inputs: Sequence[int], outputs: Sequence[int], due: Sequence[float] | None, seed: int
+    ) -> list[Request]:
+        """Rendered requests of so many tokens, each with a prompt of its own.
+
+        Raises:
+            InputError: a length that no prompt has.
+        """
+        units = [round((length - self.added) / self.per_unit) for length in inputs]
+        if min(units, default=1) < 1:
+            raise InputError(
+                f"a prompt of {min(inputs)} tokens cannot be made: the server adds {self.added:.0f}; ask for more"
+                + (f", or correct --tokenizer ({self.tokenizer.model.name})" if self.tokenizer is not None else "")
+            )
+        prompts = self.prompts_of(units, seed)
+        return [
+            Request(
+                index=index,
+                body=orjson.dumps(self.body(prompt, output)),
+                prompt_tokens=length if self.counts else None,
+                max_tokens=output,
+                due=None if due is None else due[index],
+            )
+            for index, (prompt, length, output) in enumerate(zip(prompts, inputs, outputs, strict=True))
+        ]
+
+    def body(self, prompt: Tokens | str, output: int, *, stream: bool = True) -> dict[str, Any]:
+        """One request; greedy unless told otherwise, with as much as the server takes to make the answer whole."""
+        extras: dict[str, Any] = {"ignore_eos": True, "min_tokens": output, "stream_options": {"include_usage": True}}
+        chat = self.settings.endpoint == "chat"
+        return {
+            "model": self.server.model,
+            **({"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}),
+            "max_tokens": output,
+            "temperature": self.settings.temperature,
+            "stream": stream,
+            **{name: extras[name] for name in self.additions if stream or name != "stream_options"},
+        }
+
+    def prompts_of(self, units: Sequence[int], seed: int) -> Sequence[Tokens | str]:
+        """Distinct prompts of so many tokens (words) of ours.
+
+        Raises:
+            InputError: a length that no prompt has.
+        """
+        if self.tokenizer is None or self.form == "words":
+            return word_prompts(units, seed)
+        if self.form == "ids":
+            return mixed_prompts(len(self.tokenizer.pieces()), self.tokenizer.special_ids(), units, seed)
+        return text_prompts(self.tokenizer, units, seed, chat=self.settings.endpoint == "chat")
+
+
+def reach(settings: ServingSettings, key: str | None) -> Contact:
+    """Ask the server who it is and try it out.
+
+    Raises:
+        EngineError: it is not there, refuses the key, does not serve this model, or answers no trial.
+        InputError: the tokenizer that was named cannot be had.
+    """
+    client = Client(settings.base_url, key, settings.timeout)
+    server = identify(client, settings.served_model_name or settings.model)
+    tokenizer = _tokenizer(settings, server)
+    additions = ("stream_options", *(("ignore_eos", "min_tokens") if settings.ignore_eos else ()))
+    ids = tokenizer is not None and settings.endpoint == "completions" and settings.prompts != "text"
+    form: Form = "words" if tokenizer is None else "ids" if ids else "text"
+    contact = Contact(server, settings, key, tokenizer, form, additions, limit=_limit(client, server.model))
+    return _Trial(client, contact).settle()
+
+
+def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
+    if settings.tokenizer is not None:
+        return load_tokenizer(settings.tokenizer)
+    found = find_tokenizer(settings.model or server.model)
+    if found is None and settings.prompts == "ids":
+        raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
+    return found
+
+
+def _limit(client: Client, model: str) -> int | None:
+    """``max_model_len`` of the list of models, as vLLM and SGLang give it."""
+    try:
+        listed = client.get("/models").get("data")
+    except Refused:
+        return None
+    entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    found = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
+    return found if isinstance(found, int) and found > 0 else None
+
+
+class _Trial:
+    """Trial requests; what a server refuses is left out and tried again."""
+
+    def __init__(self, client: Client, contact: Contact) -> None:
+        self._client = client
+        self._contact = contact
+        self._path = PATHS[contact.settings.endpoint]
+
+    def settle(self) -> Contact:
+        """The contact, with all that the trials told."""
+        units, said = self._streamed(_UNITS[0])
+        counted, by_finish = said, False
+        if said.prompt_tokens is None or said.output_tokens is None:
+            counted = self._retried(lambda: self._whole(units))
+            by_finish = (
+                counted.prompt_tokens is not None
+                and (counted.finish, counted.output_tokens) == ("length", _OUTPUT)
+                and said.finish == "length"
+            )
+        found = replace(self._contact, counts=counted.prompt_tokens is not None, by_finish=by_finish)
+        if counted.prompt_tokens is None:
+            return found
+        if found.form != "words":
+            return replace(found, added=float(counted.prompt_tokens - units))
+        return self._calibrated(found, units, counted.prompt_tokens, streamed=counted is said)
+
+    def _calibrated(self, found: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
+        """Words → tokens, from two trials of different length."""
+        longer = _UNITS[1]
+        if streamed:
+            longer, said = self._streamed(longer)
+        else:
+            said = self._retried(lambda: self._whole(longer))
+        if said.prompt_tokens is None or said.prompt_tokens <= tokens:
+            raise EngineError(
+                f"{self._client.root} counts {tokens} tokens in {units} words and {said.prompt_tokens} in {longer}: "
+                "name the model's tokenizer by --tokenizer NAME_OR_FOLDER"
+            )
+        per_unit = (said.prompt_tokens - tokens) / (longer - units)
+        return replace(found, per_unit=per_unit, added=tokens - per_unit * units)
+
+    def _streamed(self, units: int) -> tuple[int, _Said]:
+        """The answer to a streamed trial, and the units of its prompt: a template may need more than were asked."""
+        while True:
+            try:
+                units, prompt = self._prompt(units)
+                return units, self._retried(partial(self._stream, prompt))
+            except Refused as error:
+                without = self._without(error)
+                if without is None:
+                    raise
+                self._contact = without
+
+    def _without(self, error: Refused) -> Contact | None:
+        """The contact without what was refused; ``None``: it was nothing that we could leave out."""
+        here, said = self._contact, str(error)
+        named = [name for name in here.additions if name in said]
+        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(said)) and here.additions:
+            dropped = tuple(named) or here.additions
+            kept = tuple(name for name in here.additions if name not in dropped)
+            return replace(here, additions=kept, refused=(*here.refused, *dropped))
+        if here.form == "ids" and here.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
+            return replace(here, form="text", refused=(*here.refused, "prompts of token ids"))
+        return None
+
+    def _prompt(self, units: int) -> tuple[int, Tokens | str]:
+        """A trial prompt; longer where the template alone takes more."""
+        for longer in (units, 4 * units):
+            try:
+                return longer, self._contact.prompts_of([longer], _SEED)[0]
+            except InputError:
+                continue
+        return 16 * units, self._contact.prompts_of([16 * units], _SEED)[0]
+
+    def _retried(self, ask: Callable[[], Answer]) -> Answer:
+        """Answers that break off now and then are asked for again; slow failures and refusals are not."""
+        began, patience = time.monotonic(), min(_PATIENCE, self._contact.settings.timeout / 2)
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return ask()
+            except EngineError as error:
+                if getattr(error, "status", 0) or not left or time.monotonic() - began > patience:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _stream(self, prompt: Tokens | str) -> _Said:
+        """One streamed answer; never longer than the time-out, however steadily the server goes on."""
+        usage: Mapping[str, Any] = {}
+        finish, over = None, time.monotonic() + self._contact.settings.timeout
+        for _, event in self._client.stream(self._path, self._contact.body(prompt, _OUTPUT)):
+            if event.get("error"):
+                raise Refused(f"{self._client.root} answers: {self._client.clean(str(event['error']))}")
+            choices = event.get("choices")
+            if isinstance(choices, list) and choices and isinstance(choices[0], dict):
+                finish = choices[0].get("finish_reason") or finish
+            if isinstance(event.get("usage"), dict):
+                usage = event["usage"]
+            if time.monotonic() > over:
+                raise EngineError(f"{self._client.root} did not end a stream of {_OUTPUT} tokens within the time-out")
+        if finish is None and not usage:
+            raise EngineError(f"{self._client.root} broke off a stream of {_OUTPUT} tokens: look at its log")
+        return _said(usage, finish)
+
+    def _whole(self, units: int) -> _Said:
+        """One answer that is no stream."""
+        answer = self._client.post(self._path, self._contact.body(self._prompt(units)[1], _OUTPUT, stream=False))
+        choices, usage = answer.get("choices"), answer.get("usage")
+        first = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+        return _said(usage if isinstance(usage, dict) else {}, first.get("finish_reason"))
+
+
+def _said(usage: Mapping[str, Any], finish: Any) -> _Said:
+    def count(name: str) -> int | None:
+        value = usage.get(name)
+        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+
+    return _Said(count("prompt_tokens"), count("completion_tokens"), finish if isinstance(finish, str) else None)

@@ -1,0 +1,169 @@
+"""A load's files: report and requests, written cell by cell, so that a load that is stopped keeps what it has."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.bench.load_cell import Drive
+from fidelab.bench.serving.conduct import Watch
+from fidelab.bench.serving.contact import Contact
+from fidelab.config.load import dump
+from fidelab.core import Status, slug, usable_cores
+from fidelab.models.weights import file_sha256
+from fidelab.report.html import write_html
+from fidelab.results.bench_record import Benches
+from fidelab.results.record import ArmRecord, KVFormats, Ran, Report
+from fidelab.results.request_log import append_requests, request_row
+from fidelab.results.serving_record import LoadCell, Serving
+from fidelab.results.store import RunFolder
+
+__all__ = ["Keeper", "Requests"]
+
+_UNKNOWN = "server"  # the KV format of whoever started it
+
+
+class Requests(Watch):
+    """Only keeps the requests of one arm's load, in a run folder that others look after."""
+
+    def __init__(self, folder: Path, arm: str) -> None:
+        self._folder = folder
+        self._arm = arm
+
+    def driven(self, number: int, repeat: int, drive: Drive) -> None:
+        append_requests(self._folder, ({"arm": self._arm, **row} for row in _rows(number, repeat, drive)))
+
+
+class Keeper(Watch):
+    """Makes the run folder when the server answers, and keeps it up to date; everything is passed on to ``shown``."""
+
+    def __init__(
+        self, output_dir: Path, command: str, shown: Watch, *, name: str | None = None, kv: str | None = None
+    ) -> None:
+        self._output_dir = output_dir
+        self._command = command
+        self._shown = shown
+        self._name = name
+        self._kv = kv
+        self._created = datetime.now(UTC).replace(microsecond=0)
+        self._contact: Contact | None = None
+        self.folder: RunFolder | None = None
+        self.report: Report | None = None
+
+    def reached(self, contact: Contact) -> None:
+        config = dump(contact.settings, {"command": self._command, "created": self._created.isoformat()})
+        self._contact = contact
+        self.folder = RunFolder.create(self._output_dir, f"serve-{slug(contact.server.model)}", config)
+        self._shown.reached(contact)
+
+    def begin(self, title: str, requests: int) -> None:
+        self._shown.begin(title, requests)
+
+    def advance(self, done: int, requests: int) -> None:
+        self._shown.advance(done, requests)
+
+    def driven(self, number: int, repeat: int, drive: Drive) -> None:
+        assert self.folder is not None
+        append_requests(self.folder.path, _rows(number, repeat, drive))
+        self._shown.driven(number, repeat, drive)
+
+    def measured(self, cell: LoadCell, serving: Serving) -> None:
+        self.keep(serving)
+        self._shown.measured(cell, serving)
+
+    def close(self) -> None:
+        self._shown.close()
+
+    def keep(self, serving: Serving) -> Report:
+        """Write the report as it stands."""
+        assert self.folder is not None
+        self.report = self._report(serving)
+        self.report.write(self.folder.report)
+        return self.report
+
+    def finish(self) -> None:
+        """Write the page, too."""
+        if self.report is not None and self.folder is not None:
+            write_html(self.report, self.folder.html)
+
+    def _report(self, serving: Serving) -> Report:
+        assert self._contact is not None
+        assert self.folder is not None
+        server, settings = self._contact.server, self._contact.settings
+        kv = self._kv or _UNKNOWN
+        k, _, v = kv.partition("/")
+        told = server.kv or (None, None)
+        arm = ArmRecord(
+            status=Status.FAILED if serving.status is Status.NOT_SUPPORTED else serving.status,
+            reason=serving.reason,
+            name=self._name or server.model,
+            engine="openai",
+            model=settings.model or server.model,
+            kv=KVFormats(k=k, v=v or k),
+            ran=Ran.model_validate(
+                {
+                    "k_dtype": told[0],
+                    "v_dtype": told[1],
+                    "versions": {server.kind: server.version} if server.version else {},
+                    "server": server.kind,
+                    **dict(server.facts),
+                }
+            ),
+            benches=Benches(serving=serving),
+        )
+        return Report(
+            run_id=self.folder.run_id,
+            created=self._created,
+            fidelab_version=fidelab.__version__,
+            command=self._command,
+            environment=_environment(),
+            settings={"benches": {"serving": settings.model_dump(mode="json")}},
+            comparability_key={"benches.serving": comparability(self._contact)},
+            reference=arm,
+        )
+
+
+def comparability(contact: Contact) -> dict[str, Any]:
+    """What must agree before two loads are compared, besides what names the cell. See docs/metrics.md#comparability."""
+    settings = contact.settings
+    return {
+        "endpoint": settings.endpoint,
+        "prompts": contact.form,
+        "ignore_eos": settings.ignore_eos and "ignore_eos" in contact.additions,
+        "temperature": settings.temperature,
+        "goodput": dict(settings.goodput),
+        "duration": settings.duration,
+        "ramp": settings.ramp,
+        "trace": None if settings.trace is None else file_sha256(Path(settings.trace)),
+        "tokenizer": None if contact.tokenizer is None else contact.tokenizer.model.name,
+    }
+
+
+def _rows(number: int, repeat: int, drive: Drive) -> Iterator[dict[str, Any]]:
+    """One line for each request of a cell."""
+    sent = {request.index: request for request in drive.requests}
+    for exchange in drive.result.exchanges:
+        asked = sent[exchange.index]
+        yield request_row(
+            exchange,
+            drive.result.started,
+            cell=number,
+            repeat=repeat,
+            prompt_tokens=asked.prompt_tokens,
+            max_tokens=asked.max_tokens,
+        )
+
+
+def _environment() -> dict[str, Any]:
+    """The client's machine; of the server's nothing is known but its address."""
+    return {
+        "fidelab": fidelab.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "usable_cores": usable_cores(),
+    }

@@ -1,0 +1,132 @@
+"""What a load is: which requests, how many at a time or per second, and what is read from them."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fidelab.bench.load_cell import Asked
+from fidelab.config.load import explain_validation
+from fidelab.errors import UsageError
+from fidelab.inputs.traffic import Trace, read_trace
+from fidelab.metrics.serving import LATENCIES
+from fidelab.results.serving_record import Arrival
+
+__all__ = ["ServingSettings"]
+
+Latency = Literal["ttft", "tpot", "itl", "e2el"]
+Tokens = Annotated[int, Field(ge=1)]
+
+_FEWEST = 8  # requests of a cell
+_MOST = 10_000  # requests made for a load that a duration ends
+_TOKENS = 20_000_000  # and their tokens together
+
+
+class ServingSettings(BaseModel):
+    """All of it.  Lengths in tokens, times in seconds, targets of the goodput in milliseconds."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    base_url: str
+    model: str | None = Field(default=None, description="as the user knows it; null: the only one served")
+    served_model_name: str | None = Field(default=None, description="as the server knows it; null: model")
+    tokenizer: str | None = Field(default=None, description="a model's name or folder; null: model, where it is here")
+    endpoint: Literal["completions", "chat"] = "completions"
+    prompts: Literal["auto", "ids", "text"] = "auto"
+    contexts: tuple[Tokens, ...] = Field(default=(1024,), min_length=1)
+    output: Tokens = 128
+    concurrency: tuple[Tokens, ...] = Field(default=(), description="cells; empty: no limit")
+    request_rate: float | None = Field(default=None, gt=0, description="null: as fast as possible")
+    arrival: Literal["constant", "poisson"] = "poisson"
+    trace: str | None = None
+    trace_unit: Literal["ms", "s"] = "ms"
+    num_prompts: int | None = Field(default=None, ge=1, description="requests of a cell; null: twice its concurrency")
+    duration: float | None = Field(default=None, gt=0)
+    warmup: int = Field(default=2, ge=0, description="requests of each cell that are sent first and not measured")
+    ramp: float = Field(default=0.0, ge=0)
+    repeats: int = Field(default=1, ge=1)
+    goodput: dict[Literal["ttft", "tpot", "e2el"], Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    percentile_metrics: tuple[Latency, ...] = LATENCIES  # type: ignore[assignment]  # the same words
+    metric_percentiles: tuple[Annotated[float, Field(ge=0, le=100)], ...] = (50, 95, 99)
+    seed: int = Field(default=0, ge=0)
+    timeout: float = Field(default=600.0, gt=0)
+    ignore_eos: bool = True
+    temperature: float = Field(default=0.0, ge=0)
+    workers: int | None = Field(default=None, ge=1)
+
+    @classmethod
+    def of(cls, **given: Any) -> Self:
+        """From flags or keys.
+
+        Raises:
+            UsageError: one line for the first thing that is wrong.
+        """
+        try:
+            return cls.model_validate(given)
+        except ValidationError as error:
+            raise UsageError(explain_validation(error, "bench serve", cls)) from None
+
+    @model_validator(mode="after")
+    def _fits(self) -> Self:
+        if self.trace is not None and self.request_rate is not None:
+            raise ValueError("a trace has its own times: give no request rate")
+        if self.trace is not None and len(self.concurrency) > 1:
+            raise ValueError("a trace is one load: give one concurrency at most")
+        for name, values in (("concurrency", self.concurrency), ("contexts", self.contexts)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} names one value twice")
+        return self
+
+    @cached_property
+    def recorded(self) -> Trace | None:
+        """The trace's requests.
+
+        Raises:
+            InputError: the file is none.
+        """
+        return (
+            None if self.trace is None else read_trace(Path(self.trace), unit=self.trace_unit, limit=self.num_prompts)
+        )
+
+    @property
+    def kind(self) -> Arrival:
+        """How requests come."""
+        if self.trace is not None:
+            return "trace"
+        return "closed" if self.request_rate is None else self.arrival
+
+    def cells(self) -> list[Asked]:
+        """The loads, by context, then concurrency."""
+        contexts = [None] if self.trace is not None else list(self.contexts)
+        return [
+            Asked(
+                arrival=self.kind,
+                context=context,
+                output=None if self.trace is not None else self.output,
+                concurrency=concurrency,
+                request_rate=self.request_rate,
+                ramp=self.ramp,
+                whole=self.ignore_eos,
+                targets={str(name): limit for name, limit in self.goodput.items()},
+                shown=self.percentile_metrics,
+                percentiles=self.metric_percentiles,
+            )
+            for context in contexts
+            for concurrency in (self.concurrency or (None,))
+        ]
+
+    def count(self, asked: Asked) -> int:
+        """Measured requests of a cell: as told, else twice the concurrency, else as many as the duration may take."""
+        if self.recorded is not None:
+            return len(self.recorded.input)
+        if self.num_prompts is not None:
+            return self.num_prompts
+        if self.duration is not None and self.request_rate is not None:
+            return max(1, math.ceil(self.duration * self.request_rate))
+        if self.duration is not None:
+            return max(_FEWEST, min(_MOST, _TOKENS // (asked.context or 1)))
+        return max(_FEWEST, 2 * (asked.concurrency or 0))

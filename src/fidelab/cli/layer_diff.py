@@ -1,0 +1,133 @@
+"""``fidelab bisect``: the layer at which a candidate parts from its reference."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import note
+
+if TYPE_CHECKING:
+    from fidelab.results.layer_diff_record import BisectReport
+
+__all__ = ["register"]
+
+_ROWS = "full"  # every row but the first
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("bisect")(bisect)
+
+
+def bisect(
+    model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder.")],
+    reference: Annotated[
+        str | None,
+        typer.Option(
+            help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
+            show_default=False,
+        ),
+    ] = None,
+    kv: Annotated[
+        list[str] | None,
+        typer.Option("--kv", help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].", show_default=False),
+    ] = None,
+    candidate: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--candidate",
+            help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option.",
+            show_default=False,
+        ),
+    ] = None,
+    engine: Annotated[str, typer.Option(help="Engine that runs both arms; hf tells what passes its layers.")] = "hf",
+    python: flags.Python = None,
+    prefix: flags.Prefix = None,
+    pythonpath: flags.PythonPath = None,
+    text: flags.TextFile = "default",
+    windows: Annotated[int, typer.Option(help="Windows of text that both arms read.")] = 2,
+    n_ctx: Annotated[int, typer.Option("--n-ctx", help="Tokens per window.")] = 256,
+    floor: Annotated[
+        bool,
+        typer.Option("--floor/--no-floor", help="Capture the reference again, and the candidate with other last bits."),
+    ] = True,
+    dtype: flags.Dtype = "auto",
+    device: flags.Device = "auto",
+    threads: flags.Threads = None,
+    engine_arg: flags.EngineArg = None,
+    deadline: flags.Deadline = None,
+    output_dir: Annotated[
+        Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")
+    ] = Path("runs"),
+    as_json: flags.Json = False,
+) -> None:
+    r"""Find the layer at which a candidate parts from its reference, by the states behind every layer.
+
+    Errors are relative to the norm of each row's state. A layer stands out where it adds more than three times what
+    the others add, at least as much as reaches it, and more than three times the floor. In 16-bit types what is smaller
+    than rounding cannot be seen: --dtype float32 --reference f32 shows the format alone.
+
+    [bold]Examples[/bold]
+
+      fidelab bisect smollm2-135m --dtype float32 --reference f32 --kv int8
+
+      fidelab bisect ./model --reference attention=eager --candidate attention=sdpa
+
+      fidelab bisect ./bf16 --candidate model=./other
+    """
+    from fidelab.cli.progress import watcher
+    from fidelab.errors import UsageError
+    from fidelab.runs.layer_diff import bisect as run_bisect
+
+    given = [*(kv or []), *(candidate or [])]
+    if len(given) != 1:
+        raise UsageError(
+            f"a bisect is between two arms: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), "
+            f"not {len(given)}"
+        )
+    data: dict[str, Any] = {
+        "model": model,
+        "engine": flags.engine_settings(engine, python, prefix, pythonpath),
+        "engine_args": flags.engine_args(engine_arg, None, None),
+        **({} if reference is None else {"reference": reference}),
+        "control": "none",
+        "candidates": given,
+        "axes": {"kld": {"windows": windows, "n_ctx": n_ctx, "protocol": _ROWS}},
+        "text": text,
+        "floor": 1.0 if floor else 0.0,
+        "twins": 1.0 if floor else 0.0,
+        "dtype": dtype,
+        "device": device,
+        "threads": threads,
+        "output_dir": str(output_dir),
+        **({} if deadline is None else {"deadline": deadline}),
+    }
+    experiment = flags.experiment_from(data, "bisect")
+    report, folder = run_bisect(experiment, command=shlex.join(["fidelab", *sys.argv[1:]]), listener=watcher())
+    if as_json:
+        sys.stdout.write(report.to_json())
+    else:
+        from rich.console import Console
+
+        from fidelab.report.layer_diff import render_bisect
+
+        console = Console()
+        # a file or a pipe has no width of its own
+        render_bisect(report, console if console.is_terminal else Console(width=100), folder=folder.path)
+    _gate(report)
+
+
+def _gate(report: BisectReport) -> None:
+    """A layer that stands out is a finding; that there is nothing to compare is a fault."""
+    arms = (report.reference, report.candidate)
+    faults = [f"{arm.name} failed: {arm.reason}" for arm in arms if arm.status not in ("ok", "identical")]
+    for fault in faults:
+        note(f"fidelab: {fault}")
+    if faults:
+        raise typer.Exit(1)

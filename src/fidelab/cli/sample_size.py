@@ -1,0 +1,148 @@
+"""``fidelab plan-size``: how many windows or prompts a wanted precision takes."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fidelab.cli import compare as flags
+from fidelab.cli.output import note
+from fidelab.cli.runs import RunDir
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+    from fidelab.runs.sample_size import Advice, Line, SizePlan
+
+__all__ = ["register"]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("plan-size")(plan_size)
+
+
+def plan_size(
+    run_dir: RunDir,
+    precision: Annotated[
+        str,
+        typer.Option(help="Wanted half-width: nats (kld), points (trajectory), or '5%' of each candidate's estimate."),
+    ],
+    axis: Annotated[str, typer.Option(help="kld or trajectory.")] = "kld",
+    as_json: flags.Json = False,
+) -> None:
+    """Say how many windows or prompts a 95% interval of ± so much needs, from a finished run.
+
+    [bold]Examples[/bold]
+
+      fidelab plan-size runs/20260101-120000-smollm2-135m --precision 0.001
+
+      fidelab plan-size runs/pilot --axis trajectory --precision 5
+    """
+    from fidelab.runs.sample_size import plan_size as plan
+
+    if sys.stderr.isatty():
+        note("fidelab: scoring the run again from its captures")
+    found = plan(run_dir, precision, axis)
+    if as_json:
+        sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
+    else:
+        _show(found)
+
+
+def _show(plan: SizePlan) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from fidelab.results.numbers import one_line
+
+    console = Console()
+    if not console.is_terminal:  # a file or a pipe has no width of its own
+        console = Console(width=100)
+
+    def line(text: str) -> None:
+        console.print(_literal(text, console), overflow="fold")
+
+    line(f"{one_line(plan.run_id)}: {plan.axis}, {plan.items_now} {plan.items}; 95% intervals")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table.add_column("arm", overflow="fold", max_width=30)
+    for heading in (plan.unit, "± now", "± asked", "units\nnow", "units\nneeded", f"{plan.items}\nneeded"):
+        table.add_column(_literal(heading, console), justify="right")
+    for entry in plan.lines:
+        table.add_row(*(_literal(cell, console) for cell in _row(entry, plan.unit)))
+    console.print(table)
+    for entry in plan.lines:
+        if entry.reason:
+            line(f"{one_line(entry.arm)}: {one_line(entry.reason)}")
+    if plan.advice is None:
+        line(f"The run is precise enough: {plan.items_now} {plan.items} do.")
+        return
+    for text in _sentences(plan, plan.advice):
+        line(text)
+    command = plan.advice.command or f"fidelab compare … {plan.advice.flag} {plan.advice.items}"
+    console.print(_literal(f"  {command}", console), soft_wrap=True)  # not wrapped: a command is to be copied
+
+
+def _literal(text: str, console: Console) -> Text:
+    """Text, never markup, that the console's encoding can hold."""
+    from rich.text import Text
+
+    try:
+        text.encode(console.encoding)
+    except UnicodeEncodeError:
+        plain = text.replace("±", "+/-").replace("−", "-").replace("–", "-").replace("…", "...")
+        text = plain.encode(console.encoding, "replace").decode(console.encoding)
+    return Text(text)
+
+
+def _row(line: Line, unit: str) -> list[str]:
+    from fidelab.results.numbers import ABSENT, format_count, format_kld, format_score, one_line
+
+    name = one_line(line.arm) if line.quantity == "mean" else "  over control"
+    written = format_kld if unit == "nats" else format_score
+    figures = [written(value) for value in (line.estimate, line.half_width, line.precision)]
+    if line.status == "needed":
+        needs = [_up_to(line.units_needed, line.units_upper), _up_to(line.items_needed, line.items_upper)]
+    else:
+        needs = 2 * [ABSENT if line.status == "failed" else line.status]
+    return [name, *figures, format_count(line.units), *needs]
+
+
+def _up_to(needed: int | None, upper: int | None) -> str:
+    from fidelab.results.numbers import format_count
+
+    return format_count(needed) + (f" (up to {format_count(upper)})" if upper != needed else "")
+
+
+def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
+    n = _up_to(advice.items, advice.upper)
+    span = " A unit (document or block of windows) is taken to span as many windows as here."
+    found = [
+        f"About {n} {plan.items} give what is asked, if more are like these; skewed costs make the upper figure "
+        f"optimistic.{span if plan.axis == 'kld' else ''}"
+    ]
+    supply = advice.supply
+    if supply is not None and supply.holds < advice.upper:
+        more = "a longer --text" if plan.axis == "kld" else "--prompts FILE with more of them"
+        if supply.name == "text default":
+            more = "--text wikitext-2 or a longer file"
+        short = f": pass {more}; what others cost may vary otherwise" if advice.short else ""
+        found.append(f"The {supply.name} holds {supply.holds:,} {plan.items}{short}.")
+    mib = advice.disk_bytes / 2**20
+    cost = f"about {mib:,.{0 if mib >= 10 else 1}f} MiB of captures"
+    if advice.seconds is not None:
+        cost = f"about {_duration(advice.seconds)} of capturing and {cost}"
+    found.append(f"By the pilot's own figures, in proportion: {cost}.")
+    return found
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:,.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -1,0 +1,1 @@
+"""Engine ``hf``: Hugging Face Transformers in a process of ours."""

@@ -1,0 +1,337 @@
+"""Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
+
+Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
+``k16v8``: that package's kernels over pages), ``dequant`` (``fused``: these kernels convert what they read, as they do
+by default; ``unpack``: the cache is decoded to the compute type before attention, the only way of all others),
+``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped).  Unless
+told, attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the
+model, and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
+attention may hand it a latent as keys and the rotary part as values.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fidelab.captures.container import Array
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.shape import shape_of
+from fidelab.engines.options import is_count
+from fidelab.engines.timing import time_prompts
+from fidelab.errors import EngineError, UsageError
+from fidelab.formats import FORMATS, create
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fidelab.engines.hf.cache import EncodedCache
+
+_OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs"), "jitter": None}
+# Those of Transformers, and the package k16v8's.
+_ATTENTION = (
+    *("eager", "sdpa", "flex_attention"),
+    *(f"flash_attention_{n}" for n in (2, 3, 4)),
+    *(hf_kernels.THEIRS, hf_kernels.NAME),
+)
+_DTYPES = ("float32", "bfloat16", "float16")
+_SENTINEL_ROWS = 8
+_SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The cache of what all prompts of a probe begin with."""
+
+    tokens: int
+    cache: EncodedCache
+
+
+class HFEngine(Engine):
+    """Transformers behind the engine contract."""
+
+    name: ClassVar[str] = "hf"
+    examined: ClassVar[tuple[str, ...]] = ("transformers",)
+    jitters: ClassVar[bool] = True
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        found = {}
+        for package in ("transformers", "torch"):
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                raise EngineError(f"engine hf needs {package}: pip install fidelab") from None
+        return found
+
+    @classmethod
+    def kv_names(cls) -> Sequence[str]:
+        return FORMATS.names()
+
+    @classmethod
+    def check_kv(cls, kv: KVSpec) -> None:
+        create(kv.k)
+        create(kv.v)
+
+    @classmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        for key, value in arm.options:
+            if key not in _OPTIONS:
+                raise UsageError(f"engine hf has no option {key!r}; it has: {', '.join(_OPTIONS)}")
+            allowed = _OPTIONS[key]
+            if allowed and value not in allowed:
+                raise UsageError(f"engine hf: {key}={value!r} is not one of {', '.join(allowed)}")
+        if not is_count(dict(arm.options).get("jitter", "1")):
+            raise UsageError(f"engine hf: jitter={dict(arm.options)['jitter']!r} is no seed: a whole number above 0")
+        if arm.dtype not in _DTYPES:
+            return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
+        attention = dict(arm.options).get("attention", "eager")
+        if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
+            raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
+        layers = shape_of(arm.path).layers
+        if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
+            return Verdict(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+        ours = attention == hf_kernels.NAME
+        reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if ours else None)
+        return Verdict(reason is None, reason or "")
+
+    @classmethod
+    def control_for(cls, reference: KVSpec, native: str) -> str | None:
+        # A 32-bit reference: the model's own 16-bit cache.  A 16-bit cache in a 16-bit model has no nearer arm:
+        # every other format takes the same attention path here, so the floor is the only noise there is.
+        return native if str(reference.k) == str(reference.v) == "f32" else None
+
+    def open(self, arm: Arm) -> None:
+        from fidelab.engines.hf.model import HFModel
+
+        self._arm = arm
+        self._model = HFModel(arm, self.mark)
+        self._jittered: int | None = None
+        if seed := dict(arm.options).get("jitter"):
+            from fidelab.engines.hf.layers import decoder_layers, jitter
+
+            self._jittered = jitter(decoder_layers(self._model.module, self._model.config)[0], int(seed))
+
+    def tokenize(self, text: str) -> list[int]:
+        return list(self._model.tokenizer.encode(text, add_special_tokens=False))
+
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        began = time.monotonic()
+        if self._model.head is not None:
+            self._model.head.sentinels.clear()
+        self._model.proof.due = not isinstance(probe, Timed)  # a look takes time
+        match probe:
+            case Prefill():
+                facts = self._prefill(probe, sink)
+            case Generate():
+                facts = self._generate(probe, sink)
+            case Forced():
+                facts = self._forced(probe, sink)
+            case Timed():
+                facts = time_prompts(probe, sink, self._decode)
+            case Layerwise():
+                from fidelab.engines.hf.layers import answer_layerwise
+
+                facts = answer_layerwise(self._model, probe, sink)
+        estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
+        return answer_with_head(probe, estimator, facts, began, self._model.head)
+
+    def ran(self) -> Ran:
+        import torch
+
+        cache = self._model.cache
+        dtypes = cache.storage_dtypes() if cache else None
+        packed = cache.packed_bytes_per_token() if cache else None
+        return Ran(
+            versions={**self.versions(), "python": _python_version()},
+            device=_device_name(self._arm.device),
+            attention=self._model.attention,
+            k_format=self._model.proof.found(0),
+            v_format=self._model.proof.found(1),
+            k_dtype=dtypes[0] if dtypes else None,
+            v_dtype=dtypes[1] if dtypes else None,
+            cache_bytes_per_token=cache.bytes_per_token() if cache else None,
+            expected_bytes_per_token=cache.expected_bytes_per_token() if cache else None,
+            kv_layers=cache.kv_layers if cache else None,
+            layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
+            more={
+                **self._model.proof.record(),
+                "compute_dtype": self._arm.dtype,
+                "dequant": self._model.dequant,
+                "threads": torch.get_num_threads(),
+                "skipped_layers": list(self._arm.kv.skip_layers),
+                "k_options": dict(self._arm.kv.k.options),
+                "v_options": dict(self._arm.kv.v.options),
+                **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
+                **({} if self._jittered is None else {"jittered_weights": self._jittered}),
+                **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),
+            },
+        )
+
+    def peak_device_bytes(self) -> int | None:
+        import torch
+
+        return torch.cuda.max_memory_allocated(self._arm.device) if self._arm.device.startswith("cuda") else None
+
+    # ------------------------------------------------------------------------------------------ probes
+
+    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
+        for index, window in enumerate(probe.windows):
+            sentinel = self._model.hidden and index in (0, len(probe.windows) - 1)
+            keep = _SENTINEL_ROWS if sentinel else 1
+            if not self._model.hidden:
+                keep = len(window) - probe.first
+            logits, states = self._model.forward(self._model.tensor([window]), self._model.new_cache(), keep=keep)
+            if sentinel:
+                self._model.check_replay(states[0, -keep:], logits[0])
+            rows = self._model.rows(states[0, probe.first : probe.last + 1], logits[0, : probe.n_rows])
+            sink.add(index, self._model.stored(rows))
+            sink.progress(len(window))
+        return {"tokens": sum(map(len, probe.windows))}
+
+    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+        produced = 0
+        shared = self._shared_prefix(probe.prompts, sink)
+        for batch in self._batches(probe):
+            for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, shared, sink), strict=True):
+                sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **rows})
+                produced += len(ids)
+                if failed or not ids:
+                    sink.fail(index, failed or "empty output")
+        tokens = sum(map(len, probe.prompts)) + produced
+        return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
+
+    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+        for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+            if not continuation:
+                sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
+                sink.fail(index, "empty continuation")
+                continue
+            cache = self._model.new_cache()
+            rows: list[Tensor] = []
+            for step in (prompt, *([token] for token in continuation[:-1])):
+                logits, states = self._model.forward(self._model.tensor([step]), cache)
+                if not self._model.sentinels:
+                    self._model.check_replay(states[0, -1:], logits[0])
+                rows.append(self._model.rows(states[0, -1], logits[0, -1]))
+                sink.progress(len(step))
+            sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), **self._model.stacked(rows)})
+        return {"tokens": sum(map(len, probe.items()))}
+
+    def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
+        """Greedy tokens of all prompts, without end, a forward each; to hand them over waits for the device."""
+        cache = self._model.new_cache()
+
+        def tokens() -> Iterator[list[list[int]]]:
+            ids = self._model.tensor(group)
+            while True:
+                logits, _ = self._model.forward(ids, cache)
+                ids = logits[:, -1].argmax(dim=-1, keepdim=True)
+                yield ids.tolist()
+
+        return tokens()
+
+    def _greedy(
+        self, probe: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
+    ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
+        """Greedy decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
+        import torch
+
+        prompts = [probe.prompts[i] for i in batch]
+        longest = max(map(len, prompts))
+        head = shared.tokens if shared else 0
+        ids = self._model.tensor([[0] * (longest - len(p)) + list(p[head:]) for p in prompts])
+        mask = None
+        if any(len(p) < longest for p in prompts):
+            mask = self._model.tensor([[1] * head + [0] * (longest - len(p)) + [1] * (len(p) - head) for p in prompts])
+        cache = self._model.new_cache(mask) if shared is None else shared.cache.repeated(len(batch))
+        self._model.cache = cache
+        generated: list[list[int]] = [[] for _ in batch]
+        failed: list[str | None] = [None] * len(batch)
+        steps: list[Tensor] = []  # [batch, width] each
+        live = list(range(len(batch)))
+        processed = sum(map(len, prompts)) - head * len(prompts)
+        for _ in range(probe.max_tokens):
+            if not live:
+                break
+            logits, states = self._model.forward(ids, cache, mask=mask)
+            if not self._model.sentinels:
+                self._model.check_replay(states[:, -1], logits[:, -1])
+            if probe.rows:
+                steps.append(self._model.rows(states[:, -1], logits[:, -1]))
+            sink.progress(processed)
+            best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
+            scores, tokens = best.values.tolist(), best.indices.tolist()
+            for row in live:
+                if math.isnan(scores[row]):
+                    failed[row] = f"NaN logits at generated token {len(generated[row])}"
+                else:
+                    generated[row].append(tokens[row])
+            live = [row for row in live if not failed[row] and tokens[row] not in probe.stop]
+            processed = len(live)
+            ids = best.indices[:, None]
+            if mask is not None:
+                mask = torch.cat((mask, torch.ones_like(ids)), dim=1)
+        for row, tokens in enumerate(generated):
+            yield tokens, self._model.stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
+
+    def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
+        """What all prompts begin with, computed once; ``None`` where that is short, or would change the answers.
+
+        It would with sliding windows (the padding behind it takes places there) and with scales fitted to what is
+        written first.
+        """
+        first, last = min(prompts), max(prompts)  # all others begin with what these two have in common
+        same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))
+        tokens = min(same, min(map(len, prompts)) - 1)
+        if len(prompts) < 2 or tokens < _SHARED_PREFIX or not self._model.padding:
+            return None
+        from fidelab.engines.hf.cache import EncodedCache
+
+        cache = self._model.new_cache()
+        if not isinstance(cache, EncodedCache) or cache.has_sliding_layers:  # pages are not repeated
+            return None
+        self._model.forward(self._model.tensor([first[:tokens]]), cache)
+        if cache.has_fitted_scales:
+            return None
+        sink.progress(tokens * len(prompts))
+        return _Shared(tokens, cache)
+
+    def _batches(self, probe: Generate) -> Iterator[list[int]]:
+        """Prompts of similar length together; of equal length where the model must not be padded."""
+        order = sorted(range(len(probe.prompts)), key=lambda i: (len(probe.prompts[i]), i))
+        batch: list[int] = []
+        for index in order:
+            if batch:
+                shortest, this = len(probe.prompts[batch[0]]), len(probe.prompts[index])
+                limit = shortest + max(32, shortest // 2) if self._model.padding else shortest
+                if len(batch) >= probe.batch or this > limit:
+                    yield batch
+                    batch = []
+            batch.append(index)
+        if batch:
+            yield batch
+
+
+def _device_name(device: str) -> str:
+    import platform
+
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu ({platform.machine()})"
+
+
+def _python_version() -> str:
+    import platform
+
+    return platform.python_version()

@@ -1,0 +1,71 @@
+"""Which pairs of our formats k16v8's attention kernels hold bit by bit as the formats are defined."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.engines import k16v8
+from fidelab.engines.hf.shape import shape_of
+from fidelab.errors import NotSupportedError
+
+__all__ = ["DEQUANT", "NAME", "THEIRS", "dequant_refusal", "options_of", "refusal"]
+
+NAME = k16v8.K16V8  # engine option attention=k16v8
+THEIRS = "transformers"  # attention=transformers: Transformers' own choice, on a GPU, too
+DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
+_NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+_FLOAT8 = ("fp8_e4m3", "fp8_e4m3fnuz")
+_INTEGERS = ("int8", "int4")
+_GROUP = 32  # of integers, unless told
+
+
+def options_of(kv: KVSpec) -> dict[str, Any]:
+    """Formats and scalings as :class:`k16v8.plugins.transformers.cache.PagedKVCache` takes them.
+
+    Raises:
+        NotSupportedError: the kernels do not hold this format as it is defined.
+    """
+    k, v = _scaling(kv.k), _scaling(kv.v)
+    return {"k_format": kv.k.name, "v_format": kv.v.name, "k_scaling": k, "v_scaling": v}
+
+
+def refusal(arm: Arm) -> str | None:
+    """Why the kernels cannot run an arm, as far as that can be said without loading its model."""
+    if reason := k16v8.missing():
+        return f"attention={NAME} {reason}"
+    try:
+        options_of(arm.kv)
+    except NotSupportedError as error:
+        return str(error)
+    for spec in (arm.kv.k, arm.kv.v):
+        if _NATIVE.get(spec.name, arm.dtype) != arm.dtype:
+            return f"attention={NAME} copies {spec.name} as it is, the model computes in {arm.dtype}"
+        head_dim = shape_of(arm.path).head_dim
+        group = int(dict(spec.options).get("group", _GROUP))
+        if spec.name in _INTEGERS and head_dim is not None and group < head_dim:
+            return f"attention={NAME} holds {spec.name} with one group per head: write {spec.name}[group={head_dim}]"
+    return None
+
+
+def dequant_refusal(arm: Arm) -> str | None:
+    """Why an arm cannot have its content converted where it asks for it."""
+    options = dict(arm.options)
+    if options.get("dequant") != "fused" or options.get("attention") == NAME:
+        return None
+    return f"dequant=fused needs attention={NAME}: any other attention reads a cache that was decoded before"
+
+
+def _scaling(spec: FormatSpec) -> str:
+    options = dict(spec.options)
+    if spec.name in _NATIVE:
+        return "none"
+    if spec.name in _INTEGERS:  # where the group is as large as a head: seen at the first write
+        return "per-token-head"
+    scale = options.get("scale", "none")
+    if spec.name in _FLOAT8 and scale in ("none", "per-token-head"):
+        return scale
+    raise NotSupportedError(
+        f"attention={NAME} does not hold {spec}; it holds {', '.join(_NATIVE)}, {' and '.join(_FLOAT8)} with scale "
+        f"none or per-token-head, {' and '.join(_INTEGERS)} with one group per head"
+    )

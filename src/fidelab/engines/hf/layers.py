@@ -1,0 +1,185 @@
+"""What passes through the decoder layers of a Transformers model: hooks that stand while one probe is answered.
+
+Imported when a probe asks for it, not before: this is where torch and Transformers come in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+
+from fidelab.captures.container import Array
+from fidelab.captures.requests import Layerwise
+from fidelab.engines.base import Sink
+from fidelab.engines.hf.head import to_array
+from fidelab.engines.hf.model import HFModel
+from fidelab.errors import EngineError, NotSupportedError
+
+__all__ = ["answer_layerwise", "decoder_layers", "jitter"]
+
+_JITTERED = 1 / 1024  # share of a layer's weights whose last bit is flipped
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_Parts = dict[str, Tensor]  # "<layer>.q" and so on
+
+
+def answer_layerwise(model: HFModel, probe: Layerwise, sink: Sink) -> dict[str, Any]:
+    """Answer the probe window by window, in the compute type; the facts: tokens, and how many layers there are.
+
+    Raises:
+        NotSupportedError: the layers are not found, or one of them gives attention no queries, keys and values of its
+            own.
+        EngineError: the layers did not run once each, in their order.
+    """
+    layers = decoder_layers(model.module, model.config)
+    beyond = [layer for layer in probe.layers if not 0 <= layer < len(layers)]
+    if beyond:
+        raise EngineError(f"layer {beyond[0]}: the model has layers 0–{len(layers) - 1}")
+    for index, window in enumerate(probe.windows):
+        ids = model.tensor([window])
+        with ExitStack() as hooks:
+            cache = model.new_cache()
+            if probe.tensors == "states":
+                states = hooks.enter_context(_states(layers, probe.first, probe.last))
+                model.forward(ids, cache)
+                sink.add(index, {"states": to_array(_stacked(states, len(layers)))})
+            else:
+                parts = hooks.enter_context(_qkv(cache, probe.layers))
+                model.forward(ids, cache)
+                sink.add(index, _checked(parts, probe.layers, len(window)))
+        sink.progress(len(window))
+    return {"tokens": sum(map(len, probe.windows)), "layers": len(layers)}
+
+
+def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
+    """The model's list of decoder layers: the outermost list in its decoder that is as long as ``config`` says.
+
+    Raises:
+        NotSupportedError: there is none.
+    """
+    count = config.num_hidden_layers
+    for found in module.get_decoder().modules():
+        if isinstance(found, torch.nn.ModuleList) and len(found) == count:
+            return list(found)
+    raise NotSupportedError(f"{config.model_type} has no list of its {count} decoder layers")
+
+
+def jitter(layer: Any, seed: int) -> int:
+    """Flip the last bit of some weights of a layer, chosen by the seed; how many those are.
+
+    About one in a thousand, of every floating-point type of 16 bits and more.
+
+    Raises:
+        NotSupportedError: the layer has no such weights.
+    """
+    generator, flipped = torch.Generator().manual_seed(seed), 0
+    for weight in layer.parameters():
+        if weight.is_floating_point() and weight.element_size() in _BITS:
+            chosen = torch.rand(weight.shape, generator=generator) < _JITTERED
+            flipped += int(chosen.sum())
+            bits = weight.data.view(_BITS[weight.element_size()])
+            bits ^= chosen.to(bits.device, bits.dtype)
+    if not flipped:
+        raise NotSupportedError("jitter: layer 0 has no weights in 16 bits or more")
+    return flipped
+
+
+# ------------------------------------------------------------------------------------------------- states
+
+
+@contextmanager
+def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple[int, Tensor]]]:
+    """(n, rows [rows, d]) as they come: n = 0 entered the first layer, n = 1 … left layer n − 1."""
+    seen: list[tuple[int, Tensor]] = []
+
+    def keep(number: int, found: Any) -> None:
+        x = found[0] if isinstance(found, tuple) else found
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise NotSupportedError(f"what passes layer {max(0, number - 1)} is no state of every token")
+        seen.append((number, x[0, first : last + 1].detach().clone()))  # a view would keep all rows
+
+    def before(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        keep(0, args[0] if args else kwargs.get("hidden_states"))
+
+    def after(number: int) -> Callable[..., None]:
+        return lambda _module, _args, output: keep(number, output)
+
+    with ExitStack() as hooks:
+        hooks.callback(layers[0].register_forward_pre_hook(before, with_kwargs=True).remove)
+        for number, layer in enumerate(layers, 1):
+            hooks.callback(layer.register_forward_hook(after(number)).remove)
+        yield seen
+
+
+def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
+    """States [1 + layers, rows, d].
+
+    Raises:
+        EngineError: they are not one of each layer, in order.
+    """
+    if [number for number, _ in seen] != list(range(1 + layers)):
+        order = ", ".join(str(number - 1) for number, _ in seen[:8] if number)
+        raise EngineError(f"the {layers} decoder layers did not run once each, in their order (the first: {order})")
+    return torch.stack([x for _, x in seen])
+
+
+# -------------------------------------------------------------------------------------------- q, k and v
+
+
+@contextmanager
+def _qkv(cache: Any, layers: Sequence[int]) -> Iterator[_Parts]:
+    """Keys and values as the cache is given them, queries as the attention function is, of the layers named.
+
+    Whatever function attends, the model gets it from ``AttentionInterface.get_interface``; that, and the ``update`` of
+    this one cache, are exchanged meanwhile.
+    """
+    parts: _Parts = {}
+    get_interface, update = AttentionInterface.get_interface, cache.update
+
+    def observed(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        attention = get_interface(self, name, default)
+
+        def attend(module: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+            layer = getattr(module, "layer_idx", None)
+            if layer in layers:
+                parts[f"{layer}.q"] = query[0].detach().clone()
+            return attention(module, query, *args, **kwargs)
+
+        return attend
+
+    def updated(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
+        if layer_idx in layers:
+            parts[f"{layer_idx}.k"], parts[f"{layer_idx}.v"] = (
+                x[0].detach().clone() for x in (key_states, value_states)
+            )
+        return update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    AttentionInterface.get_interface = observed
+    cache.update = updated
+    try:
+        yield parts
+    finally:
+        AttentionInterface.get_interface = get_interface
+        del cache.update  # the class has its own
+
+
+def _checked(parts: _Parts, layers: Sequence[int], tokens: int) -> dict[str, Array]:
+    """The arrays of one window.
+
+    Raises:
+        NotSupportedError: a layer showed no queries, or no keys and values to go with them.
+    """
+    for layer in layers:
+        found = [parts.get(f"{layer}.{part}") for part in "qkv"]
+        if any(x is None for x in found):
+            lacking = next(part for part, x in zip("qkv", found, strict=True) if x is None)
+            raise NotSupportedError(f"layer {layer} shows no {lacking}: its attention is of another kind")
+        q, k, v = (tuple(x.shape) for x in found if x is not None)
+        if q[2] != k[2] or q[0] % k[0] or (q[1], k[:2]) != (tokens, v[:2]) or k[1] != tokens:
+            raise NotSupportedError(f"layer {layer} caches something else than keys and values: q {q}, k {k}, v {v}")
+    return {name: to_array(x) for name, x in parts.items()}

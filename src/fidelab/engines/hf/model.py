@@ -1,0 +1,291 @@
+"""One loaded Transformers model: a forward through an encoded cache, and what is kept of its rows.
+
+Imported when a model is opened, not before: this is where torch and Transformers come in.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from fidelab.captures.container import Array
+from fidelab.core import Arm
+from fidelab.engines import k16v8
+from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.hf.cache import EncodedCache
+from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
+from fidelab.engines.hf.proof import Proof
+from fidelab.errors import EngineError, NotSupportedError
+from fidelab.formats import create
+
+if TYPE_CHECKING:
+    from fidelab.engines.hf_paged import ArmCache
+
+__all__ = ["HFModel"]
+
+_CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
+
+
+class HFModel:
+    """An arm's model, tried out.  ``mark``: told when a phase of opening is over.
+
+    ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
+    estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: k16v8's kernels attend;
+    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for; ``proof``: evidence for formats.
+
+    Raises:
+        EngineError: it cannot be loaded, or is not what we take it for.
+        NotSupportedError: it keeps no keys and values that could be encoded.
+    """
+
+    def __init__(self, arm: Arm, mark: Callable[[str], None]) -> None:
+        self._arm = arm
+        self._mark = mark
+        self._options = dict(arm.options)
+        torch.set_num_threads(arm.threads)
+        torch.set_grad_enabled(False)
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
+        self._k, self._v = create(arm.kv.k), create(arm.kv.v)
+        self.proof = Proof(arm.kv, self._k, self._v)
+        self._states: list[Tensor] = []  # what entered the LM head in one forward
+        self._keep = 1
+        self.cache: EncodedCache | ArmCache | None = None
+        self.head: ReplayedHead | None = None
+        self.kernels_refused: str | None = None
+        self._load()
+        self._takes = inspect.signature(self.module.forward).parameters
+        if "attention" in self._options or not arm.device.startswith("cuda") or not self._kernels_attend():
+            self._try_out()
+
+    def _load(self) -> None:
+        """Tokenizer and model, as the checkpoint has them; whatever Transformers raises becomes one line."""
+        path, asked = self._arm.path, self._options.get("attention")
+        if asked == hf_kernels.THEIRS:
+            asked = None
+        if asked == hf_kernels.NAME:
+            if reason := k16v8.missing():
+                raise NotSupportedError(f"attention={asked} {reason}")
+            from fidelab.engines.hf_paged import register_attention
+
+            register_attention()
+        try:
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            if config.is_encoder_decoder:
+                raise EngineError(
+                    f"{config.model_type} is an encoder-decoder model; engine hf runs decoder-only models"
+                )
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
+            mapped = (
+                transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+                if causal
+                else transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+            )
+            mapped.get(type(config), None)  # imports the model's code, which is not the weights' affair
+            self._mark("import")
+            model, report = auto.from_pretrained(
+                path,
+                trust_remote_code=False,
+                dtype=getattr(torch, self._arm.dtype),
+                use_safetensors=True,
+                output_loading_info=True,
+                **({"attn_implementation": asked} if asked else {}),
+            )
+            self.module = model.to(self._arm.device).eval()
+            self._mark("weights")
+            self._lm_head = model.get_output_embeddings()
+            if self._lm_head is not None:
+                self._lm_head.register_forward_pre_hook(self._at_head)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"Transformers cannot load {self._arm.model}: {_one_line(error)}") from error
+        self.config = model.config.get_text_config(decoder=True)
+        unfilled = sorted(report["missing_keys"])
+        if unfilled:
+            raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
+        if asked and self.config._attn_implementation != asked:
+            raise EngineError(f"attention={asked} was asked for, Transformers runs {self.config._attn_implementation}")
+
+    @property
+    def paged(self) -> bool:
+        """The kernels of package k16v8 attend, over pages."""
+        return bool(self.config._attn_implementation == hf_kernels.NAME)
+
+    @property
+    def attention(self) -> str:
+        """What attends, for the record: with those kernels their names."""
+        kernels = getattr(self.cache, "kernels", ())  # of pages alone
+        return " ".join((self.config._attn_implementation, *kernels))
+
+    @property
+    def dequant(self) -> str:
+        """Where content is converted: ``fused`` in those kernels, ``unpack`` before attention."""
+        return self._options.get("dequant", "fused") if self.paged else "unpack"
+
+    def _kernels_attend(self) -> bool:
+        """On a GPU: whether k16v8's kernels hold this arm's formats and run this model; else Transformers' choice."""
+        own = self.config._attn_implementation
+        try:
+            if reason := hf_kernels.refusal(self._arm):
+                raise NotSupportedError(reason)
+            from fidelab.engines.hf_paged import register_attention
+
+            register_attention()
+            self.module.set_attn_implementation(hf_kernels.NAME)
+            if not self.paged:
+                raise NotSupportedError("Transformers cannot exchange this model's attention")
+            self._try_out()
+        except EngineError as error:
+            self.kernels_refused = str(error)
+            self.module.set_attn_implementation(own)
+        return self.paged
+
+    def _try_out(self) -> None:
+        """Two small forwards: an impossible spec, or a model that is not what we take it for, is refused now and
+        not in the middle of a probe."""
+        kind = self.config.model_type
+        self.proof = Proof(self._arm.kv, self._k, self._v)  # of this attention, whatever was tried before
+        try:
+            logits, states = self.forward(self.tensor([[0, 1]]), self.new_cache(), keep=2)
+            if self.hidden:
+                self.head = ReplayedHead(self._lm_head, self.config, self._arm.dtype, states[0], logits[0])
+            plain = self.new_cache() if self.paged else None  # our attention attends to a cache or not at all
+            twins = self.forward(self.tensor([[0, 1], [0, 2]]), plain, keep=2)[0][:, 0].float()
+            self._poison()
+        except EngineError:
+            raise
+        except Exception as error:
+            how = f"attention={hf_kernels.NAME}" if self.paged else "an encoded cache"
+            raise EngineError(f"{kind} does not run with {how}: {_one_line(error)}") from error
+        if (twins[0] - twins[1]).norm() > _CAUSAL[self._arm.dtype] * twins[0].norm():
+            raise EngineError(f"{kind} is not a decoder: a token changes the distribution of the one before it")
+        if not (self.cache and self.cache.kv_layers):
+            raise NotSupportedError(f"{kind} keeps no keys and values in the cache it is given")
+        if self.cache.storage_dtypes() is None:
+            raise NotSupportedError("skip-layers leaves no layer to encode")
+        if self.paged and self.cache.bytes_per_token() != self.cache.expected_bytes_per_token():
+            raise NotSupportedError(
+                f"the kernels hold {self.cache.bytes_per_token():g} bytes per token, {self._arm.kv.label} is "
+                f"{self.cache.expected_bytes_per_token():g}: integers take group= the size of a head"
+            )
+        # Left padding would enter a recurrent state, and a model that takes no positions would count it.
+        self.padding = "position_ids" in self._takes and not self.cache.has_recurrent_layers
+
+    def _poison(self) -> None:
+        """Where attention shows no keys and values: see that it computes with what the cache hands over."""
+        for layer, side in self.proof.unseen():
+            cache = self.new_cache()
+            with self.proof.poisoned(cache, layer, side):
+                logits, _ = self.forward(self.tensor([[0, 1]]), cache)
+            if not logits.isnan().any():
+                self.proof.refute("received", f"what the cache hands over in layer {layer} does not reach the logits")
+
+    # ----------------------------------------------------------------------------------------- forward
+
+    def new_cache(self, mask: Tensor | None = None) -> EncodedCache | ArmCache:
+        """A fresh cache; the one before goes first, so that only one is ever held."""
+        self.cache = None
+        if self.paged:
+            from fidelab.engines.hf_paged import ArmCache
+
+            with k16v8.translated_errors():
+                self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
+            return self.cache
+        padding = None if mask is None else mask.bool()
+        self.cache = EncodedCache(self.module.config, self._k, self._v, self._arm.kv.skip_layers, padding)
+        return self.cache
+
+    def forward(
+        self, ids: Tensor, cache: EncodedCache | ArmCache | None, *, mask: Tensor | None = None, keep: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """Live logits of the last ``keep`` rows, and the state before the LM head of every row.
+
+        Estimator logprobs has no use for states and gets the logits twice.
+        """
+        self._states.clear()
+        self._keep = keep
+        extra: dict[str, Any] = {}
+        if mask is not None:
+            extra["attention_mask"] = mask
+        if cache is not None and "position_ids" in self._takes:
+            # Always, as generate() does: some hybrids that are left to themselves count from 0 in every forward.
+            extra["position_ids"] = self._positions(ids, cache, mask)
+        watched = self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext()
+        with k16v8.translated_errors() if self.paged else nullcontext(), watched:
+            out = self.module(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **extra)
+        logits = out.logits[:, -keep:]
+        if not self.hidden:
+            return logits, logits
+        if [x.shape[:2] for x in self._states] != [ids.shape]:
+            seen = [tuple(x.shape) for x in self._states]
+            raise EngineError(f"the LM head saw states {seen} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
+        return logits, self._states[0]
+
+    def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Before the LM head: note what it is given, and let it compute only the rows that are wanted.
+
+        Not by ``logits_to_keep``, which not all models take, and for which some leave out rows of the state as well.
+        """
+        self._states.append(args[0])
+        return (args[0][:, -self._keep :], *args[1:])
+
+    def _positions(self, ids: Tensor, cache: EncodedCache | ArmCache, mask: Tensor | None) -> Tensor:
+        new = ids.shape[1]
+        if mask is not None:
+            return (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -new:]
+        past = cache.get_seq_length()
+        return torch.arange(past, past + new, device=ids.device).expand(ids.shape)
+
+    def tensor(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        """Token ids [batch, tokens] on the device."""
+        return torch.tensor(rows, dtype=torch.long, device=self._arm.device)
+
+    # ----------------------------------------------------------------------------------- distributions
+
+    @property
+    def hidden(self) -> bool:
+        """States are kept, not log-probabilities."""
+        return self._options.get("estimator", "hidden") == "hidden"
+
+    @property
+    def sentinels(self) -> list[tuple[float, float]]:
+        """Checks of the replay since the probe began."""
+        return self.head.sentinels if self.head else []
+
+    def check_replay(self, states: Tensor, live: Tensor) -> None:
+        """Where there is a head: see that it replays live logits [n, V] from states [n, d].
+
+        Raises:
+            EngineError: it does not.
+        """
+        if self.head is not None:
+            self.head.check(states, live)
+
+    def rows(self, states: Tensor, logits: Tensor) -> Tensor:
+        """What is kept of some rows: states in the compute type, or float16 log-probabilities, off the device."""
+        if self.hidden:
+            return states.clone()  # not a view, which would keep the states of a whole prompt
+        return torch.log_softmax(logits.float(), dim=-1).to(torch.float16).cpu()
+
+    def stored(self, rows: Tensor) -> Mapping[str, Array]:
+        """Rows [n, …] as a sink takes them."""
+        return {"hidden" if self.hidden else "logprobs": to_array(rows)}
+
+    def stacked(self, rows: Sequence[Tensor]) -> Mapping[str, Array]:
+        """The same from single rows; nothing where there are none."""
+        return self.stored(torch.stack(tuple(rows))) if rows else {}
+
+
+def _one_line(error: Exception) -> str:
+    """A foreign exception in at most 200 characters; the log has the rest."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"

@@ -1,0 +1,414 @@
+"""llama.cpp in-process, through llama-cpp-python: GGUF models, every KV format of ggml, keys and values apart.
+
+Engine options (``--engine-arg``): ``flash-attn`` (on, off; on unless told: V formats of less than 16 bits need it),
+``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512).
+``LLAMA_CPP_LIB_PATH`` names a folder with an own build of libllama.
+
+- **The estimator is** ``logprobs``: float16 rows of the live logits.  llama.cpp multiplies the state after the final
+  norm with the blocks of the head in integers, the state rounded to 8 bits: a head in float32 gives other logits
+  (SmolLM2-135M, Q8_0 head: cosine 0.99976, KL 7e-4 … 8e-4), beyond what the sentinels allow, and another KL between
+  two caches (0.0036 instead of 0.0050 on the same 12 rows).  It would hide an error that is part of what is served.
+- **The kernel path costs more than the format** on CPUs: f32 and f16 caches take another one than all others, so the
+  control of a 16-bit reference is ``bf16``.
+- **Rotation**: builds of 2026 multiply keys and values by a Hadamard matrix before they quantize them;
+  ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  What was done is in ``k_rotated`` and ``v_rotated``.
+- On CUDA, unequal formats of K and V need a build with all flash-attention kernels, else attention runs on the CPU;
+  ``graph_splits`` tells.
+- The compute types are the file's: ``dtype`` is not passed on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.llamacpp.library import (
+    GGML_TYPES,
+    CacheReads,
+    Floats,
+    LlamaContext,
+    LlamaModel,
+    Seen,
+    build,
+    can_offload,
+)
+from fidelab.engines.llamacpp.proof import proof, read_state
+from fidelab.engines.options import SWITCH, TOKENS, Value, check_options, is_count
+from fidelab.engines.timing import time_prompts
+from fidelab.errors import EngineError, NotSupportedError, UsageError
+
+__all__ = ["LlamaCppEngine"]
+
+_PACKAGE = "llama-cpp-python"
+_LIBRARY = "LLAMA_CPP_LIB_PATH"
+_UNROTATED = "LLAMA_ATTN_ROT_DISABLE"
+_WIDE = ("f32", "f16", "bf16")  # formats that attention without flash can read as values
+_ALL_LAYERS = 0x7FFFFFFF
+_CHUNK = 512  # llama.cpp's own n_ubatch
+_MOST_SEQUENCES = 256  # LLAMA_MAX_SEQ
+_TRIED = 4  # tokens that a cache is tried with
+_ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
+
+
+_OPTIONS: Mapping[str, Value] = {
+    "flash-attn": SWITCH,
+    "n-gpu-layers": (lambda text: text == "0" or is_count(text), "a number of layers, 0 for none"),
+    "n-batch": TOKENS,
+    "n-ubatch": TOKENS,
+}
+
+
+class LlamaCppEngine(Engine):
+    """llama.cpp behind the engine contract."""
+
+    name: ClassVar[str] = "llamacpp"
+    packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
+    form: ClassVar[str] = "gguf"
+    estimator: ClassVar[Estimator] = Estimator.LOGPROBS
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        """The bindings' version; of an own build the hash of its libraries, of a disabled rotation the word."""
+        try:
+            found = {_PACKAGE: version(_PACKAGE)}
+        except PackageNotFoundError as error:
+            raise EngineError(f"engine llamacpp needs {_PACKAGE}: pip install 'fidelab[llamacpp]'") from error
+        if folder := os.environ.get(_LIBRARY):
+            found["libllama"] = f"own build {_content(Path(folder))}"
+        if os.environ.get(_UNROTATED):
+            found["rotation"] = f"{_UNROTATED}={os.environ[_UNROTATED]}"
+        return found
+
+    @classmethod
+    def kv_names(cls) -> Sequence[str]:
+        return list(GGML_TYPES)
+
+    @classmethod
+    def check_kv(cls, kv: KVSpec) -> None:
+        for side in (kv.k, kv.v):
+            if side.options:
+                raise UsageError(f"KV format {kv.label!r}: formats of engine llamacpp take no options")
+        if kv.skip_layers:
+            raise UsageError(f"KV format {kv.label!r}: llama.cpp has one format for all layers, no skip-layers")
+
+    @classmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        check_options(cls.name, arm.options, _OPTIONS)
+        if Path(arm.path).suffix != ".gguf":
+            return Verdict(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
+        if arm.dtype == "float32":
+            return Verdict(False, "llama.cpp computes in the types of the file, not in float32: leave --dtype away")
+        if not _flash(arm) and arm.kv.v.name not in _WIDE:
+            return Verdict(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
+        return Verdict(True)
+
+    @classmethod
+    def control_for(cls, reference: KVSpec, native: str) -> str | None:
+        # The nearest cache that takes the kernel path of the quantized ones.
+        return "bf16" if {str(reference.k), str(reference.v)} <= {"f32", "f16"} else None
+
+    @classmethod
+    def lossless(cls, arm: Arm) -> bool | None:
+        """llama.cpp makes keys and values in float32, and float16 of them for flash attention, whatever holds them."""
+        held = {arm.kv.k.name, arm.kv.v.name}
+        return held <= {"f32", "f16"} if _flash(arm) else held == {"f32"}
+
+    def open(self, arm: Arm) -> None:
+        self._arm = arm
+        self._options = dict(arm.options)
+        self._seen: Seen | None = None
+        self._chunk = int(self._options.get("n-batch", _CHUNK))
+        self._gpu = arm.device != "cpu" or self._options.get("n-gpu-layers", "0") != "0"
+        try:
+            offload = can_offload()
+        except (ImportError, OSError, RuntimeError) as error:
+            text = " ".join(str(error).split())[:200]
+            remedy = f"look at {_LIBRARY}" if os.environ.get(_LIBRARY) else "pip install 'fidelab[llamacpp]'"
+            raise EngineError(f"{_PACKAGE} does not load ({text}): {remedy}") from error
+        self.mark("import")
+        self._reads = CacheReads()
+        self._proof = proof((arm.kv.k.name, arm.kv.v.name), None, None, (False, False), self._reads.kinds)
+        if self._gpu and not offload:
+            raise NotSupportedError(
+                f"this build of {_PACKAGE} runs on the CPU alone: pass --device cpu or install another"
+            )
+        self._model = LlamaModel(arm.path, **self._placement())
+        self.mark("weights")
+        if not self._model.decodes:
+            raise NotSupportedError(f"{arm.model} is not a decoder-only model")
+        self._try_out()
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._model.tokenize(text)
+
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        began = time.monotonic()
+        match probe:
+            case Prefill():
+                facts = self._prefill(probe, sink)
+            case Generate():
+                facts = self._generate(probe, sink)
+            case Forced():
+                facts = self._forced(probe, sink)
+            case Timed():
+                facts = self._timed(probe, sink)
+        return Answer(Estimator.LOGPROBS, facts={**facts, "seconds": time.monotonic() - began})
+
+    def ran(self) -> Ran:
+        seen = self._seen
+        about = build()
+        return Ran(
+            versions={
+                **self.versions(),
+                **({"llama.cpp": about["llama.cpp"]} if "llama.cpp" in about else {}),
+                "python": platform.python_version(),
+            },
+            device=f"cpu ({platform.machine()})" if self._arm.device == "cpu" else self._arm.device,
+            attention=seen.attention if seen else None,
+            k_format=seen.k if seen else None,
+            v_format=seen.v if seen else None,
+            k_dtype=seen.k if seen else None,
+            v_dtype=seen.v if seen else None,
+            cache_bytes_per_token=self._bytes,
+            expected_bytes_per_token=self._expected,
+            kv_layers=seen.layers if seen else None,
+            more={
+                "proof": self._proof,
+                "threads": self._arm.threads,
+                "system": about["system"],
+                "k_rotated": seen.rotated_k if seen else None,
+                "v_rotated": seen.rotated_v if seen else None,
+                "graph_splits": seen.splits if seen else None,
+            },
+        )
+
+    def close(self) -> None:
+        self._model.close()
+
+    # ------------------------------------------------------------------------------------------- model
+
+    def _placement(self) -> dict[str, Any]:
+        """Fields of ``llama_model_params``: how many layers go to which GPU."""
+        asked = self._options.get("n-gpu-layers")
+        fields: dict[str, Any] = {"n_gpu_layers": int(asked) if asked else _ALL_LAYERS if self._gpu else 0}
+        _, colon, number = self._arm.device.partition(":")
+        return fields | ({"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {})
+
+    def _context(
+        self, cells: int, sequences: int = 1, k: str | None = None, v: str | None = None, **more: Any
+    ) -> LlamaContext:
+        """A context of this arm; ``k`` and ``v``: other formats than the arm's; ``more``: further fields."""
+        return self._model.context(
+            cells,
+            sequences,
+            type_k=GGML_TYPES[k or self._arm.kv.k.name][0],
+            type_v=GGML_TYPES[v or self._arm.kv.v.name][0],
+            flash_attn_type=int(_flash(self._arm)),
+            n_batch=self._chunk,
+            n_ubatch=min(self._chunk, int(self._options.get("n-ubatch", _CHUNK))),
+            n_threads=self._arm.threads,
+            n_threads_batch=self._arm.threads,
+            offload_kqv=self._gpu,
+            op_offload=self._gpu,
+            **more,
+        )
+
+    def _try_out(self) -> None:
+        """A few tokens: what cannot run is refused now, and the cache is weighed and read.
+
+        Raises:
+            NotSupportedError: the model keeps no keys and values.
+        """
+        self._bytes: float | None = None
+        self._expected: float | None = None
+        asked = self._arm.kv.k.name, self._arm.kv.v.name
+        held, state = self._growth(*asked)
+        if self._seen is None or not self._seen.layers:
+            raise NotSupportedError(f"{self._arm.model} keeps no keys and values in llama.cpp")
+        # Three caches without blocks tell how many values a token has and what each cell costs beside them.
+        try:
+            (plain, _), (keys, _), (both, exact) = (
+                self._growth(k, v) for k, v in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))
+            )
+        except EngineError:  # this build lacks one of them: no proof by bytes, but by name
+            return
+        first, given = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
+        self._proof = proof(
+            asked, first, given, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)), self._reads.kinds
+        )
+        n_keys, n_values = (keys - plain) / 2, (both - keys) / 2
+        beside = plain - 2 * (n_keys + n_values)
+        self._bytes = held - beside
+        self._expected = _size(self._arm.kv.k.name, n_keys) + _size(self._arm.kv.v.name, n_values)
+
+    def _growth(self, k: str, v: str) -> tuple[int, bytes]:
+        """Bytes by which the last of a few tokens lets the saved state of a sequence grow, and that state."""
+        own = (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name) and self._seen is None
+        watched = {"cb_eval": self._reads.callback} if own else {}
+        with self._context(_TRIED, k=k, v=v, **watched) as context:
+            sizes = []
+            for token in range(_TRIED):
+                context.step({0: token})
+                sizes.append(context.stored_bytes())
+            if (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name):
+                self._seen = context.seen
+            return sizes[-1] - sizes[-2], context.state()
+
+    # ------------------------------------------------------------------------------------------ probes
+
+    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
+        with self._context(max(map(len, probe.windows))) as context:
+            self._seen = context.seen
+            for index, window in enumerate(probe.windows):
+                context.clear()
+                rows = context.feed(window, range(probe.first, probe.last + 1))
+                sink.add(index, {"logprobs": _joined(map(_logprobs, rows))})
+                sink.progress(len(window))
+        return {"tokens": sum(map(len, probe.windows))}
+
+    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+        produced = 0
+        for batch in _batches(probe, self._chunk):
+            cells = max(len(probe.prompts[i]) for i in batch) + probe.max_tokens
+            with self._context(cells, len(batch)) as context:
+                self._seen = context.seen
+                for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, context, sink), strict=True):
+                    stored = {"logprobs": np.stack(rows)} if rows else {}
+                    sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **stored})
+                    produced += len(ids)
+                    if failed or not ids:
+                        sink.fail(index, failed or "empty output")
+        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+
+    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+        cells = max(map(len, probe.items()), default=1)
+        with self._context(cells) as context:
+            self._seen = context.seen
+            for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+                if not continuation:
+                    sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
+                    sink.fail(index, "empty continuation")
+                    continue
+                context.clear()
+                rows = [_logprobs(_last(context, prompt))]
+                sink.progress(len(prompt))
+                for token in continuation[:-1]:
+                    rows.append(_logprobs(context.step({0: token})))
+                    sink.progress(1)
+                sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), "logprobs": _joined(rows)})
+        return {"tokens": sum(map(len, probe.items()))}
+
+    def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
+        together = min(probe.batch, len(probe.prompts))
+        if together > (most := min(self._chunk, _MOST_SEQUENCES)):
+            raise NotSupportedError(f"llama.cpp answers at most {most} prompts together here, not {together}")
+        with self._context(max(map(len, probe.prompts), default=1) + probe.n, max(1, together)) as context:
+            self._seen = context.seen
+
+            def decode(group: Sequence[Tokens]) -> Iterator[list[int]]:
+                context.clear()
+                return _endless(context, group)
+
+            return time_prompts(probe, sink, decode)
+
+    def _greedy(
+        self, probe: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
+    ) -> Iterator[tuple[list[int], list[NDArray[np.float16]], str | None]]:
+        """Greedy decode of one batch, a sequence per prompt; yields (ids, rows [n][V], failure) in batch order."""
+        generated: list[list[int]] = [[] for _ in batch]
+        rows: list[list[NDArray[np.float16]]] = [[] for _ in batch]
+        failed: list[str | None] = [None] * len(batch)
+        pending: dict[int, Floats] = {}  # live sequence → logits [V] of its next token
+        for sequence, index in enumerate(batch):
+            pending[sequence] = _last(context, probe.prompts[index], sequence)[0]
+            sink.progress(len(probe.prompts[index]))
+        for step in range(probe.max_tokens):
+            for sequence, logits in list(pending.items()):
+                token = int(logits.argmax())  # the first of equals; NaN wins
+                if np.isnan(logits[token]):
+                    failed[sequence] = f"NaN logits at generated token {step}"
+                    del pending[sequence]
+                    continue
+                generated[sequence].append(token)
+                if probe.rows:
+                    rows[sequence].append(_logprobs(logits[None])[0])
+                if token in probe.stop:
+                    del pending[sequence]
+            if not pending or step + 1 == probe.max_tokens:
+                break
+            tokens = {sequence: generated[sequence][-1] for sequence in pending}
+            pending = dict(zip(tokens, context.step(tokens), strict=True))
+            sink.progress(len(tokens))
+        yield from zip(generated, rows, failed, strict=True)
+
+
+def _flash(arm: Arm) -> bool:
+    return dict(arm.options).get("flash-attn", "on") == "on"
+
+
+def _size(name: str, values: float) -> float:
+    """Bytes of so many values in a ggml type."""
+    _, per_block, bytes_per_block = GGML_TYPES[name]
+    return values / per_block * bytes_per_block
+
+
+def _batches(probe: Generate, most: int) -> Iterator[list[int]]:
+    """Prompts of similar length together: each sequence of a context has room for the longest."""
+    order = sorted(range(len(probe.prompts)), key=lambda i: (len(probe.prompts[i]), i))
+    size = min(probe.batch, most, _MOST_SEQUENCES)
+    yield from (order[start : start + size] for start in range(0, len(order), size))
+
+
+def _last(context: LlamaContext, tokens: Sequence[int], sequence: int = 0) -> Floats:
+    """Logits [1, V] after the last of the tokens, which are appended to the sequence."""
+    return np.concatenate(list(context.feed(tokens, range(len(tokens) - 1, len(tokens)), sequence)))
+
+
+def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[int]]:
+    """Greedy tokens behind the prompts, a sequence and a call for all each."""
+    logits = context.read(group)
+    while True:
+        tokens = logits.argmax(axis=-1).tolist()
+        yield tokens
+        logits = context.step(dict(enumerate(tokens)))
+
+
+def _logprobs(logits: Floats) -> NDArray[np.float16]:
+    """Log-softmax of rows [n, V], summed in float64, stored in float16. See docs/metrics.md#estimators."""
+    top = logits.max(axis=-1, keepdims=True).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # infinite logits make NaN, which scoring counts
+        total = np.exp(logits - top.astype(np.float32)).sum(axis=-1, keepdims=True, dtype=np.float64)
+        return np.asarray(logits - (top + np.log(total)), dtype=np.float16)
+
+
+def _joined(rows: Iterable[NDArray[np.float16]]) -> NDArray[np.float16]:
+    return np.concatenate(list(rows))
+
+
+def _content(folder: Path) -> str:
+    """A short hash of the libraries in a folder.
+
+    Raises:
+        EngineError: there are none.
+    """
+    files = sorted(
+        path for path in folder.glob("*") if path.is_file() and path.name.startswith(("lib", "llama", "ggml"))
+    )
+    if not files:
+        raise EngineError(f"{_LIBRARY}={folder} holds no library: name the folder of libllama, or unset it")
+    sha = hashlib.sha256()
+    for path in files:
+        sha.update(hashlib.sha256(path.read_bytes()).digest())
+    return sha.hexdigest()[:12]

@@ -1,0 +1,1 @@
+"""Engine ``openai``: any server that speaks the OpenAI protocol."""

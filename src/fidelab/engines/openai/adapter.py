@@ -1,0 +1,349 @@
+"""Any server with an OpenAI-compatible API that somebody else started: vLLM, SGLang, llama.cpp's two, others.
+
+Engine options (``--engine-arg``): ``base-url`` (http://HOST:PORT, needed), ``model`` (the served name; the only one
+unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY where that is
+set), ``concurrency`` (requests at a time; the probe's batch, at most 8), ``timeout`` (seconds per request, 600),
+``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text; ids where the
+server takes them).
+
+- **The KV format is the server's.**  ``as-served`` claims nothing; any other name has to be what the server itself
+  reports, else the arm is not engaged.  Only vLLM (/metrics) and SGLang (/server_info) report one.
+- **The estimator is** ``topk``: KL has a lower bound, perplexity the actual tokens' log-probabilities, both only where
+  the server gives log-probabilities of prompts.  Entries that name a token by a text which several have are left out:
+  the bound stays one.
+- **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
+  generated ids are not compared with a server's own.
+- **Forced probes** are one prefill: the API feeds no token by itself.  ``facts`` says so.
+- Whether a prefix was taken from a cache is the server's business; what it says of that is in ``facts``.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ClassVar, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.captures.container import Array
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.openai.completions import Completions
+from fidelab.engines.openai.dialects import Completed, Dialect, Top
+from fidelab.engines.openai.http import Client, Refused, split_url
+from fidelab.engines.openai.server import identify
+from fidelab.engines.openai.sglang import SGLangGenerate
+from fidelab.engines.openai.words import Words
+from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
+from fidelab.engines.timing import groups
+from fidelab.errors import EngineError, UsageError
+
+__all__ = ["OpenAIEngine"]
+
+Result = TypeVar("Result")
+
+_AS_SERVED = "as-served"
+_KV = (
+    *(_AS_SERVED, "auto", "float32", "float16", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"),  # vLLM, SGLang
+    *("fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head", "int4_per_token_head", "nvfp4"),
+    *("fp4_e2m1", "turboquant_k8v4"),
+    *("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"),  # llama.cpp
+)
+_KEY = "OPENAI_API_KEY"
+_CONCURRENCY = 8
+_TIMEOUT = 600.0
+_TOPS = (20, 5)  # what vLLM and OpenAI give at most
+
+
+def _seconds(text: str) -> bool:
+    try:
+        return 0 < float(text) < float("inf")
+    except ValueError:
+        return False
+
+
+_OPTIONS: Mapping[str, Value] = {
+    "base-url": (bool, "an address"),
+    "model": NAME,
+    "api-key-env": (str.isidentifier, "the name of an environment variable"),
+    "concurrency": (is_count, "a number of requests"),
+    "timeout": (_seconds, "a number of seconds"),
+    "logprobs": TOKENS,
+    "prompts": one_of("ids", "text"),
+}
+
+
+class OpenAIEngine(Engine):
+    """A server behind the engine contract."""
+
+    name: ClassVar[str] = "openai"
+    estimator: ClassVar[Estimator] = Estimator.TOPK
+    native_kv: ClassVar[str] = _AS_SERVED
+    pairs: ClassVar[bool] = False
+    served: ClassVar[bool] = True
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        """Of the way in which servers are asked; the server's own are known once it is opened."""
+        return {"openai": "1"}
+
+    @classmethod
+    def kv_names(cls) -> Sequence[str]:
+        return list(_KV)
+
+    @classmethod
+    def check_kv(cls, kv: KVSpec) -> None:
+        if not kv.same or kv.k.options or kv.skip_layers:
+            raise UsageError(
+                f"KV format {kv.label!r}: a server's cache is what it was started with; "
+                f"write {_AS_SERVED}, or the one name that it reports"
+            )
+
+    @classmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        for key, value in arm.options:  # what they hold may be a secret: not shown
+            if "key" in key.lower() and key not in _OPTIONS:
+                raise UsageError(
+                    "engine openai takes no key: put it into an environment variable, named by api-key-env=NAME"
+                )
+            if key == "api-key-env" and not value.isidentifier():
+                raise UsageError("engine openai: the value is not the name of an environment variable (api-key-env)")
+        check_options(cls.name, arm.options, _OPTIONS)
+        options = dict(arm.options)
+        if "base-url" not in options:
+            raise UsageError(
+                "engine openai needs the address of a server: --engine-arg base-url=http://127.0.0.1:8000/v1"
+            )
+        split_url(options["base-url"])
+        variable = options.get("api-key-env")
+        if variable is not None and not os.environ.get(variable):
+            raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
+        return Verdict(True)
+
+    def open(self, arm: Arm) -> None:
+        self._arm = arm
+        self._options = dict(arm.options)
+        key = os.environ.get(self._options.get("api-key-env", _KEY)) or None
+        self._client = Client(self._options["base-url"], key, float(self._options.get("timeout", _TIMEOUT)))
+        self._server = identify(self._client, self._options.get("model"))
+        self._words = Words(arm.path, arm.model)
+        asked = self._options.get("logprobs")
+        tops = (int(asked),) if asked else _TOPS
+        self._dialect: Dialect
+        if self._server.kind == "sglang" and self._options.get("prompts") != "text":
+            self._dialect = SGLangGenerate(self._client, self._words, tops)
+        else:
+            self._dialect = Completions(
+                self._client, self._server.model, self._words, self._options.get("prompts"), tops
+            )
+        self._tokenizer = "local"
+
+    def tokenize(self, text: str) -> list[int]:
+        """The server's own tokenizer where it lets that be asked, else the model's."""
+        asked = {"model": self._server.model, "add_special_tokens": False}
+        forms: dict[str, dict[str, Any]] = {
+            "/tokenize": asked | {"prompt": text, "content": text, "add_special": False},
+            "/extras/tokenize": {"model": self._server.model, "input": text},
+        }
+        for path, body in forms.items():
+            try:
+                ids = self._client.post(path, body, api=False).get("tokens")
+            except EngineError:
+                continue
+            if isinstance(ids, list) and all(isinstance(token, int) for token in ids):
+                self._tokenizer = "server"
+                return ids[1:] if path != "/tokenize" and ids[:1] == [self._words.bos] else ids
+        return self._words.encode(text)
+
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        began = time.monotonic()
+        match probe:
+            case Prefill():
+                facts = self._prefill(probe, sink)
+            case Generate():
+                facts = self._generate(probe, sink)
+            case Forced():
+                facts = self._forced(probe, sink)
+            case Timed():
+                facts = self._timed(probe, sink)
+        return Answer(Estimator.TOPK, facts={**facts, "seconds": time.monotonic() - began})
+
+    def ran(self) -> Ran:
+        server, dialect, asked = self._server, self._dialect, self._arm.kv.k.name
+        k, v = (_AS_SERVED, _AS_SERVED) if asked == _AS_SERVED else server.kv or (None, None)
+        shifted = isinstance(dialect, Completions) and dialect.shifted
+        return Ran(
+            versions={
+                **self.versions(),
+                **({server.kind: server.version} if server.version else {}),
+                "python": platform.python_version(),
+            },
+            device=f"server {self._client.root}",
+            attention=server.facts.get("attention_backend"),
+            k_format=k,
+            v_format=v,
+            more={
+                "proof": dict.fromkeys(("received", "stored", "named"), "open: a server shows nothing of its cache"),
+                "server": server.kind,
+                "served_model": server.model,
+                "served_kv": None if server.kv is None else "/".join(dict.fromkeys(server.kv)),
+                "prompts": dialect.sends,
+                "ids": "returned" if dialect.returns == "ids" else "retokenized",
+                "top_logprobs": dialect.top,
+                "tokenizer": self._tokenizer,
+                **({"echo_shifted": True} if shifted else {}),
+                **{key: value for key, value in server.facts.items() if key != "attention_backend"},
+            },
+        )
+
+    # ---------------------------------------------------------------------------------------------- probes
+
+    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
+        if not self._dialect.top:
+            return self._without_prompt_logprobs(probe, sink)
+
+        def rows(index: int) -> list[Top]:
+            return self._dialect.score(probe.windows[index])[probe.first : probe.last + 1]
+
+        for index, tops in self._asked(len(probe.windows), rows, sink, self._width()):
+            sink.add(index, _rows(tops))
+            sink.progress(len(probe.windows[index]))
+        return {"tokens": sum(map(len, probe.windows))}
+
+    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+        if not self._dialect.top:
+            return self._without_prompt_logprobs(probe, sink)
+        pairs = list(zip(probe.prompts, probe.continuations, strict=True))
+
+        def rows(index: int) -> list[Top]:
+            prompt, continuation = pairs[index]
+            return self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1] if continuation else []
+
+        for index, tops in self._asked(len(pairs), rows, sink, self._width()):
+            ids = np.asarray(pairs[index][1], dtype=np.int32)
+            sink.add(index, {"ids": ids, **(_rows(tops) if tops else {})})
+            sink.progress(len(probe.items()[index]))
+            if not tops:
+                sink.fail(index, "empty continuation")
+        return {"tokens": sum(map(len, probe.items())), "one_prefill": True}
+
+    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+        produced = cached = reread = 0
+
+        def sequence(index: int) -> Completed:
+            return self._dialect.complete(probe.prompts[index], probe.max_tokens, probe.stop, probe.rows)
+
+        for index, done in self._asked(len(probe.prompts), sequence, sink, self._width(probe.batch)):
+            prompt = probe.prompts[index]
+            other = done.read not in (None, len(prompt))
+            if other and self._dialect.sends == "ids":
+                sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
+                continue
+            rows = {} if done.tops is None or not done.ids else _rows(done.tops)
+            sink.add(index, {"ids": np.asarray(done.ids, dtype=np.int32), **rows})
+            sink.progress(len(prompt) + len(done.ids))
+            if not done.ids:
+                sink.fail(index, "empty output")
+            produced, cached, reread = produced + len(done.ids), cached + done.cached, reread + other
+        tokens = sum(map(len, probe.prompts)) + produced
+        return {
+            "tokens": tokens,
+            "generated": produced,
+            "cached_prompt_tokens": cached,
+            **({"prompts_read_otherwise": reread} if self._dialect.sends == "text" else {}),
+        }
+
+    def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
+        asked = groups(probe)
+
+        def seconds(index: int) -> NDArray[np.float64]:
+            each = [_times(events, 1 + probe.n) for events in self._streamed(asked[index], 1 + probe.n)]
+            return np.asarray(np.max(each, axis=0), dtype=np.float64)
+
+        for group in asked[: probe.warmup]:  # rotated: a server may remember how a prompt begins
+            self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + probe.n)
+        for index, found in self._asked(len(asked), seconds, sink, 1):
+            sink.add(index, {"seconds": found})
+            sink.progress(sum(map(len, asked[index])) + probe.n * len(asked[index]))
+        generated = probe.n * len(probe.prompts)
+        return {"tokens": sum(map(len, probe.prompts)) + generated, "generated": generated}
+
+    def _streamed(self, group: Sequence[Tokens], n: int) -> list[list[tuple[float, int]]]:
+        """For each of some prompts that are sent at once: (seconds since the first was sent, tokens) per event."""
+        self._dialect.forget()
+        began = time.perf_counter()
+
+        def events(prompt: Tokens) -> list[tuple[float, int]]:
+            late = time.perf_counter() - began
+            return [(late + seconds, tokens) for seconds, tokens in self._dialect.stream(prompt, n)]
+
+        with ThreadPoolExecutor(len(group)) as pool:
+            return list(pool.map(events, group))
+
+    def _width(self, batch: int = _CONCURRENCY) -> int:
+        """Requests at a time."""
+        return int(self._options.get("concurrency", min(batch, _CONCURRENCY)))
+
+    def _without_prompt_logprobs(self, probe: Prefill | Forced, sink: Sink) -> dict[str, Any]:
+        """No item has an answer, and the axis is not measurable; those that only generate are."""
+        reason = f"{self._client.root} {self._dialect.why_not}"
+        for index in range(len(probe.items())):
+            sink.fail(index, reason)
+        return {"not_measurable": reason}
+
+    def _asked(self, n: int, ask: Callable[[int], Result], sink: Sink, width: int) -> Iterator[tuple[int, Result]]:
+        """Answers in order, ``width`` requests at a time; what was refused is marked failed.
+
+        Raises:
+            EngineError: the server is gone, or it refused every item.
+        """
+        width = min(n, width) or 1
+        waiting: deque[tuple[int, Future[Result]]] = deque()
+        refused: list[str] = []
+        with ThreadPoolExecutor(width) as pool:
+            try:
+                for index in range(n + width):
+                    if index < n:
+                        waiting.append((index, pool.submit(ask, index)))
+                    if index >= width - 1 and waiting:
+                        item, future = waiting.popleft()
+                        try:
+                            yield item, future.result()
+                        except Refused as error:
+                            refused.append(str(error))
+                            sink.fail(item, str(error))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
+        if refused and len(refused) == n:
+            raise EngineError(f"none of {n} items was answered, first: {refused[0]}")
+
+
+def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:
+    """Seconds of each of the n tokens.
+
+    Raises:
+        Refused: they are not known.
+    """
+    if any(tokens != 1 for _, tokens in events):
+        raise Refused("the server puts several tokens into one event: their times are not known")
+    if len(events) != n:
+        raise Refused(f"the server ended after {len(events)} of {n} tokens: it heeds no ignore_eos")
+    return [seconds for seconds, _ in events]
+
+
+def _rows(tops: Sequence[Top]) -> dict[str, Array]:
+    """Arrays [rows, K]: what was reported, the most likely first; the end of shorter rows is id -1."""
+    ordered = [sorted(top.items(), key=lambda pair: (-pair[1], pair[0])) for top in tops]
+    width = max(1, max(map(len, ordered), default=1))
+    ids = np.full((len(tops), width), -1, dtype=np.int32)
+    logprobs = np.full((len(tops), width), -np.inf, dtype=np.float32)
+    for row, pairs in enumerate(ordered):
+        if pairs:
+            ids[row, : len(pairs)], logprobs[row, : len(pairs)] = zip(*pairs, strict=True)
+    return {"topk_ids": ids, "topk_logprobs": logprobs}

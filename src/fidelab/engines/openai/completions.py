@@ -1,0 +1,278 @@
+"""``/v1/completions`` in its variants, with as many of vLLM's and llama.cpp's additions as a server takes.
+
+What it can do is tried out once, on a few tokens: whether it takes token ids and returns them, and how it gives
+log-probabilities of prompts.  Sampling settings that servers have defaults of their own for (repetition penalties
+above all) are always sent.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fidelab.captures.requests import Tokens
+from fidelab.engines.openai.dialects import NO_LOGPROBS, SAMPLE, Completed, Dialect, Top, ended, number, top_of
+from fidelab.engines.openai.http import Client, Refused
+from fidelab.engines.openai.words import Words
+from fidelab.errors import EngineError
+
+__all__ = ["Completions"]
+
+_ADDITIONS: dict[str, Any] = {
+    "return_token_ids": True,  # vLLM
+    "return_tokens": True,  # llama-server
+    "return_tokens_as_token_ids": True,  # vLLM, in log-probabilities
+    "repetition_penalty": 1.0,  # vLLM takes the checkpoint's
+    "repeat_penalty": 1.0,  # llama_cpp.server's default is 1.1
+    "cache_prompt": False,
+    "add_special_tokens": False,
+    "skip_special_tokens": False,
+}
+_SAME = 0.05  # nats: the same distribution, computed in another batch
+
+
+class Completions(Dialect):
+    """See the module's docstring."""
+
+    def __init__(self, client: Client, model: str, words: Words, prompts: str | None, tops: Sequence[int]) -> None:
+        """Try the server out; ``prompts``: ``ids`` or ``text`` where the user wants one; ``tops``: numbers to try.
+
+        Raises:
+            EngineError: it completes neither; says what it said.
+        """
+        self._client = client
+        self._model = model
+        self._words = words
+        self._additions = False
+        self._adds_bos = False
+        self._mode: str | None = None  # how prompts are scored: "prompt_logprobs" or "echo"
+        self._shifts: dict[bool, int] = {}  # a BOS goes first → see _shift
+        sample = tuple(words.encode(SAMPLE))
+        self._settle_prompts(sample, ("ids", "text") if prompts is None else (prompts,))
+        self._settle_logprobs(sample, tops)
+
+    @property
+    def shifted(self) -> bool:
+        """The server's echo gives each token the log-probabilities of the next one; this was put right."""
+        return any(self._shifts.values())
+
+    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
+        answer, choice = self._post(
+            prompt,
+            max_tokens=max_tokens,
+            **({"stop_token_ids": list(stop)} if self._additions else {}),
+            **({"logprobs": self.top_generated} if rows and self.top_generated else {}),
+        )
+        own = _own_ids(choice)
+        if self.returns == "ids" and own is None:
+            raise Refused(f"{self._client.root} returned token ids when it was tried out, and now returns none")
+        generated = own if own is not None else self._words.encode(_text_of(choice))
+        ids = ended(generated, stop, choice.get("finish_reason") == "stop", self._words)
+        tops = self._aligned(ids, choice, exact=own is not None) if rows else None
+        usage = _usage(answer)
+        return Completed(ids, tops, number(usage, "prompt_tokens"), _cached(usage))
+
+    def score(self, ids: Tokens) -> list[Top]:
+        if self._mode == "prompt_logprobs":
+            _, choice = self._post(ids, max_tokens=1, prompt_logprobs=self.top, logprobs=self.top)
+            return self._from_prompt_logprobs(ids, choice)
+        _, choice = self._post(ids, max_tokens=1, echo=True, logprobs=self.top)
+        reported, texts = self._tops(choice)
+        positions = self._positions(ids, texts)
+        shift = self._shift(ids, positions, reported)
+        rows: list[Top] = [{} for _ in ids]
+        for position, top in zip((*positions, len(ids)), reported, strict=False):
+            if 0 <= position - 1 + shift < len(ids):
+                rows[position - 1 + shift] = top
+        return rows
+
+    def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
+        body = self._body(prompt, max_tokens=n, stream=True)
+        if self._additions:  # a prefix that the server remembers is no cold prefill
+            body |= {"ignore_eos": True, "cache_salt": uuid.uuid4().hex, "stream_options": {"include_usage": True}}
+        counted = None
+        total = 0
+        for seconds, event in self._client.stream("/completions", body):
+            counted = number(_usage(event), "completion_tokens") or counted
+            choices = event.get("choices")
+            choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
+            own = _own_ids(choice)
+            tokens = len(own) if own is not None else int(bool(choice.get("text")))
+            total += tokens
+            if tokens:
+                yield seconds, tokens
+        if counted is not None and counted != total:
+            raise Refused(f"the server streamed {total} tokens and counts {counted}: their times are not known")
+
+    # -------------------------------------------------------------------------------------------- trying out
+
+    def _settle_prompts(self, sample: Tokens, ways: Sequence[str]) -> None:
+        last: Refused | None = None
+        for self.sends in ways:
+            for self._additions in (True, False):
+                try:
+                    answer, choice = self._post(sample, max_tokens=1)
+                except Refused as error:
+                    last = error
+                    continue
+                read = number(_usage(answer), "prompt_tokens")
+                if self.sends == "ids" and read not in (None, len(sample)):
+                    last = Refused(f"{self._client.root} reads {read} tokens where {len(sample)} ids were sent")
+                    continue
+                self._adds_bos = self.sends == "text" and read == len(sample) + 1
+                self.returns = "ids" if _own_ids(choice) is not None else "text"
+                return
+        raise EngineError(str(last))
+
+    def _settle_logprobs(self, sample: Tokens, tops: Sequence[int]) -> None:
+        for top in tops:
+            for mode, asked in (("prompt_logprobs", {"prompt_logprobs": top}), ("echo", {"echo": True})):
+                if mode == "prompt_logprobs" and not self._additions:
+                    continue
+                try:
+                    answer, choice = self._post(sample, max_tokens=1, logprobs=top, **asked)
+                except Refused as error:
+                    self.why_not = f"{NO_LOGPROBS} ({error})"
+                    continue
+                reported, _ = self._tops(choice)
+                if mode == "prompt_logprobs":
+                    found = isinstance(choice.get("prompt_logprobs"), list)
+                else:
+                    found = len(reported) > max(1, number(_usage(answer), "completion_tokens") or 1)
+                if reported:
+                    self.top_generated = top
+                if found:
+                    self._mode, self.top = mode, top
+                    return
+            if self.top_generated:
+                return
+
+    # ----------------------------------------------------------------------------------------------- requests
+
+    def _body(self, prompt: Tokens, **fields: Any) -> dict[str, Any]:
+        ids = list(prompt)
+        if self.sends == "text" and self._adds_bos and ids[:1] == [self._words.bos]:
+            del ids[0]
+        body = {
+            "model": self._model,
+            "prompt": ids if self.sends == "ids" else self._words.decode(ids),
+            "temperature": 0.0,
+            "seed": 0,
+        }
+        return body | (_ADDITIONS if self._additions else {}) | fields
+
+    def _post(self, prompt: Tokens, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The answer, and its only choice."""
+        answer = self._client.post("/completions", self._body(prompt, **fields))
+        choices = answer.get("choices")
+        if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
+            raise Refused(f"{self._client.root} answers without choices: {self._client.clean(str(answer))}")
+        return answer, choices[0]
+
+    # ------------------------------------------------------------------------------------- log-probabilities
+
+    def _tops(self, choice: Mapping[str, Any]) -> tuple[list[Top], list[str]]:
+        """What is reported per token, and the tokens' own texts."""
+        found = choice.get("logprobs")
+        if not isinstance(found, dict):
+            return [], []
+        if isinstance(content := found.get("content"), list):  # the form of chats; llama-server adds ids
+            entries = [[entry, *(entry.get("top_logprobs") or [])] for entry in content]
+            named = [[(self._named(e), e.get("logprob")) for e in entry] for entry in entries]
+            return [top_of(pairs) for pairs in named], [str(entry.get("token", "")) for entry in content]
+        texts = [str(text) for text in found.get("tokens") or []]
+        own = found.get("token_logprobs") or [None] * len(texts)
+        tops = found.get("top_logprobs") or [None] * len(texts)
+        pairs = [
+            [*((self._words.token(text), value) for text, value in (top or {}).items()), (self._words.token(t), lp)]
+            for t, lp, top in zip(texts, own, tops, strict=True)
+        ]
+        return [top_of(entry) for entry in pairs], texts
+
+    def _named(self, entry: Mapping[str, Any]) -> int | None:
+        token = entry.get("id")
+        return token if isinstance(token, int) else self._words.token(str(entry.get("token", "")))
+
+    def _from_prompt_logprobs(self, ids: Tokens, choice: Mapping[str, Any]) -> list[Top]:
+        found = choice.get("prompt_logprobs")
+        if not isinstance(found, list) or len(found) != len(ids):
+            n = len(found) if isinstance(found, list) else 0
+            raise Refused(f"the server scored {n} tokens of a prompt that has {len(ids)}")
+        rows = [top_of((int(token), said.get("logprob")) for token, said in (entry or {}).items()) for entry in found]
+        for index in range(1, len(ids)):
+            if ids[index] not in rows[index]:
+                raise Refused(f"the server read another token than the prompt has at position {index}")
+        after, _ = self._tops(choice)
+        return [*rows[1:], after[0] if after else {}]
+
+    def _positions(self, ids: Tokens, texts: Sequence[str]) -> list[int]:
+        """Which tokens of a prompt an echo shows: all, or all but BOS, as llama_cpp.server does.
+
+        Raises:
+            Refused: the echoed tokens are not those of the prompt.
+        """
+        read = 0
+        for left_out in (None, self._words.bos):
+            shown = [position for position, token in enumerate(ids) if token != left_out]
+            fits = [self._words.is_spelled(ids[at], text) for at, text in zip(shown, texts, strict=False)]
+            if all(fits) and len(fits) == len(shown) and len(texts) - len(shown) in (0, 1):
+                return shown
+            read = max(read, fits.index(False) if False in fits else len(fits))
+        raise Refused(f"the server reads the text of a prompt as other tokens than it has, from token {read} on")
+
+    def _shift(self, ids: Tokens, positions: Sequence[int], reported: Sequence[Top]) -> int:
+        """1 where the echoed entry of a token describes the distribution behind it, as llama_cpp.server's does.
+
+        The distribution behind the whole prompt, asked for without echo, tells: it is the entry of the generated
+        token, or of the last one before it.  Whether a BOS goes first makes a difference there.
+        """
+        kind = ids[0] == self._words.bos
+        if kind not in self._shifts:
+            plain, _ = self._tops(self._post(ids, max_tokens=1, logprobs=self.top)[1])
+            n = len(positions)
+            gaps = [_gap(plain[0], reported[at]) if plain and at < len(reported) else 1.0 for at in (n, n - 1)]
+            if min(gaps) > _SAME:
+                raise Refused("the log-probabilities of an echoed prompt are not those that follow it")
+            self._shifts[kind] = int(gaps[1] < gaps[0])
+        return self._shifts[kind]
+
+    def _aligned(self, ids: Sequence[int], choice: Mapping[str, Any], *, exact: bool) -> list[Top] | None:
+        """What was reported at the position of each id; of a stop token that is not reported, nothing."""
+        tops, texts = self._tops(choice)
+        if len(ids) - len(tops) not in (0, 1):
+            return None
+        if not exact and not all(map(self._words.is_spelled, ids, texts)):
+            return None
+        return [*tops, *({} for _ in range(len(ids) - len(tops)))]
+
+
+def _gap(one: Top, other: Top) -> float:
+    """The largest difference (nats) over the tokens that both report; 1 where there is none."""
+    return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=1.0)
+
+
+def _own_ids(choice: Mapping[str, Any]) -> list[int] | None:
+    """The generated ids, where a server returns them."""
+    for key in ("token_ids", "tokens"):
+        found = choice.get(key)
+        if isinstance(found, list) and all(isinstance(token, int) for token in found):
+            return found
+    return None
+
+
+def _text_of(choice: Mapping[str, Any]) -> str:
+    text = choice.get("text")
+    if not isinstance(text, str):
+        raise Refused("the server answers without text")
+    return text
+
+
+def _usage(answer: Mapping[str, Any]) -> dict[str, Any]:
+    found = answer.get("usage")
+    return found if isinstance(found, dict) else {}
+
+
+def _cached(usage: Mapping[str, Any]) -> int:
+    details = usage.get("prompt_tokens_details")
+    return (number(details, "cached_tokens") or 0) if isinstance(details, dict) else 0

@@ -1,0 +1,82 @@
+"""The ways in which servers are asked, and what their answers have in common."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fidelab.captures.requests import Tokens
+from fidelab.engines.openai.words import Words
+
+__all__ = ["NO_LOGPROBS", "SAMPLE", "Completed", "Dialect", "Top", "ended", "number", "top_of"]
+
+Top = Mapping[int, float]  # log-probabilities (nats) of some tokens at one position
+
+NO_LOGPROBS = "gives no log-probabilities of prompts"
+SAMPLE = "The quick brown fox"  # what a server is tried out with
+_ZERO = -9999.0  # what vLLM writes for the logarithm of 0
+
+
+@dataclass(frozen=True)
+class Completed:
+    """A generated sequence, its stop token included.
+
+    ``tops``: per id what was reported at its position, ``None`` where that is not known to belong together.
+    ``read``: tokens that the server counted in the prompt; ``cached``: of these, those it did not compute.
+    """
+
+    ids: list[int]
+    tops: list[Top] | None
+    read: int | None
+    cached: int = 0
+
+
+class Dialect(ABC):
+    """One way of asking.  ``sends`` and ``returns``: ``ids`` or ``text``.
+
+    ``top``: tokens per position in log-probabilities of prompts, ``top_generated`` of generated ones; 0 for none.
+    ``why_not``: why there are none of prompts.
+    """
+
+    sends: str = "ids"
+    returns: str = "ids"
+    top: int = 0
+    top_generated: int = 0
+    why_not: str = NO_LOGPROBS
+
+    @abstractmethod
+    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
+        """A greedy continuation; with ``rows``, what was reported at its positions."""
+
+    @abstractmethod
+    def score(self, ids: Tokens) -> list[Top]:
+        """Per position [n] what is reported of the distribution that follows it."""
+
+    def forget(self) -> None:  # noqa: B027  (most servers are told with each request)
+        """Have the server forget the prompts that it has read, where streams do not ask for that themselves."""
+
+    @abstractmethod
+    def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
+        """(seconds since the request, tokens) per event of ``n`` tokens, stop tokens ignored."""
+
+
+def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list[int]:
+    """A sequence up to its first stop token; where a server stopped and does not show at what, with that put back."""
+    cut = next((list(ids[: at + 1]) for at, token in enumerate(ids) if token in stop), None)
+    if cut is not None:
+        return cut
+    end = words.ending(stop) if stopped else None
+    return [*ids, *([] if end is None else [end])]
+
+
+def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
+    """The pairs that name a token and a number."""
+    found = {token: float(value) for token, value in pairs if token is not None and isinstance(value, int | float)}
+    return {token: float("-inf") if value <= _ZERO else value for token, value in found.items()}
+
+
+def number(said: Mapping[str, Any], key: str) -> int | None:
+    value = said.get(key)
+    return value if isinstance(value, int) else None

@@ -1,0 +1,77 @@
+"""SGLang's own ``/generate``: ids in and out, log-probabilities with ids; its ``/v1/completions`` gives less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fidelab.captures.requests import Tokens
+from fidelab.engines.openai.dialects import SAMPLE, Completed, Dialect, Top, ended, number, top_of
+from fidelab.engines.openai.http import Client, Refused
+from fidelab.engines.openai.words import Words
+
+__all__ = ["SGLangGenerate"]
+
+
+class SGLangGenerate(Dialect):
+    """See the module's docstring."""
+
+    def __init__(self, client: Client, words: Words, tops: Sequence[int]) -> None:
+        self._client = client
+        self._words = words
+        self.top = self.top_generated = tops[0]
+        self._post(tuple(words.encode(SAMPLE)), 1)
+
+    def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
+        fields = {"return_logprob": True, "top_logprobs_num": self.top} if rows else {}
+        answer, meta = self._post(prompt, max_tokens, {"stop_token_ids": list(stop)}, **fields)
+        reason = meta.get("finish_reason")
+        stopped = isinstance(reason, dict) and reason.get("type") == "stop"
+        ids = ended([int(token) for token in answer.get("output_ids") or []], stop, stopped, self._words)
+        tops = _from_sglang(meta, "output") if rows else []
+        missing = len(ids) - len(tops)
+        aligned = [*tops, *({} for _ in range(missing))] if rows and missing in (0, 1) else None
+        return Completed(ids, aligned, number(meta, "prompt_tokens"), number(meta, "cached_tokens") or 0)
+
+    def score(self, ids: Tokens) -> list[Top]:
+        _, meta = self._post(ids, 1, return_logprob=True, logprob_start_len=0, top_logprobs_num=self.top)
+        rows = _from_sglang(meta, "input")
+        if len(rows) != len(ids):
+            raise Refused(f"the server scored {len(rows)} tokens of a prompt that has {len(ids)}")
+        return [*rows[1:], *_from_sglang(meta, "output")[:1]]
+
+    def forget(self) -> None:
+        self._client.text("/flush_cache")
+
+    def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
+        body = self._body(prompt, n, {"ignore_eos": True}) | {"stream": True}
+        known = 0
+        for seconds, event in self._client.stream("/generate", body, api=False):
+            made = number(_meta(event), "completion_tokens") or known
+            if made > known:
+                yield seconds, made - known
+            known = made
+
+    def _body(self, ids: Tokens, max_tokens: int, params: Mapping[str, Any]) -> dict[str, Any]:
+        neutral = {"temperature": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
+        return {"input_ids": list(ids), "sampling_params": {**neutral, "max_new_tokens": max_tokens, **params}}
+
+    def _post(
+        self, ids: Tokens, max_tokens: int, params: Mapping[str, Any] | None = None, **fields: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        answer = self._client.post("/generate", self._body(ids, max_tokens, params or {}) | fields, api=False)
+        if not isinstance(answer.get("output_ids"), list):
+            raise Refused(f"{self._client.root} returns no output_ids: {self._client.clean(str(answer))}")
+        return answer, _meta(answer)
+
+
+def _from_sglang(meta: Mapping[str, Any], side: str) -> list[Top]:
+    """Per position what is reported, the actual token included; entries are [log-probability, id, text]."""
+    own = meta.get(f"{side}_token_logprobs") or []
+    tops = meta.get(f"{side}_top_logprobs") or [None] * len(own)
+    return [top_of([(e[1], e[0]) for e in [*(top or []), actual]]) for actual, top in zip(own, tops, strict=True)]
+
+
+def _meta(answer: Mapping[str, Any]) -> dict[str, Any]:
+    found = answer.get("meta_info")
+    return found if isinstance(found, dict) else {}

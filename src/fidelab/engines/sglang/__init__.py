@@ -1,0 +1,1 @@
+"""Engine ``sglang``: the adapter, how it is launched, what captures inside it, and what is read back."""

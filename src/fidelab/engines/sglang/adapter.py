@@ -1,0 +1,327 @@
+"""SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both,
+or as ``k16v8`` by a backend of the package of that name.
+
+Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
+``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
+``chunked-prefill-size``, ``cuda-graph`` (on, off; off unless told); and ``estimator`` (hidden, logprobs).
+
+- **States** are those after the final norm, kept by a hook inside the schedulers (``engines/sglang/capture.py``); the
+  head is the loaded one.  A few rows of every probe are compared with the engine's own logits.
+- **The cache's type is fixed at launch**, so an arm is a launch.  The prefix cache is off, and so are overlapped
+  scheduling (it samples while the next step runs) and, unless asked for, chunked prefill and CUDA graphs.
+- **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
+  ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
+- **Forced** continuations go token by token through the cache: the hook replaces what was sampled.
+- A server that is launched elsewhere is the affair of engine ``openai``; requests and answers are apart from this file
+  (``sglang_session.py``), should a server ever be launched per arm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import numpy as np
+
+from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.options import check_options
+from fidelab.engines.sglang.launch import (
+    DTYPES,
+    K16V8,
+    OPTIONS,
+    SPARE,
+    arguments,
+    context,
+    k16v8_cannot,
+    k16v8_of,
+    kv_choices,
+    on_cpu,
+    prepare,
+)
+from fidelab.engines.sglang.read_back import ran
+from fidelab.engines.sglang.session import Request, Response, SGLangSession
+from fidelab.engines.timing import time_prompts
+from fidelab.errors import EngineError, NotSupportedError, UsageError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fidelab.engines.hf.head import ReplayedHead
+
+__all__ = ["SGLangEngine"]
+
+_PACKAGES = ("sglang", "sglang-cpu")
+_TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
+_SENTINEL_ROWS = 8
+_FORCED = 16  # continuations that are forced together
+
+
+class SGLangEngine(Engine):
+    """SGLang behind the engine contract."""
+
+    name: ClassVar[str] = "sglang"
+    packages: ClassVar[tuple[str, ...]] = _PACKAGES
+    native_kv: ClassVar[str] = "auto"
+    pairs: ClassVar[bool] = False
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        found = {}
+        for package in (*cls.packages, "sglang-kernel", "torch"):
+            try:
+                found[package] = version(package)
+            except PackageNotFoundError:
+                continue
+        if not set(cls.packages) & set(found):
+            raise EngineError("engine sglang needs sglang: fidelab engines install sglang")
+        return found
+
+    @classmethod
+    def kv_names(cls) -> Sequence[str]:
+        return (*kv_choices(), K16V8)
+
+    @classmethod
+    def check_kv(cls, kv: KVSpec) -> None:
+        ours = k16v8_of(kv) is not None
+        if (kv.k.options or kv.v.options) and not ours:
+            raise UsageError(f"KV format {kv.label!r}: formats of engine sglang take no options")
+        if kv.skip_layers:
+            raise UsageError(f"KV format {kv.label!r}: SGLang has one format for all layers, no skip-layers")
+
+    @classmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        check_options(cls.name, arm.options, OPTIONS)
+        if arm.dtype not in DTYPES:
+            return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
+        if k16v8_of(arm.kv) is not None:
+            reason = k16v8_cannot(arm)
+            return Verdict(not reason, reason)
+        return Verdict(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
+
+    def open(self, arm: Arm) -> None:
+        self._arm = arm
+        self._options = dict(arm.options)
+        self._sentinels: list[tuple[float, float]] = []
+        self._head: ReplayedHead | None = None
+        ranks = int(self._options.get("tp", "1"))
+        prepare(arm, ranks)
+        self._context = context(arm)
+        passed = {**arguments(arm), "context_length": self._context + SPARE}
+        self._session = SGLangSession(passed, self.mark, logprobs=self._estimator is Estimator.LOGPROBS)
+        try:
+            self._try_out(ranks)
+        except BaseException:
+            self._session.close()
+            raise
+
+    def _try_out(self, ranks: int) -> None:
+        """Two tokens: what was loaded, what the cache is, and whether the head replays the logits."""
+        self._about, first = self._session.describe()
+        unfilled = self._about["unfilled_parameters"]
+        if unfilled:
+            raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
+        if not self._about["cache"]["kv_layers"]:
+            raise NotSupportedError(f"{self._arm.model} keeps no keys and values in SGLang")
+        if self._estimator is Estimator.HIDDEN:
+            if "why" in self._about["head"]:
+                raise EngineError(f"{self._about['head']['why']}: pass --engine-arg estimator=logprobs")
+            self._read_head(first, ranks)
+
+    def tokenize(self, text: str) -> list[int]:
+        from sglang.srt.utils.hf_transformers_utils import get_tokenizer
+
+        return list(get_tokenizer(self._arm.path).encode(text, add_special_tokens=False))
+
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        began = time.monotonic()
+        if self._head is not None:
+            self._head.sentinels.clear()
+        match probe:
+            case Prefill():
+                facts = self._prefill(probe, sink)
+            case Generate():
+                facts = self._generate(probe, sink)
+            case Forced():
+                facts = self._forced(probe, sink)
+            case Timed():
+                for group in probe.groups():
+                    self._together(group, 1 + probe.n)
+                facts = time_prompts(probe, sink, lambda group: self._session.stream(group, 1 + probe.n))
+        return answer_with_head(probe, self._estimator, facts, began, self._head)
+
+    def ran(self) -> Ran:
+        return ran(self._arm, self._about, self._session.arguments, self.versions())
+
+    def close(self) -> None:
+        self._session.close()
+
+    # ------------------------------------------------------------------------------------------- probes
+
+    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
+        read = [window[: probe.last + 1] for window in probe.windows]  # no row is wanted of what follows
+        for batch in self._batches([(len(window), 1) for window in read], _TOGETHER[self._kind]):
+            requests = [Request(read[i], first=probe.first, live=self._sentinel(i)) for i in batch]
+            for index, response in zip(batch, self._ask(requests), strict=True):
+                sink.add(index, self._stored(response.rows, probe.n_rows))
+                sink.progress(len(read[index]))
+        return {"tokens": sum(map(len, read))}
+
+    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+        produced = 0
+        sizes = [(len(prompt), probe.max_tokens) for prompt in probe.prompts]
+        for batch in self._batches(sizes, self._room, probe.batch):
+            requests = [
+                Request(p, probe.max_tokens, probe.stop, first=len(p) - 1, live=self._sentinel(i))
+                for i, p in ((i, probe.prompts[i]) for i in batch)
+            ]
+            for index, response in zip(batch, self._ask(requests), strict=True):
+                ids, failed = response.ids, response.failed
+                if failed:
+                    ids = ids[: int(failed.rsplit(" ", 1)[1])]
+                rows = self._stored(response.rows, len(ids)) if probe.rows and ids else {}
+                sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **rows})
+                sink.progress(len(probe.prompts[index]) + len(ids))
+                produced += len(ids)
+                if failed or not ids:
+                    sink.fail(index, failed or "empty output")
+        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+
+    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+        sizes = [(len(p), max(1, len(c))) for p, c in zip(probe.prompts, probe.continuations, strict=True)]
+        for batch in self._batches(sizes, self._room, _FORCED):
+            wanted = [i for i in batch if probe.continuations[i]]
+            requests = [
+                Request(p, len(c), first=len(p) - 1, live=self._sentinel(i), force=c)
+                for i in wanted
+                for p, c in [(probe.prompts[i], probe.continuations[i])]
+            ]
+            responses = dict(zip(wanted, self._ask(requests), strict=True))
+            for index in batch:
+                continuation = probe.continuations[index]
+                ids = {"ids": np.asarray(continuation, dtype=np.int32)}
+                if not continuation:
+                    sink.add(index, ids)
+                    sink.fail(index, "empty continuation")
+                    continue
+                sink.add(index, {**ids, **self._stored(responses[index].rows, len(continuation))})
+                sink.progress(len(probe.prompts[index]) + len(continuation))
+        return {"tokens": sum(map(len, probe.items())), "token_by_token": True}
+
+    def _batches(self, sizes: Sequence[tuple[int, int]], tokens: int, most: int = 1 << 20) -> Iterator[list[int]]:
+        """Items of (prompt, new) tokens that fit the cache together: SGLang never has to compute one again."""
+        batch: list[int] = []
+        room = min(tokens, self._room)
+        page = self._about["page_size"]
+        held = 0
+        for index, (prompt, new) in enumerate(sizes):
+            self._fits(prompt, new)
+            needed = prompt + new + page
+            if batch and (len(batch) >= most or held + needed > room):
+                yield batch
+                batch, held = [], 0
+            batch.append(index)
+            held += needed
+        if batch:
+            yield batch
+
+    def _known(self, tokens: Tokens) -> None:
+        """SGLang does not check ids, and one outside the vocabulary ends its scheduler."""
+        if not tokens or not 0 <= min(tokens) <= max(tokens) < self._about["vocabulary"]:
+            raise EngineError(
+                f"token ids {min(tokens)} … {max(tokens)} are not all in the vocabulary of {self._about['vocabulary']}"
+                if tokens
+                else "SGLang answers no empty prompt"
+            )
+
+    def _fits(self, prompt: int, new: int) -> None:
+        if prompt + new > self._room:
+            raise EngineError(
+                f"{prompt} + {new} tokens do not fit the cache of {self._room}: pass --engine-arg max-total-tokens=N"
+            )
+        if prompt + new > self._context:
+            raise EngineError(
+                f"{prompt} + {new} tokens exceed the context of {self._context}: use shorter texts, or pass "
+                "--engine-arg context-length=N where the model can do more"
+            )
+
+    def _together(self, group: Sequence[Tokens], new: int) -> None:
+        """Prompts that wait for one another are no batch."""
+        for prompt in group:
+            self._known(prompt)
+            self._fits(len(prompt), new)
+        needed = sum(len(prompt) + new + int(self._about["page_size"]) for prompt in group[1:]) + len(group[0]) + new
+        if needed > self._room:
+            raise EngineError(
+                f"{len(group)} prompts of {needed} tokens in all do not fit the cache of {self._room} together: "
+                "pass --engine-arg max-total-tokens=N"
+            )
+
+    @property
+    def _room(self) -> int:
+        """Tokens of the cache that requests can have."""
+        return int(self._about["cache_tokens"]) - SPARE - int(self._about["page_size"])
+
+    # ---------------------------------------------------------------------------------------- distributions
+
+    @property
+    def _estimator(self) -> Estimator:
+        return Estimator(self._options.get("estimator", "hidden"))
+
+    @property
+    def _kind(self) -> str:
+        return "cpu" if self._arm.device == "cpu" else "cuda"
+
+    def _sentinel(self, index: int) -> int:
+        return int(self._estimator is Estimator.HIDDEN and index < _SENTINEL_ROWS)
+
+    def _read_head(self, first: Response, ranks: int) -> None:
+        from fidelab.engines.hf.head import ReplayedHead
+
+        arrays = {name: _tensor(array) for name, array in self._session.head(self._about, ranks).items()}
+        config = SimpleNamespace(final_logit_softcapping=self._about["softcap"], logit_scale=self._about["scale"])
+        module = SimpleNamespace(weight=arrays["weight"], bias=arrays.get("bias"))
+        assert first.rows is not None
+        assert first.live is not None
+        states, live = _tensor(first.rows), _tensor(first.live)
+        self._head = ReplayedHead(module, config, self._about["compute_dtype"], states, live)
+        self._head.check(states, live)
+
+    def _ask(self, requests: Sequence[Request]) -> list[Response]:
+        """Answers to some requests; live logits among them are compared with what the stored head makes of the rows.
+
+        They are those of the last row of a window, or of the first row that was sampled.
+        """
+        for request in requests:
+            self._known((*request.prompt, *request.force))
+        responses = self._session.ask(requests) if requests else []
+        pairs = [
+            (rows[-1:] if len(response.ids) == 1 else rows[:1], _tensor(response.live))
+            for response in responses
+            if response.live is not None and response.rows is not None
+            for rows in [_tensor(response.rows)]
+        ]
+        if self._head is not None and pairs:
+            import torch
+
+            states, live = zip(*pairs, strict=True)
+            self._head.check(torch.cat(states), torch.cat(live))
+        return responses
+
+    def _stored(self, rows: Array | None, n: int) -> Mapping[str, Array]:
+        assert rows is not None
+        name = "hidden" if self._estimator is Estimator.HIDDEN else "logprobs"
+        return {name: BFloat16(rows.bits[:n]) if isinstance(rows, BFloat16) else rows[:n]}
+
+
+def _tensor(array: Array) -> Tensor:
+    import torch
+
+    if isinstance(array, BFloat16):
+        return torch.from_numpy(array.bits).view(torch.bfloat16)
+    return torch.from_numpy(array)

@@ -1,0 +1,369 @@
+"""What fidelab puts into SGLang's scheduler processes: capture of hidden states, forced tokens, a look at the cache.
+
+SGLang's own door is used: the entry point ``sglang.srt.plugins`` (:func:`register`) is loaded by every SGLang of the
+environment and does nothing unless ``FIDELAB_CAPTURE`` names a folder; hooks are registered with ``HookRegistry``.
+The model runner of a draft worker (EAGLE, NextN, MTP) is left alone: what it computes is no answer of the model.
+
+The instructions of request ``RID`` are in ``RID.json`` of the folder, written before the request is sent; requests
+without that file pass untouched::
+
+    tokens  tokens of the prompt
+    first   rows from this position on are kept (the row of position i predicts token i + 1)
+    live    so many of the engine's own rows of logits are kept beside them
+    force   token ids that replace the sampled ones, in order
+    about   describe model, cache and head as well
+
+Answers are files, too, complete before SGLang hands out the token that follows: ``RID.rows`` (one after another, in the
+type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
+``RID.nan`` (index of the first generated token whose logits held NaN), ``about.json``, ``head-RANK.weight`` and
+``.bias``.  Rank 0 writes; under tensor parallelism all ranks hold the same states.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FOLDER", "PREFIX", "register"]
+
+FOLDER = "FIDELAB_CAPTURE"  # environment variable: where instructions and answers lie; unset: nothing is done
+LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities instead of states
+PREFIX = "fidelab-"  # of the requests that may have instructions
+_CHUNK = 256  # rows of log-probabilities at a time
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+
+
+def register() -> None:
+    """Hook loading, forward and sampling."""
+    if not os.environ.get(FOLDER):
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    capture = _Capture(Path(os.environ[FOLDER]), bool(os.environ.get(LOGPROBS)))
+    for target, hook, kind in (
+        ("sglang.srt.managers.scheduler.Scheduler.__init__", capture.start, HookType.AROUND),
+        ("sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only", capture.load, HookType.AROUND),
+        (f"{_RUNNER}.forward", capture.forward, HookType.AROUND),
+        (f"{_RUNNER}.sample", capture.sample, HookType.AFTER),
+    ):
+        HookRegistry.register(target, hook, kind)
+
+
+class _Capture:
+    """The hooks of one process."""
+
+    def __init__(self, folder: Path, logprobs: bool) -> None:
+        self._folder = folder
+        self._logprobs = logprobs
+        self._next: dict[str, int] = {}  # request → position whose row comes next: a retracted one is computed again
+        self._live: dict[str, int] = {}  # request → rows of live logits still wanted
+        self._unfilled: list[str] | None = None
+        self._scales: list[str] = []
+        self._asked = lru_cache(maxsize=4096)(self._read)
+
+    # ------------------------------------------------------------------------------------------- hooks
+
+    def start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """What ends the start of a scheduler is written down: SGLang itself only logs it and ends all processes."""
+        return self._noted(original, *args, **kwargs)
+
+    def load(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Watch which parameters are written while the checkpoint is loaded."""
+        from fidelab.engines.written import watched
+
+        with watched(model) as ledger:
+            out = original(model, *args, **kwargs)
+        untouched = ledger.untouched()
+        # Scales of the cache have a default, which a checkpoint may replace.
+        self._unfilled = [name for name in untouched if not _is_scale(name)]
+        self._scales = [name for name, _ in model.named_parameters() if _is_scale(name) and name not in untouched]
+        return out
+
+    def forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Keep what the requests of this forward ask for."""
+        if runner.is_draft_worker or not any(self._requests(batch)):
+            return self._noted(original, runner, batch, *args, **kwargs)
+        return self._noted(self._captured, original, runner, batch, *args, **kwargs)
+
+    def sample(self, tokens: Tensor, runner: Any, output: Any, batch: Any) -> None:
+        """Put the forced tokens in place of the sampled ones."""
+        if runner.is_draft_worker:
+            return
+        for index, _, asked in self._requests(batch):
+            step = _end(batch, index) - asked["tokens"]
+            force = asked["force"]
+            if 0 <= step < len(force):
+                tokens[index] = force[step]
+
+    # -------------------------------------------------------------------------------------------- rows
+
+    def _captured(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        about = any(asked["about"] for _, _, asked in self._requests(batch))
+        stored = _Stored(runner) if about else None
+        out = original(runner, batch, *args, **kwargs)
+        states, logits = out.logits_output.hidden_states, out.logits_output.next_token_logits
+        lengths = batch.extend_seq_lens_cpu if batch.forward_mode.is_extend() else [1] * len(batch.rids)
+        if states is None or len(states) != sum(lengths):
+            got = "no" if states is None else len(states)
+            raise RuntimeError(f"SGLang kept {got} hidden states for {sum(lengths)} tokens")
+        starts = [sum(lengths[:index]) for index in range(len(lengths))]
+        broken = logits.isnan().any(dim=-1).tolist()
+        for index, rid, asked in self._requests(batch):
+            end = _end(batch, index)
+            rows = states[starts[index] : starts[index] + lengths[index]]
+            self._rows(runner, batch, rid, asked, end - len(rows), rows)
+            if end >= asked["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
+                self._logits(rid, asked, end, logits[index], broken[index])
+        if stored is not None:
+            self._about(runner, stored, batch)
+        return out
+
+    def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
+        """Append the wanted of the rows ``start`` …, each once."""
+        wanted = self._next.get(rid, asked["first"])
+        end = start + len(states)
+        if not start <= wanted < end:
+            return
+        self._next[rid] = end
+        rows = states[wanted - start :]
+        if not self._logprobs:
+            self._append(f"{rid}.rows", rows)
+            return
+        for at in range(0, len(rows), _CHUNK):
+            self._append(f"{rid}.rows", _distribution(runner, batch, rows[at : at + _CHUNK]))
+
+    def _logits(self, rid: str, asked: Mapping[str, Any], end: int, logits: Tensor, broken: bool) -> None:
+        if broken and _is_first_rank() and not (self._folder / f"{rid}.nan").exists():
+            (self._folder / f"{rid}.nan").write_text(str(end - asked["tokens"]))
+        left = self._live.setdefault(rid, asked["live"])
+        if left:
+            self._live[rid] = left - 1
+            self._append(f"{rid}.live", logits.float())
+
+    def _requests(self, batch: Any) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
+        """Index, name and instructions of the requests that have any."""
+        for index, rid in enumerate(batch.rids or ()):
+            if rid.startswith(PREFIX) and (asked := self._asked(rid)):
+                yield index, rid, asked
+
+    def _read(self, rid: str) -> Mapping[str, Any]:
+        self._next.pop(rid, None)
+        try:
+            asked: Mapping[str, Any] = json.loads((self._folder / f"{rid}.json").read_text("utf-8"))
+        except FileNotFoundError:
+            return {}
+        return asked
+
+    def _append(self, name: str, tensor: Tensor) -> None:
+        if _is_first_rank():
+            with (self._folder / name).open("ab") as file:
+                file.write(_raw(tensor))
+
+    def _noted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(*args, **kwargs)
+        except Exception as error:
+            text = " ".join(str(error).split())[:300]
+            (self._folder / "failure.txt").write_text(f"{type(error).__name__}: {text}", "utf-8")
+            raise
+
+    # ------------------------------------------------------------------------------------------- about
+
+    def _about(self, runner: Any, stored: _Stored, batch: Any) -> None:
+        import torch
+
+        owner = _owner(runner.model)
+        head = _write_head(self._folder, _rank(), getattr(owner, "lm_head", None))
+        if not _is_first_rank():
+            return
+        processor = getattr(owner, "logits_processor", None)
+        about = {
+            "architecture": type(runner.model).__name__,
+            "compute_dtype": _name(runner.dtype),
+            "threads": torch.get_num_threads(),
+            "unfilled_parameters": self._unfilled,
+            "scale_parameters": len(self._scales),
+            "vocabulary": runner.model_config.vocab_size,
+            "layers": runner.model_config.num_hidden_layers,
+            "softcap": getattr(processor, "final_logit_softcapping", None),
+            "scale": getattr(processor, "logit_scale", None),
+            "head": head,
+            "attention": getattr(runner.attn_backend, "label", None) or type(runner.attn_backend).__name__,
+            "page_size": runner.page_size,
+            "cache_tokens": runner.max_total_num_tokens,
+            "graphs": getattr(runner, "decode_cuda_graph_runner", None) is not None,
+            "cache": stored.seen(batch),
+        }
+        partial = self._folder / "about.json.partial"
+        partial.write_text(json.dumps(about), "utf-8")
+        partial.rename(self._folder / "about.json")
+
+
+class _Stored:
+    """The cache of a runner; what its first attention layer is given in one forward, and what is stored of that."""
+
+    def __init__(self, runner: Any) -> None:
+        self._runner = runner
+        self._given: list[tuple[Tensor, Tensor]] = []
+        self._layers = [m for m in runner.model.modules() if type(m).__name__ == "RadixAttention"]
+        if self._layers:
+            self._handle = self._layers[0].register_forward_pre_hook(self._note)
+
+    def _note(self, _module: Any, args: tuple[Any, ...]) -> None:
+        self._handle.remove()
+        if len(args) > 2 and args[1] is not None and args[2] is not None:
+            self._given.append((args[1].detach().clone(), args[2].detach().clone()))
+
+    def seen(self, batch: Any) -> dict[str, Any]:
+        """Types, bytes, scales and how much of what was given is found again."""
+        pools = list(_pools(self._runner.token_to_kv_pool))
+        buffers = [(kind, buffer, _slots(pool)) for pool in pools for kind, buffer in _buffers(pool)]
+        layer = self._layers[0] if self._layers else None
+        return {
+            "pool": [type(pool).__name__ for pool in pools],
+            "dtype": _name(pools[0].dtype),
+            "method": getattr(getattr(pools[0], "quant_method", None), "name", None),
+            "stored": {kind: _name(buffer.dtype) for kind, buffer, _ in buffers},
+            "bytes_per_token": sum(buffer.nbytes / slots for _, buffer, slots in buffers),
+            "bytes": sum(buffer.nbytes for _, buffer, _ in buffers),
+            "kv_layers": sum(kind in ("k", "kv") for kind, _, _ in buffers),
+            "values_per_token": sum(
+                x.tp_k_head_num * x.qk_head_dim + x.tp_v_head_num * x.v_head_dim for x in self._layers
+            ),
+            "heads": [(x.tp_k_head_num, x.qk_head_dim, x.v_head_dim) for x in self._layers],
+            "values_per_scale": _values_per_scale(buffers),
+            "layer_scales": sorted({(_scale(x, "k"), _scale(x, "v")) for x in self._layers}),
+            "matches": self._matches(pools[0], layer, batch),
+            "read_back": self._read_back(pools[0], layer, batch),
+        }
+
+    def _read_back(self, pool: Any, layer: Any, batch: Any) -> dict[str, Any]:
+        """What a pool of ours says of itself: it knows its formats."""
+        if not self._given or not hasattr(pool, "read_back"):
+            return {}
+        seen: dict[str, Any] = pool.read_back(layer.layer_id, batch.out_cache_loc, *self._given[0])
+        return seen
+
+    def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
+        """Share of the first layer's keys and values that lie in the cache, rounded to its type, where they belong.
+
+        ``None`` where they are stored in another form than element by element.
+        """
+        keys, values = (getattr(pool, f"{kind}_buffer", None) for kind in "kv")
+        if not self._given or not keys or not values:
+            return None
+        equal = total = 0
+        for kind, given, buffer in zip("kv", self._given[0], (keys, values), strict=True):
+            held = buffer[layer.layer_id - pool.start_layer]
+            if held.dtype != pool.dtype and held.element_size() == pool.dtype.itemsize:
+                held = held.view(pool.dtype)
+            if held.dim() != 3 or held.dtype != pool.dtype:
+                return None
+            held = held[batch.out_cache_loc].float().flatten()
+            expected = (given.float() / _scale(layer, kind)).to(pool.dtype).float().flatten()
+            if len(held) != len(expected):
+                return None
+            equal += int((held == expected).sum())
+            total += len(held)
+        return equal / total
+
+
+def _owner(model: Any) -> Any:
+    """The module that has the head and the processor of its logits: the model, or the text part of it."""
+    return next((m for m in model.modules() if hasattr(m, "lm_head") and hasattr(m, "logits_processor")), None)
+
+
+def _write_head(folder: Path, rank: int, head: Any) -> dict[str, Any]:
+    """This rank's rows of the head, padding included: ``head-RANK.weight`` and perhaps ``.bias``."""
+    weight = getattr(head, "weight", None)
+    if weight is None or not weight.is_floating_point() or weight.dim() != 2 or weight.element_size() < 2:
+        return {"why": f"the head is a {type(head).__name__} without a plain weight"}
+    found = {"rows": weight.shape[0], "width": weight.shape[1], "dtype": _name(weight.dtype), "bias": False}
+    (folder / f"head-{rank}.weight").write_bytes(_raw(weight))
+    if (bias := getattr(head, "bias", None)) is not None:
+        found["bias"] = True
+        (folder / f"head-{rank}.bias").write_bytes(_raw(bias.to(weight.dtype)))
+    return found
+
+
+def _distribution(runner: Any, batch: Any, states: Tensor) -> Tensor:
+    from sglang.srt.layers.logits_processor import LogitsMetadata
+
+    owner = _owner(runner.model)
+    metadata = LogitsMetadata(forward_mode=batch.forward_mode)
+    logits = owner.logits_processor._get_logits(states, owner.lm_head, metadata)
+    rows: Tensor = logits.double().log_softmax(dim=-1).half()
+    return rows
+
+
+def _pools(pool: Any) -> Iterator[Any]:
+    """The plain pools behind one of several parts (sliding windows, hybrids)."""
+    parts = [part for name in ("full_kv_pool", "swa_kv_pool") if (part := getattr(pool, name, None)) is not None]
+    for part in parts:
+        yield from _pools(part)
+    if not parts:
+        yield pool
+
+
+def _buffers(pool: Any) -> Iterator[tuple[str, Tensor]]:
+    for kind in ("k", "v", "kv", "k_scale", "v_scale"):
+        for buffer in getattr(pool, f"{kind}_buffer", None) or ():
+            yield kind, buffer
+
+
+def _slots(pool: Any) -> int:
+    """Tokens that the buffers have room for, the slots for padding included."""
+    return int(pool.size + pool.page_size)
+
+
+def _values_per_scale(buffers: list[tuple[str, Tensor, int]]) -> float | None:
+    """Values of a key that share a stored scale; ``None`` where no scales are stored."""
+    sizes = {kind: buffer.nbytes for kind, buffer, _ in buffers}
+    if not sizes.get("k_scale"):
+        return None
+    counts = {kind: buffer.numel() for kind, buffer, _ in buffers}
+    per_byte = 2 if any(b.dtype.itemsize == 1 and not b.is_floating_point() for k, b, _ in buffers if k == "k") else 1
+    return counts["k"] * per_byte / counts["k_scale"]
+
+
+def _scale(layer: Any, kind: str) -> float:
+    value = getattr(layer, f"{kind}_scale_float", None)
+    return 1.0 if value is None else float(value)
+
+
+def _is_scale(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in ("k_scale", "v_scale")
+
+
+def _end(batch: Any, index: int) -> int:
+    """Tokens of the request that are in the cache after this forward."""
+    if batch.forward_mode.is_extend():
+        return int(batch.extend_prefix_lens_cpu[index] + batch.extend_seq_lens_cpu[index])
+    return int(batch.seq_lens_cpu[index])
+
+
+def _rank() -> int:
+    import torch
+
+    return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _is_first_rank() -> bool:
+    return _rank() == 0
+
+
+def _raw(tensor: Tensor) -> bytes:
+    import torch
+
+    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,214 @@
+"""How SGLang is launched: the options an arm may have, the arguments and the environment they become."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import Arm, KVSpec
+from fidelab.engines.base import Verdict
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, Scaling, missing, pair_scaling, set_switch
+from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
+from fidelab.engines.sglang.session import one_line
+from fidelab.errors import EngineError
+
+__all__ = [
+    "DTYPES",
+    "K16V8",
+    "OPTIONS",
+    "SPARE",
+    "arguments",
+    "context",
+    "k16v8_cannot",
+    "k16v8_of",
+    "kv_choices",
+    "on_cpu",
+    "prepare",
+]
+
+
+_CPU_ENGINE = "SGLANG_USE_CPU_ENGINE"
+_LONGER = "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"  # by the spare places
+SPARE = 8  # SGLang keeps 7 places of its context and of its cache empty, and silently cuts what is asked for to that
+_PLUGINS = "SGLANG_PLUGINS"  # the only ones to load, where it is set
+_CPU_CORES = "SGLANG_CPU_OMP_THREADS_BIND"
+DTYPES = ("float32", "bfloat16", "float16")
+_CPU_CACHE = 40_960  # tokens; memory is taken when they are written
+
+
+OPTIONS: Mapping[str, Value] = {
+    "tp": NUMBER,
+    "attention-backend": NAME,
+    "sampling-backend": NAME,
+    "mem-fraction-static": SHARE,
+    "max-total-tokens": NUMBER,
+    "context-length": NUMBER,
+    "page-size": NUMBER,
+    "quantization": NAME,
+    "chunked-prefill-size": (
+        lambda text: text == "-1" or is_count(text),
+        "a number of tokens, or -1 for prefill in one piece",
+    ),
+    "cuda-graph": SWITCH,
+    "estimator": one_of("hidden", "logprobs"),
+}
+_PASSED = {  # options → arguments of sglang.Engine and their types
+    "tp": ("tp_size", int),
+    "attention-backend": ("attention_backend", str),
+    "sampling-backend": ("sampling_backend", str),
+    "mem-fraction-static": ("mem_fraction_static", float),
+    "max-total-tokens": ("max_total_tokens", int),
+    "page-size": ("page_size", int),
+    "quantization": ("quantization", str),
+    "chunked-prefill-size": ("chunked_prefill_size", int),
+}
+
+
+def kv_choices() -> list[str]:
+    """The choices of SGLang's own ``--kv-cache-dtype``.
+
+    Raises:
+        EngineError: SGLang cannot be imported here, or has no such list.
+    """
+    if not _has_gpu():
+        os.environ.setdefault(_CPU_ENGINE, "1")
+    try:
+        from sglang.srt.server_args import ServerArgs
+
+        parser = argparse.ArgumentParser(add_help=False)
+        ServerArgs.add_cli_args(parser)
+    except Exception as error:
+        raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
+    names = next((a.choices for a in parser._actions if "--kv-cache-dtype" in a.option_strings), None)
+    if not names:
+        raise EngineError(f"SGLang {version('sglang')} does not say which types its cache can have")
+    return [str(name) for name in names]
+
+
+def on_cpu(name: str) -> Verdict:
+    if name in ("auto", "bf16", "bfloat16"):
+        return Verdict(True)
+    if name != "fp8_e4m3":
+        return Verdict(False, f"SGLang on CPUs keeps no {name} cache, only the model's type and fp8_e4m3 (with AMX)")
+    if "amx_tile" not in _cpu_flags():
+        return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
+    if not _has_operators():
+        return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants AMX operators, and sgl_kernel has none here")
+    return Verdict(True)
+
+
+def _has_operators() -> bool:
+    """Whether sgl_kernel is a build with compiled operators: it can be absent on CPUs, or stood in for."""
+    spec = find_spec("sgl_kernel")
+    return spec is not None and spec.origin is not None and any(Path(spec.origin).parent.glob("*.so"))
+
+
+def k16v8_of(kv: KVSpec) -> Scaling | None:
+    """As :func:`fidelab.engines.k16v8.pair_scaling`."""
+    return pair_scaling(kv, "SGLang")
+
+
+def k16v8_cannot(arm: Arm) -> str:
+    """What k16v8's plug-in lacks for this arm; models that it cannot serve end the start with a line of their own."""
+    if reason := missing():
+        return f"{arm.kv.label} {reason}"
+    from k16v8.plugins.sglang.plugin import PAGES, refusal
+
+    options = dict(arm.options)
+    if reason := refusal():
+        return reason
+    if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
+        return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
+    if "attention-backend" in options:
+        return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
+    if options.get("cuda-graph") == "on":
+        return f"{arm.kv.label} runs without graphs: remove cuda-graph"
+    if arm.device != "cpu" and int(options.get("page-size", PAGES[0])) not in PAGES:
+        return f"{arm.kv.label} reads pages of {', '.join(map(str, PAGES))} tokens on GPUs, not {options['page-size']}"
+    return ""
+
+
+def arguments(arm: Arm) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``; what an option names replaces ours."""
+    options = dict(arm.options)
+    device, _, number = arm.device.partition(":")
+    scaling = k16v8_of(arm.kv)
+    ours: dict[str, Any] = {
+        "model_path": arm.path,
+        "dtype": arm.dtype,
+        "kv_cache_dtype": "auto" if scaling else arm.kv.k.name,
+        "device": device,
+        "skip_tokenizer_init": True,
+        "trust_remote_code": False,
+        "enable_return_hidden_states": True,
+        "sleep_on_idle": True,  # else schedulers that are not asked burn a core
+        "disable_radix_cache": True,
+        "disable_overlap_schedule": True,
+        "disable_cuda_graph": options.get("cuda-graph", "off") == "off",
+        "chunked_prefill_size": -1,
+        "log_level": "warning",
+        "random_seed": 0,
+    }
+    if number:
+        ours["base_gpu_id"] = int(number)
+    if device == "cpu":
+        amx = arm.kv.k.name == "fp8_e4m3"
+        ours |= {
+            "attention_backend": "intel_amx" if amx else "torch_native",
+            "sampling_backend": "pytorch",
+            "mem_fraction_static": 0.8,
+            "max_total_tokens": _CPU_CACHE,
+        }
+    if scaling:
+        from k16v8.plugins.sglang.plugin import BACKEND, PAGES
+
+        ours |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
+    return ours | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+
+
+def context(arm: Arm) -> int:
+    """Tokens that a prompt and its continuation may have: what an option says, else what the model was made for.
+
+    Raises:
+        EngineError: SGLang cannot read the model's configuration.
+    """
+    if asked := dict(arm.options).get("context-length"):
+        return int(asked)
+    try:
+        from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
+
+        return int(get_context_length(get_hf_text_config(get_config(arm.path, trust_remote_code=False))))
+    except Exception as error:
+        raise EngineError(f"SGLang cannot read the configuration of {arm.model}: {one_line(error)}") from error
+
+
+def prepare(arm: Arm, ranks: int) -> None:
+    """Environment of the schedulers: threads, cores, no hub."""
+    os.environ["OMP_NUM_THREADS"] = str(arm.threads)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault(_LONGER, "1")
+    set_switch(k16v8_of(arm.kv))
+    if allowed := os.environ.get(_PLUGINS):
+        os.environ[_PLUGINS] = f"{allowed},fidelab_capture,{PLUGIN}"
+    if arm.device == "cpu":
+        os.environ[_CPU_ENGINE] = "1"
+        cores = sorted(os.sched_getaffinity(0))
+        groups = [[cores[(rank * arm.threads + i) % len(cores)] for i in range(arm.threads)] for rank in range(ranks)]
+        os.environ.setdefault(_CPU_CORES, "|".join(",".join(map(str, sorted(set(group)))) for group in groups))
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text("utf-8").splitlines()
+    except OSError:
+        return frozenset()
+    return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
+
+
+def _has_gpu() -> bool:
+    return any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

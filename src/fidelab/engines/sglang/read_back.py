@@ -1,0 +1,126 @@
+"""What ran in SGLang, from what the capture plug-in saw of its cache, and from the settings that SGLang resolved."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping
+from typing import Any
+
+from fidelab.core import Arm
+from fidelab.engines.base import Ran, read_back_proof
+from fidelab.engines.k16v8 import K16V8, content_bytes
+from fidelab.engines.sglang.launch import k16v8_of
+
+__all__ = ["ran"]
+
+_FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
+_STORED = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
+_BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
+_BYTES |= {"fp4_mx_block16": 9 / 16}
+_PAIR_SCALES = {
+    "none": {"scale_source": "1.0", "scale_granularity": "layer"},
+    "per-token-head": {"scale_source": "computed when written", "scale_granularity": "token and head"},
+}
+
+
+def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> Ran:
+    """The record of this arm; ``about``: what the plug-in wrote, ``running``: SGLang's arguments."""
+    cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
+    scaling = k16v8_of(arm.kv)
+    matches = cache["read_back"].get("matches", cache["matches"])
+    if scaling is None:
+        k_format = v_format = _found(arm.kv.k.name, about)
+        k_dtype = v_dtype = cache["dtype"]
+    else:
+        k_format, v_format = _pair_as(arm, about)
+        k_dtype, v_dtype = (cache["read_back"].get(name, cache["dtype"]) for name in ("stored", "v_stored"))
+    return Ran(
+        versions={**versions, "python": platform.python_version()},
+        device=_device_name(arm.device),
+        attention=about["attention"],
+        k_format=k_format,
+        v_format=v_format,
+        k_dtype=k_dtype,
+        v_dtype=v_dtype,
+        cache_bytes_per_token=cache["bytes_per_token"] * ranks,
+        expected_bytes_per_token=None if "kv" in cache["stored"] else _expected(arm, about) * ranks,
+        kv_layers=cache["kv_layers"],
+        layers_without_kv=max(0, about["layers"] - cache["kv_layers"]),
+        more={
+            "compute_dtype": about["compute_dtype"],
+            "threads": about["threads"],
+            "architecture": about["architecture"],
+            "tp": ranks,
+            "block_size": about["page_size"],
+            "cache_tokens": about["cache_tokens"],
+            "cache_bytes": cache["bytes"] * ranks,
+            "cache_pool": cache["pool"],
+            "cache_read_back": matches,
+            "proof": read_back_proof(matches, 1.0, "SGLang's kernels read the cache themselves"),
+            "prefix_caching": not running.disable_radix_cache,
+            "chunked_prefill": max(int(running.chunked_prefill_size or -1), 0) or None,
+            "graphs": about["graphs"],
+            "quantization": running.quantization,
+            "unfilled_parameters": None if about["unfilled_parameters"] is None else 0,
+            **(_scales(about) if scaling is None else _PAIR_SCALES[scaling]),
+        },
+    )
+
+
+def _found(asked: str, about: Mapping[str, Any]) -> str | None:
+    """The asked name where the storage proves it, else what was found."""
+    cache = about["cache"]
+    if cache["matches"] is not None and cache["matches"] < 1:
+        return None
+    scaled = cache["values_per_scale"] is not None
+    if "MXFP8" in cache["pool"][0]:
+        found = "mxfp8"
+    elif scaled:
+        found = str(cache["method"])
+    else:
+        stored = _STORED.get(asked, (about["compute_dtype"],))
+        found = asked if asked in (*_STORED, "auto") and cache["dtype"] in stored else str(cache["dtype"])
+    return found
+
+
+def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
+    """The formats of K and V where k16v8's backend attends and the pool holds what was written, apart.
+
+    Keys are compared bit by bit, values with the codes that e4m3 makes of them.
+    """
+    seen = about["cache"]["read_back"]
+    if not about["attention"].startswith(K16V8):
+        return (f"{about['cache']['dtype']}, read by {about['attention']}",) * 2
+    if seen.get("matches") != 1.0 or not seen.get("disjoint"):
+        return (f"{about['cache']['dtype']}, and not what was written",) * 2
+    return str(arm.kv.k), str(arm.kv.v)
+
+
+def _expected(arm: Arm, about: Mapping[str, Any]) -> float:
+    """Bytes of a token that the asked format takes in one rank."""
+    cache, scaling = about["cache"], k16v8_of(arm.kv)
+    if scaling is None:
+        size = _BYTES.get(arm.kv.k.name, 4 if about["compute_dtype"] == "float32" else 2)
+        return float(size * cache["values_per_token"])
+    return float(sum(heads * content_bytes(k_dim, v_dim, scaling) for heads, k_dim, v_dim in cache["heads"]))
+
+
+def _scales(about: Mapping[str, Any]) -> dict[str, Any]:
+    """Where the scales of the cache come from and what shares one."""
+    cache = about["cache"]
+    if cache["values_per_scale"] is not None:
+        source, granularity = "computed when written", f"{cache['values_per_scale']:g} values"
+    elif cache["dtype"].startswith("float8"):
+        granularity = "layer"
+        source = "checkpoint" if about["scale_parameters"] else "1.0, the engine's default"
+        if not about["scale_parameters"] and cache["layer_scales"] != [[1.0, 1.0]]:
+            source = "set by the engine"
+    else:
+        source, granularity = None, None
+    return {"scale_source": source, "scale_granularity": granularity}
+
+
+def _device_name(device: str) -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu ({platform.machine()})"

@@ -1,0 +1,294 @@
+"""One running SGLang: requests in, token ids and captured rows out.
+
+``sglang.Engine`` computes in scheduler processes of its own; what :mod:`fidelab.engines.sglang.capture` keeps there
+comes over by files of one folder.  Only this would have to be written again for a server that is launched per arm.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fidelab.captures.container import Array, BFloat16
+from fidelab.captures.requests import Tokens
+from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
+from fidelab.errors import EngineError
+
+__all__ = ["Request", "Response", "SGLangSession", "one_line"]
+
+_NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what is wanted of it: ``first``, ``live``, ``force`` and ``about`` as in the plug-in."""
+
+    prompt: Tokens
+    max_tokens: int = 1
+    stop: Tokens = ()
+    first: int | None = None
+    live: int = 0
+    force: Tokens = ()
+    about: bool = False
+
+
+@dataclass(frozen=True)
+class Response:
+    """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows."""
+
+    ids: list[int]
+    rows: Array | None
+    live: Array | None
+    failed: str | None
+
+
+class SGLangSession:
+    """Starts SGLang; ``mark``: told when a phase of that is over.
+
+    Raises:
+        EngineError: it does not start, or the plug-in is not at work in it.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool) -> None:
+        self._mark = mark
+        self._folder = Path(tempfile.mkdtemp(prefix="fidelab-sglang-"))
+        self._logprobs = logprobs
+        self._sent = 0
+        self._engine: Any = None
+        os.environ[FOLDER] = str(self._folder)
+        os.environ.update({LOGPROBS: "1"} if logprobs else {})
+        try:
+            self._engine = self._start(arguments)
+        except BaseException:
+            self.close()
+            raise
+        manager = self._engine.tokenizer_manager
+        self._ended = False
+        manager.signal_handler_class = self._stopping(manager.signal_handler_class)
+        self.stops = frozenset(manager.model_config.hf_eos_token_id or ())
+        self.arguments = self._engine.server_args
+        self._width = 0
+        self._vocabulary = 0
+        self._dtype = "float32"
+
+    def _start(self, arguments: Mapping[str, Any]) -> Any:
+        try:
+            from sglang.srt.entrypoints.engine import Engine
+        except Exception as error:
+            raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
+        self._mark("import")
+        began = time.monotonic()
+        try:
+            engine = Engine(**arguments, custom_sigquit_handler=_child_failed)
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(_cause(self._folder) or f"SGLang does not start: {one_line(error)}") from error
+        self._mark("warm-up", **_told_apart(engine, time.monotonic() - began))
+        return engine
+
+    def describe(self) -> tuple[dict[str, Any], Response]:
+        """What the plug-in finds while two tokens pass, and the answer to them."""
+        response = self._send([Request((0, 1), first=1, live=1, about=True)])
+        path = self._folder / "about.json"
+        if not path.exists():
+            raise EngineError(
+                f"the capture plug-in is not at work in SGLang {_version()}: this version hooks in another way "
+                "(the log says what was missing)"
+            )
+        about = json.loads(path.read_text("utf-8"))
+        self._dtype = "float16" if self._logprobs else about["compute_dtype"]
+        self._vocabulary = about["vocabulary"]
+        self._width = self._vocabulary if self._logprobs else about["head"].get("width", 0)
+        return about, self._collect(*response)[0] if self._width else Response([], None, None, None)
+
+    def head(self, about: Mapping[str, Any], ranks: int) -> dict[str, Array]:
+        """Weight [V, d] and perhaps bias [V] without padding; the files are gone afterwards."""
+        found: dict[str, Array] = {}
+        dtype, rows, width = about["head"]["dtype"], about["head"]["rows"], about["head"]["width"]
+        for part, shape in (("weight", (rows, width)), ("bias", (rows,))):
+            paths = [self._folder / f"head-{rank}.{part}" for rank in range(ranks)]
+            if not paths[0].exists():
+                continue
+            shards = [np.memmap(path, dtype=_NUMPY[dtype], mode="r", shape=shape) for path in paths]
+            whole = (shards[0] if ranks == 1 else np.concatenate(shards))[: self._vocabulary]
+            found[part] = BFloat16(whole) if dtype == "bfloat16" else whole
+            for path in paths:
+                path.unlink()  # the mapping stays
+        return found
+
+    def ask(self, requests: Sequence[Request]) -> list[Response]:
+        """Answer some requests together.
+
+        Raises:
+            EngineError: SGLang refuses one of them, or ends.
+        """
+        return self._collect(*self._send(requests))
+
+    def stream(self, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
+        """``n`` greedy tokens behind each prompt, as those of all come, stop tokens ignored.
+
+        Nothing happens before the first.
+        """
+        parameters = {**_GREEDY, "max_new_tokens": n, "ignore_eos": True}
+        prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
+        ids: list[list[int]] = [[] for _ in group]
+        given = 0
+        try:
+            for chunk in self._alive().generate(input_ids=prompts, sampling_params=parameters, stream=True):
+                ids[chunk.get("index", 0)] = chunk["output_ids"]
+                known = min(map(len, ids))
+                yield from ([tokens[i] for tokens in ids] for i in range(given, known))
+                given = known
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def close(self) -> None:
+        """End the processes and remove the folder."""
+        if self._engine is not None:
+            self._engine.shutdown()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _stopping(self, base: type) -> type:
+        """SGLang's signal handler for the time after the start: stop waiting instead of ending this process, too."""
+        session = self
+
+        class Handler(base):  # type: ignore[misc]
+            def running_phase_sigquit_handler(self, signum: int = signal.SIGQUIT, frame: Any = None) -> None:
+                session._ended = True
+                session._engine.loop.stop()
+
+        return Handler
+
+    def _alive(self) -> Any:
+        """The engine, for as long as its schedulers live."""
+        if self._ended:
+            raise self._failed(None)
+        return self._engine
+
+    def _failed(self, error: Exception | None) -> EngineError:
+        """What SGLang raises, or why its schedulers ended, in one line."""
+        if cause := _cause(self._folder):
+            return EngineError(cause)
+        if self._ended or error is None:
+            return EngineError("SGLang's scheduler has ended: see the log")
+        return error if isinstance(error, EngineError) else EngineError(f"SGLang refuses: {one_line(error)}")
+
+    def _send(self, requests: Sequence[Request]) -> tuple[Sequence[Request], list[str], list[list[int]]]:
+        names = [f"{PREFIX}{self._sent + i}" for i in range(len(requests))]
+        self._sent += len(requests)
+        for name, request in zip(names, requests, strict=True):
+            if request.first is not None:
+                (self._folder / f"{name}.json").write_text(json.dumps(_instructions(request)), "utf-8")
+        try:
+            answers = self._alive().generate(
+                input_ids=[list(request.prompt) for request in requests],
+                sampling_params=[self._parameters(request) for request in requests],
+                rid=names,
+            )
+        except Exception as error:
+            raise self._failed(error) from error
+        return requests, names, [list(answer["output_ids"]) for answer in answers]
+
+    def _parameters(self, request: Request) -> dict[str, Any]:
+        """SGLang stops at the stop tokens of the model as well, unless it is told to ignore all."""
+        ours = bool(request.stop) and self.stops <= set(request.stop)
+        stop = {"stop_token_ids": list(request.stop)} if ours else {"ignore_eos": True}
+        return {**_GREEDY, "max_new_tokens": request.max_tokens, **stop}
+
+    def _collect(self, requests: Sequence[Request], names: Sequence[str], ids: Sequence[list[int]]) -> list[Response]:
+        return [self._response(*item) for item in zip(requests, names, ids, strict=True)]
+
+    def _response(self, request: Request, name: str, ids: list[int]) -> Response:
+        if request.force and tuple(ids) != request.force:
+            raise EngineError("SGLang did not take the tokens that were forced on it")
+        ids = _until(ids, request.stop)
+        if request.first is None:
+            return Response(ids, None, None, None)
+        kept = len(request.prompt) + len(ids) - 1
+        rows = self._read(f"{name}.rows", self._dtype, self._width)
+        live = self._read(f"{name}.live", "float32", self._vocabulary)
+        got, wanted = 0 if rows is None else len(rows), kept - request.first
+        if got < wanted or (got > wanted and not request.stop):
+            raise EngineError(f"SGLang handed over {got} rows of {wanted}")
+        failed = None
+        if (path := self._folder / f"{name}.nan").exists():
+            step = int(path.read_text())
+            failed = f"NaN logits at generated token {step}" if step < len(ids) else None
+            path.unlink()
+        (self._folder / f"{name}.json").unlink()
+        if failed is None and len(ids) < request.max_tokens and not {*ids[-1:]} & {*request.stop}:
+            raise EngineError(f"SGLang ended an answer after {len(ids)} of {request.max_tokens} tokens")
+        return Response(ids, _array(rows, wanted, self._dtype), _array(live, request.live, "float32"), failed)
+
+    def _read(self, name: str, dtype: str, width: int) -> Any:
+        path = self._folder / name
+        if not path.exists():
+            return None
+        rows = np.fromfile(path, dtype=_NUMPY[dtype]).reshape(-1, width)
+        path.unlink()
+        return rows
+
+
+_GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+
+
+def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
+    """How long SGLang's processes took to import and to load, of its whole start; by its own count where it has one.
+
+    The schedulers count from the end of their imports.
+    """
+    counted = getattr(engine.tokenizer_manager, "startup_time", None)
+    if not counted:
+        return {}
+    return {"import": seconds - counted["scheduler_e2e"], "weights": counted["load_weight"]}
+
+
+def _instructions(request: Request) -> dict[str, Any]:
+    wanted = asdict(request) | {"tokens": len(request.prompt)}
+    return {name: wanted[name] for name in ("tokens", "first", "live", "force", "about")}
+
+
+def _until(ids: list[int], stop: Tokens) -> list[int]:
+    """Up to the first stop token, which is part of it."""
+    at = next((i for i, token in enumerate(ids) if token in stop), len(ids))
+    return ids[: at + 1]
+
+
+def _array(rows: Any, n: int, dtype: str) -> Array | None:
+    if rows is None:
+        return None
+    return BFloat16(rows[:n]) if dtype == "bfloat16" else rows[:n]
+
+
+def _cause(folder: Path) -> str | None:
+    """What the plug-in wrote down when a scheduler failed."""
+    path = folder / "failure.txt"
+    return f"SGLang's scheduler ended: {path.read_text('utf-8')}" if path.exists() else None
+
+
+def _child_failed(_signal: int, _frame: Any) -> None:
+    """SGLang's schedulers send SIGQUIT when they fail; by itself it would end this process, too."""
+    raise EngineError(_cause(Path(os.environ[FOLDER])) or "SGLang's scheduler ended while it started: see the log")
+
+
+def one_line(error: Exception) -> str:
+    """A foreign exception in at most 200 characters; the log has the rest."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("sglang")

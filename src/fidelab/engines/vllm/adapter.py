@@ -1,0 +1,192 @@
+"""vLLM in-process: its scheduler, its kernels and its cache, with the states read where the sampler reads them.
+
+Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes: compilation takes a minute), ``kv-cache-memory``
+(bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no),
+``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
+``gpu-memory-utilization``, ``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention
+backend says it cannot read).
+
+- **States** are copied in the worker before each sampling (``plugins/vllm_capture``), also of prompts in chunks and
+  with several ranks; prefix caching and asynchronous scheduling are off.
+- **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
+  forced sequences are batched.
+- **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
+- **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
+  prompts that were read first decode while the rest is read.
+- **k16v8** is a backend of the package of that name: keys in the model's 16-bit type, values e4m3.
+- **What is stored is compared with what was written**: the keys and values of one layer for a few tokens, as sorted
+  numbers, against the blocks of the cache.  Where they differ, or the backend does not list the format, none is
+  claimed: on CPUs vLLM takes formats whose blocks its kernel misreads.  (Formats with scales of their own inside the
+  blocks are not decoded; they rest on the backend's list.)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed
+from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
+from fidelab.engines.timing import time_prompts
+from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
+from fidelab.engines.vllm.model import SEQUENCES, Request, VLLMModel, size_in_bytes
+from fidelab.engines.vllm.read_back import ran
+from fidelab.errors import EngineError, UsageError
+
+__all__ = ["VLLMEngine"]
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def _size(text: str) -> bool:
+    try:
+        return size_in_bytes(text) > 0
+    except (ValueError, IndexError):
+        return False
+
+
+_OPTIONS: Mapping[str, Value] = {
+    "enforce-eager": YES_NO,
+    "kv-cache-memory": (_size, "a number of bytes, as 512M or 4G"),
+    "max-model-len": TOKENS,
+    "max-num-seqs": (is_count, "a number of sequences"),
+    "chunked-prefill": YES_NO,
+    "max-num-batched-tokens": TOKENS,
+    "tp": (is_count, "a number of ranks"),
+    "block-size": TOKENS,
+    "attention-backend": (str.isidentifier, "the name of one of vLLM's attention backends"),
+    "quantization": (bool, "the name of one of vLLM's quantization methods"),
+    "gpu-memory-utilization": SHARE,
+    "estimator": one_of("hidden", "logprobs"),
+    "force": YES_NO,
+}
+
+
+class VLLMEngine(Engine):
+    """vLLM behind the engine contract."""
+
+    name: ClassVar[str] = "vllm"
+    packages: ClassVar[tuple[str, ...]] = PACKAGES
+    native_kv: ClassVar[str] = "auto"
+    pairs: ClassVar[bool] = False
+
+    @classmethod
+    def versions(cls) -> dict[str, str]:
+        return installed()
+
+    @classmethod
+    def kv_names(cls) -> Sequence[str]:
+        return (*cache_formats(), K16V8)
+
+    @classmethod
+    def check_kv(cls, kv: KVSpec) -> None:
+        ours = k16v8_of(kv) is not None
+        if (kv.k.options and not ours) or kv.skip_layers:
+            raise UsageError(f"KV format {kv.label!r}: formats of engine vllm take no options")
+
+    @classmethod
+    def supports(cls, arm: Arm) -> Verdict:
+        check_options(cls.name, arm.options, _OPTIONS)
+        if arm.dtype not in _DTYPES:
+            return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if dict(arm.options).get("force") == "yes":
+            return Verdict(True)
+        backend = backend_for(arm)
+        if backend.platform == "cpu" and arm.device != "cpu":
+            return Verdict(False, "this vLLM runs on the CPU alone: pass --device cpu")
+        return Verdict(backend.ok, backend.reason)
+
+    def open(self, arm: Arm) -> None:
+        self._arm = arm
+        self._hidden = dict(arm.options).get("estimator") != "logprobs"
+        prepare(arm)
+        self._backend = backend_for(arm)
+        self._model = VLLMModel(arm, self.mark)
+        wanted, runs = dict(arm.options).get("attention-backend"), self.ran().attention
+        if wanted and runs != wanted:
+            raise EngineError(f"attention-backend={wanted} was asked for, vLLM runs {runs}")
+
+    def tokenize(self, text: str) -> list[int]:
+        return self._model.tokenize(text)
+
+    def answer(self, probe: Probe, sink: Sink) -> Answer:
+        began = time.monotonic()
+        head = self._model.head
+        if head is not None:
+            head.sentinels.clear()
+        match probe:
+            case Prefill():
+                facts = self._prefill(probe, sink)
+            case Generate():
+                facts = self._generate(probe, sink)
+            case Forced():
+                facts = self._forced(probe, sink)
+            case Timed():
+                facts = time_prompts(probe, sink, lambda group: self._model.tokens(group, 1 + probe.n))
+        estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
+        return answer_with_head(probe, estimator, facts, began, head)
+
+    def ran(self) -> Ran:
+        return ran(self._model, self._arm, self._backend, self.versions())
+
+    def peak_device_bytes(self) -> int | None:
+        """Of one rank, which lives in this process; several live in others."""
+        import torch
+
+        here = torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"
+        return torch.cuda.max_memory_allocated() if here else None
+
+    def close(self) -> None:
+        self._model.close()
+
+    # ------------------------------------------------------------------------------------------ probes
+
+    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
+        ends = (0, len(probe.windows) - 1)
+        for index, window in enumerate(probe.windows):
+            # Tokens behind the last row cannot change it, and there must be room for the one that is generated.
+            request = Request(window[: probe.last + 1], 1, probe.first, probe.last, sentinel=index in ends)
+            [(_, _, key)] = self._model.run([request])
+            sink.add(index, self._model.rows(key, probe.n_rows))
+            sink.progress(len(window))
+        return {"tokens": sum(map(len, probe.windows))}
+
+    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+        produced = 0
+        requests = [
+            Request(prompt, probe.max_tokens, len(prompt) - 1 if probe.rows else None, sentinel=index == 0)
+            for index, prompt in enumerate(probe.prompts)
+        ]
+        for index, ids, key in self._model.run(requests, probe.batch, probe.stop, sink.progress):
+            failed = None
+            if (nan := self._model.nan_at(key)) is not None:
+                ids, failed = ids[:nan], f"NaN logits at generated token {nan}"
+            rows = self._model.rows(key, len(ids)) if probe.rows else {}
+            sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **(rows if ids else {})})
+            produced += len(ids)
+            if failed or not ids:
+                sink.fail(index, failed or "empty output")
+        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+
+    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+        places: list[int] = []
+        requests: list[Request] = []
+        for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+            if not continuation:
+                sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
+                sink.fail(index, "empty continuation")
+                continue
+            n = len(continuation)
+            requests.append(Request(prompt, n, len(prompt) - 1, sentinel=not requests, force=continuation))
+            places.append(index)
+        for at, ids, key in self._model.run(requests, SEQUENCES, progress=sink.progress):
+            index, continuation = places[at], probe.continuations[places[at]]
+            if ids != list(continuation):
+                raise EngineError("vLLM decoded other tokens than the given ones")
+            sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **self._model.rows(key, len(ids))})
+        return {"tokens": sum(map(len, probe.items())), "forced": "token by token through the cache"}

@@ -1,0 +1,401 @@
+"""What fidelab puts into vLLM's workers: capture of hidden states, forced tokens, and a look at the cache.
+
+Two of vLLM's own doors are used.  The entry point ``vllm.general_plugins`` (:func:`register`) is loaded by every vLLM
+of the environment and does nothing unless ``FIDELAB_CAPTURE`` is set; it refuses models with parameters that no
+checkpoint tensor filled.  ``worker_extension_cls`` (:class:`FidelabWorker`) adds methods to each worker, which are
+called by name.
+
+Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
+
+    key     the name of the request's files under the capture folder
+    first   rows from this position on are kept (the row of position i predicts token i + 1)
+    last    the last such position; no end where it is absent
+    live    of so many of the first rows the engine's own logits are kept, too
+    force   token ids that replace the sampled ones, in order
+
+What is kept goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
+of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]) and ``KEY.nan`` (index of the first
+generated token whose logits held NaN).  Rank 0 writes; under tensor parallelism all ranks hold the same states.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fidelab.engines.written import watched
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["FOLDER", "KEY", "FidelabWorker", "register"]
+
+FOLDER = "FIDELAB_CAPTURE"  # environment variable: where the workers write; unset: nothing is done
+KEY = "fidelab"  # in SamplingParams.extra_args
+_CHECKED = "_fidelab_checked"  # a model whose parameters were all filled
+_CHUNK = 256  # rows of log-probabilities at a time
+_EXACT = 0.999  # share of equal numbers that tells a way of rounding
+
+
+def register() -> None:
+    """From now on, a model with parameters that no checkpoint tensor filled does not load."""
+    if not os.environ.get(FOLDER):
+        return
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    original = DefaultModelLoader.load_weights
+    if getattr(original, KEY, False):
+        return
+
+    def load_weights(self: Any, model: Any, model_config: Any) -> None:
+        with watched(model) as ledger:
+            inner = model.load_weights
+
+            def checked(weights: Any) -> Any:
+                loaded = inner(weights)
+                unfilled = sorted({*ledger.untouched()} - _made_by_vllm(model))
+                if unfilled:
+                    n = len(unfilled)
+                    raise ValueError(f"{n} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
+                return loaded
+
+            object.__setattr__(model, "load_weights", checked)
+            try:
+                original(self, model, model_config)
+            finally:
+                object.__delattr__(model, "load_weights")
+        object.__setattr__(model, _CHECKED, True)
+
+    setattr(load_weights, KEY, True)
+    DefaultModelLoader.load_weights = load_weights
+
+
+def _made_by_vllm(model: Any) -> set[str]:
+    """Parameters that a checkpoint need not have: scales of the cache, and what is quantized as it is loaded."""
+    made = set()
+    for module_name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        online = getattr(method, "uses_meta_device", False)
+        cache = any("KVCacheMethod" in cls.__name__ for cls in type(method).__mro__)
+        if online or cache:
+            made |= {f"{module_name}.{name}" if module_name else name for name, _ in module.named_parameters()}
+    return made
+
+
+class FidelabWorker:
+    """Methods of a vLLM worker, by ``collective_rpc``; what they return is plain data, one answer for each rank."""
+
+    model_runner: Any  # the worker's own, like its rank
+    rank: int
+
+    def fidelab_install(self, logprobs: bool) -> None:
+        """Watch this worker's model runner from now on; ``logprobs``: keep log-probabilities instead of states."""
+        runner = self.model_runner
+        self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)
+
+    def fidelab_model(self) -> dict[str, Any]:
+        """What was loaded; ``unfilled``: parameters that nothing filled, ``None`` where nobody looked."""
+        import torch
+
+        model = self.model_runner.get_model()
+        processor = _logits_processor(model)
+        return {
+            "runner": type(self.model_runner).__qualname__,
+            "architecture": type(model).__name__,
+            "unfilled": 0 if getattr(model, _CHECKED, False) else None,
+            "threads": torch.get_num_threads(),
+            "vocabulary": processor.org_vocab_size,
+            "softcap": processor.soft_cap,
+            "scale": processor.scale,
+        }
+
+    def fidelab_head(self) -> dict[str, Any]:
+        """Write this rank's rows of the head, without padding: ``head-RANK.weight`` and perhaps ``.bias``."""
+        head = _head(self.model_runner.get_model())
+        weight = getattr(head, "weight", None)
+        if weight is None or not weight.is_floating_point() or weight.ndim != 2:
+            return {"rows": 0, "why": f"the head is a {type(head).__name__} without a plain weight"}
+        rank = self.rank
+        shard = getattr(head, "shard_indices", None)
+        rows = weight.shape[0]
+        if shard is not None:
+            rows = shard.org_vocab_end_index - shard.org_vocab_start_index
+        bias = getattr(head, "bias", None)
+        for part, tensor in (("weight", weight), ("bias", bias)):
+            if tensor is not None:
+                (Path(os.environ[FOLDER]) / f"head-{rank}.{part}").write_bytes(_raw(tensor[:rows]))
+        return {"rows": rows, "width": weight.shape[1], "dtype": _name(weight.dtype), "bias": bias is not None}
+
+    def fidelab_cache(self) -> dict[str, Any]:
+        """The cache of this rank, from its tensors; ``read_back`` is what the last :meth:`fidelab_watch` saw."""
+        runner = self.model_runner
+        return {
+            "layers": _cache_layers(runner),
+            "blocks": runner.kv_cache_config.num_blocks,
+            "read_back": self._fidelab.read_back,
+        }
+
+    def fidelab_watch(self) -> None:
+        """Compare what the next marked request's first layer is given as keys and values with what is stored."""
+        self._fidelab.watch()
+
+
+class _Hook:
+    """Stands before the sampling of each step, where states, logits, requests and positions are all at hand."""
+
+    def __init__(self, runner: Any, folder: Path, writes: bool, logprobs: bool) -> None:
+        self._runner = runner
+        self._folder = folder
+        self._writes = writes
+        self._logprobs = logprobs
+        self._next: dict[str, int] = {}  # key → position whose row comes next (a preempted request computes rows again)
+        self._given: list[tuple[Tensor, Tensor]] = []
+        self.read_back: dict[str, Any] = {}
+        self._sample_tokens: Callable[..., Any] = runner.sample_tokens
+        self._sample: Callable[..., Any] = runner._sample
+        runner.sample_tokens = self.sample_tokens
+        runner._sample = self.sample
+
+    def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
+        state = self._runner.execute_model_state
+        if state is not None:
+            self._keep(state)
+        return self._sample_tokens(*args, **kwargs)
+
+    def sample(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
+        """Sample as vLLM does, then put the forced tokens in place of what was sampled."""
+        out = self._sample(logits, *args, **kwargs)
+        for index, request in self._requests():
+            forced = self._asked(request).get("force")
+            if forced:
+                done = len(self._runner.requests[request].output_token_ids)
+                out.sampled_token_ids[index, 0] = forced[min(done, len(forced) - 1)]
+        return out
+
+    def watch(self) -> None:
+        name = next(iter(_attention(self._runner)), None)
+        if name is None:
+            return
+        layer = self._runner.compilation_config.static_forward_context[name]
+
+        def note(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+            tensors = [*args, *kwargs.values()][1:3]
+            if len(tensors) == 2 and all(x is not None and x.ndim >= 2 for x in tensors):
+                self._given.append((tensors[0].detach().clone(), tensors[1].detach().clone()))
+
+        self._given.clear()
+        self.read_back = {"layer": name}
+        self._handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+
+    # ------------------------------------------------------------------------------------------- rows
+
+    def _requests(self) -> list[tuple[int, str]]:
+        return [(i, request) for i, request in enumerate(self._runner.input_batch.req_ids) if request is not None]
+
+    def _asked(self, request: str) -> Mapping[str, Any]:
+        params = self._runner.requests[request].sampling_params
+        return ((params.extra_args or {}).get(KEY) or {}) if params else {}
+
+    def _keep(self, state: Any) -> None:
+        scheduled = state.scheduler_output.num_scheduled_tokens
+        for index, request in self._requests():
+            asked = self._asked(request)
+            if not asked or request not in scheduled:
+                continue
+            record = self._runner.requests[request]
+            start = record.num_computed_tokens
+            offset = int(self._runner.query_start_loc.np[index])
+            states = state.hidden_states[offset : offset + scheduled[request]]
+            if "first" in asked:
+                self._rows(asked, start, states)
+            if self._given:
+                self._compare(record)
+            last = start + len(states) >= record.num_tokens
+            if last and self._writes and state.logits is not None and bool(state.logits[index].isnan().any()):
+                path = self._folder / f"{asked['key']}.nan"
+                if not path.exists():
+                    path.write_text(str(len(record.output_token_ids)))
+
+    def _rows(self, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
+        """Keep what is wanted of the states from position ``start`` on."""
+        key, last = asked["key"], asked.get("last")
+        wanted = self._next.get(key, asked["first"])
+        end = start + len(states) if last is None else min(start + len(states), last + 1)
+        if not start <= wanted < end:
+            return
+        self._next[key] = end
+        rows = states[wanted - start : end - start]
+        live = rows[: max(asked["first"] + asked.get("live", 0) - wanted, 0)]
+        if len(live):
+            self._append(key, "live", self._logits(live))
+        if not self._logprobs:
+            self._append(key, "rows", rows)
+            return
+        for at in range(0, len(rows), _CHUNK):
+            logits = self._logits(rows[at : at + _CHUNK])
+            self._append(key, "rows", None if logits is None else logits.double().log_softmax(dim=-1).half())
+
+    def _logits(self, states: Tensor) -> Tensor | None:
+        """vLLM's own logits, without padding; all ranks compute, not all of them may be given the result."""
+        logits = self._runner.model.compute_logits(states)
+        return None if logits is None else logits.float()
+
+    def _append(self, key: str, kind: str, tensor: Tensor | None) -> None:
+        if self._writes and tensor is not None:
+            with (self._folder / f"{key}.{kind}").open("ab") as file:
+                file.write(_raw(tensor))
+
+    # ------------------------------------------------------------------------------------- read back
+
+    def _compare(self, record: Any) -> None:
+        """Compare the watched keys and values with the blocks of the request, whatever their layout.
+
+        Layouts differ by backend, so the numbers are compared as sorted lists: what is stored must be what was given,
+        rounded to the format, and nothing else (a fresh cache holds zeros).
+        """
+        self._handle.remove()
+        runner, name = self._runner, self.read_back["layer"]
+        layer = runner.compilation_config.static_forward_context[name]
+        cache = layer.kv_cache
+        group = next(i for i, g in enumerate(runner.kv_cache_config.kv_cache_groups) if name in g.layer_names)
+        blocks = list(record.block_ids[group])
+        axis = list(cache.shape).index(runner.kv_cache_config.num_blocks)
+        held = cache.movedim(axis, 0)[blocks]
+        key, value = self._given[0]
+        self._given.clear()
+        if hasattr(layer.impl, "read_back"):  # ours, which knows its pages
+            self.read_back |= layer.impl.read_back(cache, blocks, key, value)
+        else:
+            self.read_back |= _compared(held, key.reshape(-1), value.reshape(-1), layer)
+
+
+def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str, Any]:
+    """``stored``: how the blocks read; ``matches``: share of the numbers that are what was given, within one step.
+
+    ``rounding``: nearest, or toward zero (as the x86 kernels cut to e4m3), where one of them gives what is stored.
+    """
+    import torch
+
+    fp8 = {"fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
+    scales, name = (layer._k_scale_float, layer._v_scale_float), str(layer.kv_cache_dtype)
+    if held.dtype.is_floating_point and held.element_size() > 1:
+        dtype, scales = held.dtype, (1.0, 1.0)
+    elif name in fp8 and held.element_size() == 1:
+        dtype = fp8[name]
+        held = held.view(dtype)
+    else:
+        return {"stored": _name(held.dtype), "matches": None}
+    top = torch.finfo(dtype).max
+    given = torch.cat([(x.float() / scale).clamp(-top, top) for x, scale in zip((key, value), scales, strict=True)])
+    found = held.float().reshape(-1)
+    found = found[found != 0]  # slots that nobody wrote hold zeros, too
+    if len(found) > len(given):
+        return {"stored": _name(dtype), "matches": 0.0}
+    found = torch.cat((found, found.new_zeros(len(given) - len(found)))).sort().values
+    near = given.to(dtype)
+    ways = {"nearest": near.float(), "toward zero": _toward_zero(near, given)}
+    exact = {way: float((x.sort().values == found).float().mean()) for way, x in ways.items()}
+    best = max(exact, key=lambda way: exact[way])
+    step = torch.finfo(dtype).eps * found.abs() + torch.finfo(dtype).smallest_normal
+    close = (ways["nearest"].sort().values - found).abs() <= step
+    return {
+        "stored": _name(dtype),
+        "matches": float(close.float().mean()),
+        "rounding": best if exact[best] > _EXACT else None,
+    }
+
+
+def _toward_zero(near: Tensor, given: Tensor) -> Tensor:
+    """The next number of the format toward zero, where the nearest one lies beyond."""
+    import torch
+
+    bits = near.view(
+        torch.uint8 if near.element_size() == 1 else torch.int16 if near.element_size() == 2 else torch.int32
+    )
+    beyond = near.float().abs() > given.abs()
+    return torch.where(beyond, bits - 1, bits).view(near.dtype).float()
+
+
+def _cache_layers(runner: Any) -> list[dict[str, Any]]:
+    """Each layer that owns keys and values: type, bytes per token, heads, sizes, scales."""
+    blocks = runner.kv_cache_config.num_blocks
+    sizes = {name: g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups for name in g.layer_names}
+    found, seen = [], set()
+    for name, layer in _attention(runner).items():
+        cache = layer.kv_cache
+        if cache.data_ptr() in seen:
+            continue
+        seen.add(cache.data_ptr())
+        latent = not hasattr(layer, "num_kv_heads") or hasattr(layer, "kv_lora_rank")
+        found.append(
+            {
+                "name": name,
+                "dtype": _name(cache.dtype),
+                "shape": list(cache.shape),
+                "bytes": cache.numel() * cache.element_size(),
+                "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
+                "block_size": sizes[name],
+                "values_per_token": (
+                    layer.head_size
+                    if latent
+                    else layer.num_kv_heads * (layer.head_size + getattr(layer, "head_size_v", layer.head_size))
+                ),
+                "heads": 1 if latent else layer.num_kv_heads,
+                "kv_cache_dtype": str(layer.kv_cache_dtype),
+                "k_scale": float(getattr(layer, "_k_scale_float", 1.0)),
+                "v_scale": float(getattr(layer, "_v_scale_float", 1.0)),
+                "scales": int(getattr(getattr(layer, "_k_scale", None), "numel", lambda: 1)()),
+                "dynamic": bool(getattr(layer, "calculate_kv_scales", False)),
+                "backend": layer.attn_backend.get_name() if hasattr(layer, "attn_backend") else None,
+                "implementation": type(layer.impl).__name__,
+                "label": getattr(layer.impl, "label", None),
+                "kernels": getattr(getattr(layer.impl, "kernels", None), "name", None),
+                "k_dim": layer.head_size,
+                "v_dim": getattr(layer, "head_size_v", layer.head_size),
+                "isa": getattr(layer, "isa", None),
+            }
+        )
+    return found
+
+
+def _attention(runner: Any) -> dict[str, Any]:
+    """Layers with keys and values, by name."""
+    layers = runner.compilation_config.static_forward_context
+    return {
+        name: layer
+        for name, layer in layers.items()
+        if hasattr(layer, "kv_cache_dtype") and getattr(getattr(layer, "kv_cache", None), "ndim", 0) > 1
+    }
+
+
+def _language(model: Any) -> Any:
+    """The language model of a model for images and text."""
+    return model.get_language_model() if hasattr(model, "get_language_model") else model
+
+
+def _logits_processor(model: Any) -> Any:
+    return _found(model, "logits_processor")
+
+
+def _head(model: Any) -> Any:
+    return _found(model, "lm_head") or _embedding(model)
+
+
+def _embedding(model: Any) -> Any:
+    return _found(getattr(_language(model), "model", None), "embed_tokens")
+
+
+def _found(model: Any, name: str) -> Any:
+    return getattr(model, name, None) or getattr(_language(model), name, None) if model is not None else None
+
+
+def _raw(tensor: Tensor) -> bytes:
+    import torch
+
+    return tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,374 @@
+"""A loaded vLLM: requests with instructions for the capture, and the rows that they leave behind."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fidelab.captures.container import Array, BFloat16
+from fidelab.core import Arm
+from fidelab.engines.k16v8 import translated_errors
+from fidelab.engines.vllm.capture import FOLDER, KEY, register
+from fidelab.engines.vllm.launch import k16v8_of, least_cache_bytes
+from fidelab.errors import EngineError, NotSupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fidelab.engines.hf.head import ReplayedHead
+
+__all__ = ["SEQUENCES", "Request", "VLLMModel", "size_in_bytes"]
+
+SEQUENCES = 16  # in one batch, unless told otherwise
+_WORKER = "fidelab.engines.vllm.capture.FidelabWorker"
+_SENTINEL_ROWS = 8
+_TRIED = 8  # tokens whose keys and values are read back
+_UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt, how many tokens to generate behind it, and which rows to keep.
+
+    ``first`` … ``last``: positions (``first`` ``None``: no rows; ``last`` ``None``: to the end); ``sentinel``: the
+    replay is checked on the first of them; ``force``: token ids in place of the sampled ones.
+    """
+
+    prompt: Sequence[int]
+    n: int
+    first: int | None = None
+    last: int | None = None
+    sentinel: bool = False
+    force: Sequence[int] = field(default=())
+
+    def instructions(self, key: str) -> dict[str, Any]:
+        """What the capture in the worker is told."""
+        said: dict[str, Any] = {"key": key}
+        if self.first is not None:
+            said |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
+        if self.last is not None:
+            said["last"] = self.last
+        return said | ({"force": list(self.force)} if self.force else {})
+
+
+class VLLMModel:
+    """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark``: told when a phase of opening is over.
+
+    Raises:
+        EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
+        NotSupportedError: vLLM's kernels cannot do what the arm asks, or the model keeps no keys and values.
+    """
+
+    def __init__(self, arm: Arm, mark: Callable[[str], None]) -> None:
+        self._arm = arm
+        self._mark = mark
+        self._options = dict(arm.options)
+        self._hidden = self._options.get("estimator") != "logprobs"
+        self._count = 0
+        self._folder = tempfile.TemporaryDirectory(prefix="fidelab-vllm-")
+        os.environ[FOLDER] = self._folder.name
+        register()
+        if k16v8_of(arm.kv) is not None:
+            with translated_errors():
+                from k16v8.plugins.vllm.plugin import register as register_k16v8
+
+                register_k16v8()
+        self._load()
+        self.head: ReplayedHead | None = None
+        self._try_out()
+
+    def _load(self) -> None:
+        try:
+            from vllm import LLM, SamplingParams
+            from vllm.inputs.engine import tokens_input
+            from vllm.sampling_params import RequestOutputKind
+
+            self._params, self._input, self._kinds = SamplingParams, tokens_input, RequestOutputKind
+            with _marked(self._mark):
+                self.llm = LLM(self._arm.path, **self._arguments())
+            self._engine = self.llm.llm_engine
+        except NotImplementedError as error:
+            raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {_one_line(error)}") from error
+        except Exception as error:
+            raise EngineError(f"vLLM cannot load {self._arm.model}: {_one_line(error)}") from error
+        self.llm.collective_rpc("fidelab_install", args=(not self._hidden,))
+        self.about: Mapping[str, Any] = self.llm.collective_rpc("fidelab_model")[0]
+        self.config = self._engine.vllm_config
+
+    def _arguments(self) -> dict[str, Any]:
+        """Keyword arguments of ``vllm.LLM``."""
+        options, tp = self._options, int(self._options.get("tp", 1))
+        ours = k16v8_of(self._arm.kv) is not None
+        arguments: dict[str, Any] = {
+            "dtype": self._arm.dtype,
+            "kv_cache_dtype": "auto" if ours else self._arm.kv.k.name,
+            "enforce_eager": options.get("enforce-eager", "yes") == "yes",
+            "enable_prefix_caching": False,
+            "async_scheduling": False,
+            "generation_config": "vllm",
+            "max_num_seqs": int(options.get("max-num-seqs", SEQUENCES)),
+            "tensor_parallel_size": tp,
+            "distributed_executor_backend": "uni" if tp == 1 else "mp",
+            "worker_extension_cls": _WORKER,
+            "disable_log_stats": True,
+        }
+        if "kv-cache-memory" in options:
+            arguments["kv_cache_memory_bytes"] = size_in_bytes(options["kv-cache-memory"])
+        elif self._arm.device == "cpu":
+            size, enough = least_cache_bytes(self._arm)
+            arguments["kv_cache_memory_bytes"] = size // tp
+            if not enough:
+                arguments["max_model_len"] = -1  # as long as fits
+        for option in ("max-model-len", "max-num-batched-tokens", "block-size"):
+            if option in options:
+                arguments[option.replace("-", "_")] = int(options[option])
+        if "chunked-prefill" in options:
+            arguments["enable_chunked_prefill"] = options["chunked-prefill"] == "yes"
+        if ours and self._arm.device != "cpu":
+            arguments["attention_config"] = {"backend": "CUSTOM"}
+        if "attention-backend" in options:
+            arguments["attention_config"] = {"backend": options["attention-backend"]}
+        if "quantization" in options:
+            arguments["quantization"] = options["quantization"]
+        if "gpu-memory-utilization" in options:
+            arguments["gpu_memory_utilization"] = float(options["gpu-memory-utilization"])
+        return arguments
+
+    def _try_out(self) -> None:
+        """A few tokens: the cache is read back, and the head is found to replay what vLLM computes."""
+        self.llm.collective_rpc("fidelab_watch")
+        tokens = range(min(_TRIED, self.about["vocabulary"]))
+        [(_, _, key)] = self.run([Request(tokens, 1, first=0, last=len(tokens) - 1, sentinel=True)])
+        if not self.cache()[0]["layers"]:
+            raise NotSupportedError(f"{self._arm.model} keeps no keys and values in vLLM")
+        if self._hidden:
+            self._find_head(self._take(key, "rows"), self._take(key, "live"))
+
+    def _find_head(self, rows: bytes, live: bytes) -> None:
+        """Read the head from the ranks, each of which holds some of its rows, and the scale of its logits."""
+        import torch
+
+        from fidelab.engines.hf.head import ReplayedHead
+
+        shards = self.llm.collective_rpc("fidelab_head")
+        if not all(shard["rows"] for shard in shards):
+            raise EngineError(f"{shards[0]['why']}: pass --engine-arg estimator=logprobs")
+        self._width = shards[0]["width"]
+
+        def joined(part: str) -> Tensor:
+            raw = b"".join(self._take(f"head-{rank}", part) for rank in range(len(shards)))
+            return torch.frombuffer(bytearray(raw), dtype=getattr(torch, shards[0]["dtype"]))
+
+        weight, bias = joined("weight").view(-1, self._width), joined("bias") if shards[0]["bias"] else None
+        config = SimpleNamespace(final_logit_softcapping=self.about["softcap"], logit_scale=self.about["scale"])
+        module = SimpleNamespace(weight=weight, bias=bias)
+        self.head = ReplayedHead(module, config, self._arm.dtype, self._states(rows), self._logits(live))
+
+    # ---------------------------------------------------------------------------------------- requests
+
+    def run(
+        self,
+        requests: Sequence[Request],
+        batch: int = 1,
+        stop: Sequence[int] = (),
+        progress: Callable[[int], None] = lambda _tokens: None,
+    ) -> Iterator[tuple[int, list[int], str]]:
+        """Run requests in order, at most ``batch`` at once; ``stop`` ids end a sequence and are part of it.
+
+        Yields (index, generated ids, key of what was kept), as they finish; ``progress`` hears of a token of each
+        running request with each step, and of the rest at its end.
+
+        Raises:
+            EngineError: a request is longer than what the arm takes.
+        """
+        for request in requests:
+            self._must_fit(len(request.prompt) + request.n)
+        waiting = iter(enumerate(requests))
+        running: dict[str, int] = {}
+        steps: Counter[str] = Counter()
+        try:
+            while True:
+                while len(running) < batch and (following := next(waiting, None)):
+                    index, request = following
+                    key = self._add(request, stop)
+                    running[key] = index
+                if not running:
+                    return
+                finished = [output for output in self._engine.step() if output.finished]
+                steps.update(running.keys())
+                progress(len(running))
+                for output in finished:
+                    key, ids = output.request_id, list(output.outputs[0].token_ids)
+                    index = running.pop(key)
+                    progress(len(requests[index].prompt) + len(ids) - steps.pop(key))
+                    yield index, ids, key
+        finally:
+            if running:
+                self._engine.abort_request(list(running))
+
+    def tokens(self, group: Sequence[Sequence[int]], n: int) -> Iterator[list[int]]:
+        """The n tokens behind each prompt, as soon as the engine has handed that of all over; nothing is captured.
+
+        Raises:
+            EngineError: the prompts do not fit the arm, or not all at once.
+        """
+        self._must_fit_together([len(prompt) + n for prompt in group])
+        keys = [self._add(Request(prompt, n), (), self._kinds.DELTA) for prompt in group]
+        ids: dict[str, list[int]] = {key: [] for key in keys}
+        given = 0
+        try:
+            while self._engine.has_unfinished_requests():
+                for output in self._engine.step():
+                    ids[output.request_id] += output.outputs[0].token_ids
+                known = min(map(len, ids.values()))
+                yield from ([ids[key][i] for key in keys] for i in range(given, known))
+                given = known
+        finally:
+            self._engine.abort_request(keys)
+
+    def _add(self, request: Request, stop: Sequence[int], kind: Any = None) -> str:
+        self._count += 1
+        key = f"r{self._count}"
+        params = self._params(
+            temperature=0,
+            max_tokens=request.n,
+            stop_token_ids=list(stop),
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=kind or self._kinds.FINAL_ONLY,
+            extra_args={KEY: request.instructions(key)} if kind is None else None,
+        )
+        self._engine.add_request(key, self._input(list(request.prompt)), params)
+        return key
+
+    def _must_fit(self, tokens: int) -> None:
+        most = self.config.model_config.max_model_len
+        if tokens > most:
+            raise EngineError(f"{tokens:,} tokens are more than this arm's {most:,}: raise max-model-len")
+
+    def _must_fit_together(self, sizes: Sequence[int]) -> None:
+        """Requests that wait for one another are no batch."""
+        for tokens in sizes:
+            self._must_fit(tokens)
+        if len(sizes) > (most := self.config.scheduler_config.max_num_seqs):
+            raise EngineError(f"{len(sizes)} sequences are more than this arm's {most} at once: raise max-num-seqs")
+        cache = self.cache()[0]
+        block = cache["layers"][0]["block_size"]
+        if (needed := sum(-(-tokens // block) for tokens in sizes)) > cache["blocks"]:
+            raise EngineError(
+                f"{len(sizes)} sequences need {needed * block:,} places of the cache, which has "
+                f"{cache['blocks'] * block:,}: raise kv-cache-memory"
+            )
+
+    # -------------------------------------------------------------------------------------------- rows
+
+    def rows(self, key: str, n: int) -> Mapping[str, Array]:
+        """The kept rows of a finished request; the replay is checked where it was a sentinel.
+
+        Raises:
+            EngineError: there are fewer, or the replay misses the live logits.
+        """
+        raw = self._take(key, "rows")
+        if not self._hidden:
+            rows = np.frombuffer(raw, dtype=np.float16).reshape(-1, self.about["vocabulary"])
+            return {"logprobs": _exactly(rows, n)}
+        if self.head is not None and (live := self._take(key, "live")):
+            logits = self._logits(live)
+            self.head.check(self._states(raw)[: len(logits)], logits)
+        if self._arm.dtype == "bfloat16":
+            return {"hidden": BFloat16(_exactly(np.frombuffer(raw, dtype=np.uint16).reshape(-1, self._width), n))}
+        return {"hidden": _exactly(np.frombuffer(raw, dtype=self._arm.dtype).reshape(-1, self._width), n)}
+
+    def nan_at(self, key: str) -> int | None:
+        """The first generated token of a finished request whose logits held NaN."""
+        text = self._take(key, "nan")
+        return int(text) if text else None
+
+    def _take(self, key: str, kind: str) -> bytes:
+        """What the workers wrote, which is removed; empty where they wrote nothing."""
+        path = Path(self._folder.name) / f"{key}.{kind}"
+        if not path.exists():
+            return b""
+        raw = path.read_bytes()
+        path.unlink()
+        return raw
+
+    def _states(self, raw: bytes) -> Tensor:
+        import torch
+
+        return torch.frombuffer(bytearray(raw), dtype=getattr(torch, self._arm.dtype)).view(-1, self._width)
+
+    def _logits(self, raw: bytes) -> Tensor:
+        import torch
+
+        return torch.frombuffer(bytearray(raw), dtype=torch.float32).view(-1, self.about["vocabulary"])
+
+    # ------------------------------------------------------------------------------------------- others
+
+    def tokenize(self, text: str) -> list[int]:
+        """Token ids without special tokens."""
+        return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
+
+    def cache(self) -> list[dict[str, Any]]:
+        """What each rank says of its cache."""
+        found: list[dict[str, Any]] = self.llm.collective_rpc("fidelab_cache")
+        return found
+
+    def close(self) -> None:
+        """End the workers."""
+        try:
+            self._engine.engine_core.shutdown()
+        finally:
+            self._folder.cleanup()
+
+
+@contextmanager
+def _marked(mark: Callable[[str], None]) -> Iterator[None]:
+    """Marks ``import`` now, and ``weights`` where vLLM has loaded them and turns to profiling, cache and compilation.
+
+    All that happens in one call, and vLLM only logs how long the parts took.  Without that step nothing is told apart.
+    """
+    from vllm.v1.engine.core import EngineCore
+
+    mark("import")
+    name = "_initialize_kv_caches"
+    original = getattr(EngineCore, name, None)
+    if original is None:
+        yield
+        return
+
+    def loaded(*args: Any, **kwargs: Any) -> Any:
+        mark("weights")
+        return original(*args, **kwargs)
+
+    setattr(EngineCore, name, loaded)
+    try:
+        yield
+    finally:
+        setattr(EngineCore, name, original)
+
+
+def size_in_bytes(text: str) -> int:
+    """Bytes, or 512M, 4G."""
+    return int(text[:-1]) * _UNITS[text[-1]] if text[-1] in _UNITS else int(text)
+
+
+def _exactly(rows: NDArray[Any], expected: int) -> NDArray[Any]:
+    if len(rows) < expected:
+        raise EngineError(f"vLLM computed {len(rows)} rows where {expected} were wanted")
+    return rows[:expected]
+
+
+def _one_line(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

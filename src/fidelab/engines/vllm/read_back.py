@@ -1,0 +1,162 @@
+"""What ran in vLLM, from its own objects: the cache's tensors, what was read back from them, scales, settings."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fidelab.captures.container import TensorFile
+from fidelab.core import Arm
+from fidelab.engines.base import Ran, read_back_proof
+from fidelab.engines.k16v8 import content_bytes
+from fidelab.engines.vllm.launch import Backend, k16v8_of
+from fidelab.engines.vllm.model import VLLMModel
+
+__all__ = ["ran", "stored_as"]
+
+_MATCHES = 0.999  # share of the numbers in the cache that must be what was written
+_RECEIVED = "vLLM's kernels read the cache themselves"
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+
+Layer = Mapping[str, Any]
+
+
+def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> Ran:
+    """The record of this arm."""
+    ranks = model.cache()
+    layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
+    here, first = ranks[0], ranks[0]["layers"][0]
+    if k16v8_of(arm.kv) is None:
+        k_format = v_format = stored_as(arm, backend, here, layers)
+    else:
+        k_format, v_format = _pair_as(arm, backend, here, layers)
+    config = model.config
+    return Ran(
+        versions={**versions, "python": platform.python_version()},
+        device=_device(backend),
+        attention=first["label"] or first["backend"],
+        k_format=k_format,
+        v_format=v_format,
+        k_dtype=first["dtype"],
+        v_dtype=here["read_back"].get("v_stored", first["dtype"]),
+        cache_bytes_per_token=sum(layer["bytes_per_token"] for layer in layers),
+        expected_bytes_per_token=_expected(arm, layers),
+        kv_layers=len(here["layers"]),
+        layers_without_kv=config.model_config.get_total_num_hidden_layers() - len(here["layers"]),
+        more={
+            "platform": backend.platform,
+            "implementation": first["implementation"],
+            "kernels": first["kernels"],
+            "isa": first["isa"],
+            "cache_dtypes": sorted({layer["kv_cache_dtype"] for layer in layers}),
+            "block_size": first["block_size"],
+            "cache_blocks": here["blocks"],
+            "cache_tokens": here["blocks"] * first["block_size"],
+            "cache_bytes": sum(layer["bytes"] for layer in layers),
+            "read_back": here["read_back"],
+            "proof": read_back_proof(here["read_back"].get("matches"), _MATCHES, _RECEIVED),
+            **_scales(arm, layers),
+            "prefix_caching": bool(config.cache_config.enable_prefix_caching),
+            "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
+            "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
+            "max_num_seqs": config.scheduler_config.max_num_seqs,
+            "async_scheduling": bool(config.scheduler_config.async_scheduling),
+            "max_model_len": config.model_config.max_model_len,
+            "enforce_eager": bool(config.model_config.enforce_eager),
+            "graphs": str(config.compilation_config.cudagraph_mode).rpartition(".")[2],
+            "quantization": config.model_config.quantization,
+            "tp": config.parallel_config.tensor_parallel_size,
+            "model_runner": model.about["runner"],
+            "architecture": model.about["architecture"],
+            "unfilled_parameters": model.about["unfilled"],
+            "threads": model.about["threads"],
+            "compute_dtype": arm.dtype,
+            "forced": not backend.ok,
+        },
+    )
+
+
+def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
+    """The asked name where the cache proves it, else what was found.
+
+    Proof: the backend lists the format, all layers have it, and what was read back is what was written, in the type
+    that the name says: a cache called float16 may hold bfloat16.  Formats that
+    cannot be read back (blocks with scales of their own, latents) rest on the first two.
+    """
+    asked, dtype = arm.kv.k.name, layers[0]["dtype"]
+    if not backend.ok:
+        return f"{dtype}, which {backend.name} does not list"
+    matches = seen["read_back"].get("matches")
+    if matches is not None and matches < _MATCHES:
+        return f"{dtype}, and not what was written"
+    stored = seen["read_back"].get("stored")
+    if stored is not None and _BYTES.get(asked, 1) > 1 and stored != asked:
+        return str(stored)
+    names = {layer["kv_cache_dtype"] for layer in layers}
+    if asked != "auto" and names != {asked}:
+        return f"{' and '.join(sorted(names))}"
+    return asked
+
+
+def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[str, str]:
+    """The formats of K and V where k16v8's backend has all layers and its pages hold what was written, apart.
+
+    Keys are compared bit by bit, values with the codes that e4m3 makes of them.
+    """
+    found = seen["read_back"]
+    if not backend.ok:
+        return (f"{layers[0]['dtype']}, although {backend.reason}",) * 2
+    if not all((layer["label"] or "").startswith(backend.name) for layer in layers):
+        return (f"{layers[0]['dtype']}, in layers that are not {backend.name}'s",) * 2
+    if found.get("matches") != 1.0 or not found.get("disjoint"):
+        return (f"{layers[0]['dtype']}, and not what was written",) * 2
+    return str(arm.kv.k), str(arm.kv.v)
+
+
+def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
+    """Bytes per token that the asked format takes; ``None`` for formats with scales beside the values."""
+    scaling = k16v8_of(arm.kv)
+    if scaling is not None:
+        return float(sum(layer["heads"] * content_bytes(layer["k_dim"], layer["v_dim"], scaling) for layer in layers))
+    each = _BYTES.get(arm.dtype if arm.kv.k.name == "auto" else arm.kv.k.name)
+    return sum(layer["values_per_token"] for layer in layers) * each if each else None
+
+
+def _scales(arm: Arm, layers: Sequence[Layer]) -> dict[str, Any]:
+    """Where the scales come from, and how many values share one."""
+    if (scaling := k16v8_of(arm.kv)) is not None:
+        if scaling == "none":
+            return {"scale_source": "default 1.0", "scale_granularity": "per tensor"}
+        return {"scale_source": "dynamic", "scale_granularity": "per token and head"}
+    if not any(layer["kv_cache_dtype"].startswith("fp8") for layer in layers):
+        return {"scale_source": None, "scale_granularity": None}
+    values = [layer[side] for layer in layers for side in ("k_scale", "v_scale")]
+    if any(layer["dynamic"] for layer in layers):
+        source = "dynamic"
+    elif _has_scales(Path(arm.path)):
+        source = "checkpoint"
+    else:
+        source = "default 1.0" if set(values) == {1.0} else "unknown"
+    return {
+        "scale_source": source,
+        "scale_granularity": "per tensor" if all(layer["scales"] == 1 for layer in layers) else "per head",
+        "scale_range": [min(values), max(values)],
+    }
+
+
+def _has_scales(folder: Path) -> bool:
+    return any(
+        name.endswith((".k_scale", ".v_scale", ".kv_scale"))
+        for path in folder.glob("*.safetensors")
+        for name in TensorFile(path).names()
+    )
+
+
+def _device(backend: Backend) -> str:
+    if backend.platform == "cpu":
+        return f"cpu ({platform.machine()})"
+    import torch
+
+    return str(torch.cuda.get_device_name(0))

@@ -1,0 +1,113 @@
+"""A layer bisect as terminal text: one sentence, and a line with a bar for every layer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from fidelab.core import Status
+from fidelab.report.cells import STATUS
+from fidelab.report.text_cells import literal
+from fidelab.results.layer_diff_record import BisectArm, BisectReport, LayerRow
+from fidelab.results.numbers import format_amount, format_kld, one_line
+
+__all__ = ["render_bisect", "sentence"]
+
+_BAR = 24  # characters of the largest added error
+_NOT_FINITE = "not finite"
+_WELL = (Status.OK, Status.IDENTICAL)
+
+
+def render_bisect(report: BisectReport, console: Console, *, folder: Path | None = None) -> None:
+    """Print it; ``folder`` is where its files lie."""
+
+    def line(text: str, style: str = "") -> None:
+        console.print(literal(text, console, style), overflow="fold")
+
+    reference, candidate = report.reference, report.candidate
+    line(f"{report.run_id}: {_called(candidate)} against {_called(reference)}", "bold")
+    line(sentence(report), "bold red" if report.first is not None else "")
+    if report.floor is not None and report.floor.status not in _WELL:
+        line(f"floor: {STATUS[report.floor.status]}: {one_line(report.floor.reason or '')}", "red")
+    if report.layers:
+        windows = f"{report.windows} window{'' if report.windows == 1 else 's'}"
+        console.print(_table(report, console))
+        line(
+            f"error, 90%: median and 90th percentile of {report.rows:,} rows of {windows}, relative to the norm of the "
+            "reference's state; added: root of the difference of squares; ×others: what median or 90% adds, whichever "
+            "is more, over the root mean square of the other layers"
+        )
+    if folder is not None:
+        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+
+
+def sentence(report: BisectReport) -> str:
+    """What was found, in words."""
+    for what, arm in (("reference", report.reference), ("candidate", report.candidate)):
+        if arm.status not in _WELL:
+            return f"{what} {one_line(arm.name)}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
+    if report.candidate.status is Status.IDENTICAL:
+        return "No layer differs: both arms have the same states in every row."
+    said = [_verdict(report)]
+    if report.entering is not None and report.entering.rms != 0:
+        said.append(f"What enters the first layer differs by {_number(report.entering.median)} already.")
+    elif report.begins and all(row.error.rms == 0 for row in report.layers[: report.begins]):
+        said.append(f"The arms part in layer {report.begins}: before it their states are the same.")
+    return " ".join(said)
+
+
+def _verdict(report: BisectReport) -> str:
+    if report.first is not None:
+        row = report.layers[report.first]
+        others = [str(other.layer) for other in report.layers if other.stands_out and other is not row]
+        also = f" Others behind it: {', '.join(others)}." if others else ""
+        if row.added is None or row.added_tail is None:
+            return f"Layer {row.layer} stands out: states behind it are not finite.{also}"
+        times = (
+            "and no other layer adds any"
+            if row.ratio is None
+            else f"{format_amount(row.ratio)} times what the others add"
+        )
+        return (
+            f"Layer {row.layer} stands out: it adds a relative error of {_number(row.added)} "
+            f"({_number(row.added_tail)} at the 90th percentile of rows), {times}.{also}"
+        )
+    if report.begins is None:
+        return "No layer adds more error than the reference has from itself."
+    return "No layer stands out: none adds three times what the others add and as much error as reaches it."
+
+
+def _called(arm: BisectArm) -> str:
+    return f"{one_line(arm.name)} ({one_line(arm.engine)}, {arm.dtype})"
+
+
+def _table(report: BisectReport, console: Console) -> Table:
+    floor = any(row.floor is not None for row in report.layers)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    for heading in ("layer", "error", "90%", "added", "×others", *(["floor"] if floor else [])):
+        table.add_column(literal(heading, console), justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    most = max((row.added for row in report.layers if row.added is not None), default=0.0)
+    for row in report.layers:
+        cells = [str(row.layer), _number(row.error.median), _number(row.error.tail), _number(row.added), _ratio(row)]
+        if floor:
+            cells.append(_number(row.floor.median) if row.floor else "")
+        style = "bold red" if row.stands_out else ""
+        table.add_row(*(literal(cell, console, style) for cell in (*cells, _bar(row, most))))
+    return table
+
+
+def _bar(row: LayerRow, most: float) -> str:
+    length = _BAR if row.added is None else round(_BAR * row.added / most) if most else 0
+    return f"{'#' * length} <- stands out".lstrip() if row.stands_out else "#" * length
+
+
+def _ratio(row: LayerRow) -> str:
+    return "alone" if row.ratio is None else f"{row.ratio:.1f}"
+
+
+def _number(value: float | None) -> str:
+    return _NOT_FINITE if value is None else format_kld(value)

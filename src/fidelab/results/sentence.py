@@ -1,0 +1,170 @@
+"""One plain sentence per candidate that says what to do, and what changes.
+
+The band is given, never computed here; words and formats follow from it.  What is not ruled out says up to which
+context that was measured.  A cost is blamed on the keys only where something points to them: the values are native, or
+an arm of the same run with native keys does well.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from fidelab.core import Estimator, Status
+from fidelab.results.numbers import format_kld, format_odds, format_span, one_line
+
+__all__ = ["ArmFacts", "is_native", "sentence"]
+
+_ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
+_NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
+
+
+@dataclass(frozen=True)
+class ArmFacts:
+    """What is known about one candidate when its sentence is written.
+
+    ``band``: the verdict's, ``None`` where there is none; ``at_best``: what it could be then.  ``kld``: mean (nats),
+    ``kld_ci`` its 95% interval.  ``top1``: share of positions whose most likely token stays, ``real_flips``: share
+    where it changes although that was no near tie.  ``n_ctx``: the longest context measured, tokens.
+    ``floor``: KL (nats) to its twin with other last bits.
+    ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
+    whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
+    none, in the engine's own words (``f16/q8_0`` on llama.cpp); empty where the engine has one format for both.
+    ``lowered_by``: why the band is below what the KLD alone gives.  ``forced``: run although its engine warned.
+    """
+
+    k: str
+    v: str
+    status: Status = Status.OK
+    reason: str = ""
+    band: str | None = None
+    at_best: str | None = None
+    kld: float | None = None
+    kld_ci: tuple[float, float] | None = None
+    floor: float | None = None
+    top1: float | None = None
+    real_flips: float | None = None
+    n_ctx: int | None = None
+    estimator: str | None = None
+    n_positions: int | None = None
+    n_failed: int = 0
+    control: str | None = None
+    control_kld: float | None = None
+    native_keys_arm: str | None = None
+    native_keys_band: str | None = None
+    native_keys_kld: float | None = None
+    native_keys_format: str = "k16v8"
+    lowered_by: str = ""
+    forced: bool = False
+
+
+def is_native(name: str) -> bool:
+    """The format keeps the compute type, as engines call it (``bf16``, ``f16``, ``float32``, ``auto``)."""
+    return _NATIVE.match(name.lower()) is not None
+
+
+def sentence(arm: ArmFacts) -> str:
+    """What to do with the candidate, on one line."""
+    reason = one_line(arm.reason) or "no reason was recorded"
+    if arm.status is Status.FAILED:
+        return f"not running: {reason}"
+    if arm.status is Status.NOT_SUPPORTED:
+        return f"not supported: {reason}"
+    if arm.status is Status.NOT_ENGAGED and arm.forced:
+        return f"do not use: it was forced to run, and something else ran: {reason}"
+    if arm.status is Status.NOT_ENGAGED:
+        return f"not engaged: this format did not run, so nothing is known about it: {reason}"
+    if arm.status is Status.IDENTICAL:
+        return "; ".join(["safe: the format ran and its output is identical to the reference's", *_reach(arm)])
+    if arm.band is None:
+        best = f", at best {arm.at_best}" if arm.at_best else ""
+        return f"no verdict{best}: {_why_none(arm)}"
+    return "; ".join([f"{_head(arm)}: {', '.join(_facts(arm))}", *_changes(arm), *_remedies(arm), *_reach(arm)])
+
+
+def _why_none(arm: ArmFacts) -> str:
+    if arm.estimator == Estimator.TOPK:
+        return f"only a lower bound could be measured (KLD {format_kld(arm.kld, bound=True)} nats)"
+    if arm.reason.strip():
+        return one_line(arm.reason)
+    if arm.kld is None:
+        return "full-vocabulary KLD was not measured"
+    return f"too little text for an interval (KLD {format_kld(arm.kld)} nats); measure more windows"
+
+
+def _head(arm: ArmFacts) -> str:
+    assert arm.band is not None
+    if arm.lowered_by and arm.band == "PASS":
+        return _ADVICE["DEGRADED"]  # the distributions are close, and yet something was lost
+    if arm.band in ("EXCELLENT", "PASS") or _hides_the_format(arm):
+        return _ADVICE[arm.band]
+    k_native, v_native = is_native(arm.k), is_native(arm.v)
+    mended = arm.native_keys_band in ("EXCELLENT", "PASS")
+    if not k_native and (v_native or mended):
+        return "keys break"
+    if k_native and not v_native:
+        return "values break"
+    return _ADVICE[arm.band]
+
+
+def _facts(arm: ArmFacts) -> list[str]:
+    assert arm.band is not None
+    facts = []
+    if arm.n_failed:
+        total = f" of {arm.n_positions:,}" if arm.n_positions else ""
+        facts.append(f"{arm.n_failed:,}{total} positions gave no number")
+    if arm.lowered_by:
+        facts.append(one_line(arm.lowered_by))
+    if arm.kld is not None and arm.estimator == Estimator.TOPK:
+        facts.append(f"costs at least {format_kld(arm.kld)} nats")
+    elif arm.kld is not None:
+        known = format_span(arm.kld_ci) if arm.kld_ci is not None else "without an interval"
+        floor = f"; a change of last bits alone: {format_kld(arm.floor)}" if arm.floor else ""
+        facts.append(f"costs {format_kld(arm.kld)} nats ({known}{floor})")
+    return facts
+
+
+def _changes(arm: ArmFacts) -> list[str]:
+    """How many of the most likely tokens change, and how many of those were no near tie."""
+    if arm.top1 is None:
+        return []
+    changed = 1 - arm.top1
+    if changed == 0:
+        return ["no top token changes"]
+    odds = format_odds(changed)
+    said = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
+    return [said if arm.real_flips is None else f"{said}, {format_odds(arm.real_flips)} beyond a near tie"]
+
+
+def _reach(arm: ArmFacts) -> list[str]:
+    """What a longer context costs is not known; what fails need not be known to fail there, too."""
+    if arm.n_ctx is None or arm.band == "FAIL":
+        return []
+    return [f"up to {arm.n_ctx:,} tokens of context, not measured beyond"]
+
+
+def _remedies(arm: ArmFacts) -> list[str]:
+    bad = arm.band in ("DEGRADED", "FAIL")
+    if _mostly_control(arm):
+        named = f"control {one_line(arm.control)}" if arm.control else "control"
+        line = f"the kernel path, not the format, is most of it ({named}: {format_kld(arm.control_kld)})"
+        return [line, "try another attention backend"] if bad and not arm.n_failed else [line]
+    if not bad or _hides_the_format(arm):
+        return []
+    if is_native(arm.k):
+        return [] if is_native(arm.v) else ["try wider values"]
+    if arm.native_keys_band in ("EXCELLENT", "PASS"):
+        return [f"try {one_line(arm.native_keys_arm or '')} ({format_kld(arm.native_keys_kld)} nats)"]
+    if arm.native_keys_band is not None:
+        other = f"{one_line(arm.native_keys_arm or '')}: {format_kld(arm.native_keys_kld)} nats"
+        return [f"native keys alone do not mend it ({other}): try wider values too"]
+    return [f"try {arm.native_keys_format}" if arm.native_keys_format else "try a wider format"]
+
+
+def _mostly_control(arm: ArmFacts) -> bool:
+    return arm.kld is not None and arm.control_kld is not None and arm.control_kld > arm.kld / 2 > 0
+
+
+def _hides_the_format(arm: ArmFacts) -> bool:
+    """Something else than the format's width explains the band."""
+    return bool(arm.n_failed or arm.lowered_by) or _mostly_control(arm)

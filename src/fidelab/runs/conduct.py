@@ -1,0 +1,364 @@
+"""The conductor: plan, run, score, store, report.  Read this first.
+
+A run's life: an :class:`~fidelab.config.schema.Experiment` is resolved into settings and a plan; each job of the plan
+runs in a fresh process that leaves captures; captures are scored into a report.  Everything between the
+first and the last step is on disk, so a run that was stopped anywhere goes on with :func:`resume`, and
+:func:`rescore` needs no engine at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.axes.base import AxisInputs
+from fidelab.captures.reader import Capture, find_captures
+from fidelab.config.load import dump, load
+from fidelab.config.paths import expand
+from fidelab.config.schema import Experiment
+from fidelab.core import Status, slug, usable_cores
+from fidelab.errors import CaptureError, InputError
+from fidelab.inputs.corpus import load_text
+from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models.embedded import NAMES
+from fidelab.plan.build import Plan, PlannedJob, build_plan
+from fidelab.plan.disk import check_disk
+from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
+from fidelab.results.record import Report
+from fidelab.results.store import RunFolder
+from fidelab.runs.pairing import ArmResult
+from fidelab.runs.runner import Asking, Listener, Silent
+from fidelab.runs.scoring import RunFacts, score_run
+
+__all__ = [
+    "Interrupted",
+    "Listener",
+    "Prepared",
+    "Silent",
+    "capture",
+    "execute",
+    "first_replicate",
+    "prepare",
+    "rescore",
+    "resume",
+]
+
+_SAMPLE_CHARACTERS = 2000  # of the evaluation text, on which engine and parent compare tokenizers
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped by Ctrl-C or SIGTERM; no process is left, and :func:`resume` of ``folder`` goes on with it.
+
+    ``command``: the words before ``--resume FOLDER`` that do so.
+    """
+
+    def __init__(self, folder: Path, command: str = "fidelab compare") -> None:
+        super().__init__(f"stopped; go on with the run in {folder}")
+        self.folder = folder
+        self.command = command
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A plan with what it was made from."""
+
+    plan: Plan
+    inputs: AxisInputs
+    sample: str
+
+    @property
+    def settings(self) -> Settings:
+        """The resolved experiment."""
+        return self.plan.settings
+
+    def asking(self, listener: Listener, event: Callable[..., None]) -> Asking:
+        """What runs the plan's jobs."""
+        return Asking(self.settings, self.inputs, self.sample, listener, event)
+
+
+def prepare(
+    experiment: Experiment, only: str | None = None, *, replicate: int = 0, created: str | None = None
+) -> Prepared:
+    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
+
+    ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
+    this run's captures begin.  ``created``: when the run was first started; now unless told.
+
+    Raises:
+        FidelabError: anything a user can mend, in one line.
+    """
+    settings = resolve_experiment(_absolute(experiment), created or _now())
+    tokenizer = Tokenizer.load(settings.model)
+    text = load_text(settings.experiment.text)
+    prompts = settings.experiment.prompts
+    inputs = AxisInputs(
+        tokenizer=tokenizer,
+        text=text,
+        prompts=load_prompts(None if prompts == "default" else Path(prompts)),
+        max_positions=settings.model.max_positions,
+    )
+    plan = build_plan(settings, inputs, replicate)
+    if only is None:
+        refuse_same_server(settings)
+    else:
+        plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
+    check_disk(plan)
+    return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS])
+
+
+def execute(
+    experiment: Experiment, *, command: str, listener: Listener | None = None, replicate: int = 0
+) -> tuple[Report, RunFolder]:
+    """Run an experiment in a new run folder, which remembers ``replicate`` (see :func:`prepare`).
+
+    Raises:
+        FidelabError: before anything ran.  What fails later is in the report.
+        Interrupted: stopped; the children are ended and the folder can be resumed.
+    """
+    created = _now()
+    prepared = prepare(experiment, replicate=replicate, created=created)
+    head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
+    config = dump(prepared.settings.experiment, head)
+    folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
+    facts = RunFacts(folder.run_id, created, command, _environment())
+    return _conduct(prepared, folder, facts, listener or Silent()), folder
+
+
+def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, RunFolder]:
+    """Go on with a stopped run: finished captures are kept, the rest is made, all is scored.
+
+    Raises:
+        FidelabError: no run folder, or its settings no longer hold.
+        Interrupted: stopped again.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    folder.sweep()
+    facts = _stored_facts(folder)
+    prepared = prepare(load(folder.config), replicate=first_replicate(folder), created=facts.created)
+    folder.event("resumed")
+    return _conduct(prepared, folder, facts, listener or Silent()), folder
+
+
+def first_replicate(folder: RunFolder) -> int:
+    """Where the numbers of this run's captures begin; 0 but in a repeat.
+
+    Raises:
+        InputError: the settings file names something that is no number.
+    """
+    text = _head(folder).get("replicate", "0")
+    if not text.isdecimal():
+        raise InputError(f"{folder.config}: the head line 'replicate: {text}' is no number; mend or remove it")
+    return int(text)
+
+
+def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
+    """Compute all scores again from the captures; no engine and no model are needed.
+
+    Raises:
+        InputError: the folder is no run, or an unfinished one.  CaptureError: a capture is gone or damaged; names it.
+    """
+    folder = RunFolder.open(run_dir.absolute())
+    record = folder.read_outcomes()
+    try:
+        results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
+        facts = RunFacts(**record["facts"])
+        left = set(record["planned"]) - {result.role for result in results}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
+        ) from None
+    if left:
+        raise InputError(
+            f"{folder.path} was stopped before {sorted(left)[0]} was captured; "
+            f"go on with: fidelab compare --resume {folder.path}"
+        )
+    experiment = load(folder.config)
+    if experiment.benches and not any(result.benches for result in results):
+        raise InputError(
+            f"{folder.path} was stopped before its benches were measured; "
+            f"go on with: fidelab compare --resume {folder.path}"
+        )
+    for result in results:
+        for capture_folder in result.captures.values():
+            Capture(capture_folder)
+    return _finish(experiment, folder, facts, results), folder
+
+
+def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
+    """Run only the reference arm's captures, into ``captures_dir``: the first phase apart from scoring.
+
+    ``follow``: a folder with another arm's captures.  That arm is the reference: questions which follow from answers
+    follow from its.
+
+    Raises:
+        CaptureError: no capture lies in ``follow``.
+    """
+    prepared = prepare(experiment, only="reference" if follow is None else "candidate")
+    [job] = prepared.plan.jobs
+    logs = prepared.settings.captures_dir / "logs"
+    watcher = listener or Silent()
+    asking = prepared.asking(watcher, lambda *_a, **_k: None)
+    if follow is not None:
+        found = {capture.axis: capture.folder for capture in map(Capture, find_captures(follow))}
+        if not found:
+            raise CaptureError(f"{follow} holds no capture to follow")
+        asking.follow(found)
+    watcher.start(prepared.plan, None)
+    try:
+        with _terminate_as_interrupt():
+            return [asking.run(job, logs / f"{slug(job.arm.name)}.log")]
+    finally:
+        watcher.close()
+
+
+# ----------------------------------------------------------------------------------------------- inside
+
+
+def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+    plan = prepared.plan
+    facts = replace(facts, unavailable=dict(plan.unavailable))
+    results: list[ArmResult] = []
+    folder.event(
+        "planned",
+        jobs=[job.role for job in plan.jobs],
+        unsupported=dict(plan.settings.unsupported),
+        unavailable=facts.unavailable,
+    )
+    listener.start(plan, folder)
+    try:
+        with _terminate_as_interrupt():
+            asking = prepared.asking(listener, folder.event)
+            for job in plan.jobs:
+                results.append(asking.run(job, folder.log(job.role)) if plan.settings.axes else _unasked(job))
+                _store_outcomes(folder, facts, plan, results)
+            if plan.settings.benches:
+                results = _bench(prepared, asking, folder, listener, results)
+                _store_outcomes(folder, facts, plan, results)
+            listener.scoring()
+            return _finish(plan.settings.experiment, folder, facts, _every(plan, results))
+    except KeyboardInterrupt:
+        folder.event("interrupted")
+        raise Interrupted(folder.path) from None
+    finally:
+        listener.close()
+
+
+def _unasked(job: PlannedJob) -> ArmResult:
+    """An arm that only benches ask."""
+    return ArmResult(job.role, job.arm, Status.OK)
+
+
+def _bench(
+    prepared: Prepared, asking: Asking, folder: RunFolder, listener: Listener, results: list[ArmResult]
+) -> list[ArmResult]:
+    from fidelab.runs.benches import Benching
+
+    timed = folder.path / "timed"
+    tokenizer = prepared.inputs.tokenizer
+    return Benching(prepared.settings, tokenizer, asking, timed, folder.log, listener, folder.event).run(results)
+
+
+def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
+    """The results so far and the arms that cannot run at all, in the order in which they were given."""
+    settings = plan.settings
+    arms = settings.roles()
+    found = {result.role: result for result in results}
+    for role, arm in arms:
+        if arm.name in settings.unsupported:
+            found[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
+    order = dict.fromkeys([*(role for role, _ in arms), *(job.role for job in plan.jobs)])
+    return [found[role] for role in order if role in found]
+
+
+def _store_outcomes(folder: RunFolder, facts: RunFacts, plan: Plan, results: list[ArmResult]) -> None:
+    planned = [job.role for job in plan.jobs]
+    arms = [result.record(folder.path) for result in _every(plan, results)]
+    folder.write_outcomes({"facts": vars(facts), "planned": planned, "arms": arms})
+
+
+def _stored_facts(folder: RunFolder) -> RunFacts:
+    """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
+    with contextlib.suppress(Exception):
+        return RunFacts(**folder.read_outcomes()["facts"])
+    head = _head(folder)
+    return RunFacts(folder.run_id, head.get("created", _now()), head.get("command", ""), _environment())
+
+
+def _head(folder: RunFolder) -> dict[str, str]:
+    """The comments above the settings."""
+    lines = takewhile(lambda line: line.startswith("# "), folder.config.read_text("utf-8").splitlines())
+    return dict(line[2:].split(": ", 1) for line in lines if ": " in line)
+
+
+def _finish(experiment: Experiment, folder: RunFolder, facts: RunFacts, results: list[ArmResult]) -> Report:
+    from fidelab.report.html import write_html
+
+    scored = score_run(experiment, facts, results)
+    folder.write_positions(scored.positions)
+    write_html(scored.report, folder.html)
+    scored.report.write(folder.report)  # last: a run folder with a report is complete
+    folder.event("reported", report=folder.report.name)
+    return scored.report
+
+
+def _absolute(experiment: Experiment) -> Experiment:
+    """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
+    updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
+    words = {"text": ("default", "wikitext-2"), "prompts": ("default",), "model": ("fake", *NAMES)}
+    for name, reserved in words.items():
+        value = getattr(experiment, name)
+        if value not in reserved and expand(value).exists():
+            updates[name] = str(expand(value))
+    if experiment.captures_dir is not None:
+        updates["captures_dir"] = str(expand(experiment.captures_dir))
+    return experiment.model_copy(update=updates)
+
+
+def _environment() -> dict[str, Any]:
+    from importlib.metadata import version
+
+    import psutil
+
+    from fidelab.doctor.machine import cpu_name
+
+    return {
+        "fidelab": fidelab.__version__,
+        "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.release()}",
+        "machine": platform.machine(),
+        "processor": cpu_name(),
+        "usable_cores": usable_cores(),
+        "memory_bytes": psutil.virtual_memory().total,
+        "packages": {name: version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
+    }
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM ends children and leaves a resumable run, as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def raise_interrupt(_number: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, raise_interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,404 @@
+"""The cross-engine experiment: one text on several engines, one after another, and what they say together.
+
+For each engine: its candidate against its own reference (an ordinary run), the reference timed, a long prefill through
+a tiny model.  Then the references against one another.  What an engine cannot do stays in its row; the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from datetime import UTC, datetime
+from itertools import permutations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import ValidationError
+
+import fidelab
+from fidelab.axes import AXES
+from fidelab.axes.base import parts_of
+from fidelab.axes.perplexity import Perplexity
+from fidelab.captures.manifest import capture_folder, capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill, Timed
+from fidelab.config.cross import CrossEngine, EngineLine
+from fidelab.config.cross import Timing as TimingConfig
+from fidelab.config.load import dump, explain_validation
+from fidelab.config.paths import expand
+from fidelab.config.schema import EngineConfig, Experiment
+from fidelab.core import Status, slug, usable_cores
+from fidelab.errors import ConfigError, FidelabError, InputError
+from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.prompts import load_prompts
+from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
+from fidelab.models import Model, resolve
+from fidelab.models.cache import build_once, cache_dir
+from fidelab.models.embedded import NAMES
+from fidelab.models.tiny import GGUF_NAME, make_tiny
+from fidelab.plan.build import PlannedCapture, PlannedJob
+from fidelab.plan.deploy import engine_class
+from fidelab.results.bench_values import Spread
+from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed
+from fidelab.results.record import Ran, Report
+from fidelab.results.store import RunFolder
+from fidelab.runs.conduct import Prepared, capture, execute, prepare
+from fidelab.runs.pairing import ArmResult, Scorer, engaged
+from fidelab.runs.runner import Listener, Silent
+
+__all__ = ["agreement", "run_cross"]
+
+Watch = Callable[[str], Listener | None]
+Floats = NDArray[np.float64]
+
+_AXES = ("trajectory", "kld", "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
+_RESERVED = ("default", "wikitext-2", "fake", *NAMES)  # names that are no paths, even where a file is called so
+_TINY = {"vocab": 512, "layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "head_dim": 32}
+_POSITIONS = 40_960
+_ELEMENT = {"float32": 4, "f32": 4, "bfloat16": 2, "bf16": 2, "float16": 2, "f16": 2}  # bytes
+_LIBRARY = {"hf": "transformers"}  # of engines that come with this package
+_PREFILL, _DECODE = "timing.prefill", "timing.decode"
+
+
+def run_cross(cross: CrossEngine, *, command: str, watch: Watch = lambda _what: None) -> tuple[CrossReport, Path]:
+    """Run the experiment in a new folder; its ``cross-engine.json`` grows with every engine.
+
+    ``watch``: told what begins, gives who watches it.
+
+    Raises:
+        FidelabError: before anything ran.  What an engine fails at is in its row.
+        KeyboardInterrupt: stopped; finished captures are kept.
+    """
+    cross = _filled(cross)
+    load_text(cross.text)
+    load_prompts(None if cross.prompts == "default" else Path(cross.prompts))
+    resolve(cross.model)
+    created = datetime.now(UTC).replace(microsecond=0)
+    config = dump(cross, {"command": command, "created": created.isoformat()})
+    folder = RunFolder.create(Path(cross.output_dir), "cross-engine", config).path
+    report = CrossReport(
+        run_id=folder.name,
+        created=created,
+        fidelab_version=fidelab.__version__,
+        command=command,
+        settings=cross.model_dump(mode="json"),
+    )
+    references: dict[str, ArmResult] = {}
+    try:
+        for line in cross.engines:
+            row, reference = _Line(cross, line, folder, command, watch).measure()
+            if reference is not None:
+                references[line.label] = reference
+            report = report.model_copy(update={"engines": (*report.engines, row)})
+            report.write(folder)
+        if "kld" in (cross.axes or {}):
+            found = agreement(_experiment(cross, cross.engines[0], folder), references)
+            report = report.model_copy(update={"agreement": found})
+            report.write(folder)
+    except KeyboardInterrupt:  # the folder of the engine's own run is no place to go on from
+        raise KeyboardInterrupt from None
+    return report, folder
+
+
+def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[Agreement, ...]:
+    """Mean KL of every arm from every other, over the captures of axis ``kld``; arms without one are left out.
+
+    ``experiment``: whose KLD settings and seed hold.  ``arms``: name → result.
+    """
+    alone = experiment.model_copy(update={"axes": {"kld": experiment.axes["kld"]}})
+    results = {name: replace(arm, role=f"arm:{name}") for name, arm in arms.items() if parts_of("kld", arm.captures)}
+    scorers = {
+        name: Scorer(alone, list(results.values()), {}, strict=False, reference=arm.role)
+        for name, arm in results.items()
+    }
+    return tuple(_agree(scorers[one], one, results[other], other) for one, other in permutations(results, 2))
+
+
+# ------------------------------------------------------------------------------------------- one engine
+
+
+class _Line:
+    """One engine of the experiment."""
+
+    def __init__(self, cross: CrossEngine, line: EngineLine, folder: Path, command: str, watch: Watch) -> None:
+        self._cross = cross
+        self._line = line
+        self._folder = folder
+        self._command = command
+        self._watch = watch
+        self._experiment = _experiment(cross, line, folder)
+
+    def measure(self) -> tuple[EngineRow, ArmResult | None]:
+        """Everything about this engine, what it cannot do included; and its reference, where that was asked."""
+        try:
+            return self._measure()
+        except FidelabError as error:
+            line, failed = self._line, {"status": Status.FAILED, "reason": str(error)}
+            head = {
+                "name": line.label,
+                "engine": line.engine.name,
+                "reference": line.reference.label if line.reference else None,
+            }
+            return EngineRow.model_validate(head | failed), None
+
+    def _measure(self) -> tuple[EngineRow, ArmResult]:
+        line, cross = self._line, self._cross
+        report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
+        results = [ArmResult.from_record(arm, run.path) for arm in run.read_outcomes()["arms"]]
+        reference = next(result for result in results if result.role == "reference")
+        well = report.reference.status is Status.OK
+        floor = report.floor.kld
+        row = EngineRow(
+            name=line.label,
+            engine=line.engine.name,
+            status=report.reference.status,
+            reason=report.reference.reason,
+            reference=str(reference.arm.kv.label),
+            dtype=reference.arm.dtype,
+            estimator=_estimator(reference),
+            version=_version(line.engine, report.reference.ran),
+            run=str(run.path.relative_to(self._folder)),
+            ran=report.reference.ran,
+            perplexity=_perplexity(cross, reference) if well else {},
+            floor=floor.mean if floor else None,
+            floor_ci=floor.mean_ci if floor else None,
+            speed=self._speed(cross.timing) if cross.timing and well else None,
+            candidate=_candidate(line.candidate.label, report),
+            long=self._long(cross.long.tokens) if cross.long else None,
+        )
+        return row, reference
+
+    def _begin(self, what: str) -> Listener | None:
+        return self._watch(f"{self._line.label}: {what}")
+
+    # -------------------------------------------------------------------------------------------- speed
+
+    def _speed(self, timing: TimingConfig) -> Speed:
+        """Load, prefill and decode of the reference, in a process of its own."""
+        try:
+            prepared = prepare(self._experiment, only="reference")
+            job = self._timed(prepared, timing)
+            result = self._ask(prepared, job)
+            if result.status is not Status.OK:
+                return Speed(status=result.status, reason=result.reason)
+            return _speed_of(result, timing)
+        except (FidelabError, ValueError) as error:  # ValueError: times that no clock gives
+            return Speed(status=Status.FAILED, reason=f"timing: {error}")
+
+    def _timed(self, prepared: Prepared, timing: TimingConfig) -> PlannedJob:
+        """Two questions over the same prompts: the prefill alone, and the prefill with decoding behind it."""
+        [job] = prepared.plan.jobs
+        limit = prepared.inputs.max_positions
+        if limit is not None and timing.prompt + timing.n > limit:
+            raise InputError(f"{timing.prompt} + {timing.n} tokens are beyond the model's {limit} positions")
+        prompts = make_windows(prepared.inputs.tokenizer, prepared.inputs.text, timing.prompt, timing.repeats).windows
+        captures = []
+        for axis, n in ((_PREFILL, 0), (_DECODE, timing.n)):
+            probe = Timed(axis, prompts, n=n, warmup=timing.warmup, settings=(("prompt", timing.prompt),))
+            key = capture_key(job.arm, probe, prepared.settings.deployed[job.arm.name].versions, 0)
+            folder = capture_folder(self._folder / "timing" / slug(self._line.label), job.arm, probe, key)
+            captures.append(PlannedCapture(axis, probe, key, folder))
+        return PlannedJob("timing", job.arm, tuple(captures))
+
+    def _ask(self, prepared: Prepared, job: PlannedJob) -> ArmResult:
+        listener = self._begin("timing") or Silent()
+        listener.start(replace(prepared.plan, jobs=(job,)), None)
+        try:
+            asking = prepared.asking(listener, lambda *_a, **_k: None)
+            return asking.run(job, self._folder / "logs" / f"{slug(self._line.label)}-timing.log")
+        finally:
+            listener.close()
+
+    # --------------------------------------------------------------------------------------------- long
+
+    def _long(self, tokens: int) -> LongCell:
+        """One window of so many tokens through the reference's cache, on a model that every engine can load."""
+        if engine_class(self._line.engine).served:
+            return LongCell(status=Status.NOT_SUPPORTED, reason="a server has its own model", tokens=tokens)
+        try:
+            model = _long_model(self._line.engine, tokens)
+            experiment = self._experiment.model_copy(
+                update={
+                    "model": model,
+                    "axes": {"kld": {"windows": 1, "n_ctx": tokens, "protocol": "sliding"}},  # every row: every token
+                    "text": "default",  # what it says does not matter to random weights, and it is long enough
+                    "captures_dir": str(self._folder / "long" / slug(self._line.label)),
+                }
+            )
+            [result] = capture(experiment, listener=self._begin(f"{tokens:,} tokens"))
+            return _long_cell(result, resolve(model), tokens)
+        except FidelabError as error:
+            return LongCell(status=Status.FAILED, reason=str(error), tokens=tokens)
+
+
+def _experiment(cross: CrossEngine, line: EngineLine, folder: Path) -> Experiment:
+    return cross.experiment(line, cross.axes or {}, str(folder / "runs"))
+
+
+def _estimator(reference: ArmResult) -> str | None:
+    path = next(iter(parts_of("kld", reference.captures).values()), None)
+    return None if path is None else str(Capture(path, verify=False).estimator)
+
+
+def _version(engine: EngineConfig, ran: Ran | None) -> str | None:
+    """The package that brings the engine."""
+    versions = ran.versions if ran else {}
+    packages = engine_class(engine).packages or (_LIBRARY.get(engine.name, engine.name),)
+    return next((f"{name} {versions[name]}" for name in packages if name in versions), None)
+
+
+def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | None]:
+    """Context → perplexity of the reference alone, over all its rows."""
+    parts = parts_of("perplexity", reference.captures)
+    if not parts:
+        return {}
+    axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
+    captures = {part: Capture(path) for part, path in parts.items()}
+    score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
+    return {n_ctx: found["ppl_ref"] for n_ctx, found in score.figures["details"]["contexts"].items()}
+
+
+def _candidate(kv: str, report: Report) -> Candidate:
+    [arm] = report.candidates
+    axes = {name: axis for name in report.settings["axes"] if (axis := getattr(arm.axes, name, None)) is not None}
+    kld = arm.axes.kld
+    return Candidate(
+        status=arm.status,
+        reason=arm.reason,
+        kv=kv,
+        kld=kld.mean if kld else None,
+        kld_ci=kld.mean_ci if kld else None,
+        scores={name: axis.score for name, axis in axes.items()},
+        score_ci={name: axis.ci for name, axis in axes.items()},
+        composite=arm.composite,
+        verdict=arm.verdict,
+    )
+
+
+def _speed_of(result: ArmResult, timing: TimingConfig) -> Speed:
+    prefill, decode = (_seconds(result.captures[axis]) for axis in (_PREFILL, _DECODE))
+    subtracted = decode_rate_by_subtraction(decode[:, -1], prefill[:, 0], timing.n)
+    return Speed(
+        status=Status.OK,
+        load_seconds=result.timing.get("load_seconds"),
+        prompt=timing.prompt,
+        n=timing.n,
+        prefill=Spread.of(prefill_rate(prefill, timing.prompt)),
+        decode_isolated=Spread.of(decode_rate_isolated(decode)),
+        decode_by_subtraction=None if subtracted is None else Spread.of(subtracted),
+    )
+
+
+def _seconds(folder: Path) -> Floats:
+    """Timestamps [repeats, 1 + n] of a Timed capture."""
+    found = Capture(folder)
+    failed = next((item["failed"] for item in found.items if item["failed"]), None)
+    if failed is not None:
+        raise InputError(f"a timed prompt failed: {failed}")
+    return np.stack([np.asarray(found.array(item, "seconds"), dtype=np.float64) for item in range(len(found.items))])
+
+
+def _long_model(engine: EngineConfig, tokens: int) -> str:
+    """A model of random weights in the form that the engine loads; made once."""
+    if engine.name == "fake":
+        return "fake"
+    sizes = {**_TINY, "positions": max(_POSITIONS, tokens)}
+    name = "tiny-" + "-".join(f"{key}{value}" for key, value in sizes.items())
+    folder = build_once(cache_dir() / "models" / name, lambda scratch: make_tiny(scratch / name, **sizes))
+    return str(folder / GGUF_NAME if engine_class(engine).form == "gguf" else folder)
+
+
+def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
+    status, reason = engaged(result)
+    if "kld" not in result.captures:
+        return LongCell(status=status, reason=reason or "no capture", tokens=tokens)
+    ran, found = result.ran or {}, Capture(result.captures["kld"])
+    counted, held = found.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
+    rows = sum(found.array_shape(item, str(found.estimator))[0] for item in range(len(found.items)))
+    if status is Status.OK and counted not in (None, tokens):
+        status, reason = Status.FAILED, f"the engine processed {counted} tokens, not {tokens}"
+    if status is Status.OK and isinstance(found.probe, Prefill) and rows != found.probe.n_rows:
+        status, reason = Status.FAILED, f"{rows} rows were stored, not {found.probe.n_rows}"
+    return LongCell(
+        status=status,
+        reason=reason,
+        tokens=tokens,
+        counted=counted,
+        rows=rows,
+        bytes_per_token=held,
+        by_hand=_bytes_by_hand(model, ran),
+        kv_bytes=None if held is None else held * tokens,
+        peak_host_bytes=ran.get("peak_host_bytes"),
+        seconds=found.manifest["facts"].get("seconds"),
+    )
+
+
+def _bytes_by_hand(model: Model, ran: Mapping[str, Any]) -> float | None:
+    """Of a cache of plain numbers: Σ over layers of H_kv · D · (bytes of K + bytes of V).
+
+    See docs/metrics.md#bytes-per-token.
+    """
+    sides = [_ELEMENT.get(str(ran.get(f"{side}_dtype")).removeprefix("torch.")) for side in "kv"]
+    if model.layers is None or model.kv_heads is None or model.head_dim is None:
+        return None
+    return None if None in sides else model.layers * model.kv_heads * model.head_dim * sum(filter(None, sides))
+
+
+def _agree(scorer: Scorer, reference: str, other: ArmResult, name: str) -> Agreement:
+    measured = scorer.measure(other)
+    score = measured.scores.get("kld")
+    if score is None:
+        reason = measured.reason or "no full-vocabulary KLD"
+        return Agreement(status=Status.FAILED, reason=reason, reference=reference, other=name)
+    figures = score.figures
+    return Agreement(
+        status=measured.status,
+        reason=measured.reason,
+        reference=reference,
+        other=name,
+        kld=figures["mean"],
+        ci=figures["mean_ci"],
+        top1=figures["top1"],
+        n_positions=figures["n_positions"],
+        n_failed=figures["n_failed"],
+    )
+
+
+# --------------------------------------------------------------------------------------------- settings
+
+
+def _filled(cross: CrossEngine) -> CrossEngine:
+    """Every default spelled out, and paths that hold from any folder.
+
+    Raises:
+        FidelabError: an engine or axis that does not exist, or a setting that an axis does not have.
+    """
+    for line in cross.engines:
+        engine_class(line.engine)
+    axes = cross.axes or {name: dict(AXES.load(name).quick) for name in _AXES}
+    return cross.model_copy(
+        update={
+            "axes": {name: _axis_settings(name, values) for name, values in axes.items()},
+            "threads": cross.threads or usable_cores(),
+            "model": _absolute(cross.model),
+            "text": _absolute(cross.text),
+            "prompts": _absolute(cross.prompts),
+            "output_dir": str(expand(cross.output_dir)),
+        }
+    )
+
+
+def _axis_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
+    cls = AXES.load(name)
+    try:
+        found: dict[str, Any] = cls.Settings.model_validate(dict(values)).model_dump(mode="json")
+    except ValidationError as error:
+        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"axes.{name}")) from None
+    return found
+
+
+def _absolute(value: str) -> str:
+    return str(expand(value)) if value not in _RESERVED and expand(value).exists() else value

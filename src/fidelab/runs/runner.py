@@ -1,0 +1,216 @@
+"""Asking: the jobs of a plan, each in a process of its own, and what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol
+
+from fidelab.axes.base import AxisInputs
+from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.requests import Probe
+from fidelab.captures.writer import store_vocabulary
+from fidelab.core import Status
+from fidelab.engines.variables import thread_variables
+from fidelab.errors import CaptureError
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import Model
+from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
+from fidelab.plan.resolve import Settings
+from fidelab.results.store import RunFolder
+from fidelab.runs.pairing import ArmResult
+from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
+from fidelab.workers.parent import Outcome, Worker, run_worker
+
+__all__ = ["Asking", "Listener", "Silent"]
+
+
+class Listener(Protocol):
+    """Who watches a run (a progress bar, plain lines, nobody)."""
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        """The plan is made."""
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        """A job begins; ``reused``: all its captures exist already."""
+
+    def opened(self, job: PlannedJob, seconds: float) -> None:
+        """The model is loaded."""
+
+    def extended(self, job: PlannedJob, tokens: int) -> None:
+        """The reference's answers led to more questions: so many tokens more than were known, in this job."""
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        """Tokens processed since the last call."""
+
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
+        """A job is over, however it ended."""
+
+    def bench(self, text: str, done: int, total: int) -> None:
+        """A bench is at this; so many of its steps are done."""
+
+    def scoring(self) -> None:
+        """All captures are there; scores are computed."""
+
+    def close(self) -> None:
+        """The run is over."""
+
+
+class Silent:
+    """Nobody watches."""
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
+    def opened(self, job: PlannedJob, seconds: float) -> None: ...
+    def extended(self, job: PlannedJob, tokens: int) -> None: ...
+    def progress(self, job: PlannedJob, tokens: int) -> None: ...
+    def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
+    def bench(self, text: str, done: int, total: int) -> None: ...
+    def scoring(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Asking:
+    """Runs jobs one after another; the reference comes first, and what it answers leads to questions for all.
+
+    ``sample``: text on which engine and parent compare tokenizers.  ``event``: told what happens, by name and fields.
+    """
+
+    def __init__(
+        self, settings: Settings, inputs: AxisInputs, sample: str, listener: Listener, event: Callable[..., None]
+    ) -> None:
+        self._settings = settings
+        self._inputs = inputs
+        self._sample = sample
+        self._listener = listener
+        self._event = event
+        self._tokenizers = {settings.model.path: inputs.tokenizer}
+        self._later: dict[str, Mapping[str, Probe]] = {}
+        self._without: dict[str, str] = {}  # axes without a follow-up, and why
+
+    def follow(self, reference: Mapping[str, Path]) -> None:
+        """Take the questions that follow from a reference which answered before: its captures by part."""
+        self._later, self._without = follow_ups(self._settings, self._inputs, reference)
+
+    def run(self, job: PlannedJob, log: Path) -> ArmResult:
+        """One job from start to end."""
+        leads = job.role == "reference" and any(axis.follows for axis in self._settings.axes.values())
+        if leads and not job.missing():
+            job = self._follow_up(job)
+            leads = False
+        elif not leads:
+            job = with_probes(self._settings, job, self._later)
+        missing = job.missing()
+        tokens = sum(capture.tokens for capture in missing)
+        self._listener.job_started(job, tokens, reused=not missing)
+        self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
+        outcome = Outcome()
+        if missing:
+
+            def more() -> list[ProbeTask]:
+                nonlocal job
+                known = len(job.captures)
+                job = self._follow_up(job)
+                added = [capture for capture in job.captures[known:] if not is_complete(capture.folder, capture.key)]
+                missing.extend(added)
+                self._listener.extended(job, sum(capture.tokens for capture in added))
+                return [capture.task() for capture in added]
+
+            environment = self._settings.deployed[job.arm.name].environment
+            outcome = run_worker(
+                self._message(job, missing),
+                command=environment.command("fidelab.workers.child"),
+                log=log,
+                env={**thread_variables(job.arm.threads), **environment.variables()},
+                deadline=self._settings.experiment.deadline,
+                listen=lambda received: self._hear(job, missing, received),
+                follow_up=more if leads else None,
+            )
+        result = _result(job, [c.axis for c in missing], outcome)
+        result = replace(result, failures={**result.failures, **self._without})
+        self._event(
+            "job_ended",
+            role=job.role,
+            status=str(result.status),
+            reason=result.reason,
+            seconds=round(outcome.seconds, 3),
+        )
+        self._listener.job_ended(job, result)
+        return result
+
+    def worker(self, job: PlannedJob, log: Path) -> Worker:
+        """A process with the job's arm, to be asked whatever comes; the tokenizers were compared before, or are not."""
+        environment = self._settings.deployed[job.arm.name].environment
+        return Worker(
+            replace(self._message(job, []), sample_text="", sample_ids=[]),
+            command=environment.command("fidelab.workers.child"),
+            log=log,
+            env={**thread_variables(job.arm.threads), **environment.variables()},
+            deadline=self._settings.experiment.deadline,
+            listen=lambda _message: None,
+        )
+
+    def _follow_up(self, job: PlannedJob) -> PlannedJob:
+        """The reference's job with the questions that its own answers lead to."""
+        self.follow({c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)})
+        return with_probes(self._settings, job, self._later)
+
+    def _message(self, job: PlannedJob, missing: Sequence[PlannedCapture]) -> Job:
+        deployed, store = self._settings.deployed[job.arm.name], self._settings.captures_dir
+        tokenizer = self._tokenizer(deployed.model)
+        vocabulary = tokenizer.vocabulary()
+        store_vocabulary(store, vocabulary, tokenizer.pieces())
+        return Job(
+            arm=job.arm.record(),
+            store=str(store),
+            tasks=[capture.task() for capture in missing],
+            vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
+            sample_text=self._sample,
+            sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the probes are made with
+            env=thread_variables(job.arm.threads),
+            about=deployed.about,
+        )
+
+    def _tokenizer(self, model: Model) -> Tokenizer:
+        """An arm's own: a checkpoint may name more or fewer tokens than the reference's."""
+        if model.path not in self._tokenizers:
+            self._tokenizers[model.path] = Tokenizer.load(model)
+        return self._tokenizers[model.path]
+
+    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], received: Message) -> None:
+        match received:
+            case Progress(tokens=done):
+                self._listener.progress(job, done)
+            case Opened(seconds=seconds):
+                self._listener.opened(job, seconds)
+                self._event("opened", role=job.role, seconds=round(seconds, 3))
+            case Captured(index=index, seconds=seconds):
+                self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+
+
+def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
+    """What the store holds now counts, not what the worker said: a resumed run finds the same."""
+    captures, failures, ran = {}, {}, None
+    for capture in job.captures:
+        try:
+            found = Capture(capture.folder)
+        except CaptureError:
+            index = asked.index(capture.axis) if capture.axis in asked else -1
+            failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
+        else:
+            captures[capture.axis] = capture.folder
+            ran = found.manifest["ran"]
+    status = outcome.status
+    if status is Status.OK and failures:
+        status = Status.FAILED
+    reason = outcome.reason
+    if status is not Status.OK and outcome.log_tail and reason:
+        reason = f"{reason} (last log line: {outcome.log_tail[-1][:200]})" if _adds(outcome, reason) else reason
+    timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
+    return ArmResult(job.role, job.arm, status, reason, ran or outcome.ran, captures, failures, timing)
+
+
+def _adds(outcome: Outcome, reason: str) -> bool:
+    """The log says something that a crash's reason does not."""
+    return reason.startswith("the worker") and outcome.log_tail[-1] not in reason

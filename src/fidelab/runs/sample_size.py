@@ -1,0 +1,419 @@
+"""How many windows or prompts a wanted precision takes: a finished run, read as a pilot.
+
+Scores are computed again from the run's captures, and nothing is written.  What follows from them rests on three
+assumptions: more windows are like the pilot's, a unit (document, block of windows, prompt) spans as many windows as in
+the pilot, and time and disk grow in proportion.  Half-widths are Student's t on the linearised standard error, of a
+mean KL wider as its interval is, for the pilot as for the plan; the intervals of a report differ a little, those of
+shares from few units more, because they need no spread to be wide.
+
+Of several contexts an arm's figures are those of its worst one; windows are counted at the shortest, and those of the
+longer ones grow with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import shlex
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from fidelab.axes import AXES
+from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Prefill
+from fidelab.config.load import load
+from fidelab.config.schema import Experiment
+from fidelab.core import Status
+from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageError
+from fidelab.inputs.corpus import load_text, make_windows
+from fidelab.inputs.prompts import load_prompts
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.sample_size import (
+    Spread,
+    agreement_reach,
+    half_width,
+    paired_spread,
+    ratio_spread,
+    units_for,
+    units_to_agree,
+)
+from fidelab.models import resolve
+from fidelab.results.record import ArmRecord, Report
+from fidelab.results.store import EVENTS, RunFolder
+from fidelab.runs.pairing import ArmResult
+
+__all__ = ["Advice", "Line", "Precision", "SizePlan", "Supply", "plan_size"]
+
+_LEAST = 1e-12  # of a precision: below it, counts of units have no meaning
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """What an axis counts: its items, the flag and the setting of their number, the unit of its estimate."""
+
+    items: str
+    flag: str
+    setting: str
+    unit: str
+
+
+_AXES = {
+    "kld": _Sized("windows", "--windows", "windows", "nats"),
+    "trajectory": _Sized("prompts", "--limit", "limit", "points"),
+}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """A wanted half-width: in the axis' own unit, or as a share of each candidate's own estimate."""
+
+    value: float
+    relative: bool
+
+    @classmethod
+    def parse(cls, text: str) -> Precision:
+        """``0.001``, or ``5%``.
+
+        Raises:
+            UsageError: not a number above 0.
+        """
+        body = text.strip()
+        relative = body.endswith("%")
+        try:
+            value = float(body.removesuffix("%")) / (100 if relative else 1)
+        except ValueError:
+            value = math.nan
+        if not _LEAST <= value < math.inf:
+            raise UsageError(f"--precision {text!r}: write a number above 0, such as 0.001, or a percentage such as 5%")
+        return cls(value, relative)
+
+    def of(self, estimate: float) -> float:
+        """The half-width that is wanted of this estimate; 0 where it is a share of nothing."""
+        return self.value * abs(estimate) if self.relative else self.value
+
+
+@dataclass(frozen=True)
+class Line:
+    """One estimate: where it stands, and what the wanted precision takes.
+
+    ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control.
+    ``status``: ``needed`` (more than the pilot), ``enough`` (the pilot does), ``exact`` (identical output: nothing to
+    measure) or ``failed`` (``reason`` says why).  ``*_upper``: with the upper bound of the pilot's spread.
+    """
+
+    arm: str
+    quantity: Literal["mean", "excess"]
+    status: Literal["needed", "enough", "exact", "failed"]
+    reason: str | None = None
+    estimate: float | None = None
+    half_width: float | None = None
+    precision: float | None = None
+    units: int | None = None
+    units_needed: int | None = None
+    units_upper: int | None = None
+    items_needed: int | None = None
+    items_upper: int | None = None
+
+
+@dataclass(frozen=True)
+class Supply:
+    """How many items the run's own text or prompt set holds."""
+
+    name: str
+    holds: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to run.  ``items`` and ``upper`` are the most of any line.
+
+    ``seconds``, ``disk_bytes``: of capturing so many items with all arms of the pilot, by proportion.  ``supply`` and
+    ``seconds`` are ``None`` where they cannot be known (model or text are gone; the pilot took its captures over),
+    ``command`` where the pilot was no command that can be given again.
+    """
+
+    items: int
+    upper: int
+    flag: str
+    command: str | None
+    supply: Supply | None
+    seconds: float | None
+    disk_bytes: int
+
+    @property
+    def short(self) -> bool:
+        """The run's own text or prompts do not suffice."""
+        return self.supply is not None and self.supply.holds < self.items
+
+
+@dataclass(frozen=True)
+class SizePlan:
+    """The answer: every estimate of the pilot, and what to run; ``advice`` is ``None`` where the pilot does."""
+
+    run_id: str
+    axis: str
+    unit: str
+    items: str
+    items_now: int
+    asked: Precision
+    lines: tuple[Line, ...]
+    advice: Advice | None
+
+
+def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
+    """Items that a 95% interval of ± ``precision`` needs, by what the run in ``run_dir`` found.
+
+    Args:
+        precision: half-width in nats (kld) or points of the score (trajectory), or ``5%`` of each candidate's estimate;
+            its excess over the control is held to the same half-width.
+
+    Raises:
+        UsageError: a precision that cannot be, or an axis that the run does not have.
+        InputError: no finished run, or one from which nothing can be planned; says why.
+        CaptureError: a capture is gone or damaged; names it.
+    """
+    asked = Precision.parse(precision)
+    folder = RunFolder.open(run_dir.absolute())
+    if not folder.report.is_file():
+        raise InputError(f"{run_dir} has no report yet; finish the run with: fidelab compare --resume {run_dir}")
+    report, experiment = Report.from_json(folder.report), load(folder.config)
+    if axis not in experiment.axes:
+        raise UnknownNameError("axis of this run", axis, experiment.axes)
+    if axis not in _AXES:
+        raise UsageError(f"axis {axis} cannot be planned; plan-size knows {', '.join(_AXES)}")
+    pilot = _Pilot(folder, experiment, axis)
+    lines = tuple(_lines(report, pilot, asked))
+    if all(line.status == "failed" for line in lines):
+        raise InputError(f"{run_dir}: nothing to plan from: {lines[0].arm}: {lines[0].reason}")
+    more = [line for line in lines if line.status == "needed"]
+    advice = _advice(folder, pilot, more, report.command) if more else None
+    return SizePlan(report.run_id, axis, _AXES[axis].unit, _AXES[axis].items, pilot.n_items, asked, lines, advice)
+
+
+# ---------------------------------------------------------------------------------------------- the pilot
+
+
+class _Pilot:
+    """One axis of a finished run, scored again in memory."""
+
+    def __init__(self, folder: RunFolder, experiment: Experiment, axis: str) -> None:
+        self.experiment, self.axis = experiment, axis
+        self.results = _results(folder)
+        cls: type[Axis] = AXES.load(axis)
+        self._scorer = cls(cls.Settings.model_validate(experiment.axes[axis]))
+        self._reference = self._captures("reference")
+
+    @property
+    def reference(self) -> Capture:
+        """The reference's answers; of several contexts, to the shortest."""
+        return min(self._reference.values(), key=lambda capture: len(capture.probe.items()[0]))
+
+    @property
+    def n_items(self) -> int:
+        """Windows or prompts."""
+        return len(self.reference.items)
+
+    def score(self, role: str) -> AxisScore:
+        """The arm of this role against the reference."""
+        theirs = self._captures(role)
+        pairs = {part: Pair.match(ref, theirs[part]) for part, ref in self._reference.items() if part in theirs}
+        if pairs.keys() != self._reference.keys():
+            raise InputError(f"the run's {role} has no answer on part of axis {self.axis}")
+        return self._scorer.score_parts(pairs, self.experiment.seed)
+
+    def _captures(self, role: str) -> dict[str, Capture]:
+        result = self.results.get(role)
+        found = {} if result is None else parts_of(self.axis, result.captures)
+        if result is None or not found:
+            why = None if result is None else result.failures.get(self.axis) or result.reason
+            raise InputError(f"the run's {role} has no answer on axis {self.axis}: {why or 'no capture'}")
+        return {part: Capture(path) for part, path in found.items()}
+
+
+def _results(folder: RunFolder) -> dict[str, ArmResult]:
+    record = folder.read_outcomes()
+    try:
+        return {arm["role"]: ArmResult.from_record(arm, folder.path) for arm in record["arms"]}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
+        ) from None
+
+
+def _why_not(arm: ArmRecord, axis: str) -> str | None:
+    """Why an arm has nothing to plan from on this axis."""
+    found: Any = getattr(arm.axes, axis)
+    if arm.status in (Status.NOT_ENGAGED, Status.NOT_SUPPORTED):
+        return arm.reason
+    if found is None:
+        return arm.reason or "no figures on this axis"
+    return None if found.status in (Status.OK, Status.IDENTICAL) else str(found.reason)
+
+
+def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[Line]:
+    control = None
+    if report.control is not None and _why_not(report.control, pilot.axis) is None:
+        control = pilot.score("control")
+    for arm in report.candidates:
+        reason = _why_not(arm, pilot.axis)
+        if reason is not None:
+            yield Line(arm.name, "mean", "failed", reason)
+            continue
+        score = pilot.score(f"candidate:{arm.name}")
+        # equal tokens alone do not show equal output: a few prompts more may differ
+        if score.identical and arm.axes.kld is not None and arm.axes.kld.status is Status.IDENTICAL:
+            yield Line(arm.name, "mean", "exact")
+        else:
+            yield from _candidate(arm.name, score, control, asked, pilot.n_items)
+
+
+def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Precision, n: int) -> Iterator[Line]:
+    spread = ratio_spread(score.items(), score.scale)
+    agree = spread is not None and score.proportion and spread.estimate / score.scale in score.bounds
+    precision = 0.0 if spread is None else asked.of(spread.estimate)
+    cost = score.bounds == (0.0, math.inf)
+    yield _line(name, "mean", spread, precision, n, score.scale if agree else None, cost=cost)
+    control = None if control is None else control.at(score.part)
+    if spread is None or precision == 0 or control is None:
+        return
+    paired = paired_spread(score.items(control.usable), control.items(score.usable), score.scale)
+    tied = paired is not None and score.proportion and paired.sd == 0
+    # a share of the candidate's own estimate, not of the excess: an excess of nearly 0 would ask for millions
+    yield _line(name, "excess", paired, precision, n, score.scale if tied else None)
+
+
+def _line(
+    arm: str,
+    quantity: Literal["mean", "excess"],
+    spread: Spread | None,
+    precision: float,
+    n: int,
+    agree: float | None,
+    *,
+    cost: bool = False,
+) -> Line:
+    """``agree``: the scale of a share whose units all agree; ``n``: the pilot's items; ``cost``: never negative."""
+    if spread is None:
+        reason = "the pilot has a single unit (document, block of windows, prompt), and one says nothing about spread"
+        return Line(arm, quantity, "failed", f"{reason}: make a pilot with more windows or prompts")
+    if precision == 0:
+        return Line(arm, quantity, "failed", "a percentage of an estimate of 0 is 0: give --precision as a number")
+    if agree is None:
+        reach = half_width(spread.sd, spread.units, cost=cost)
+        units, upper = (units_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
+    else:
+        reach = agree * agreement_reach(spread.units)
+        units = upper = units_to_agree(precision / agree)
+    per_unit = n / spread.units
+    return Line(
+        arm,
+        quantity,
+        "enough" if reach <= precision else "needed",
+        None,
+        spread.estimate,
+        reach,
+        precision,
+        spread.units,
+        units,
+        upper,
+        math.ceil(units * per_unit),
+        math.ceil(upper * per_unit),
+    )
+
+
+# ------------------------------------------------------------------------------------------------ advice
+
+
+def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[Line], command: str) -> Advice:
+    items = max(line.items_needed or 0 for line in lines)
+    factor = items / pilot.n_items
+    captures = {role: parts for role, r in pilot.results.items() if (parts := parts_of(pilot.axis, r.captures))}
+    asked = {role: {part_name(pilot.axis, part) for part in parts} for role, parts in captures.items()}
+    folders = {path for parts in captures.values() for path in parts.values()}
+    supply = _supply(pilot)
+    short = supply is not None and supply.holds < items
+    longer = "wikitext-2" if short and pilot.axis == "kld" and pilot.experiment.text == "default" else None
+    return Advice(
+        items=items,
+        upper=max(line.items_upper or 0 for line in lines),
+        flag=_AXES[pilot.axis].flag,
+        command=_command(command, pilot.axis, items, longer),
+        supply=supply,
+        seconds=_seconds(folder, pilot.axis, asked, factor),
+        disk_bytes=math.ceil(factor * sum(Capture(path, verify=False).bytes for path in folders)),
+    )
+
+
+def _supply(pilot: _Pilot) -> Supply | None:
+    """What the run's text or prompt set holds, if it still is what the pilot was made from."""
+    experiment, probe = pilot.experiment, pilot.reference.probe
+    asked: dict[str, Any] = dict(probe.settings)
+    try:
+        tokenizer = Tokenizer.load(resolve(pilot.results["reference"].arm.path))
+        if isinstance(probe, Prefill):
+            n_ctx, stride, n = asked["n_ctx"], asked["stride"], len(probe.windows)
+            text = load_text(experiment.text)
+            cut = make_windows(tokenizer, text, n_ctx, n, asked["protocol"], stride, asked["place"])
+            same, name = cut.windows == probe.windows, f"text {experiment.text}"
+            holds = (cut.text_tokens - n_ctx) // stride + 1
+        else:
+            prompts = load_prompts(None if experiment.prompts == "default" else Path(experiment.prompts))
+            first = tokenizer.chat(prompts[0].messages, "raw" if asked["template"] == "raw" else "chat")
+            same, name = first == probe.items()[0], f"prompt set {experiment.prompts}"
+            holds = len(prompts)
+    except (FidelabError, KeyError, OSError):  # the answer stands without it
+        return None
+    return Supply(name, holds) if same else None
+
+
+def _seconds(folder: RunFolder, axis: str, roles: Mapping[str, Set[str]], factor: float) -> float | None:
+    """Model loads as in the pilot, captures of this axis by proportion; the other axes' captures are kept.
+
+    ``roles``: role → its captures of this axis.
+    """
+    loads: dict[str, float] = {}
+    captured: dict[str, dict[str, float]] = {}
+    for event in _events(folder):
+        match event:
+            case {"event": "opened", "role": str(role), "seconds": float(seconds)}:
+                loads[role] = seconds
+            case {"event": "captured", "role": str(role), "axis": str(part), "seconds": float(seconds)} if (
+                part.partition(".")[0] == axis
+            ):
+                captured.setdefault(role, {})[part] = seconds
+    if not all(role in loads and captured.get(role, {}).keys() == roles[role] for role in roles):
+        return None
+    return sum(loads[role] + factor * sum(captured[role].values()) for role in roles)
+
+
+def _events(folder: RunFolder) -> Iterator[Any]:
+    """The run's telemetry; what cannot be read is left out, for estimates alone rest on it."""
+    with contextlib.suppress(OSError, ValueError):
+        for line in (folder.path / EVENTS).read_text("utf-8").splitlines():
+            yield json.loads(line)
+
+
+def _command(command: str, axis: str, items: int, text: str | None) -> str | None:
+    """The run's own command with the new number, and another text; None where it was no command of a kind we know."""
+    if command.startswith("fidelab compare "):
+        words = _with_flag(shlex.split(command), _AXES[axis].flag, str(items))
+        return shlex.join(words if text is None else _with_flag(words, "--text", text))
+    if command.startswith("fidelab run "):
+        settings = [f"axes.{axis}.{_AXES[axis].setting}={items}", *([] if text is None else [f"text={text}"])]
+        return shlex.join([*shlex.split(command), *(word for setting in settings for word in ("--set", setting))])
+    return None
+
+
+def _with_flag(words: Sequence[str], flag: str, value: str) -> list[str]:
+    """The words with ``flag value`` at their end, instead of wherever it was."""
+    kept, skip = [], False
+    for word in words:
+        if not (skip or word == flag or word.startswith(f"{flag}=")):
+            kept.append(word)
+        skip = word == flag and not skip
+    return [*kept, flag, value]

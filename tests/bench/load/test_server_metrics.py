@@ -1,0 +1,379 @@
+"""What servers say of themselves: closed forms on made-up readings, and a real HTTP server that answers oddly."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from fidelab.bench.load.drive import Load, Target, drive
+from fidelab.bench.load.exchange import Request
+from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
+
+Texts = Sequence[tuple[float, bytes]]
+
+
+def vllm(tokens: float, *, running: float = 2, waiting: float = 0, usage: float = 0.25, engine: str = "0") -> bytes:
+    label = f'{{engine="{engine}",model_name="m"}}'
+    lines = {
+        "generation_tokens_total": tokens,
+        "num_requests_running": running,
+        "num_requests_waiting": waiting,
+        "kv_cache_usage_perc": usage,
+        "request_generation_tokens_sum": 7,
+    }
+    return "".join(f"vllm:{name}{label} {value}\n" for name, value in lines.items()).encode()
+
+
+def sglang(
+    rate: float, *, running: float = 1, tokens: float | None = None, length: float = 0, extra: str = ""
+) -> bytes:
+    lines = {"gen_throughput": rate, "num_running_reqs": running, "num_queue_reqs": 3, "token_usage": 0.5}
+    lines |= {"spec_accept_length": length, "spec_accept_rate": 0.5 if length else 0.0}
+    text = "".join(f'sglang:{name}{{model_name="m",tp_rank="0"}} {value}\n' for name, value in lines.items())
+    if tokens is not None:
+        text += f'sglang:generation_tokens_total{{model_name="m",is_streaming="true"}} {tokens}\n'
+    return (text + extra).encode()
+
+
+def said(texts: Texts, started: float = 1.0, ended: float = 3.0) -> ServerReading:
+    found = understand(texts, started, ended)
+    assert found is not None
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ figures
+
+
+def test_a_rate_is_what_the_counter_grew_by_between_interpolated_readings() -> None:
+    texts = [(0.5, vllm(0)), (1.5, vllm(100)), (2.5, vllm(300)), (3.5, vllm(340))]
+    # at 1.0: 50, at 3.0: 320
+    assert said(texts).output_rate == pytest.approx((320 - 50) / 2)
+
+
+def test_a_server_at_rest_counts_what_it_counted_when_the_load_began_and_ended() -> None:
+    texts = [(0.9, vllm(10, running=0)), (1.5, vllm(60)), (2.5, vllm(160)), (9.0, vllm(210, running=0))]
+    assert said(texts).output_rate == pytest.approx((210 - 10) / 2)
+
+
+def test_a_server_at_work_for_others_is_read_linearly() -> None:
+    texts = [(0.9, vllm(0, running=3)), (1.9, vllm(100)), (3.0, vllm(200))]
+    assert said(texts).output_rate == pytest.approx((200 - 10) / 2)
+
+
+def test_what_a_warm_up_wrote_is_not_taken_for_the_loads() -> None:
+    texts = [(0.5, vllm(0, running=0)), (1.5, vllm(100)), (3.0, vllm(200))]
+    assert said(texts).output_rate == pytest.approx((200 - 50) / 2)
+
+
+def test_a_counter_of_whole_requests_that_stands_still_behind_the_begin_grew_before_it() -> None:
+    for at, running in ((0.5, 2), (0.99, 0)):
+        texts = [(0.0, sglang(1, tokens=0, running=0)), (at, sglang(1, tokens=0, running=running))]
+        texts += [(1.5, sglang(1, tokens=96)), (2.5, sglang(1, tokens=96)), (3.5, sglang(1, tokens=296, running=0))]
+        assert said(texts).output_rate == pytest.approx((296 - 96) / 2)
+
+
+def test_what_the_load_wrote_in_its_first_second_is_not_taken_for_a_warm_ups() -> None:
+    texts = [(0.9, sglang(1, tokens=0, running=0)), (1.9, sglang(1, tokens=96)), (2.9, sglang(1, tokens=96))]
+    assert said([*texts, (3.1, sglang(1, tokens=192, running=0))]).output_rate == pytest.approx(192 / 2)
+
+
+def test_readings_outside_the_measured_part_do_not_change_the_rate() -> None:
+    inner = [(0.5, vllm(0)), (1.5, vllm(100)), (3.5, vllm(340))]
+    assert said([(0.1, vllm(-900)), *inner, (9.0, vllm(9000))]).output_rate == said(inner).output_rate
+
+
+@pytest.mark.parametrize("suffix", ["", "_total"])
+def test_a_counter_is_known_with_and_without_its_suffix(suffix: str) -> None:
+    texts = [(at, f"vllm:generation_tokens{suffix} {100 * at}\n".encode()) for at in (1.0, 2.0, 3.0)]
+    assert said(texts).output_rate == pytest.approx(100)
+
+
+def test_engines_behind_one_server_add_up_and_their_shares_are_averaged() -> None:
+    both = [(at, vllm(at * 10, usage=0.2) + vllm(at * 30, usage=0.6, engine="1")) for at in (1.0, 2.0, 3.0)]
+    found = said(both)
+    assert found.output_rate == pytest.approx(40)
+    assert found.running_max == 4
+    assert found.kv_usage_mean == pytest.approx(0.4)
+
+
+def test_gauges_are_of_the_readings_within() -> None:
+    texts = [
+        (0.5, vllm(0, running=99, waiting=99, usage=0.9)),
+        (1.5, vllm(1, running=2, waiting=1, usage=0.1)),
+        (2.5, vllm(2, running=4, waiting=5, usage=0.3)),
+        (3.5, vllm(3, running=99, waiting=99, usage=0.9)),
+    ]
+    found = said(texts)
+    assert (found.running_mean, found.running_max, found.waiting_max, found.samples) == (3, 4, 5, 2)
+    assert found.kv_usage_mean == pytest.approx(0.2)
+    assert found.kv_usage_max == 0.3
+
+
+def test_a_share_is_at_most_one() -> None:
+    assert said([(2.0, vllm(0, usage=1.0001))]).kv_usage_max == 1
+
+
+def test_a_counter_that_began_anew_gives_no_rate() -> None:
+    assert said([(1.0, vllm(500)), (2.0, vllm(10)), (3.0, vllm(900))]).output_rate is None
+
+
+@pytest.mark.parametrize("times", [(1.5, 2.0, 3.5), (0.5, 2.0, 2.5)])
+def test_a_measured_part_that_readings_do_not_enclose_has_no_rate(times: tuple[float, ...]) -> None:
+    assert said([(at, vllm(100 * at)) for at in times]).output_rate is None
+
+
+def test_what_a_server_does_not_tell_is_none() -> None:
+    assert said([(2.0, b"llamacpp:requests_processing 1\nllamacpp:kv_cache_usage_ratio nan\n")]) == ServerReading(
+        kind="llama.cpp", running_mean=1, running_max=1, samples=1
+    )
+
+
+def test_no_reading_of_a_known_server_is_nothing() -> None:
+    for texts in (
+        [],
+        [(2.0, b"")],
+        [(2.0, b"go_threads 4\n")],
+        [(2.0, b"<html>vllm:</html>")],
+        [(2.0, b"vllm:x{ 1\n")],
+    ):
+        assert understand(texts, 1.0, 3.0) is None
+
+
+def test_one_garbled_reading_leaves_the_others() -> None:
+    garbled = b'vllm:generation_tokens_total{engine="0 nonsense'
+    assert said([(1.0, vllm(0)), (2.0, garbled), (3.0, vllm(80))]).output_rate == pytest.approx(40)
+
+
+def test_sglang_without_a_counter_says_its_rate_by_the_gauge_while_something_ran() -> None:
+    texts = [(1.0, sglang(100)), (2.0, sglang(300)), (2.5, sglang(7, running=0)), (3.0, sglang(200))]
+    found = said(texts)
+    assert (found.kind, found.waiting_max) == ("sglang", 3)
+    assert found.output_rate == pytest.approx(200)
+
+
+def test_a_counter_that_first_shows_when_a_request_is_complete_began_at_zero() -> None:
+    texts = [(1.0, sglang(999)), (2.0, sglang(999, tokens=60)), (3.0, sglang(999, tokens=100))]
+    assert said(texts).output_rate == pytest.approx(50)
+
+
+def test_ranks_of_one_engine_and_priorities_are_not_counted_twice() -> None:
+    extra = 'sglang:num_running_reqs{model_name="m",tp_rank="1"} 1\n'
+    extra += 'sglang:num_running_reqs{model_name="m",tp_rank="0",priority="5"} 1\n'
+    assert said([(2.0, sglang(1, extra=extra))]).running_max == 1
+    other = 'sglang:num_running_reqs{model_name="m",tp_rank="1",dp_rank="1"} 2\n'
+    assert said([(2.0, sglang(1, extra=other))]).running_max == 3
+
+
+# -------------------------------------------------------------------------------------------- speculation
+
+
+def spec(drafts: float, drafted: float, accepted: float, suffix: str = "_total") -> bytes:
+    pairs = {"drafts": drafts, "draft_tokens": drafted, "accepted_tokens": accepted}
+    text = "".join(f'vllm:spec_decode_num_{name}{suffix}{{engine="0"}} {value}\n' for name, value in pairs.items())
+    return text.encode() + f'vllm:spec_decode_num_accepted_tokens_per_pos{suffix}{{position="0"}} 99\n'.encode()
+
+
+@pytest.mark.parametrize("suffix", ["", "_total"])
+def test_what_was_drafted_and_accepted_is_counted_over_the_measured_part(suffix: str) -> None:
+    texts = [(1.0, vllm(0) + spec(10, 50, 20, suffix)), (3.0, vllm(9) + spec(30, 150, 60, suffix))]
+    assert said(texts).speculation == SpeculationReading(drafted=100, accepted=40, drafts=20, acceptance_length=3)
+
+
+def test_a_server_without_such_counters_says_nothing_of_speculation() -> None:
+    assert said([(1.0, vllm(0)), (3.0, vllm(9))]).speculation is None
+
+
+def test_counters_that_stand_still_tell_that_nothing_was_proposed() -> None:
+    texts = [(at, vllm(at) + spec(10, 50, 20)) for at in (1.0, 3.0)]
+    assert said(texts).speculation == SpeculationReading(drafted=0, accepted=0, drafts=0)
+
+
+def test_sglang_tells_the_length_and_what_follows_from_its_count_of_verifications() -> None:
+    def calls(n: int) -> str:
+        return f'sglang:spec_verify_calls_total{{model_name="m"}} {n}\n'
+
+    texts = [(1.0, sglang(1, length=2.5, extra=calls(0))), (3.0, sglang(1, length=2.5, extra=calls(20)))]
+    # 20 verifications, 1.5 drafts taken at each, half of those proposed
+    assert said(texts).speculation == SpeculationReading(drafted=60, accepted=30, drafts=20, acceptance_length=2.5)
+
+
+def test_sglang_without_speculation_shows_a_length_of_zero() -> None:
+    assert said([(1.0, sglang(1)), (3.0, sglang(1))]).speculation == SpeculationReading(drafted=0, accepted=0)
+
+
+@pytest.mark.parametrize(("drafted", "accepted"), [("n_drafted", "n_drafted_accepted"), ("n_drafted", "n_accepted")])
+def test_forks_of_llama_cpp_count_drafts(drafted: str, accepted: str) -> None:
+    def text(n: int) -> bytes:
+        return f"llamacpp:{drafted}_total {4 * n}\nllamacpp:{accepted}_total {n}\n".encode()
+
+    assert said([(1.0, text(0)), (3.0, text(25))]).speculation == SpeculationReading(drafted=100, accepted=25)
+
+
+# --------------------------------------------------------------------------------------------- real servers
+
+Answer = Callable[[http.server.BaseHTTPRequestHandler], tuple[int, bytes]]
+
+
+class Odd:
+    """A server on a free loopback port that answers as it is told."""
+
+    def __init__(self) -> None:
+        self.answer: Answer = lambda _: (200, vllm(0))
+        self.paths: list[str] = []
+        outer = self
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.paths.append(self.path)
+                status, body = outer.answer(self)
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@pytest.fixture
+def odd() -> Iterator[Odd]:
+    server = Odd()
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize(("base", "path"), [("", "/metrics"), ("/v1", "/metrics"), ("/a/v1/", "/a/metrics")])
+def test_metrics_lie_beside_the_api(odd: Odd, base: str, path: str) -> None:
+    with Scraper(odd.url + base):
+        pass
+    assert set(odd.paths) == {path}
+
+
+def test_headers_are_sent(odd: Odd) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        seen.append(request.headers["Authorization"])
+        return 200, b""
+
+    odd.answer = answer
+    with Scraper(odd.url, headers={"Authorization": "Bearer k"}):
+        pass
+    assert set(seen) == {"Bearer k"}
+
+
+def test_the_last_reading_lies_behind_the_load(odd: Odd) -> None:
+    odd.answer = lambda _: (200, vllm(50 * len(odd.paths)))
+    with Scraper(odd.url, interval=60) as scraper:
+        started = time.monotonic()
+        ended = started + 1e-3
+        time.sleep(2e-3)
+    found = scraper.reading(started, ended)
+    assert found is not None
+    assert found.output_rate is not None
+    assert len(odd.paths) == 2
+
+
+def test_a_load_that_is_over_before_the_block_is_read_once_more(odd: Odd) -> None:
+    odd.answer = lambda _: (200, vllm(50 * len(odd.paths)))
+    with Scraper(odd.url, interval=60) as scraper:
+        started = time.monotonic()
+        found = scraper.reading(started, time.monotonic())
+    assert found is not None
+    assert found.output_rate is not None
+
+
+def test_readings_are_taken_all_the_time(odd: Odd) -> None:
+    enough = threading.Event()
+
+    def answer(_: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        if len(odd.paths) >= 5:
+            enough.set()
+        return 200, vllm(1)
+
+    odd.answer = answer
+    with Scraper(odd.url, interval=0.01):
+        assert enough.wait(30)
+
+
+def test_a_server_without_metrics_is_asked_once_and_says_nothing(odd: Odd) -> None:
+    odd.answer = lambda _: (404, b"not here")
+    with Scraper(odd.url, interval=0.01) as scraper:
+        time.sleep(0.1)
+    assert scraper.reading(0.0, time.monotonic()) is None
+    assert len(odd.paths) == 1
+
+
+def test_a_server_that_fails_now_and_then_is_asked_again(odd: Odd) -> None:
+    odd.answer = lambda _: (200, vllm(8)) if len(odd.paths) > 3 else (500, b"")
+    begun = time.monotonic()
+    with Scraper(odd.url, interval=0.01) as scraper:
+        while len(odd.paths) < 5:
+            time.sleep(0.01)
+    found = scraper.reading(begun, time.monotonic())
+    assert found is not None
+    assert found.samples >= 2
+
+
+def test_the_text_of_a_failed_answer_is_no_reading(odd: Odd) -> None:
+    odd.answer = lambda _: (503, vllm(8))
+    with Scraper(odd.url) as scraper:
+        pass
+    assert scraper.reading(0.0, time.monotonic()) is None
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:1", "127.0.0.1:99999", "http://h:x/"])
+def test_a_server_that_is_not_there_is_no_error(url: str) -> None:
+    with Scraper(url) as scraper:
+        pass
+    assert scraper.reading(0.0, 1.0) is None
+
+
+def test_an_answer_that_is_not_http_is_no_error(odd: Odd) -> None:
+    def answer(request: http.server.BaseHTTPRequestHandler) -> tuple[int, bytes]:
+        request.wfile.write(b"nonsense\r\n\r\n")
+        return 200, b""
+
+    odd.answer = answer
+    with Scraper(odd.url) as scraper:
+        pass
+    assert scraper.reading(0.0, time.monotonic()) is None
+
+
+@pytest.mark.parametrize(("style", "kind"), [("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llama.cpp")])
+def test_a_load_on_the_mock_is_counted_whole(style: str, kind: str) -> None:
+    """The mock counts every token that it sends; before and behind the load nothing is at work."""
+    body = json.dumps({"model": "mock", "prompt": [1, 2, 3], "max_tokens": 6, "stream": True}).encode()
+    requests = [Request(index, body, 3, 6) for index in range(20)]
+    settings = MockSettings(style=style, tokens_per_event=2, draft_tokens=3)
+    with MockServer(settings) as mock, Scraper(mock.url, interval=60) as scraper:
+        begun = time.monotonic()
+        drive(Target(mock.url), Load(requests, concurrency=2))
+        ended = time.monotonic()
+        found = scraper.reading(begun, ended)
+    assert found is not None
+    assert found.kind == kind
+    assert (found.output_rate or 0) * (ended - begun) == pytest.approx(20 * 6)
+    if style == "vllm":  # per event three drafts, of which one was taken
+        assert found.speculation is not None
+        assert found.speculation.drafted == pytest.approx(180)
+        assert found.speculation.accepted == pytest.approx(60)
+
+
+def test_what_breaks_the_load_is_not_hidden(odd: Odd) -> None:
+    with pytest.raises(ZeroDivisionError), Scraper(odd.url):
+        raise ZeroDivisionError

@@ -1,0 +1,330 @@
+"""Recorded exchanges → the record of a cell: its figures in closed form, and what makes it invalid."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fidelab.bench.load.exchange import DriveResult, Exchange, Request
+from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
+from fidelab.bench.load_cell import (
+    Asked,
+    Drive,
+    compare_counts,
+    count_by_finish,
+    find_saturation,
+    load_cell,
+    why_invalid,
+)
+from fidelab.core import Status
+from fidelab.results.serving_record import LoadCell
+
+ASKED = Asked(context=100, output=10, concurrency=1)
+
+
+def exchange(
+    index: int, sent: float, *, ttft: float = 0.5, gap: float = 0.1, tokens: int = 10, **changes: Any
+) -> Exchange:
+    """One token per event, evenly; complete, and counted by the server."""
+    events = np.array([sent + ttft + gap * number for number in range(tokens)])
+    ended = float(events[-1]) if tokens else sent
+    plain = Exchange(index, None, sent, events, ended, 100, tokens, "length")
+    return replace(plain, **changes)
+
+
+def drive(exchanges: Sequence[Exchange], *, server: ServerReading | None = None, **changes: Any) -> Drive:
+    """A drive of these from 0 to the last answer."""
+    requests = [Request(one.index, b"{}", 100, 10) for one in exchanges]
+    measured = [one for one in exchanges if not one.warmup]
+    result = DriveResult(
+        exchanges=list(exchanges),
+        started=0.0,
+        ended=max((one.ended for one in measured), default=1.0),
+        lag=np.zeros(100),
+        cpu_seconds=0.5,
+        workers=1,
+        behind=False,
+    )
+    return Drive(requests, replace(result, **changes), server)
+
+
+def row(count: int, **changes: Any) -> list[Exchange]:
+    """One after another, each 1.4 s."""
+    return [exchange(number, 1.4 * number, **changes) for number in range(count)]
+
+
+def kinds(cell: LoadCell) -> list[str]:
+    return [flag.kind for flag in cell.flags]
+
+
+# --------------------------------------------------------------------------------------------- figures
+
+
+def test_a_hundred_tokens_in_4_1_seconds_are_24_4_per_second() -> None:
+    whole = exchange(0, 0.0, ttft=0.14, gap=0.04, tokens=100)
+    assert whole.ended == pytest.approx(4.1)
+    cell = load_cell(ASKED, [drive([whole])])
+    assert cell.output_rate == pytest.approx(100 / 4.1)
+    assert round(cell.output_rate or 0, 1) == 24.4
+
+
+def test_rates_are_of_the_measured_part_and_of_completed_requests() -> None:
+    warmup = exchange(0, -1.4, warmup=True)
+    cell = load_cell(ASKED, [drive([warmup, exchange(1, 0.0), exchange(2, 1.4)])])
+    assert cell.seconds == pytest.approx(2.8)
+    assert (cell.n_requests, cell.n_completed, cell.output_tokens, cell.input_tokens) == (2, 2, 20, 200)
+    assert cell.output_rate == pytest.approx(20 / 2.8)
+    assert cell.total_rate == pytest.approx(220 / 2.8)
+    assert cell.completed_rate == pytest.approx(2 / 2.8)
+    assert cell.effective_concurrency == pytest.approx(1)
+    assert cell.valid
+    assert cell.flags == ()
+
+
+def test_latencies_are_recorded_as_they_were_asked_for() -> None:
+    asked = replace(ASKED, shown=("ttft", "tpot"), percentiles=(50, 99.9))
+    cell = load_cell(asked, [drive(row(4))])
+    assert cell.ttft is not None
+    assert cell.ttft.percentiles == pytest.approx({"p50": 500, "p99.9": 500})
+    assert cell.tpot is not None
+    assert cell.tpot.mean == pytest.approx(100)
+    assert cell.itl is None
+    assert cell.e2el is None
+
+
+def test_events_that_carry_several_tokens_do_not_change_tokens_or_tpot() -> None:
+    """Three events for ten tokens: as speculative decoding streams."""
+    events = np.array([0.5, 1.0, 1.4])
+    cell = load_cell(ASKED, [drive([exchange(0, 0.0, events=events)])])
+    assert cell.output_tokens == 10
+    assert cell.tpot is not None
+    assert cell.tpot.mean == pytest.approx(900 / 9)
+    assert cell.itl is not None
+    assert cell.itl.n == 2
+
+
+def test_repeats_are_pooled_and_stand_apart() -> None:
+    fast, slow = drive(row(2)), drive([exchange(0, 0.0, ttft=1.0), exchange(1, 1.9, ttft=1.0)])
+    cell = load_cell(ASKED, [fast, slow])
+    assert cell.n_requests == 4
+    assert cell.seconds == pytest.approx(2.8 + 3.8)
+    assert cell.output_rate == pytest.approx(40 / 6.6)
+    assert cell.repeats["output_rate"] == pytest.approx((20 / 2.8, 20 / 3.8))
+    assert cell.repeats["ttft_p50"] == pytest.approx((500, 1000))
+    assert cell.ttft is not None
+    assert cell.ttft.percentiles["p50"] == pytest.approx(750)
+    assert "goodput" not in cell.repeats
+
+
+def test_a_single_drive_has_no_repeats() -> None:
+    assert load_cell(ASKED, [drive(row(2))]).repeats == {}
+
+
+def test_goodput_is_of_all_requests_sent() -> None:
+    asked = replace(ASKED, targets={"ttft": 600})
+    late, broken = exchange(1, 1.4, ttft=0.7), exchange(2, 3.1, error="aborted")
+    cell = load_cell(asked, [drive([exchange(0, 0.0), late, broken])])
+    assert cell.goodput is not None
+    assert cell.goodput.share == pytest.approx(1 / 3)
+    assert cell.goodput.rate == pytest.approx(1 / (cell.seconds or 0))
+
+
+def test_the_clients_own_part_is_recorded() -> None:
+    cell = load_cell(ASKED, [drive(row(2), lag=np.array([0.0, 0.001, 0.002]), workers=3)])
+    assert cell.client is not None
+    assert cell.client.lag_p50 == pytest.approx(1)
+    assert cell.client.lag_p99 == pytest.approx(1.98)
+    assert cell.client.cpu_seconds == 0.5
+    assert cell.client.workers == 3
+
+
+# ------------------------------------------------------------------------------------------- validity
+
+
+@pytest.mark.parametrize(("counted", "valid"), [(105, True), (106, False), (94, False), (200, False)])
+def test_a_depth_off_by_more_than_5_percent_makes_a_cell_invalid(counted: int, valid: bool) -> None:
+    cell = load_cell(ASKED, [drive(row(3, prompt_tokens=counted))])
+    assert cell.valid is valid
+    assert ("depth" in kinds(cell)) is not valid
+    assert cell.context_measured == counted
+
+
+def test_fewer_requests_in_flight_than_asked_make_a_cell_invalid() -> None:
+    cell = load_cell(replace(ASKED, concurrency=2), [drive(row(6))])
+    assert kinds(cell) == ["underfilled"]
+    assert not cell.valid
+    assert "1.0 requests were in flight, not 2" in why_invalid(cell)
+
+
+def test_a_loop_that_fills_over_its_ramp_is_not_underfilled() -> None:
+    """Two loops, the second from 2.8 s on."""
+    both = [*row(6), *(exchange(10 + n, 2.8 + 1.4 * n) for n in range(4))]
+    assert not load_cell(replace(ASKED, concurrency=2), [drive(both)]).valid
+    assert load_cell(replace(ASKED, concurrency=2, ramp=2.8), [drive(both)]).valid
+
+
+@pytest.mark.parametrize(("failed", "valid"), [(1, True), (2, False)])
+def test_errors_are_flagged_and_invalid_beyond_5_percent(failed: int, valid: bool) -> None:
+    broken = [exchange(n, 1.4 * n, error="http-500", detail="a fault") for n in range(failed)]
+    whole = [exchange(n, 1.4 * n) for n in range(failed, 20)]
+    cell = load_cell(ASKED, [drive([*broken, *whole])])
+    assert kinds(cell) == ["errors"]
+    assert cell.valid is valid
+    assert cell.errors == {"http-500": failed}
+    assert cell.n_completed == 20 - failed
+
+
+def test_a_cell_without_any_answer_failed_in_the_servers_words() -> None:
+    cell = load_cell(ASKED, [drive(row(3, error="http-500", detail="out of memory"))])
+    assert cell.status is Status.FAILED
+    assert cell.reason == "all 3 requests failed: http-500 (out of memory)"
+    assert not cell.valid
+    assert cell.output_rate is None
+
+
+def test_without_usage_there_are_no_token_figures() -> None:
+    cell = load_cell(ASKED, [drive(row(3, prompt_tokens=None, output_tokens=None))])
+    assert kinds(cell) == ["no-usage"]
+    assert (cell.output_rate, cell.total_rate, cell.tpot, cell.output_tokens) == (None, None, None, 0)
+    assert cell.ttft is not None
+    assert not cell.valid
+
+
+def test_one_answer_without_usage_takes_the_rate_away() -> None:
+    cell = load_cell(ASKED, [drive([exchange(0, 0.0), exchange(1, 1.4, output_tokens=None)])])
+    assert cell.output_rate is None
+    assert "1 of 2 answers" in why_invalid(cell)
+
+
+def test_tokens_may_be_known_by_why_an_answer_ended() -> None:
+    known = count_by_finish(drive(row(2, prompt_tokens=None, output_tokens=None)))
+    cell = load_cell(replace(ASKED, by_finish=True), [known])
+    assert cell.valid
+    assert kinds(cell) == ["no-usage"]
+    assert cell.output_rate == pytest.approx(20 / 2.8)
+
+
+def test_an_answer_that_stopped_by_itself_stays_uncounted() -> None:
+    known = count_by_finish(drive(row(2, output_tokens=None, finish_reason="stop")))
+    assert not load_cell(replace(ASKED, by_finish=True), [known]).valid
+
+
+def test_answers_that_end_early_are_flagged() -> None:
+    cell = load_cell(ASKED, [drive([exchange(0, 0.0), exchange(1, 1.4, tokens=6)])])
+    assert kinds(cell) == ["output"]
+    assert cell.flags[0].text == "1 of 2 answers ended early, 4.0 tokens on average"
+    assert load_cell(replace(ASKED, whole=False), [drive([exchange(0, 0.0, tokens=6)])]).flags == ()
+
+
+@pytest.mark.parametrize(("lag", "flagged"), [(0.0099, False), (0.0101, True)])
+def test_lag_beyond_a_tenth_of_the_gaps_is_flagged(lag: float, flagged: bool) -> None:
+    cell = load_cell(ASKED, [drive(row(3), lag=np.full(50, lag))])  # gaps of 100 ms
+    assert ("lag" in kinds(cell)) is flagged
+    assert cell.valid
+
+
+def _opened(*sent: float, rate: float = 10.0, **changes: Any) -> Drive:
+    return drive([exchange(n, at, due=n / rate) for n, at in enumerate(sent)], **changes)
+
+
+def test_a_rate_that_was_not_reached_makes_a_cell_invalid() -> None:
+    asked = replace(ASKED, arrival="constant", concurrency=None, request_rate=10.0)
+    assert load_cell(asked, [_opened(0.0, 0.1, 0.2, 0.3)]).flags == ()
+    cell = load_cell(asked, [_opened(0.0, 0.2, 0.4, 0.6)])
+    assert kinds(cell) == ["rate"]
+    assert why_invalid(cell) == "invalid: the client could not keep the rate: 10 requests/s were due, 5 sent"
+
+
+def test_a_client_that_says_it_was_behind_is_believed() -> None:
+    asked = replace(ASKED, arrival="poisson", concurrency=4, request_rate=10.0)
+    cell = load_cell(asked, [_opened(0.0, 0.1, 0.2, behind=True)])
+    assert "no more than 4 were to be in flight" in why_invalid(cell)
+
+
+def test_random_gaps_are_not_the_clients_fault() -> None:
+    """Three requests happened to be due over two seconds, at an asked rate of 10 per second."""
+    asked = replace(ASKED, arrival="poisson", concurrency=None, request_rate=10.0)
+    assert load_cell(asked, [_opened(0.0, 1.0, 2.0, rate=1.0)]).valid
+
+
+# --------------------------------------------------------------------------------------------- server
+
+
+@pytest.mark.parametrize(("theirs", "flagged"), [(1.0, False), (0.92, False), (1.2, True), (0.8, True)])
+def test_another_rate_of_the_server_is_flagged(theirs: float, flagged: bool) -> None:
+    server = ServerReading("vllm", output_rate=theirs * 20 / 2.8, samples=9)
+    cell = load_cell(ASKED, [drive(row(2), server=server)])
+    assert cell.server is not None
+    assert cell.server.ratio == pytest.approx(1 / theirs)
+    assert ("server-mismatch" in kinds(cell)) is flagged
+    assert cell.valid
+
+
+def test_readings_of_repeats_are_merged_by_their_time() -> None:
+    one = ServerReading("vllm", 10.0, 0.2, 0.4, 1.0, 2.0, 0.0, 5, SpeculationReading(90, 60, 30, 3.0))
+    other = ServerReading("vllm", 20.0, 0.4, 0.5, 3.0, 4.0, 7.0, 6, SpeculationReading(30, 0, 30, 1.0))
+    short, long = drive(row(1), server=one), drive(row(3), server=other)
+    server = load_cell(ASKED, [short, long]).server
+    assert server is not None
+    assert server.output_rate == pytest.approx(17.5)
+    assert server.kv_usage_mean == pytest.approx(0.35)
+    assert (server.kv_usage_max, server.running_max, server.waiting_max, server.samples) == (0.5, 4.0, 7.0, 11)
+    assert server.speculation is not None
+    assert (server.speculation.drafted, server.speculation.accepted) == (120, 60)
+    assert server.speculation.acceptance_length == pytest.approx(2)
+
+
+def test_a_short_load_is_compared_by_the_tokens_of_the_whole_drive() -> None:
+    """Between two readings nobody knows when tokens came, but how many they were."""
+    warmup = exchange(0, -1.4, warmup=True)
+    short = drive(
+        [warmup, *(exchange(1 + n, 1.4 * n) for n in range(2))], server=ServerReading("vllm", 99.0, samples=1)
+    )
+    whole = ServerReading("vllm", output_rate=33 / 5.0, samples=2)  # 33 tokens in 5 s; the client saw 30
+    cell = load_cell(ASKED, [compare_counts(short, whole, 5.0)])
+    assert cell.server is not None
+    assert cell.server.output_rate == pytest.approx(22 / 2.8)
+    assert cell.server.ratio == pytest.approx(30 / 33)
+
+
+def test_a_long_load_is_compared_by_the_servers_own_rate() -> None:
+    read = ServerReading("vllm", output_rate=7.0, samples=30)
+    assert compare_counts(drive(row(2), server=read), ServerReading("vllm", 99.0), 5.0).server is read
+
+
+# ------------------------------------------------------------------------------------------ saturation
+
+
+def _cell(concurrency: int, rate: float, context: int = 128, valid: bool = True) -> LoadCell:
+    return LoadCell(
+        status=Status.OK,
+        arrival="closed",
+        context=context,
+        output=16,
+        concurrency=concurrency,
+        output_rate=rate,
+        valid=valid,
+    )
+
+
+def test_saturation_is_found_per_context_among_valid_cells() -> None:
+    cells = [
+        _cell(1, 10),
+        _cell(2, 11, valid=False),
+        _cell(4, 40),
+        _cell(8, 41),
+        _cell(1, 10, 1024),
+        _cell(2, 20, 1024),
+    ]
+    small, large = find_saturation(cells)
+    assert (small.context, small.concurrency) == (128, 4)
+    assert small.gain == pytest.approx(1 / 40)
+    assert (large.context, large.concurrency) == (1024, None)
+
+
+def test_one_valid_cell_has_no_saturation() -> None:
+    assert find_saturation([_cell(1, 10), _cell(2, 20, valid=False)]) == ()
