@@ -148,11 +148,17 @@ def test_the_floor_keeps_the_trials_of_a_cell_together() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"positions": [1.5]}, {"lengths": []}, {"lengths": ["a"]}, {"compat": "refract", "needles": 2}, {"style": "chat"}],
+    ("settings", "said"),
+    [
+        ({"positions": [1.5]}, "positions lie between 0 and 1"),
+        ({"lengths": []}, "write auto, or token counts"),
+        ({"lengths": ["a"]}, "write auto, or token counts"),
+        ({"compat": "refract", "needles": 2}, "leave out needles and distractors"),
+        ({"style": "chat"}, "should be 'auto', 'question' or 'cloze'"),
+    ],
 )
-def test_settings_that_cannot_be_are_refused(settings: dict[str, Any]) -> None:
-    with pytest.raises(ValueError):
+def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
         _axis(**settings)
 
 

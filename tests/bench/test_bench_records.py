@@ -150,7 +150,15 @@ def test_at_depth_0_a_prompt_has_one_token() -> None:
     assert [len(prompt) for prompt in question.probe(0).prompts] == [1]
 
 
-@pytest.mark.parametrize("values", [{"lengths": "12,x"}, {"lengths": ()}, {"batch": (0,)}, {"lenghts": (1,)}])
-def test_impossible_settings_are_refused(values: dict[str, object]) -> None:
-    with pytest.raises(ValidationError):
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"lengths": "12,x"}, r"lengths\.1\n.*valid integer"),
+        ({"lengths": ()}, r"lengths\n.*at least 1 item"),
+        ({"batch": (0,)}, r"batch\.0\n.*greater than or equal to 1"),
+        ({"lenghts": (1,)}, r"lenghts\n.*not permitted"),
+    ],
+)
+def test_impossible_settings_are_refused(values: dict[str, object], said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
         PrefillSettings.model_validate(values)

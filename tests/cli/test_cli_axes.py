@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ def test_a_flag_goes_before_the_quick_settings() -> None:
 @pytest.mark.parametrize("axis", AXES.names())
 def test_the_quick_settings_of_an_axis_are_settings_that_it_has(axis: str) -> None:
     cls = AXES.load(axis)
-    cls.Settings.model_validate(dict(cls.quick))
+    assert dict(cls.quick).items() <= cls.Settings.model_validate(dict(cls.quick)).model_dump().items()
 
 
 def test_any_setting_can_be_set(tmp_path: Path) -> None:
@@ -77,9 +78,15 @@ def test_any_setting_can_be_set(tmp_path: Path) -> None:
 def test_a_limit_beyond_what_there_is_says_so_in_one_line(tmp_path: Path) -> None:
     write_inputs(tmp_path)
     words = ("compare", "fake", *SMALL, "--kv", "tilt", "--axes", "trajectory,plad,capability", "--no-floor")
-    done = cli(*words, "--limit", 99, "--limit", "plad=8", "--limit", "capability=9", cwd=tmp_path)
-    assert done.code == 0
-    assert [line for line in done.err.splitlines() if "there are only" in line] == [
+    limits = ("--limit", 99, "--limit", "plad=8", "--limit", "capability=9")
+    said = [
         "trajectory: limit 99, but there are only 8: all are asked",
         "capability: limit 9, but there are only 8: all are asked",
     ]
+    done, planned, data = (
+        cli(*words, *limits, *dry, cwd=tmp_path) for dry in ((), ["--dry-run"], ["--dry-run", "--json"])
+    )
+    assert done.code == planned.code == 0
+    for text in (done.err, planned.out):
+        assert [line for line in text.splitlines() if "there are only" in line] == said
+    assert json.loads(data.out)["remarks"] == said

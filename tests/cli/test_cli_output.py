@@ -27,7 +27,6 @@ def test_progress_goes_to_standard_error_in_plain_lines(plain: Done) -> None:
         *[line for line in lines if line.startswith("reference: ok in ")],
     ]
     assert "scoring" in lines
-    assert "\x1b" not in plain.err
 
 
 def test_report_shows_the_same_again(plain: Done) -> None:

@@ -182,7 +182,7 @@ def test_without_evidence_there_is_no_ratio(tmp_path: Path, name: str, server: S
 
 def test_counters_that_stand_still_show_that_an_arm_did_not_speculate(tmp_path: Path) -> None:
     server = Server(kind="sglang", speculation=Speculation(drafted=0, accepted=0))
-    assert records(tmp_path, *four(tmp_path, plain=[standard("plain", server=server)]))[0]["rho"] is not None
+    assert records(tmp_path, *four(tmp_path, plain=[standard("plain", server=server)]))[0]["rho"] == pytest.approx(0.9)
 
 
 def test_a_cell_without_a_ratio_leaves_the_others_theirs(tmp_path: Path) -> None:
@@ -259,7 +259,7 @@ def test_arms_measured_by_another_protocol_are_refused(tmp_path: Path, key: str,
 def test_a_quantized_models_own_tokenizer_is_no_other_protocol(tmp_path: Path) -> None:
     words = four(tmp_path)
     other = write(tmp_path / "other", arm(standard("both")), tokenizer="m-awq", goodput={"ttft": 5})
-    assert records(tmp_path, *words[:-1], other)[0]["rho"] is not None
+    assert records(tmp_path, *words[:-1], other)[0]["rho"] == pytest.approx(0.9)
 
 
 def test_the_same_arm_twice_is_refused(tmp_path: Path) -> None:

@@ -131,6 +131,7 @@ def test_the_plain_format_gives_the_tokens_of_transformers_own_generate(kind: st
 def test_each_generated_token_is_the_likeliest_of_its_stored_state(kind: str, checkpoint: Checkpoint) -> None:
     sink = Answers()
     answer = tiny.opened(checkpoint(kind), "int4").answer(asked(batch=4), sink)
+    assert len(sink.items) == len(PROMPTS)
     for arrays in sink.items.values():
         assert tiny.replayed(answer, arrays).argmax(-1).tolist() == tiny.ids(arrays)
 
@@ -138,6 +139,7 @@ def test_each_generated_token_is_the_likeliest_of_its_stored_state(kind: str, ch
 def test_estimator_logprobs_stores_the_row_of_each_generated_token(checkpoint: Checkpoint) -> None:
     sink = Answers()
     tiny.opened(checkpoint("llama"), estimator="logprobs").answer(asked(batch=4), sink)
+    assert len(sink.items) == len(PROMPTS)
     for arrays in sink.items.values():
         rows = to_float32(arrays["logprobs"])
         assert rows.argmax(-1).tolist() == tiny.ids(arrays)

@@ -96,9 +96,16 @@ def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str]
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("kv", ["q8_0[group=32]", "f16/q8_0[scale=per-head]", "q8_0[skip-layers=0]"])
-def test_formats_take_no_options(kv: str) -> None:
-    with pytest.raises(UsageError):
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ("q8_0[group=32]", "formats of engine llamacpp take no options"),
+        ("f16/q8_0[scale=per-head]", "formats of engine llamacpp take no options"),
+        ("q8_0[skip-layers=0]", "no skip-layers"),
+    ],
+)
+def test_formats_take_no_options(kv: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
         LlamaCppEngine.check_kv(KVSpec.parse(kv))
 
 

@@ -373,8 +373,12 @@ def test_folders_without_windows_are_refused(tmp_path: Path) -> None:
 
 def test_names_must_fit(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=4)
-    for names in (["a"], ["a", "a"], ["a", "b", "c"]):
-        with pytest.raises(UsageError):
+    for names, said in (
+        (["a"], "1 names for 2"),
+        (["a", "a"], "two test folders are named"),
+        (["a", "b", "c"], "3 names for 2"),
+    ):
+        with pytest.raises(UsageError, match=said):
             run(tmp_path, ref, test, test, names=names)
     with pytest.raises(UsageError, match="--stride"):
         run(tmp_path, ref, test, stride=9)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from scipy import stats
 
 from fidelab.metrics.ablation import Effect, Findings, Grid, common_levels, isolate
 from fidelab.metrics.intervals import binomial_interval
@@ -194,6 +195,34 @@ def test_bootstrap_intervals_hold_together_as_often_as_they_say() -> None:
                 continue
             break
     assert missed <= 11  # binomial(100, 0.05) exceeds it once in a hundred times
+
+
+def differing(n: int, differ: int) -> tuple[float, float]:
+    """The interval of a shift that is 1 in some units and 0 in all others."""
+    shift = np.where(np.arange(n) < differ, 1.0, 0.0)
+    found = isolate(Grid({"kv": ("a", "b")}, {("a",): np.zeros(n), ("b",): shift}, np.arange(n)), seed=2)
+    [kv] = found.effects
+    assert kv.mean is not None
+    assert kv.mean.estimate == pytest.approx(differ / n)
+    assert kv.mean.interval is not None
+    return kv.mean.interval
+
+
+def test_where_resamples_often_lack_all_units_that_differ_the_interval_is_students() -> None:
+    """(1 − 1/8)⁸ = 34% of the resamples err by 1/8 and have no spread: the quantile of |error| / spread is infinite."""
+    assert differing(8, 1) == pytest.approx((1 / 8 - stats.t.ppf(0.975, 7) / 8, 1 / 8 + stats.t.ppf(0.975, 7) / 8))
+
+
+@pytest.mark.parametrize(("n", "differ"), [(8, 3), (40, 4)])
+def test_the_few_resamples_without_a_spread_count_as_the_largest_errors(n: int, differ: int) -> None:
+    """Of the units that differ a resample draws a binomial number k; it errs by |k − m|/n, its spread is known."""
+    drawn = np.arange(n + 1)
+    spread = np.sqrt(drawn * (n - drawn) / (n * n * (n - 1)))
+    t = np.divide(abs(drawn - differ) / n, spread, out=np.full(n + 1, np.inf), where=spread > 0)
+    order = np.argsort(t)
+    quantile = t[order][np.searchsorted(stats.binom.pmf(drawn, n, differ / n)[order].cumsum(), 0.95)]
+    half = quantile * spread[differ]
+    assert differing(n, differ) == pytest.approx((differ / n - half, differ / n + half))
 
 
 def test_a_single_unit_moves_nothing() -> None:

@@ -239,6 +239,7 @@ def test_killed_download_leaves_nothing_half_made(hub: Hub, tmp_path: Path) -> N
     hub.stall_on = None
     hub.release.set()
     assert _ask(hub.endpoint, REPO, tmp_path)["positions"] == 64
+    assert list(tmp_path.glob("hub/**/*.safetensors"))
 
 
 def test_cut_download_is_not_taken_for_a_model(hub: Hub, tmp_path: Path) -> None:

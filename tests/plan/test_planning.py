@@ -266,11 +266,12 @@ def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) ->
 
 
 def test_without_a_floor_the_reference_runs_once(tmp_path: Path) -> None:
-    assert _plan(tmp_path, floor=0).job("floor") is None
+    assert [job.role for job in _plan(tmp_path, floor=0).jobs] == ["reference", "candidate:tilt"]
 
 
 def test_an_unsupported_candidate_has_no_job(tmp_path: Path) -> None:
-    assert _plan(tmp_path, candidates=["tilt", "refused"]).job("candidate:refused") is None
+    plan = _plan(tmp_path, candidates=["tilt", "refused"])
+    assert [job.role for job in plan.jobs] == ["reference", "candidate:tilt", "floor"]
 
 
 def test_captures_of_other_settings_are_other_captures(tmp_path: Path) -> None:

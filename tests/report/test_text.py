@@ -95,10 +95,6 @@ def test_outside_text_cannot_control_the_terminal() -> None:
     assert "\x1b" not in printed(report)
 
 
-def test_no_colour_outside_a_terminal() -> None:
-    assert "\x1b" not in printed(sample_report())
-
-
 def test_colour_in_a_terminal() -> None:
     file = io.StringIO()
     render_text(sample_report(), Console(file=file, width=100, force_terminal=True, color_system="standard"))

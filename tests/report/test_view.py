@@ -31,7 +31,7 @@ from fidelab.results.numbers import (
     one_line,
     printable,
 )
-from fidelab.results.record import Comparison, Composite, Ran, Report, Verdict
+from fidelab.results.record import Comparison, Composite, Floor, Ran, Report, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
@@ -98,7 +98,9 @@ def test_an_interval_of_nats_shows_both_ends(interval: tuple[float, float] | Non
         (1 / 17, (1 / 19, 1 / 16), "1 in 17", "16–19"),
         (0.2, (0.18, 0.25), "1 in 5.0", "4.0–5.6"),
         (1 / 1234, (0.0, 0.001), "1 in 1,234", "1,000–∞"),
-        (0.0, (0.0, 0.004), "none", "≤ 1 in 250"),
+        (0.0, (0.0, 0.004), "none", "≤ 0.40%"),
+        (0.0, (0.0, 0.26), "none", "≤ 26%"),
+        (0.0, (0.0, 1.0), "none", "≤ 100%"),
         (0.913, (0.88, 0.94), "91%", "88–94%"),
         (0.999, None, "> 99%", "–"),
         (1.0, (0.9, 1.0), "100%", "90–100%"),
@@ -109,6 +111,13 @@ def test_changes_are_counted_one_in_so_many(
     share: float | None, interval: tuple[float, float] | None, text: str, span: str
 ) -> None:
     assert (format_odds(share), format_odds_span(interval, share)) == (text, span)
+
+
+@pytest.mark.parametrize(("failed", "said"), [(0, "0 of 2,040 (≤ 0.10%)"), (40, "0 of 2,000 (≤ 0.10%)")])
+def test_where_no_token_changes_it_says_of_how_many(failed: int, said: str) -> None:
+    axes = Axes(kld=kld_axis(0, 0, n_positions=2040, n_failed=failed))
+    [row] = build_view(sample_report(candidates=(arm("q4", axes=axes),))).candidates
+    assert (str(row.changed), str(row.flips)) == (said, said)
 
 
 def test_a_length_in_tokens_is_as_exact_as_it_can_be() -> None:
@@ -330,6 +339,30 @@ def test_the_floor_of_general_axes_is_told() -> None:
     assert floor_of(rniah=same) == f"rniah repeats{HERE}"
     assert floor_of(rniah=same, plad=other) == f"rniah repeats{HERE}; plad 98.0"
     assert floor_of(perplexity=OtherAxis(status=Status.OK)) == "perplexity: see the other axes"
+
+
+NO_JITTER = "a change of last bits alone was not measured"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "told"),
+    [
+        (("not measured: engine llamacpp has no jitter",) * 2, f"{NO_JITTER}: engine llamacpp has no jitter"),
+        ((None, "out of\nmemory"), f"{NO_JITTER} for b: out of memory"),
+        (("too long", "out of memory"), f"{NO_JITTER} for a: too long; {NO_JITTER} for b: out of memory"),
+        ((None, None), ""),
+    ],
+)
+def test_a_noise_floor_that_was_not_measured_is_said_once_with_its_reason(
+    reasons: tuple[str | None, ...], told: str
+) -> None:
+    arms = [
+        candidate(name, 0.02, "PASS", 1, "x", floor=Floor(of=name, mean=None if reason else 0.01, reason=reason))
+        for name, reason in zip("ab", reasons, strict=True)
+    ]
+    lost = arm("c", status=Status.FAILED, reason="no memory", floor=Floor(of="c", reason="no memory"))
+    said = build_view(sample_report(candidates=(*arms, lost), floor=Axes())).floor
+    assert said.removeprefix(f"{FLOOR}not measured").removeprefix("; ") == told
 
 
 def test_the_ranking_claims_equality_only_where_it_is_shown() -> None:

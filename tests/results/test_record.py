@@ -59,15 +59,16 @@ def test_schema_name_comes_first() -> None:
     ],
 )
 def test_numbers_that_json_lacks_are_refused(model: type[BaseModel], fields: dict[str, Any], value: float) -> None:
-    def put(tree: Any) -> Any:
+    def put(tree: Any, value: float) -> Any:
         if isinstance(tree, dict):
-            return {key: put(item) for key, item in tree.items()}
+            return {key: put(item, value) for key, item in tree.items()}
         if isinstance(tree, list | tuple):
-            return [put(item) for item in tree]
+            return [put(item, value) for item in tree]
         return value if tree is ... else tree
 
+    model.model_validate(put(fields, 0.5))
     with pytest.raises(ValidationError):
-        model.model_validate(put(fields))
+        model.model_validate(put(fields, value))
 
 
 def test_nan_in_a_file_is_refused(tmp_path: Path) -> None:
@@ -77,7 +78,7 @@ def test_nan_in_a_file_is_refused(tmp_path: Path) -> None:
 
 
 def test_lone_surrogates_are_refused() -> None:
-    with pytest.raises(ValidationError):
+    with pytest.raises(ValidationError, match="surrogates not allowed"):
         sample_report(settings={"log": "\ud800"})
 
 
@@ -146,9 +147,9 @@ def test_a_failed_axis_has_no_score() -> None:
         KldAxis(status=Status.FAILED, reason="x", score=100)
 
 
-@pytest.mark.parametrize("score", [-0.1, 100.1])
-def test_scores_lie_between_0_and_100(score: float) -> None:
-    with pytest.raises(ValidationError):
+@pytest.mark.parametrize(("score", "said"), [(-0.1, "equal to 0"), (100.1, "equal to 100")])
+def test_scores_lie_between_0_and_100(score: float, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
         KldAxis(status=Status.OK, score=score)
 
 

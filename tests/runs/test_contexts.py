@@ -19,7 +19,7 @@ from fidelab.captures.requests import Prefill
 from fidelab.captures.writer import CaptureWriter
 from fidelab.results.record import Report
 from tests.runs.harness import SMALL, Done, cli, compare, write_inputs
-from tests.runs.test_attribution import relabelled
+from tests.runs.test_attribution import part_means, relabelled
 from tests.runs.test_run_closed_forms import tilt
 
 SHORT, LONG, WINDOWS, LONGER = 16, 64, 24, 6  # 24 · 16 / 64 windows of the longer context
@@ -164,12 +164,7 @@ def test_plan_size_counts_windows_of_the_shortest_context_and_captures_of_all(ru
 
 def test_attribution_compares_its_three_parts_at_the_candidates_context(run: Done) -> None:
     report = relabelled(run, {"exact": "reference", "exact:tilt[q=0.6]": "candidate:tilt[q=0.65]"})
-    [found] = report.attribution
-    assert found.here is not None
-    assert found.kernel is not None
-    assert found.format is not None
-    means = (found.here.mean, found.kernel.mean, found.format.mean)
-    assert means == pytest.approx((tilt(0.8), tilt(CONTROL), tilt(0.6)), rel=1e-4)
+    assert part_means(report) == pytest.approx((tilt(0.8), tilt(CONTROL), tilt(0.6)), rel=1e-4)
 
 
 def test_a_grid_is_judged_at_the_context_of_its_dearest_cell(tmp_path: Path) -> None:

@@ -167,8 +167,12 @@ def test_speeds_are_comparable_by_work_and_machine_not_by_the_list_of_cells(alon
 
 
 def test_the_resolved_file_of_a_bench_repeats_it(tmp_path: Path, alone: Done) -> None:
-    done = cli("run", alone.folder / "config.resolved.yaml", cwd=tmp_path)
+    own = f"output_dir={tmp_path / 'runs'}"
+    done = cli("run", alone.folder / "config.resolved.yaml", "--set", own, cwd=tmp_path)
     assert done.code == 0, done.err
+    assert done.report["settings"]["benches"] == alone.report["settings"]["benches"]
+    measured = [cells(run.arm("reference"), "prefill").keys() for run in (alone, done)]
+    assert measured[0] == measured[1]
 
 
 def test_a_setting_of_a_bench_that_is_left_out_is_an_error(tmp_path: Path) -> None:

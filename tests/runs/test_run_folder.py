@@ -147,7 +147,9 @@ def test_running_the_resolved_settings_gives_the_same_scores(plain: Done, tmp_pa
     first, second = same_report(plain.report), same_report(again.report)
     first["settings"]["output_dir"] = second["settings"]["output_dir"]
     assert second == first
-    assert all(event["missing"] for event in map(json.loads, open_events(again)) if event["event"] == "job_started")
+    started = [event for event in map(json.loads, open_events(again)) if event["event"] == "job_started"]
+    assert {event["role"] for event in started if event["missing"]} == {"reference", "candidate:tilt[q=0.6]", "floor"}
+    assert len(started) == 3
 
 
 def open_events(run: Done) -> list[str]:

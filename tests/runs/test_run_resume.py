@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from fidelab.captures.manifest import MANIFEST, dump_manifest, load_manifest
 from tests.runs.harness import Done, cli, compare, same_report, write_inputs
 
 KV = "tilt[q=0.6]"
@@ -219,6 +220,31 @@ def test_a_capture_that_was_put_into_anothers_place_is_made_again(
     shutil.rmtree(mine)
     shutil.copytree(other, mine)
     assert same_report(cli("compare", "--resume", done.folder, cwd=done.cwd).report) == finished[0]
+
+
+@pytest.mark.parametrize(
+    ("seen", "status", "reason"),
+    [
+        ({"proof": {"stored": "refuted: layer 0 holds what came"}}, "not_engaged", "layer 0 holds what came"),
+        ({"k_format": "int8"}, "not_engaged", f"asked for K = {KV}, the engine stored int8"),
+        ({"k_format": None}, "ok", None),  # the later capture has the evidence
+    ],
+    ids=["refuted", "another-format", "no-evidence"],
+)
+def test_what_an_earlier_process_refuted_holds_for_the_arm_of_a_resumed_run(
+    seen: dict[str, Any], status: str, reason: str | None, done: Done
+) -> None:
+    outcomes = json.loads((done.folder / "outcomes.json").read_text())["arms"]
+    [captures] = [arm["captures"] for arm in outcomes if arm["role"] == f"candidate:{KV}"]
+    earlier, last = (done.folder / folder for folder in captures.values())
+    manifest = load_manifest(earlier)
+    (earlier / MANIFEST).write_text(dump_manifest({**manifest, "ran": {**manifest["ran"], **seen}}))
+    shutil.rmtree(last)  # to be captured again, by a process that refutes nothing
+    cli("compare", "--resume", done.folder, cwd=done.cwd)
+    for _ in range(2):
+        arm = done.arm(KV)
+        assert (arm["status"], arm["reason"]) == (status, reason)
+        cli("rescore", done.folder, cwd=done.cwd)
 
 
 def test_the_next_run_finds_the_reference_again(done: Done) -> None:

@@ -13,7 +13,7 @@ from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.engines.base import Engine
 from fidelab.inputs.needles import draw_needles
 from fidelab.results.store import RunFolder
-from fidelab.runs.pairing import ArmResult, Scorer
+from fidelab.runs.pairing import ArmResult, Scorer, most_telling
 from tests.runs.harness import Done, cli, compare, write_inputs
 
 
@@ -193,3 +193,17 @@ def test_float16_in_a_bfloat16_model_is_identical_where_attention_was_seen_to_ge
     experiment = validate({"model": "fake", "engine": "fake", "candidates": ["exact"], "axes": {"kld": {}}}, "test")
     scorer = Scorer(experiment, made, {}, strict=False)
     assert scorer.measure(made[1]).status == status
+
+
+@pytest.mark.parametrize(
+    ("shares", "told"),
+    [((0.3, 0.0), 0.3), ((0.0, 0.0), 0.0), ((None, 0.0), 0.0), ((0.2, 0.3), 0.3)],
+)
+def test_numbers_that_were_changed_in_any_capture_count_as_changed(
+    shares: tuple[float | None, ...], told: float
+) -> None:
+    arm = Arm("f16", "hf", "m", "/m", "0" * 8, KVSpec.parse("f16"), "bfloat16", "cpu", 1)
+    rans = [{"k_format": "f16", "v_format": "f16", "k_changed": share, "v_changed": 0.0} for share in shares]
+    found = most_telling(arm, rans)
+    assert found is not None
+    assert found["k_changed"] == told

@@ -195,7 +195,7 @@ def test_a_worker_that_dies_while_it_waits_is_an_outcome_that_keeps_what_it_answ
 def test_nothing_of_a_worker_is_left_once_asking_it_has_failed(live: Live, tmp_path: Path) -> None:
     with live("spawn", deadline=3.0) as worker:
         assert not ask(worker, 0)
-        assert not any(alive(pid) for pid in pids((tmp_path / "worker-0.log").read_text()))
+        assert until(lambda: not any(alive(pid) for pid in pids((tmp_path / "worker-0.log").read_text())))
         assert [path for path in (tmp_path / "captures").rglob("*") if path.is_file()] == []
         assert worker.outcome.log_tail
 

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-
-__all__ = ["axis_settings"]
+__all__ = ["axis_settings", "chosen_names"]
 
 _PRESETS = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
 _FEWER = {"windows": "8", "lengths": "[512]", "trials": "1", "contexts": "[512]"}  # settings that say how much is asked
 _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
-
-Axes = Annotated[
-    str, typer.Option(help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis.")
-]
-Quick = Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")]
-Limit = Annotated[
-    list[str] | None,
-    typer.Option(help="First items only: N (prompts) or AXIS=N; may be repeated.", show_default=False),
-]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated."),
-]
 
 
 def axis_settings(
@@ -38,14 +23,13 @@ def axis_settings(
     Raises:
         UsageError: no axis, a flag without its axis, a limit that is no number.
     """
+    from fidelab.axes import AXES
     from fidelab.errors import UsageError
 
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(axes)}
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in chosen_names(axes, {**_PRESETS, "all": AXES.names()})}
     if not chosen:
         raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
     if quick:
-        from fidelab.axes import AXES
-
         chosen = {name: dict(AXES.load(name).quick) for name in chosen}
     for axis, values in flags.items():
         given = {key: value for key, value in values.items() if value is not None}
@@ -76,11 +60,7 @@ def _must_have_limit(axis: str, text: str) -> None:
         raise UsageError(f"--limit {text}: axis {axis} has no limit; it gets smaller with {ways or 'its own settings'}")
 
 
-def _names(axes: str) -> list[str]:
-    """Presets spelled out, each axis once."""
-    from fidelab.axes import AXES
-
-    names: list[str] = []
-    for word in (part.strip() for part in axes.split(",") if part.strip()):
-        names += AXES.names() if word == "all" else _PRESETS.get(word, (word,))
-    return list(dict.fromkeys(names))
+def chosen_names(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:
+    """Names that commas separate: presets spelled out, each name once."""
+    words = (part.strip() for part in text.split(","))
+    return list(dict.fromkeys(name for word in words if word for name in presets.get(word, (word,))))

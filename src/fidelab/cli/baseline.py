@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli.compare import Json
+from fidelab.cli.options import Json, RunDir
 from fidelab.cli.output import note
-from fidelab.cli.runs import RunDir
 
 if TYPE_CHECKING:
     from fidelab.results.baselines import Baselines

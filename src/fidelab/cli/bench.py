@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import typer.core
 
-from fidelab.cli import bench_calibrate, bench_serve, bench_speculation
-from fidelab.cli.axes import Set
-from fidelab.cli.benches import Benches, bench_settings, counts
-from fidelab.cli.compare import (
-    BaseURL,
-    Deadline,
-    Device,
-    Dtype,
-    EngineArg,
-    Json,
-    Prefix,
-    Python,
-    PythonPath,
-    Served,
-    Threads,
-    engine_args,
-    engine_settings,
-    experiment_from,
-    launch,
-)
+from fidelab.cli import bench_calibrate, bench_serve, bench_speculation, options
+from fidelab.cli.benches import bench_settings, counts
+from fidelab.cli.compare import experiment_from, launch
 
 __all__ = ["app"]
 
@@ -57,46 +39,54 @@ app.command("calibrate")(bench_calibrate.calibrate)
 app.command("speculation")(bench_speculation.speculation)
 
 
+class _MeasureOptions(options.Options):
+    """The benches, and settings that several of them have."""
+
+    benches: options.Benches = "offline"
+    prompt_lens: Annotated[str | None, typer.Option(help="Tokens of prompts: 128,512.", show_default=False)] = None
+    depths: Annotated[
+        str | None, typer.Option(help="Tokens before the first decoded one: 0,512.", show_default=False)
+    ] = None
+    decode_tokens: Annotated[int | None, typer.Option(help="Tokens decoded at each depth. \\[default: 32]")] = None
+    batch: Annotated[str | None, typer.Option(help="Sequences together: 1,4. \\[default: 1]")] = None
+    repeats: Annotated[int | None, typer.Option(help="Measured answers. \\[default: 5; start-up: 3]")] = None
+    interleave: Annotated[
+        str | None, typer.Option(help="Arms in turn (live), repeats over several loads (loads), or auto.")
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        lengths = None if self.prompt_lens is None else counts("--prompt-lens", self.prompt_lens)
+        depths = None if self.depths is None else counts("--depths", self.depths, least=0)
+        batch = None if self.batch is None else counts("--batch", self.batch)
+        flags: dict[str, dict[str, Any]] = {
+            "prompt-lens": {"prefill.lengths": lengths, "memory.lengths": lengths},
+            "depths": {"decode.depths": depths},
+            "decode-tokens": {"decode.n": self.decode_tokens},
+            "batch": {f"{name}.batch": batch for name in ("prefill", "decode", "memory")},
+            "repeats": {f"{name}.repeats": self.repeats for name in ("prefill", "decode", "startup")},
+            "interleave": {f"{name}.interleave": self.interleave for name in ("prefill", "decode", "memory")},
+        }
+        return {"benches": bench_settings(self.benches, flags)}
+
+
 @app.command(_DEFAULT)
+@options.expand_options
 def offline(
-    model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")],
+    *,
+    model: options.Model,
     kv: Annotated[
         list[str] | None,
-        typer.Option("--kv", help="KV format; the first is what the others are compared with; may be repeated."),
+        typer.Option(help="KV format; the first is what the others are compared with; may be repeated."),
     ] = None,
     candidate: Annotated[
         list[str] | None,
-        typer.Option("--candidate", help="A further arm as KEY=VALUE,…, as for fidelab compare; may be repeated."),
+        typer.Option(help="A further arm as KEY=VALUE,…, as for fidelab compare; may be repeated."),
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine that runs all arms.")] = "hf",
-    python: Python = None,
-    prefix: Prefix = None,
-    pythonpath: PythonPath = None,
-    base_url: BaseURL = None,
-    served: Served = None,
-    benches: Benches = "offline",
-    prompt_lens: Annotated[
-        str | None, typer.Option("--prompt-lens", help="Tokens of prompts: 128,512.", show_default=False)
-    ] = None,
-    depths: Annotated[
-        str | None, typer.Option(help="Tokens before the first decoded one: 0,512.", show_default=False)
-    ] = None,
-    n: Annotated[
-        int | None, typer.Option("--decode-tokens", help="Tokens decoded at each depth. \\[default: 32]")
-    ] = None,
-    batch: Annotated[str | None, typer.Option(help="Sequences together: 1,4. \\[default: 1]")] = None,
-    repeats: Annotated[int | None, typer.Option(help="Measured answers. \\[default: 5; start-up: 3]")] = None,
-    interleave: Annotated[
-        str | None, typer.Option(help="Arms in turn (live), repeats over several loads (loads), or auto.")
-    ] = None,
-    overrides: Set = None,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    threads: Threads = None,
-    engine_arg: EngineArg = None,
-    deadline: Deadline = None,
-    output_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs"),
-    as_json: Json = False,
+    measure: _MeasureOptions,
+    overrides: options.Set = None,
+    engine: options.ServableEngineOptions,
+    runs: options.RunsOptions,
+    as_json: options.Json = False,
 ) -> None:
     r"""Measure arms without comparing what they say.
 
@@ -110,39 +100,12 @@ def offline(
     """
     data: dict[str, Any] = {
         "model": model,
-        "engine": engine_settings(engine, python, prefix, pythonpath),
-        "engine_args": engine_args(engine_arg, base_url, served),
+        **engine.settings(),
         **({"reference": kv[0]} if kv else {}),
         "control": "none",
         "candidates": [*(kv or [])[1:], *(candidate or [])],
         "axes": {},
-        "benches": bench_settings(benches, _flags(prompt_lens, depths, n, batch, repeats, interleave)),
-        "dtype": dtype,
-        "device": device,
-        "threads": threads,
-        "output_dir": str(output_dir),
-        **({} if deadline is None else {"deadline": deadline}),
+        **measure.settings(),
+        **runs.settings(),
     }
     launch(experiment_from(data, "bench", overrides or []), as_json)
-
-
-def _flags(
-    prompt_lens: str | None,
-    depths: str | None,
-    n: int | None,
-    batch: str | None,
-    repeats: int | None,
-    interleave: str | None,
-) -> dict[str, dict[str, Any]]:
-    """Flags → the settings of benches that they stand for."""
-    lengths = None if prompt_lens is None else counts("--prompt-lens", prompt_lens)
-    deep = None if depths is None else counts("--depths", depths, least=0)
-    together = None if batch is None else counts("--batch", batch)
-    return {
-        "prompt-lens": {"prefill.lengths": lengths, "memory.lengths": lengths},
-        "depths": {"decode.depths": deep},
-        "decode-tokens": {"decode.n": n},
-        "batch": {f"{name}.batch": together for name in ("prefill", "decode", "memory")},
-        "repeats": {f"{name}.repeats": repeats for name in ("prefill", "decode", "startup")},
-        "interleave": {f"{name}.interleave": interleave for name in ("prefill", "decode", "memory")},
-    }

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli.compare import Json
+from fidelab.cli.options import Json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

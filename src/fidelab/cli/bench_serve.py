@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli.benches import counts
-from fidelab.cli.compare import Json
+from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import note, show_report
 
 if TYPE_CHECKING:
@@ -19,144 +18,132 @@ if TYPE_CHECKING:
 
 __all__ = ["serve", "sweep"]
 
-_SERVER, _LOAD, _READ, _RUN = "Server", "Load", "What is read", "Run"
 
-BaseURL = Annotated[
-    str,
-    typer.Option("--base-url", help="The server, http://host:port or http://host:port/v1.", rich_help_panel=_SERVER),
-]
-Model = Annotated[
-    str | None,
-    typer.Option(
-        "--model", help="The model; its tokenizer, too. \\[default: the only one served]", rich_help_panel=_SERVER
-    ),
-]
-Served = Annotated[
-    str | None,
-    typer.Option("--served-model-name", help="What the server calls it. \\[default: --model]", rich_help_panel=_SERVER),
-]
-Key = Annotated[
-    str | None,
-    typer.Option("--api-key", envvar="OPENAI_API_KEY", help="Sent as bearer token.", rich_help_panel=_SERVER),
-]
-Endpoint = Annotated[str, typer.Option("--endpoint", help="completions or chat.", rich_help_panel=_SERVER)]
-TokenizerName = Annotated[
-    str | None,
-    typer.Option(
-        "--tokenizer",
-        help="Name or folder of the model whose tokenizer makes prompts of exact length. "
-        "\\[default: --model where it is on this machine, else words calibrated by the server's usage]",
-        rich_help_panel=_SERVER,
-    ),
-]
-Prompts = Annotated[
-    str,
-    typer.Option("--prompts", help="ids, text, or auto: token ids where the server takes them.", rich_help_panel=_LOAD),
-]
-OutputLen = Annotated[str, typer.Option("--random-output-len", help="Tokens of each answer.", rich_help_panel=_LOAD)]
-Rate = Annotated[
-    str, typer.Option("--request-rate", help="Requests per second; inf: closed loop.", rich_help_panel=_LOAD)
-]
-ArrivalKind = Annotated[str, typer.Option("--arrival", help="poisson or constant.", rich_help_panel=_LOAD)]
-NumPrompts = Annotated[
-    int | None,
-    typer.Option(
-        "--num-prompts", help="Requests per cell. \\[default: twice the concurrency, at least 8]", rich_help_panel=_LOAD
-    ),
-]
-Duration = Annotated[
-    float | None, typer.Option("--duration", help="Seconds after which no more is sent.", rich_help_panel=_LOAD)
-]
-Warmup = Annotated[
-    int, typer.Option("--warmup", help="Requests sent first and not measured, per cell.", rich_help_panel=_LOAD)
-]
-Ramp = Annotated[
-    float,
-    typer.Option("--ramp", help="Seconds over which a closed loop reaches its concurrency.", rich_help_panel=_LOAD),
-]
-Repeats = Annotated[
-    int, typer.Option("--repeats", help="Passes over all cells, with fresh prompts.", rich_help_panel=_LOAD)
-]
-IgnoreEOS = Annotated[
-    bool, typer.Option("--ignore-eos/--no-ignore-eos", help="Answers have all their tokens.", rich_help_panel=_LOAD)
-]
-Temperature = Annotated[float, typer.Option("--temperature", help="Of the sampling.", rich_help_panel=_LOAD)]
-Goodput = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--goodput",
-        help="Targets in ms: ttft:500 tpot:50 e2el:5000; counts requests that meet all.",
-        rich_help_panel=_READ,
-    ),
-]
-More = Annotated[list[str] | None, typer.Argument(hidden=True)]  # "--goodput ttft:500 tpot:50" as vLLM's users write it
-Metrics = Annotated[str, typer.Option("--percentile-metrics", help="Of ttft, tpot, itl, e2el.", rich_help_panel=_READ)]
-Percentiles = Annotated[str, typer.Option("--metric-percentiles", help="Percentiles of these.", rich_help_panel=_READ)]
-Seed = Annotated[int, typer.Option("--seed", help="Of prompts and arrivals.", rich_help_panel=_RUN)]
-Timeout = Annotated[float, typer.Option("--timeout", help="Seconds for one request.", rich_help_panel=_RUN)]
-Workers = Annotated[
-    int | None, typer.Option("--workers", help="Client processes. \\[default: by the load]", rich_help_panel=_RUN)
-]
-OutputDir = Annotated[Path, typer.Option("--output-dir", help="Where runs are written.", rich_help_panel=_RUN)]
-Name = Annotated[
-    str | None,
-    typer.Option("--name", help="Name of the row in the report. \\[default: the model's]", rich_help_panel=_RUN),
-]
-KV = Annotated[
-    str | None,
-    typer.Option("--kv", help="KV format that the server was started with, as a label.", rich_help_panel=_RUN),
-]
+class _ServerOptions(Options, panel="Server"):
+    """The server and the model on it."""
 
-
-def serve(
-    base_url: BaseURL,
-    more: More = None,
-    model: Model = None,
-    served: Served = None,
-    key: Key = None,
-    endpoint: Endpoint = "completions",
-    tokenizer: TokenizerName = None,
-    prompts: Prompts = "auto",
-    input_len: Annotated[
-        str, typer.Option("--random-input-len", help="Tokens of each prompt.", rich_help_panel=_LOAD)
-    ] = "1024",
-    output_len: OutputLen = "128",
-    concurrency: Annotated[
-        int | None,
-        typer.Option(
-            "--max-concurrency", help="Requests in flight at most. \\[default: no limit]", rich_help_panel=_LOAD
-        ),
-    ] = None,
-    rate: Rate = "inf",
-    arrival: ArrivalKind = "poisson",
-    trace: Annotated[
+    base_url: Annotated[str, typer.Option(help="The server, http://host:port or http://host:port/v1.")]
+    model: Annotated[
+        str | None, typer.Option(help="The model; its tokenizer, too. \\[default: the only one served]")
+    ] = None
+    served_model_name: Annotated[str | None, typer.Option(help="What the server calls it. \\[default: --model]")] = None
+    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")] = None
+    endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
+    tokenizer: Annotated[
         str | None,
         typer.Option(
-            "--trace",
-            help="JSON lines with timestamp, input_length, output_length: lengths and times of the requests.",
-            rich_help_panel=_LOAD,
+            help="Name or folder of the model whose tokenizer makes prompts of exact length. "
+            "\\[default: --model where it is on this machine, else words calibrated by the server's usage]",
         ),
-    ] = None,
-    trace_unit: Annotated[
-        str, typer.Option("--trace-unit", help="Unit of its timestamps: ms or s.", rich_help_panel=_LOAD)
-    ] = "ms",
-    num_prompts: NumPrompts = None,
-    duration: Duration = None,
-    warmup: Warmup = 2,
-    ramp: Ramp = 0.0,
-    repeats: Repeats = 1,
-    ignore_eos: IgnoreEOS = True,
-    temperature: Temperature = 0.0,
-    goodput: Goodput = None,
-    metrics: Metrics = "ttft,tpot,itl,e2el",
-    percentiles: Percentiles = "50,95,99",
-    seed: Seed = 0,
-    timeout: Timeout = 600.0,
-    workers: Workers = None,
-    name: Name = None,
-    kv: KV = None,
-    output_dir: OutputDir = Path("runs"),
-    as_json: Json = False,
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "base_url": self.base_url,
+            "model": self.model,
+            "served_model_name": self.served_model_name,
+            "endpoint": self.endpoint.removeprefix("/v1/").removesuffix("/completions"),
+            "tokenizer": self.tokenizer,
+        }
+
+
+class _LoadOptions(Options, panel="Load"):
+    """The requests that are sent, without how many at a time."""
+
+    prompts: Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")] = "auto"
+    random_output_len: Annotated[str, typer.Option(help="Tokens of each answer.")] = "128"
+    request_rate: Annotated[str, typer.Option(help="Requests per second; inf: closed loop.")] = "inf"
+    arrival: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson"
+    num_prompts: Annotated[
+        int | None, typer.Option(help="Requests per cell. \\[default: twice the concurrency, at least 8]")
+    ] = None
+    duration: Annotated[float | None, typer.Option(help="Seconds after which no more is sent.")] = None
+    warmup: Annotated[int, typer.Option(help="Requests sent first and not measured, per cell.")] = 2
+    ramp: Annotated[float, typer.Option(help="Seconds over which a closed loop reaches its concurrency.")] = 0.0
+    repeats: Annotated[int, typer.Option(help="Passes over all cells, with fresh prompts.")] = 1
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have all their tokens.")] = True
+    temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0
+
+    def settings(self) -> dict[str, Any]:
+        named = ("prompts", "arrival", "num_prompts", "duration", "warmup", "ramp", "repeats", "ignore_eos")
+        return {
+            **{name: getattr(self, name) for name in (*named, "temperature")},
+            "output": _single("--random-output-len", self.random_output_len),
+            "request_rate": _rate(self.request_rate),
+        }
+
+
+class _OneLoadOptions(_LoadOptions):
+    """One load, of random prompts or from a trace."""
+
+    random_input_len: Annotated[str, typer.Option(help="Tokens of each prompt.")] = "1024"
+    max_concurrency: Annotated[int | None, typer.Option(help="Requests in flight at most. \\[default: no limit]")] = (
+        None
+    )
+    trace: Annotated[
+        str | None,
+        typer.Option(help="JSON lines with timestamp, input_length, output_length: lengths and times of the requests."),
+    ] = None
+    trace_unit: Annotated[str, typer.Option(help="Unit of its timestamps: ms or s.")] = "ms"
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {
+            "contexts": (_single("--random-input-len", self.random_input_len),),
+            "concurrency": () if self.max_concurrency is None else (self.max_concurrency,),
+            "trace": self.trace,
+            "trace_unit": self.trace_unit,
+        }
+
+
+class _ManyLoadsOptions(_LoadOptions):
+    """A load for every context and concurrency."""
+
+    concurrency: Annotated[str, typer.Option(help="Requests in flight: 1,2,4,8.")] = "1,2,4,8"
+    contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k.")] = "1k"
+
+    def settings(self) -> dict[str, Any]:
+        return super().settings() | {
+            "contexts": counts("--contexts", self.contexts),
+            "concurrency": counts("--concurrency", self.concurrency),
+        }
+
+
+class _FigureOptions(Options, panel="What is read"):
+    """The figures of a load."""
+
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Targets in ms: ttft:500 tpot:50 e2el:5000; counts requests that meet all."),
+    ] = None
+    more: Annotated[list[str] | None, typer.Argument(hidden=True)] = None  # "--goodput ttft:500 tpot:50", as in vLLM
+    percentile_metrics: Annotated[str, typer.Option(help="Of ttft, tpot, itl, e2el.")] = "ttft,tpot,itl,e2el"
+    metric_percentiles: Annotated[str, typer.Option(help="Percentiles of these.")] = "50,95,99"
+
+    def settings(self) -> dict[str, Any]:
+        percentiles = self.metric_percentiles.split(",")
+        return {
+            "goodput": _targets(self.goodput or [], self.more or []),
+            "percentile_metrics": tuple(part.strip() for part in self.percentile_metrics.split(",")),
+            "metric_percentiles": tuple(_number("--metric-percentiles", part) for part in percentiles),
+        }
+
+
+class _RunOptions(RunsOptions, panel="Run"):
+    """How requests are sent, and where the run is kept."""
+
+    seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0
+    timeout: Annotated[float, typer.Option(help="Seconds for one request.")] = 600.0
+    workers: Annotated[int | None, typer.Option(help="Client processes. \\[default: by the load]")] = None
+    name: Annotated[str | None, typer.Option(help="Name of the row in the report. \\[default: the model's]")] = None
+    kv: Annotated[str | None, typer.Option(help="KV format that the server was started with, as a label.")] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {"seed": self.seed, "timeout": self.timeout, "workers": self.workers}
+
+
+@expand_options
+def serve(
+    *, server: _ServerOptions, load: _OneLoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: Json = False
 ) -> None:
     r"""Put one load on a server and read latencies, rates and goodput.
 
@@ -168,50 +155,16 @@ def serve(
 
       fidelab bench serve --base-url http://127.0.0.1:8000 --trace requests.jsonl --json
     """
-    given = _common(locals())
-    given |= {
-        "contexts": (_single("--random-input-len", input_len),),
-        "concurrency": () if concurrency is None else (concurrency,),
-        "trace": trace,
-        "trace_unit": trace_unit,
-    }
-    _run(given, key, output_dir, name, kv, as_json)
+    _run(server, load, figures, run, as_json)
 
 
+@expand_options
 def sweep(
-    base_url: BaseURL,
-    more: More = None,
-    model: Model = None,
-    served: Served = None,
-    key: Key = None,
-    endpoint: Endpoint = "completions",
-    tokenizer: TokenizerName = None,
-    prompts: Prompts = "auto",
-    concurrency: Annotated[
-        str, typer.Option("--concurrency", help="Requests in flight: 1,2,4,8.", rich_help_panel=_LOAD)
-    ] = "1,2,4,8",
-    contexts: Annotated[
-        str, typer.Option("--contexts", help="Tokens of prompts: 128,1k,4k.", rich_help_panel=_LOAD)
-    ] = "1k",
-    output_len: OutputLen = "128",
-    rate: Rate = "inf",
-    arrival: ArrivalKind = "poisson",
-    num_prompts: NumPrompts = None,
-    duration: Duration = None,
-    warmup: Warmup = 2,
-    ramp: Ramp = 0.0,
-    repeats: Repeats = 1,
-    ignore_eos: IgnoreEOS = True,
-    temperature: Temperature = 0.0,
-    goodput: Goodput = None,
-    metrics: Metrics = "ttft,tpot,itl,e2el",
-    percentiles: Percentiles = "50,95,99",
-    seed: Seed = 0,
-    timeout: Timeout = 600.0,
-    workers: Workers = None,
-    name: Name = None,
-    kv: KV = None,
-    output_dir: OutputDir = Path("runs"),
+    *,
+    server: _ServerOptions,
+    load: _ManyLoadsOptions,
+    figures: _FigureOptions,
+    run: _RunOptions,
     as_json: Json = False,
 ) -> None:
     r"""Put loads of every context and concurrency on a server; say where more requests stop paying.
@@ -222,29 +175,10 @@ def sweep(
 
       fidelab bench sweep --base-url http://127.0.0.1:8000 --repeats 3 --random-output-len 64 --name awq --json
     """
-    given = _common(locals())
-    given |= {"contexts": counts("--contexts", contexts), "concurrency": counts("--concurrency", concurrency)}
-    _run(given, key, output_dir, name, kv, as_json)
+    _run(server, load, figures, run, as_json)
 
 
 # ----------------------------------------------------------------------------------------- flags → settings
-
-
-def _common(flags: dict[str, Any]) -> dict[str, Any]:
-    """The settings that both commands share."""
-    same = ("base_url", "model", "tokenizer", "prompts", "arrival", "num_prompts", "duration", "warmup", "ramp")
-    more = ("repeats", "ignore_eos", "temperature", "seed", "timeout", "workers")
-    endpoint = str(flags["endpoint"]).removeprefix("/v1/").removesuffix("/completions")
-    return {
-        **{name: flags[name] for name in (*same, *more)},
-        "served_model_name": flags["served"],
-        "endpoint": endpoint,
-        "output": _single("--random-output-len", flags["output_len"]),
-        "request_rate": _rate(flags["rate"]),
-        "goodput": _targets(flags["goodput"] or [], flags["more"] or []),
-        "percentile_metrics": tuple(part.strip() for part in flags["metrics"].split(",")),
-        "metric_percentiles": tuple(_number("--metric-percentiles", part) for part in flags["percentiles"].split(",")),
-    }
 
 
 def _single(flag: str, text: str) -> int:
@@ -292,16 +226,16 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------- the run
 
 
-def _run(
-    given: dict[str, Any], key: str | None, output_dir: Path, name: str | None, kv: str | None, as_json: bool
-) -> None:
+def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool) -> None:
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
     from fidelab.errors import EngineError, UsageError
 
+    given = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
+    key = server.api_key
     try:
         settings = ServingSettings.of(**given)
-        keeper = Keeper(output_dir, _command(key), watcher(), name=name, kv=kv)
+        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv)
         serving = _measure(settings, key, keeper)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
         raise type(error)(_in_flags(str(error))) from None

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli.compare import Json
+from fidelab.cli.options import Json
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:

@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Any
 
-import typer
+from fidelab.cli.axes import chosen_names
 
-__all__ = ["Benches", "bench_settings", "counts"]
+__all__ = ["bench_settings", "counts"]
 
-Benches = Annotated[
-    str,
-    typer.Option(
-        help="Benches, separated by commas: startup, prefill, decode, memory, serving; offline: the first four.",
-        show_default=False,
-    ),
-]
 _PRESETS = {"offline": ("startup", "prefill", "decode", "memory")}
 
 
@@ -30,10 +23,7 @@ def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None =
     """
     from fidelab.errors import UsageError
 
-    words = (part.strip() for part in benches.split(",") if part.strip())
-    chosen: dict[str, dict[str, Any]] = {}
-    for word in words:
-        chosen.update({name: {} for name in _PRESETS.get(word, (word,))})
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in chosen_names(benches, _PRESETS)}
     for flag, owners in (flags or {}).items():
         given = {name: value for name, value in owners.items() if value is not None}
         known = [name for name in given if name.partition(".")[0] in chosen]

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli.options import RunDir
 from fidelab.cli.output import note
 
 __all__ = ["register"]
@@ -24,7 +25,7 @@ def register(app: typer.Typer) -> None:
 
 
 def charts(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")],
+    run_dir: RunDir,
     output_dir: Annotated[Path, typer.Option(help="Folder for the files; made where it is missing.")],
     form: Annotated[_Format, typer.Option("--format", help="SVG, or PNG drawn from it.")] = _Format.SVG,
     width: Annotated[int, typer.Option(min=200, max=8000, help="Pixels from left to right.")] = 900,

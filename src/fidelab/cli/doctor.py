@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 
 __all__ = ["register"]
 
@@ -20,7 +20,7 @@ def doctor(
     trial: Annotated[
         bool, typer.Option("--trial", help="Also let each installed engine run each of its KV formats; takes minutes.")
     ] = False,
-    as_json: flags.Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Check this machine: what works, what does not, and what to do about it.
 

@@ -34,6 +34,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
         "jobs": jobs,
         "not_supported": dict(prepared.settings.unsupported),
         "unavailable": dict(prepared.plan.unavailable),
+        "remarks": list(prepared.plan.remarks),
         "follows": [name for name, axis in prepared.settings.axes.items() if axis.follows],
         "tokens": total,
         "disk_bytes": needed_bytes(prepared.plan),
@@ -52,6 +53,8 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
         print(f"{name:<{wide}} not supported: {reason}")
     for name, reason in plan["unavailable"].items():
         print(f"axis {name:<{wide - 5}} not measurable: {reason}")
+    for remark in plan["remarks"]:
+        print(remark)
     if plan["follows"]:
         print(f"not counted: questions that follow from the reference's answers ({', '.join(plan['follows'])})")
     mib = plan["disk_bytes"] / 2**20

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
@@ -20,17 +20,35 @@ __all__ = ["app"]
 
 app = typer.Typer(help="List, install and remove the engines' environments.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
-Cuda = Annotated[bool, typer.Option("--cuda", help="For NVIDIA GPUs.")]
-Rocm = Annotated[bool, typer.Option("--rocm", help="For AMD GPUs.")]
-Cpu = Annotated[bool, typer.Option("--cpu", help="For CPUs.")]
-Folder = Annotated[
-    Path | None,
-    typer.Option("--path", help="The environment's folder. \\[default: in fidelab's cache]", show_default=False),
-]
+
+
+class _EnvironmentOptions(options.Options):
+    """Which environment of an engine is meant."""
+
+    cuda: Annotated[bool, typer.Option("--cuda", help="For NVIDIA GPUs.")] = False
+    rocm: Annotated[bool, typer.Option("--rocm", help="For AMD GPUs.")] = False
+    cpu: Annotated[bool, typer.Option("--cpu", help="For CPUs.")] = False
+    path: Annotated[
+        Path | None,
+        typer.Option(help="The environment's folder. \\[default: in fidelab's cache]", show_default=False),
+    ] = None
+
+    def variant(self) -> str | None:
+        """The processor that was named.
+
+        Raises:
+            UsageError: several were.
+        """
+        from fidelab.errors import UsageError
+
+        chosen = [name for name in ("cuda", "rocm", "cpu") if getattr(self, name)]
+        if len(chosen) > 1:
+            raise UsageError(f"--{' and --'.join(chosen)} exclude each other")
+        return chosen[0] if chosen else None
 
 
 @app.command("list")
-def list_engines(as_json: flags.Json = False) -> None:
+def list_engines(as_json: options.Json = False) -> None:
     """Every engine: where it is, its version and whether that is changed, its device, and how many KV formats run."""
     from fidelab.environments.listing import listing
 
@@ -66,12 +84,11 @@ def list_engines(as_json: flags.Json = False) -> None:
 
 
 @app.command("install")
+@options.expand_options
 def install_engine(
+    *,
     name: Name,
-    cuda: Cuda = False,
-    rocm: Rocm = False,
-    cpu: Cpu = False,
-    path: Folder = None,
+    environment: _EnvironmentOptions,
     python: Annotated[
         str | None,
         typer.Option(help="The Python to make it with. \\[default: the one that runs fidelab]", show_default=False),
@@ -94,36 +111,28 @@ def install_engine(
     from fidelab.environments.install import install
     from fidelab.environments.recipes import machine_variant, recipe
 
-    found = recipe(name, _variant(cuda, rocm, cpu) or machine_variant())
+    found = recipe(name, environment.variant() or machine_variant())
     maker = interpreter(python) if python else sys.executable
     shims = [shim(str(folder)) for folder in pythonpath or ()]
-    made = install(found, path or engines_dir() / found.name, note, python=maker, pythonpath=shims)
-    if path is not None:
+    made = install(found, environment.path or engines_dir() / found.name, note, python=maker, pythonpath=shims)
+    if environment.path is not None:
         note(f"runs use it with --python {made.python}")
     print(made.python)
 
 
 @app.command("remove")
-def remove_engine(name: Name, cuda: Cuda = False, rocm: Rocm = False, cpu: Cpu = False, path: Folder = None) -> None:
+@options.expand_options
+def remove_engine(*, name: Name, environment: _EnvironmentOptions) -> None:
     """Remove an environment that fidelab made."""
     from fidelab.environments.environment import engines_dir
     from fidelab.environments.install import remove
     from fidelab.environments.recipes import recipe
 
-    variant = _variant(cuda, rocm, cpu)
+    path, variant = environment.path, environment.variant()
     if path is None:
         path = engines_dir() / (recipe(name, variant) if variant else _only(name)).name
     remove(path.expanduser().absolute())
     print(f"removed {path}")
-
-
-def _variant(cuda: bool, rocm: bool, cpu: bool) -> str | None:
-    from fidelab.errors import UsageError
-
-    chosen = [name for name, wanted in (("cuda", cuda), ("rocm", rocm), ("cpu", cpu)) if wanted]
-    if len(chosen) > 1:
-        raise UsageError(f"--{' and --'.join(chosen)} exclude each other")
-    return chosen[0] if chosen else None
 
 
 def _only(engine: str) -> Recipe:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ def formats(
         str | None,
         typer.Option(help="The model whose cache is counted. \\[default: smollm2-135m]", show_default=False),
     ] = None,
-    as_json: flags.Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """List the KV formats: bytes, error and the engines that have them.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 from fidelab.cli.output import gate, note, show_report
 
 if TYPE_CHECKING:
@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 __all__ = ["register"]
 
-OutputDir = Annotated[Path, typer.Option(help="Where the run folder is made.")]
+
+class _RunsOptions(options.RunsOptions):
+    output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
+
 
 _group = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
 
@@ -28,14 +31,16 @@ def register(app: typer.Typer) -> None:
 
 
 @_group.command("refract")
+@options.expand_options
 def refract(
+    *,
     report: Annotated[Path, typer.Argument(metavar="REPORT", help="REFRACT's report, schema v0.2 or v0.3 (JSON).")],
     name: Annotated[
         str | None, typer.Option(help="Name of the candidate; its cache formats by default.", show_default=False)
     ] = None,
-    seed: flags.Seed = 42,
-    output_dir: OutputDir = Path("runs"),
-    as_json: flags.Json = False,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    as_json: options.Json = False,
 ) -> None:
     """Compute a REFRACT report's scores again from its own data, by its definitions and by ours.
 
@@ -45,14 +50,16 @@ def refract(
     """
     from fidelab.imports import IMPORTS
 
-    imported = IMPORTS.load("refract")(report, output_dir, name=name, seed=seed, command=_command())
+    imported = IMPORTS.load("refract")(report, runs.output_dir, name=name, seed=bootstrap.seed, command=_command())
     if not as_json:
         _show_comparison(imported)
     _finish(imported, as_json=as_json)
 
 
 @_group.command("kld-dumps")
+@options.expand_options
 def kld_dumps(
+    *,
     ref_dir: Annotated[Path, typer.Argument(metavar="REF_DIR", help="Reference: 0.safetensors, 1.safetensors …")],
     test_dirs: Annotated[list[Path], typer.Argument(metavar="TEST_DIR…", help="The same of one or more candidates.")],
     name: Annotated[
@@ -63,10 +70,10 @@ def kld_dumps(
         int | None,
         typer.Option(help="Tokens between windows. \\[default: a quarter of a window's rows]", show_default=False),
     ] = None,
-    seed: flags.Seed = 42,
-    output_dir: OutputDir = Path("runs"),
-    fail_under: flags.FailUnder = None,
-    as_json: flags.Json = False,
+    bootstrap: options.SeedOptions,
+    runs: _RunsOptions,
+    fail_under: options.FailUnder = None,
+    as_json: options.Json = False,
 ) -> None:
     """Compare folders of dumped log-probabilities (N.safetensors, key log_probs, rows × vocabulary).
 
@@ -81,11 +88,11 @@ def kld_dumps(
     imported = IMPORTS.load("kld-dumps")(
         ref_dir,
         test_dirs,
-        output_dir,
+        runs.output_dir,
         names=name or None,
         model=model,
         stride=stride,
-        seed=seed,
+        seed=bootstrap.seed,
         command=_command(),
         progress=lambda text: note(f"fidelab: {text}"),
     )
@@ -94,7 +101,9 @@ def kld_dumps(
 
 
 @_group.command("throughput")
+@options.expand_options
 def throughput(
+    *,
     files: Annotated[
         list[Path],
         typer.Argument(
@@ -104,8 +113,8 @@ def throughput(
     name: Annotated[
         list[str] | None, typer.Option("--name", help="Name of an arm, once per file; the file's by default.")
     ] = None,
-    output_dir: OutputDir = Path("runs"),
-    as_json: flags.Json = False,
+    runs: _RunsOptions,
+    as_json: options.Json = False,
 ) -> None:
     """Chart recorded throughput of servers, with figures that contradict each other flagged.
 
@@ -120,7 +129,7 @@ def throughput(
     """
     from fidelab.imports import IMPORTS
 
-    imported = IMPORTS.load("throughput")(files, output_dir, names=name or None, command=_command())
+    imported = IMPORTS.load("throughput")(files, runs.output_dir, names=name or None, command=_command())
     _finish(imported, as_json=as_json)
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import shlex
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
+from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
@@ -25,47 +25,37 @@ def register(app: typer.Typer) -> None:
     app.command("bisect")(bisect)
 
 
+class _EngineOptions(options.EngineOptions):
+    engine: Annotated[str, typer.Option(help="Engine that runs both arms; hf tells what passes its layers.")] = (
+        options.EngineOptions.engine
+    )
+
+
+@options.expand_options
 def bisect(
+    *,
     model: Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder.")],
-    reference: Annotated[
-        str | None,
-        typer.Option(
-            help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
-            show_default=False,
-        ),
-    ] = None,
+    reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
-        typer.Option("--kv", help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].", show_default=False),
+        typer.Option(help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].", show_default=False),
     ] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            "--candidate",
             help="The candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option.",
             show_default=False,
         ),
     ] = None,
-    engine: Annotated[str, typer.Option(help="Engine that runs both arms; hf tells what passes its layers.")] = "hf",
-    python: flags.Python = None,
-    prefix: flags.Prefix = None,
-    pythonpath: flags.PythonPath = None,
-    text: flags.TextFile = "default",
+    text: options.TextOptions,
     windows: Annotated[int, typer.Option(help="Windows of text that both arms read.")] = 2,
-    n_ctx: Annotated[int, typer.Option("--n-ctx", help="Tokens per window.")] = 256,
+    n_ctx: Annotated[int, typer.Option(help="Tokens per window.")] = 256,
     floor: Annotated[
-        bool,
-        typer.Option("--floor/--no-floor", help="Capture the reference again, and the candidate with other last bits."),
+        bool, typer.Option(help="Capture the reference again, and the candidate with other last bits.")
     ] = True,
-    dtype: flags.Dtype = "auto",
-    device: flags.Device = "auto",
-    threads: flags.Threads = None,
-    engine_arg: flags.EngineArg = None,
-    deadline: flags.Deadline = None,
-    output_dir: Annotated[
-        Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")
-    ] = Path("runs"),
-    as_json: flags.Json = False,
+    engine: _EngineOptions,
+    runs: options.CapturedRunsOptions,
+    as_json: options.Json = False,
 ) -> None:
     r"""Find the layer at which a candidate parts from its reference, by the states behind every layer.
 
@@ -93,22 +83,17 @@ def bisect(
         )
     data: dict[str, Any] = {
         "model": model,
-        "engine": flags.engine_settings(engine, python, prefix, pythonpath),
-        "engine_args": flags.engine_args(engine_arg, None, None),
+        **engine.settings(),
         **({} if reference is None else {"reference": reference}),
         "control": "none",
         "candidates": given,
         "axes": {"kld": {"windows": windows, "n_ctx": n_ctx, "protocol": _ROWS}},
-        "text": text,
+        **text.settings(),
         "floor": 1.0 if floor else 0.0,
         "twins": 1.0 if floor else 0.0,
-        "dtype": dtype,
-        "device": device,
-        "threads": threads,
-        "output_dir": str(output_dir),
-        **({} if deadline is None else {"deadline": deadline}),
+        **runs.settings(),
     }
-    experiment = flags.experiment_from(data, "bisect")
+    experiment = experiment_from(data, "bisect")
     report, folder = run_bisect(experiment, command=shlex.join(["fidelab", *sys.argv[1:]]), listener=watcher())
     if as_json:
         sys.stdout.write(report.to_json())

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 from fidelab.cli.output import note
 
 if TYPE_CHECKING:
@@ -30,20 +30,19 @@ def register(app: typer.Typer) -> None:
 
 
 def repeat(
+    context: typer.Context,
     experiment: Annotated[
         Path | None, typer.Argument(help="Experiment file (YAML), or a run's folder.", show_default=False)
     ] = None,
     runs: Annotated[
         int | None, typer.Option(help=f"How often to run it, at least 2. \\[default: {_RUNS}]", show_default=False)
     ] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")
-    ] = None,
+    overrides: options.Overrides = None,
     fail_on: Annotated[
         str | None,
         typer.Option(help="Exit with 1 where a candidate is this or worse: noisy, unstable.", show_default=False),
     ] = None,
-    as_json: flags.Json = False,
+    as_json: options.Json = False,
     resume_dir: Annotated[
         Path | None,
         typer.Option("--resume", metavar="REPEAT_DIR", help="Go on with a stopped repeat.", show_default=False),
@@ -67,10 +66,7 @@ def repeat(
     if fail_on is not None and fail_on not in _GATES:
         raise UnknownNameError("verdict of --fail-on", fail_on, _GATES)
     if resume_dir is not None:
-        given = {"EXPERIMENT": experiment, "--runs": runs, "--set": overrides}
-        for name, value in given.items():
-            if value is not None:
-                raise UsageError(f"--resume takes the repeat's own settings: leave out {name}")
+        options.refuse_beside_resume(context, "repeat", ("fail_on", "as_json"))
         found, folder = resume_repeat(resume_dir, watch=_watch)
     elif experiment is None:
         raise UsageError("name an experiment: fidelab repeat EXPERIMENT (or --resume REPEAT_DIR)")

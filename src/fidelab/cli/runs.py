@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 from fidelab.cli.output import gate, show_report
 
 __all__ = ["register"]
-
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")]
 
 
 def register(app: typer.Typer) -> None:
@@ -22,7 +19,10 @@ def register(app: typer.Typer) -> None:
 
 
 def rescore(
-    run_dir: RunDir, fail_under: flags.FailUnder = None, as_json: flags.Json = False, plot: flags.Plot = False
+    run_dir: options.RunDir,
+    fail_under: options.FailUnder = None,
+    as_json: options.Json = False,
+    plot: options.Plot = False,
 ) -> None:
     """Compute all scores of a run again from its captures; needs no engine.
 
@@ -38,9 +38,9 @@ def rescore(
 
 
 def report(
-    run_dir: RunDir,
-    as_json: flags.Json = False,
-    plot: flags.Plot = False,
+    run_dir: options.RunDir,
+    as_json: options.Json = False,
+    plot: options.Plot = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
 ) -> None:
     """Show a run's report again, and write its report.html anew.

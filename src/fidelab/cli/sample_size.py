@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from fidelab.cli import compare as flags
+from fidelab.cli import options
 from fidelab.cli.output import note
-from fidelab.cli.runs import RunDir
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,13 +27,13 @@ def register(app: typer.Typer) -> None:
 
 
 def plan_size(
-    run_dir: RunDir,
+    run_dir: options.RunDir,
     precision: Annotated[
         str,
         typer.Option(help="Wanted half-width: nats (kld), points (trajectory), or '5%' of each candidate's estimate."),
     ],
     axis: Annotated[str, typer.Option(help="kld or trajectory.")] = "kld",
-    as_json: flags.Json = False,
+    as_json: options.Json = False,
 ) -> None:
     """Say how many windows or prompts a 95% interval of ± so much needs, from a finished run.
 

@@ -17,7 +17,8 @@ the answer to "does dequant move it?" is often "by no more than this", which a p
   drawn together with those of all cells) of the largest studentized error in the family, ``max_k |θ*_k − θ_k| / s*_k``
   with the linearised standard errors s.  Its 95% quantile c gives ``θ_k ± c·s_k``.  Shifts share cells and are highly
   correlated; unlike Bonferroni's, this c sees that.
-- From 2 to 5 units, and for a contrast most resamples of which have no spread: Student's t with Bonferroni.
+  A resample that errs without a spread has an infinite error, as in :mod:`fidelab.metrics.intervals`.
+- From 2 to 5 units, and for a contrast whose quantile is infinite (few units differ): Student's t with Bonferroni.
 - One unit: no interval, and nothing is said to move.
 - No spread at all: of an unbounded outcome ``[θ, θ]``, as for all-zero KL; of a bounded one the exact binomial bound
   for units that all agree: those not seen may differ by as much the other way round, or where all seen are equal by
@@ -285,21 +286,25 @@ def _simultaneous(
 
 
 def _bootstrap(errors: Floats, shares: Floats, seed: int, level: float) -> tuple[float, NDArray[np.bool_]]:
-    """The quantile of the largest studentized error of contrasts ``[K, U]``, and which ``[K]`` have a spread of
-    their own in most resamples and so took part."""
+    """The quantile of the largest studentized error of contrasts ``[K, U]``, and for which ``[K]`` it holds.
+
+    The error of a resample without a spread of its own is infinite.  A contrast that has no finite quantile by itself
+    is left out, so that it does not widen the others.
+    """
     n = errors.shape[1]
     drawn = resample_weights(n, seed=seed)  # [R, U]
     parts = (drawn @ shares)[:, None]
     off = drawn @ errors.T / parts  # θ* − θ, [R, K]
-    squares = drawn @ (errors**2).T - 2 * off * (drawn @ (errors * shares).T) + off**2 * (drawn @ shares**2)[:, None]
+    own = drawn @ (errors**2).T
+    squares = own - 2 * off * (drawn @ (errors * shares).T) + off**2 * (drawn @ shares**2)[:, None]
+    squares[squares <= _ROUNDING * own] = 0.0
+    off[np.abs(off) <= _ROUNDING * np.sqrt(own)] = 0.0
     with np.errstate(divide="ignore", invalid="ignore"):
-        t = np.abs(off) / np.sqrt(n / (n - 1) * np.maximum(squares, 0.0)) * parts
-    t[~np.isfinite(t)] = np.nan
-    good = np.isfinite(t).mean(axis=0) >= 0.5
-    if not good.any():
-        return np.nan, good
-    largest = np.nan_to_num(t[:, good], nan=0.0).max(axis=1)
-    return float(np.quantile(largest, level)), good
+        t = np.where(off == 0.0, 0.0, np.abs(off) / np.sqrt(n / (n - 1) * squares) * parts)
+    good = np.isinf(t).mean(axis=0) <= 1 - level
+    with np.errstate(invalid="ignore"):  # inf − inf
+        quantile = float(np.quantile(t[:, good].max(axis=1, initial=0.0), level))
+    return (quantile, good) if np.isfinite(quantile) else (np.nan, np.zeros_like(good))
 
 
 # -------------------------------------------------------------------------------------------------- effects

@@ -103,16 +103,19 @@ def changed_of(axis: KldAxis | None) -> Estimate:
     """How many of the most likely tokens change."""
     if axis is None or axis.top1 is None:
         return Estimate()
-    return _odds(1 - axis.top1, axis.top1_ci and (1 - axis.top1_ci[1], 1 - axis.top1_ci[0]))
+    return _odds(axis, 1 - axis.top1, axis.top1_ci and (1 - axis.top1_ci[1], 1 - axis.top1_ci[0]))
 
 
 def flips_of(axis: KldAxis | None) -> Estimate:
     """How many change that were no near tie."""
-    return Estimate() if axis is None or axis.real_flips is None else _odds(axis.real_flips, axis.real_flips_ci)
+    return Estimate() if axis is None or axis.real_flips is None else _odds(axis, axis.real_flips, axis.real_flips_ci)
 
 
-def _odds(share: float, interval: tuple[float, float] | None) -> Estimate:
-    return Estimate(format_odds(share), format_odds_span(interval, share), f"{share:g}")
+def _odds(axis: KldAxis, share: float, interval: tuple[float, float] | None) -> Estimate:
+    """Of none, how many positions there were."""
+    scored = (axis.n_positions or 0) - (axis.n_failed or 0)
+    text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_odds(share)
+    return Estimate(text, format_odds_span(interval, share), f"{share:g}")
 
 
 def run_of(axis: KldAxis | None) -> Estimate:

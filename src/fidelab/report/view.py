@@ -177,7 +177,7 @@ def build_view(report: Report) -> View:
             )
         ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
-        floor=_floor(report.floor),
+        floor="; ".join([_floor(report.floor), *_without_floor(report.candidates)]),
         control=_controls(controls),
         ranking=_ranking(report.comparisons),
         tables=(*tables_of(arms), *([attribution] if (attribution := attribution_of(report)) else [])),
@@ -369,6 +369,19 @@ def _floor(floor: Axes) -> str:
         and not (axis.reason or "").startswith(NO_REFERENCE)
     ]
     return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
+
+
+def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
+    """Why it is not known what a change of last bits alone does; the same reason is told once."""
+    found = [
+        (one_line(arm.name), one_line(arm.floor.reason or "").removeprefix("not measured: "))
+        for arm in arms
+        if arm.status in _MEASURED and arm.floor is not None
+    ]
+    missing, said = [(name, why) for name, why in found if why], "a change of last bits alone was not measured"
+    if missing == found and len({why for _, why in missing}) == 1:
+        return [f"{said}: {missing[0][1]}"]
+    return [f"{said} for {line}" for line in shared(missing)]
 
 
 def _repeated(name: str, axis: KldAxis | TrajectoryAxis | OtherAxis) -> str:

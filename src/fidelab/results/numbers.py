@@ -97,12 +97,12 @@ def format_odds(share: float | None) -> str:
 
 
 def format_odds_span(interval: tuple[float, float] | None, share: float | None) -> str:
-    """What belongs to :func:`format_odds` of ``share``: ``16–19`` of ``1 in 17``."""
+    """What belongs to :func:`format_odds` of ``share``: ``16–19`` of ``1 in 17``, ``≤ 0.40%`` of ``none``."""
     if interval is None or share is None:
         return ABSENT
     low, high = interval
     if share == 0:
-        return f"≤ {format_odds(high)}"
+        return f"≤ {_significant(100 * high, 2)}%"
     if share > 0.5:
         return f"{100 * low:.0f}–{100 * high:.0f}%"
     return f"{format_run(1 / high)}–{format_run(1 / low) if low else '∞'}"

@@ -19,7 +19,7 @@ from fidelab.errors import FidelabError, MismatchError
 from fidelab.plan.build import FLOOR, TWIN
 from fidelab.results.record import NO_REFERENCE
 
-__all__ = ["ArmResult", "Measured", "Scorer", "engaged"]
+__all__ = ["ArmResult", "Measured", "Scorer", "engaged", "most_telling"]
 
 _BYTES_TOLERANCE = 1e-3
 _KL_AXES = ("kld", "forced")  # whose rows are compared over the whole vocabulary
@@ -237,6 +237,26 @@ def engaged(result: ArmResult) -> tuple[Status, str | None]:
     if held and expected and abs(held - expected) > _BYTES_TOLERANCE * expected:
         return Status.NOT_ENGAGED, f"the cache holds {held:g} bytes per token, the asked format takes {expected:g}"
     return result.status, result.reason
+
+
+def most_telling(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """Of what ran, as each capture of an arm tells it, the record to judge the whole arm by.
+
+    A process keeps what was refuted in it, but a run that was stopped and resumed has captures of several processes.
+    So a record that contradicts the format goes before the last one, and so does one in which attention got changed
+    numbers (:meth:`Scorer._unmoved`).  One without evidence contradicts nothing: a later capture may have some.
+    """
+    asked = {"k_format": str(arm.kv.k), "v_format": str(arm.kv.v)}
+
+    def refutes(ran: Mapping[str, Any]) -> bool:
+        said = {**ran, **{side: ran.get(side) or name for side, name in asked.items()}}
+        return engaged(ArmResult("", arm, Status.OK, ran=said))[0] is Status.NOT_ENGAGED
+
+    def changes(ran: Mapping[str, Any]) -> bool:
+        return bool(ran.get("k_changed") or ran.get("v_changed"))
+
+    latest = list(reversed(rans))
+    return next((ran for tells in (refutes, changes) for ran in latest if tells(ran)), latest[0] if latest else None)
 
 
 def _relative(path: Path, base: Path) -> str:

@@ -19,7 +19,7 @@ from fidelab.models import Model
 from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.resolve import Settings
 from fidelab.results.store import RunFolder
-from fidelab.runs.pairing import ArmResult
+from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import Outcome, Worker, run_worker
 
@@ -191,7 +191,8 @@ class Asking:
 
 def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
     """What the store holds now counts, not what the worker said: a resumed run finds the same."""
-    captures, failures, ran = {}, {}, None
+    captures, failures = {}, {}
+    rans = [] if outcome.ran is None else [outcome.ran]
     for capture in job.captures:
         try:
             found = Capture(capture.folder)
@@ -200,7 +201,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
             failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
         else:
             captures[capture.axis] = capture.folder
-            ran = found.manifest["ran"]
+            rans.append(found.manifest["ran"])
     status = outcome.status
     if status is Status.OK and failures:
         status = Status.FAILED
@@ -208,7 +209,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
     if status is not Status.OK and outcome.log_tail and reason:
         reason = f"{reason} (last log line: {outcome.log_tail[-1][:200]})" if _adds(outcome, reason) else reason
     timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
-    return ArmResult(job.role, job.arm, status, reason, ran or outcome.ran, captures, failures, timing)
+    return ArmResult(job.role, job.arm, status, reason, most_telling(job.arm, rans), captures, failures, timing)
 
 
 def _adds(outcome: Outcome, reason: str) -> bool:

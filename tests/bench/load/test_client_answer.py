@@ -185,8 +185,11 @@ def test_a_stream_that_had_said_done_is_complete_even_when_the_connection_then_b
 
 
 @given(st.lists(st.binary(min_size=1, max_size=60), max_size=8), st.booleans())
-def test_no_bytes_whatever_make_reading_fail(parts: list[bytes], whole: bool) -> None:
-    read_stream(fresh(), parts, [float(at) for at in range(len(parts))], whole)
+def test_bytes_that_are_no_answer_are_an_error_of_the_exchange(parts: list[bytes], whole: bool) -> None:
+    exchange = fresh()
+    read_stream(exchange, parts, [float(at) for at in range(len(parts))], whole)
+    assert exchange.error is not None
+    assert exchange.events.size == 0
 
 
 JSON = st.recursive(
@@ -199,9 +202,11 @@ JSON = st.recursive(
 
 
 @given(st.lists(JSON, max_size=4))
-def test_no_json_whatever_makes_reading_fail(events: list[object]) -> None:
+def test_json_that_is_no_whole_answer_is_an_error_of_the_exchange(events: list[object]) -> None:
+    exchange = fresh()
     body = b"".join(b"data: " + orjson.dumps(one) + b"\n\n" for one in events)
-    read_stream(fresh(), [body] if body else [], [1.0] if body else [], True)
+    read_stream(exchange, [body] if body else [], [1.0] if body else [], True)
+    assert exchange.error is not None
 
 
 @pytest.mark.parametrize(

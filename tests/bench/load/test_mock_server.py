@@ -199,7 +199,7 @@ def test_events_come_when_they_are_due() -> None:
         ask(mock, max_tokens=4, user="a")
         entry = mock.emitted()["a"]
     slack = 0.003  # timers count whole milliseconds
-    for i, at in enumerate(entry["events"]):
+    for i, at in zip(range(4), entry["events"], strict=True):
         assert at - entry["received"] >= 0.1 + i * 0.03 - slack
 
 

@@ -1,5 +1,5 @@
-"""What the mock server (:mod:`fidelab.bench.load.mock_server`) says: bytes rendered beforehand, and one answer at a time per
-connection."""
+"""What the mock server (:mod:`fidelab.bench.load.mock_server`) says: bytes rendered beforehand, one answer at a time
+per connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One client process of several (see ``workers.py``): ``python -m fidelab.bench.load.worker``, spoken to over its pipes."""
+"""One client process of several (see ``workers.py``): ``python -m fidelab.bench.load.worker``, JSON over its pipes."""
 
 from __future__ import annotations
 

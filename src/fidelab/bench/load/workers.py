@@ -40,7 +40,7 @@ def run_workers(
     """One process per share.  All phases begin together; no process outlives this call.
 
     Raises:
-        FidelabError: what :func:`~fidelab.bench.load.client.run_here` raises, from any of them; or one of them ended early.
+        FidelabError: what :func:`~fidelab.bench.load.client.run_here` raises, from any of them; or one ended early.
     """
     inbox: Inbox = queue.SimpleQueue()
     processes: list[subprocess.Popen[bytes]] = []

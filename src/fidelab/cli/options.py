@@ -1,0 +1,309 @@
+"""Options that several commands take: each is declared once, with its help and its default.
+
+Options that belong together are fields of a class derived from :class:`Options`.  A command decorated with
+:func:`expand_options` names the class as the type of a parameter and gets an object of it; typer sees the fields.
+Another default or another help is a subclass that declares the field anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from copy import copy
+from inspect import Parameter
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_type_hints
+
+import typer
+
+from fidelab.cli.axes import axis_settings
+from fidelab.cli.output import parse_pairs
+
+__all__ = [
+    "AxesOptions",
+    "Benches",
+    "CapturedRunsOptions",
+    "DryRun",
+    "EngineOptions",
+    "FailUnder",
+    "Json",
+    "Model",
+    "Options",
+    "Overrides",
+    "Plot",
+    "Reference",
+    "RunDir",
+    "RunsOptions",
+    "ScoringOptions",
+    "SeedOptions",
+    "ServableEngineOptions",
+    "Set",
+    "TextOptions",
+    "expand_options",
+    "refuse_beside_resume",
+]
+
+# ------------------------------------------------------------------------------------------------- groups
+
+
+class Options:
+    """Base of the groups.  Fields are class attributes, ``Annotated`` with a typer option or argument.
+
+    They are not dataclasses, which take a millisecond each to create, at every start of the command line.
+
+    Args:
+        panel: title of the frame in which ``--help`` shows the group.
+    """
+
+    _panel = ""
+
+    def __init_subclass__(cls, *, panel: str = "") -> None:
+        super().__init_subclass__()
+        cls._panel = panel or cls._panel
+
+    def __init__(self, **given: Any) -> None:
+        vars(self).update(given)
+
+    @classmethod
+    @functools.cache
+    def parameters(cls) -> tuple[Parameter, ...]:
+        """The fields as parameters of a command, those of base classes first."""
+        parameters = []
+        for name, annotation in get_type_hints(cls, include_extras=True).items():
+            if cls._panel:
+                hint, declared = get_args(annotation)
+                declared = copy(declared)
+                declared.rich_help_panel = cls._panel
+                annotation = Annotated[hint, declared]
+            default = getattr(cls, name, Parameter.empty)
+            parameters.append(Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation))
+        return tuple(parameters)
+
+    def settings(self) -> dict[str, Any]:
+        """What the options say, as data of an experiment; here the fields under their own names."""
+        return dict(vars(self))
+
+
+def expand_options(function: Callable[..., None]) -> Callable[..., None]:
+    """A command with the fields of groups in its signature, where ``function`` takes the groups themselves.
+
+    Raises:
+        ValueError: two parameters have the same name.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    groups: dict[str, type[Options]] = {}
+    parameters: list[Parameter] = []
+    for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(hints[name], type) and issubclass(hints[name], Options):
+            groups[name] = hints[name]
+            parameters += hints[name].parameters()
+        else:
+            parameters.append(parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[name]))
+    signature = inspect.Signature(parameters, return_annotation=None)
+
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        grouped = {
+            name: group(**{parameter.name: given.pop(parameter.name) for parameter in group.parameters()})
+            for name, group in groups.items()
+        }
+        function(**grouped, **given)
+
+    # typer reads the signature, and resolves names by the annotations
+    command.__signature__ = signature  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return command
+
+
+def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection[str]) -> None:
+    """``--resume`` takes the settings of the run (``owner``) that it goes on with.
+
+    Raises:
+        UsageError: a parameter that is not ``allowed`` was given; it would be ignored.
+    """
+    from fidelab.errors import UsageError
+
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        if name not in ("resume_dir", *allowed) and source is not None and source.name == "COMMANDLINE":
+            said = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+            raise UsageError(f"--resume takes the {owner}'s own settings: leave out {said}")
+
+
+# --------------------------------------------------------------------------------- single options and arguments
+
+Model = Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")]
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
+        show_default=False,
+    ),
+]
+Benches = Annotated[
+    str,
+    typer.Option(
+        help="Benches, separated by commas: startup, prefill, decode, memory, serving; offline: the first four.",
+        show_default=False,
+    ),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated."),
+]
+Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")]
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+Plot = Annotated[bool, typer.Option("--plot", help="Draw cost against size in characters.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
+FailUnder = Annotated[
+    float | None,
+    typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False),
+]
+
+# -------------------------------------------------------------------------------------- parts of an experiment
+
+
+class EngineOptions(Options):
+    """An engine, where it lives, and what it computes with."""
+
+    engine: Annotated[str, typer.Option(help="Engine that runs all arms.")] = "hf"
+    python: Annotated[
+        str | None,
+        typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False),
+    ] = None
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="Command before that interpreter: 'docker run …', 'ssh host', 'srun …'.", show_default=False),
+    ] = None
+    pythonpath: Annotated[
+        list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
+    ] = None
+    engine_arg: Annotated[list[str] | None, typer.Option(help="Engine option K=V; may be repeated.")] = None
+    dtype: Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")] = "auto"
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")] = "auto"
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
+    ] = None
+    deadline: Annotated[
+        float | None,
+        typer.Option(help="Seconds for one arm, model load included. \\[default: 14400]", show_default=False),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {
+            "engine": {
+                "name": self.engine,
+                "python": self.python,
+                "prefix": self.prefix,
+                "pythonpath": self.pythonpath or [],
+            },
+            "engine_args": self._engine_args(),
+            "dtype": self.dtype,
+            "device": self.device,
+            "threads": self.threads,
+            **({} if self.deadline is None else {"deadline": self.deadline}),
+        }
+
+    def _engine_args(self) -> dict[str, str]:
+        return parse_pairs(self.engine_arg or [], "--engine-arg")
+
+
+class ServableEngineOptions(EngineOptions):
+    """An engine, or a server that one is told the address of."""
+
+    base_url: Annotated[
+        str | None, typer.Option(help="Engine openai: the server, http://host:port/v1.", show_default=False)
+    ] = None
+    served: Annotated[
+        str | None,
+        typer.Option("--model", help="Engine openai: what the server calls the model.", show_default=False),
+    ] = None
+
+    def _engine_args(self) -> dict[str, str]:
+        flags = {"base-url": self.base_url, "model": self.served}
+        return super()._engine_args() | {name: value for name, value in flags.items() if value is not None}
+
+
+class TextOptions(Options):
+    """The text that is evaluated."""
+
+    text: Annotated[str, typer.Option(help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")] = "default"
+
+
+class AxesOptions(TextOptions):
+    """The axes that are measured, their settings and their inputs."""
+
+    axes: Annotated[
+        str,
+        typer.Option(help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis."),
+    ] = "core"
+    quick: Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")] = False
+    windows: Annotated[
+        int | None, typer.Option(help="KLD: windows of the shortest context. \\[default: 32]", show_default=False)
+    ] = None
+    n_ctx: Annotated[
+        str | None,
+        typer.Option(
+            metavar="N[,N…]",
+            help="KLD: tokens per window, one context or several. \\[default: 512,2048]",
+            show_default=False,
+        ),
+    ] = None
+    protocol: Annotated[
+        str | None, typer.Option(help="KLD: rows scored: half, full or sliding. \\[default: half]", show_default=False)
+    ] = None
+    stride: Annotated[
+        int | None,
+        typer.Option(help="KLD, sliding: tokens between windows. \\[default: n-ctx / 4]", show_default=False),
+    ] = None
+    prompts: Annotated[str, typer.Option(help="Prompts: 'default', a .jsonl or a .txt file.")] = "default"
+    n_predict: Annotated[
+        int | None, typer.Option(help="Trajectory: tokens per prompt. \\[default: 64]", show_default=False)
+    ] = None
+    template: Annotated[
+        str | None, typer.Option(help="Trajectory: chat or raw. \\[default: chat]", show_default=False)
+    ] = None
+    limit: Annotated[
+        list[str] | None,
+        typer.Option(help="First items only: N (prompts) or AXIS=N; may be repeated.", show_default=False),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        flags = {
+            "kld": {"windows": self.windows, "n_ctx": self.n_ctx, "protocol": self.protocol, "stride": self.stride},
+            "trajectory": {"n_predict": self.n_predict, "template": self.template},
+        }
+        axes = axis_settings(self.axes, flags, self.limit or [], self.quick)
+        return {"axes": axes, "text": self.text, "prompts": self.prompts}
+
+
+class SeedOptions(Options):
+    """The seed of what is computed from captures."""
+
+    seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 42
+
+
+class ScoringOptions(SeedOptions):
+    """How captures become scores."""
+
+    bands: Annotated[str, typer.Option(help="Band table of the composite: fidelab or refract.")] = "fidelab"
+
+
+class RunsOptions(Options):
+    """The folder of runs."""
+
+    output_dir: Annotated[Path, typer.Option(help="Where runs are written.")] = Path("runs")
+
+    def settings(self) -> dict[str, Any]:
+        return {"output_dir": str(self.output_dir)}
+
+
+class CapturedRunsOptions(RunsOptions):
+    """The folder of runs that leave captures."""
+
+    output_dir: Annotated[Path, typer.Option(help="Where runs are written; captures lie in its folder 'captures'.")] = (
+        RunsOptions.output_dir
+    )

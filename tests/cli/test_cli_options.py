@@ -1,0 +1,229 @@
+"""Options are declared once: groups of them, and what their declarations promise."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+import fidelab.cli
+from fidelab.cli.options import (
+    AxesOptions,
+    EngineOptions,
+    Options,
+    ServableEngineOptions,
+    expand_options,
+    refuse_beside_resume,
+)
+from fidelab.errors import UsageError
+
+# Commands whose options measure kernels on inputs of their own, with no model, engine or run: names are all they share
+# with the others.
+KERNELS = ("bench kernels", "kernels gate", "kernels compile", "kernels audit")
+
+# Option → command → why that command's option of this name is not that of the others.
+OTHERS = {
+    "--base-url": {"bench serve": "required, of any server", "bench sweep": "required, of any server"},
+    "--benches": {"bench offline": "benches are what it is for: never none"},
+    "--candidate": {
+        "bisect": "exactly one",
+        "bench offline": "one arm of several; none is the reference",
+    },
+    "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
+    "--dry-run": {"captures gc": "what would be removed"},
+    "--engine": {"bisect": "engines that pass on the states behind layers"},
+    "--floor": {"bisect": "captures all again, not a quarter"},
+    "--force": {"baseline save": "replaces a baseline"},
+    "--kv": {
+        "bisect": "exactly one candidate",
+        "capture": "the only arm",
+        "bench offline": "the first is the reference",
+        "bench serve": "a label",
+        "bench sweep": "a label",
+    },
+    "--markdown": {"diff": "a table for a pull request"},
+    "--model": {
+        "formats": "the model whose cache is counted",
+        "import kld-dumps": "a label",
+        "bench serve": "the model on the server",
+        "bench sweep": "the model on the server",
+    },
+    "--n-ctx": {"bisect": "one short context"},
+    "--name": {
+        "import refract": "a candidate's",
+        "import kld-dumps": "a candidate's, repeated",
+        "import throughput": "an arm's, repeated",
+    },
+    "--output-dir": {
+        "compare": "with captures",
+        "bisect": "with captures",
+        "capture": "captures alone",
+        "score": "none unless asked for",
+        "charts": "pictures",
+        "import refract": "no run was made, only its folder",
+        "import kld-dumps": "no run was made, only its folder",
+        "import throughput": "no run was made, only its folder",
+    },
+    "--prompts": {"bench serve": "how prompts are sent", "bench sweep": "how prompts are sent"},
+    "--python": {"engines install": "makes the environment"},
+    "--pythonpath": {"engines install": "becomes part of the environment"},
+    "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
+    "--resume": {"repeat": "a repeat's folder"},
+    "--seed": {
+        "bench serve": "of prompts and arrivals",
+        "bench sweep": "of prompts and arrivals",
+        "bench calibrate": "of the mock server's jitter",
+    },
+    "--set": {"run": "any setting: there are no flags for them", "repeat": "any setting: there are no flags for them"},
+    "--stride": {"import kld-dumps": "what the dumps were made with"},
+    "--windows": {"bisect": "few windows"},
+    "--workers": {"bench calibrate": "always given; no load to choose by"},
+}
+
+
+class _Size(Options, panel="Sizes"):
+    rows: Annotated[int, typer.Option(help="How many.")]
+    wide: Annotated[bool, typer.Option("--wide", help="More columns.")] = False
+
+
+class _BigSize(_Size):
+    wide: Annotated[bool, typer.Option("--wide", help="Fewer columns otherwise.")] = True
+    tall: Annotated[str | None, typer.Option(help="A height.")] = None
+
+
+def commands() -> Iterator[tuple[str, Any]]:
+    """Every command with its words, without the program's."""
+
+    def below(group: Any, words: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+        for name, command in group.commands.items():
+            if hasattr(command, "commands"):
+                yield from below(command, (*words, name))
+            else:
+                yield " ".join((*words, name)), command
+
+    return below(typer.main.get_command(fidelab.cli.app), ())
+
+
+def declarations() -> dict[str, dict[str, tuple[object, ...]]]:
+    """Option → command → type, default and help."""
+    found: dict[str, dict[str, tuple[object, ...]]] = {}
+    for words, command in commands():
+        for parameter in command.params:
+            if parameter.opts[0].startswith("--") and words not in KERNELS:
+                kind = getattr(parameter, "type", None) or parameter.type_descriptor.annotation
+                declared = (str(kind), parameter.multiple, parameter.required, parameter.default, parameter.help)
+                found.setdefault(parameter.opts[0], {})[words] = declared
+    return found
+
+
+def run(command: Any, *words: str) -> Any:
+    app = typer.Typer()
+    app.command()(command)
+    return CliRunner().invoke(app, words)
+
+
+def test_a_command_gets_its_groups_as_objects() -> None:
+    seen: dict[str, Any] = {}
+
+    @expand_options
+    def command(name: Annotated[str, typer.Argument()], size: _BigSize, loud: bool = False) -> None:
+        seen.update(name=name, loud=loud, **size.settings())
+
+    assert run(command, "ann", "--rows", "3", "--loud", "--tall", "x").exit_code == 0
+    assert seen == {"name": "ann", "loud": True, "rows": 3, "wide": True, "tall": "x"}
+
+
+def test_a_subclass_has_the_fields_of_its_base_first_and_its_own_defaults() -> None:
+    shown = {parameter.name: parameter.default for parameter in _BigSize.parameters()}
+    assert shown == {"rows": inspect.Parameter.empty, "wide": True, "tall": None}
+    assert list(shown) == ["rows", "wide", "tall"]
+
+
+def test_help_shows_a_group_in_its_panel_and_a_subclass_in_that_of_its_base() -> None:
+    panels = [parameter.annotation.__metadata__[0].rich_help_panel for parameter in _BigSize.parameters()]
+    assert panels == ["Sizes"] * 3
+
+
+def test_an_option_without_a_default_is_required() -> None:
+    @expand_options
+    def command(size: _Size) -> None:
+        raise AssertionError
+
+    assert run(command).exit_code == 2
+
+
+def test_two_groups_with_an_option_of_the_same_name_are_refused() -> None:
+    def command(size: _Size, other: _BigSize) -> None: ...
+
+    with pytest.raises(ValueError, match="duplicate parameter name"):
+        expand_options(command)
+
+
+def test_resume_refuses_what_was_said_and_not_what_is_a_default() -> None:
+    @expand_options
+    def command(context: typer.Context, size: _BigSize, resume_dir: str = "") -> None:
+        refuse_beside_resume(context, "run", ("rows",))
+
+    assert run(command, "--rows", "1", "--resume-dir", "x").exit_code == 0
+    refused = run(command, "--rows", "1", "--tall", "x", "--resume-dir", "x").exception
+    assert isinstance(refused, UsageError)
+    assert str(refused) == "--resume takes the run's own settings: leave out --tall"
+
+
+def given(group: type[Options], **fields: Any) -> Any:
+    """A group as typer would fill it."""
+    return group(**{parameter.name: parameter.default for parameter in group.parameters()} | fields)
+
+
+def test_an_engine_says_its_place_and_its_options() -> None:
+    options = given(ServableEngineOptions, engine="openai", base_url="http://x/v1", engine_arg=["a=1"], deadline=5.0)
+    assert options.settings() == {
+        "engine": {"name": "openai", "python": None, "prefix": None, "pythonpath": []},
+        "engine_args": {"a": "1", "base-url": "http://x/v1"},
+        "dtype": "auto",
+        "device": "auto",
+        "threads": None,
+        "deadline": 5.0,
+    }
+
+
+def test_a_deadline_that_was_not_given_is_left_to_the_schema() -> None:
+    assert "deadline" not in given(EngineOptions).settings()
+
+
+def test_settings_of_axes_are_those_whose_flags_were_given() -> None:
+    said = given(AxesOptions, axes="kld", windows=4, limit=None).settings()
+    assert said == {"axes": {"kld": {"windows": 4}}, "text": "default", "prompts": "default"}
+
+
+def test_an_option_of_several_commands_is_the_same_in_all_unless_there_is_a_reason() -> None:
+    differing = {
+        option: {words: declared for words, declared in owners.items() if words not in OTHERS.get(option, {})}
+        for option, owners in declarations().items()
+    }
+    assert {option: owners for option, owners in differing.items() if len(set(owners.values())) > 1} == {}
+
+
+def test_every_reason_for_an_option_of_its_own_is_still_needed() -> None:
+    declared = declarations()
+    for option, owners in OTHERS.items():
+        common = {value for words, value in declared[option].items() if words not in owners}
+        for words in owners:
+            assert declared[option][words] not in common, (option, words)
+
+
+def test_no_option_is_declared_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted(Path(fidelab.cli.__file__).parent.glob("*.py")):
+        if "kernels" in path.stem:
+            continue
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("typer.Option", "typer.Argument"):
+                places.setdefault(ast.unparse(node), []).append(f"{path.name}:{node.lineno}")
+    assert {declared: where for declared, where in places.items() if len(where) > 1} == {}
