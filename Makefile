@@ -1,5 +1,5 @@
 # make demo   the main job on a real model, from nothing
-# make test   all tests but those of other engines
+# make test   all tests of fidelab and k16v8 but those of other engines
 # make test-engines   install llama.cpp, vLLM and SGLang in environments of their own, and run each for real
 # make check  ruff and strict mypy
 .PHONY: demo test test-engines check setup clean
@@ -27,7 +27,7 @@ check: .venv/.ready
 
 setup: .venv/.ready
 
-.venv/.ready: pyproject.toml scripts/setup
+.venv/.ready: pyproject.toml k16v8/pyproject.toml scripts/setup
 	scripts/setup
 
 clean:

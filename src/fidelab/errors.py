@@ -11,7 +11,6 @@ FidelabError                  anything a user can mend; one line, exit code 2
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
 │   └── NotSupportedError     the engine lacks this format or probe (status ``not_supported``)
 ├── OutputError               an output folder that cannot be written
-├── ChunkError               (plugins/lmcache_chunk.py) bytes that are not the KV chunk that was asked for
 └── SandboxUnavailable        (axes/capability/sandbox.py) this machine cannot confine a program; it was not run
 """
 

@@ -44,10 +44,6 @@ COMMANDS = [
     ("bench", "calibrate"),
     ("bench", "speculation"),
     ("charts",),
-    ("kernels",),
-    ("kernels", "gate"),
-    ("kernels", "compile"),
-    ("kernels", "audit"),
     ("models",),
     ("models", "list"),
     ("models", "pull"),
@@ -60,7 +56,7 @@ COMMANDS = [
     ("captures", "list"),
     ("captures", "gc"),
 ]
-_GROUPS = ("models", "engines", "captures", "import", "baseline", "bench", "kernels")
+_GROUPS = ("models", "engines", "captures", "import", "baseline", "bench")
 WITH_EXAMPLES = [words for words in COMMANDS if not words or words[0] not in _GROUPS]
 
 
@@ -105,6 +101,14 @@ def test_examples_fit_into_eighty_columns(wide: None, tmp_path: Path) -> None:
     for words in WITH_EXAMPLES:
         for example in examples(cli(*words, "--help", cwd=tmp_path).out):
             assert len(example) <= 78
+
+
+@pytest.mark.parametrize("words", [("kernels",), ("bench", "kernels")])
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_of_another_packages_command_is_its_own(words: tuple[str, ...], flag: str, tmp_path: Path) -> None:
+    done = cli(*words, flag, cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "usage: k16v8" in done.out
 
 
 def test_brackets_in_help_are_shown(wide: None, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Engine hf over our kernels (``attention=fidelab``) against the same engine with eager attention."""
+"""Engine hf over our kernels (``attention=k16v8``) against the same engine with eager attention."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KINDS = ["llama", "mistral", "gemma2", "gemma4", "mistral3", "qwen3_next", "falc
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_generation_and_forced_steps_are_those_of_eager_attention(kind: str, checkpoint: Checkpoint) -> None:
     found: list[list[Answers]] = []
-    for attention in ("fidelab", "eager"):
+    for attention in ("k16v8", "eager"):
         engine = tiny.opened(checkpoint(kind), "f32", attention=attention)
         answers = [Answers(), Answers(), Answers()]
         engine.answer(PREFILL, answers[0])
@@ -39,10 +39,10 @@ def test_states_generation_and_forced_steps_are_those_of_eager_attention(kind: s
 
 
 def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpoint) -> None:
-    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3", "bfloat16", attention="fidelab")
+    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
     ran = engine.ran()
-    assert ran.attention == "fidelab torch[k=bf16,v=fp8_e4m3]"
+    assert ran.attention == "k16v8 torch[k=bf16,v=fp8_e4m3]"
     assert (ran.k_format, ran.v_format, ran.k_dtype, ran.v_dtype) == ("bf16", "fp8_e4m3", "bfloat16", "uint8")
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 3 * 2 * 32 * (2 + 1)
     assert (ran.kv_layers, ran.layers_without_kv) == (3, 0)
@@ -54,11 +54,11 @@ def test_the_record_names_the_kernels_and_proves_the_formats(checkpoint: Checkpo
 def test_what_is_unpacked_before_attention_is_still_stored_in_its_format(
     kv: str, attended: str, checkpoint: Checkpoint
 ) -> None:
-    engine = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="fidelab", dequant="unpack")
+    engine = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8", dequant="unpack")
     engine.answer(PREFILL, Answers())
     ran = engine.ran()
-    assert (ran.more["dequant"], ran.attention) == ("unpack", f"fidelab {attended}")
-    fused = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="fidelab")
+    assert (ran.more["dequant"], ran.attention) == ("unpack", f"k16v8 {attended}")
+    fused = tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8")
     fused.answer(PREFILL, Answers())
     assert fused.ran().more["dequant"] == "fused"
     assert fused.ran().attention != ran.attention
@@ -70,7 +70,7 @@ def test_what_is_unpacked_before_attention_is_still_stored_in_its_format(
 def test_in_float32_unpacked_content_gives_what_fused_conversion_gives(kind: str, checkpoint: Checkpoint) -> None:
     found = []
     for dequant in ("fused", "unpack"):
-        engine = tiny.opened(checkpoint(kind), "f32/fp8_e4m3", attention="fidelab", dequant=dequant)
+        engine = tiny.opened(checkpoint(kind), "f32/fp8_e4m3", attention="k16v8", dequant=dequant)
         states, texts = Answers(), Answers()
         engine.answer(PREFILL, states)
         engine.answer(Generate("trajectory", PROMPTS, 12, (), batch=3), texts)
@@ -82,7 +82,7 @@ def test_in_float32_unpacked_content_gives_what_fused_conversion_gives(kind: str
 def test_unpacking_rounds_to_the_compute_type_what_fused_conversion_does_not(checkpoint: Checkpoint) -> None:
     def states(kv: str, dequant: str) -> torch.Tensor:
         answers = Answers()
-        tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="fidelab", dequant=dequant).answer(PREFILL, answers)
+        tiny.opened(checkpoint("llama"), kv, "bfloat16", attention="k16v8", dequant=dequant).answer(PREFILL, answers)
         return tiny.hidden(answers.items[0])
 
     assert not torch.equal(states("int8[group=32]", "fused"), states("int8[group=32]", "unpack"))
@@ -94,7 +94,7 @@ def test_only_our_kernels_convert_in_registers(attention: str | None, checkpoint
     named = {} if attention is None else {"attention": attention}
     verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="fused", **named))
     assert not verdict.ok
-    assert verdict.reason.startswith("dequant=fused needs attention=fidelab")
+    assert verdict.reason.startswith("dequant=fused needs attention=k16v8")
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="unpack", **named)).ok
     engine = tiny.opened(checkpoint("llama"), "f32", **named)
     engine.answer(PREFILL, Answers())
@@ -109,7 +109,7 @@ def test_another_way_to_convert_is_refused(checkpoint: Checkpoint) -> None:
 def test_prompts_that_begin_alike_are_answered_without_a_shared_cache(checkpoint: Checkpoint) -> None:
     head = tiny.tokens(130, seed=9)
     probe = Generate("trajectory", ((*head, 5, 6), (*head, 7, 8, 9)), 4, (), batch=2)
-    engine, sink = tiny.opened(checkpoint("llama"), attention="fidelab"), Answers()
+    engine, sink = tiny.opened(checkpoint("llama"), attention="k16v8"), Answers()
     assert engine.answer(probe, sink).facts["shared_prefix"] == 0
     theirs = Answers()
     assert tiny.opened(checkpoint("llama")).answer(probe, theirs).facts["shared_prefix"] == 130
@@ -128,7 +128,7 @@ def test_prompts_that_begin_alike_are_answered_without_a_shared_cache(checkpoint
 def test_arms_that_the_kernels_cannot_hold_are_refused_before_anything_runs(
     kv: str, dtype: str, reason: str, checkpoint: Checkpoint
 ) -> None:
-    verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), kv, dtype, attention="fidelab"))
+    verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), kv, dtype, attention="k16v8"))
     assert not verdict.ok
     assert re.search(reason, verdict.reason)
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), kv, dtype, attention="eager")).ok
@@ -138,8 +138,8 @@ def test_integers_with_several_groups_in_a_head_are_refused_when_the_head_is_kno
     with pytest.raises(
         NotSupportedError, match=r"hold 408 bytes per token, int8\[group=16\] is 432: integers take group="
     ):
-        tiny.opened(checkpoint("llama"), "int8[group=16]", attention="fidelab")
-    tiny.opened(checkpoint("llama"), "int8[group=32]", attention="fidelab")
+        tiny.opened(checkpoint("llama"), "int8[group=16]", attention="k16v8")
+    tiny.opened(checkpoint("llama"), "int8[group=32]", attention="k16v8")
 
 
 @pytest.mark.parametrize(
@@ -149,17 +149,17 @@ def test_models_that_the_kernels_cannot_run_are_refused_when_opened(
     kind: str, reason: str, checkpoint: Checkpoint
 ) -> None:
     with pytest.raises(EngineError, match=reason):
-        tiny.opened(checkpoint(kind), attention="fidelab")
+        tiny.opened(checkpoint(kind), attention="k16v8")
 
 
 def test_skipped_layers_count_as_what_they_hold(checkpoint: Checkpoint) -> None:
-    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="fidelab")
+    engine = tiny.opened(checkpoint("llama"), "bf16/fp8_e4m3[skip-layers=0]", "bfloat16", attention="k16v8")
     engine.answer(PREFILL, Answers())
     ran = engine.ran()
-    assert ran.attention == "fidelab torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
+    assert ran.attention == "k16v8 torch[k=bf16,v=bf16] torch[k=bf16,v=fp8_e4m3]"
     assert ran.cache_bytes_per_token == ran.expected_bytes_per_token == 2 * 32 * (4 + 2 * 3)
     with pytest.raises(NotSupportedError, match="skip-layers leaves no layer to encode"):
-        tiny.opened(checkpoint("llama"), "bf16[skip-layers=0,1,2]", "bfloat16", attention="fidelab")
+        tiny.opened(checkpoint("llama"), "bf16[skip-layers=0,1,2]", "bfloat16", attention="k16v8")
 
 
 def test_where_the_kernels_were_not_asked_for_and_refuse_the_models_own_attention_runs(

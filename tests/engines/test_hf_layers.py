@@ -18,8 +18,8 @@ from fidelab.captures.requests import Layerwise, Prefill
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.layers import decoder_layers
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
-from fidelab.kernels.reference import Attention, attend
 from fidelab.metrics.layers import Curve, Parting, part, relative_errors
+from k16v8.kernels.reference import Attention, attend
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
@@ -95,8 +95,8 @@ def test_estimator_logprobs_has_states_all_the_same(checkpoint: Checkpoint) -> N
 @pytest.mark.parametrize(
     ("kind", "attention"),
     [
-        *(("llama", attention) for attention in ("sdpa", "eager", "fidelab")),
-        *(("mistral", attention) for attention in ("sdpa", "fidelab")),
+        *(("llama", attention) for attention in ("sdpa", "eager", "k16v8")),
+        *(("mistral", attention) for attention in ("sdpa", "k16v8")),
         ("gemma2", "eager"),  # with a soft-cap, which sdpa lacks
     ],
 )

@@ -149,11 +149,11 @@ def test_a_group_smaller_than_a_head_is_known_before_the_model_is_loaded(checkpo
     path = checkpoint("llama")
     head_dim = shape_of(str(path)).head_dim
     assert head_dim == transformers.AutoConfig.from_pretrained(path).head_dim
-    verdict = HFEngine.supports(tiny.arm(path, "int4[group=8]", attention="fidelab"))
+    verdict = HFEngine.supports(tiny.arm(path, "int4[group=8]", attention="k16v8"))
     assert verdict == Verdict(
-        False, f"attention=fidelab holds int4 with one group per head: write int4[group={head_dim}]"
+        False, f"attention=k16v8 holds int4 with one group per head: write int4[group={head_dim}]"
     )
-    assert HFEngine.supports(tiny.arm(path, f"int4[group={head_dim}]", attention="fidelab")).ok
+    assert HFEngine.supports(tiny.arm(path, f"int4[group={head_dim}]", attention="k16v8")).ok
     assert HFEngine.supports(tiny.arm(path, "int4[group=8]")).ok
 
 

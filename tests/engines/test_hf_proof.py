@@ -19,10 +19,10 @@ from fidelab.engines.hf.cache import EncodedStore, _EncodedAttention
 from fidelab.formats import FORMATS, create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.fp8 import Float8
-from fidelab.kernels import reference
-from fidelab.kernels.cache import dequantize
-from fidelab.plugins import paged_cache
 from fidelab.runs.pairing import ArmResult, engaged
+from k16v8.kernels import reference
+from k16v8.kernels.cache import dequantize
+from k16v8.plugins.transformers import cache as paged_cache
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
@@ -87,7 +87,7 @@ def test_every_format_is_named_and_seen_to_reach_attention(kv: str, dtype: str, 
 @pytest.mark.parametrize("dequant", ["fused", "unpack"])
 def test_what_our_kernels_read_is_told_from_their_output(probe: Probe, dequant: str, checkpoint: Checkpoint) -> None:
     for kind, kv in (("llama", "bf16/fp8_e4m3"), ("gemma2", "int8/int4")):
-        ran = asked(checkpoint(kind), kv, probe, "bfloat16", attention="fidelab", dequant=dequant)
+        ran = asked(checkpoint(kind), kv, probe, "bfloat16", attention="k16v8", dequant=dequant)
         assert ran.more["proof"] == SHOWN
         assert f"{ran.k_format}/{ran.v_format}" == kv
 
@@ -225,7 +225,7 @@ def test_kernels_that_read_something_else_than_their_pages_are_not_engaged(
         return own[None].to(out.dtype)
 
     monkeypatch.setattr(paged_cache._PagedAttention, "attend", cheating)
-    reason = not_engaged(checkpoint("llama"), kv, dtype="bfloat16", attention="fidelab")
+    reason = not_engaged(checkpoint("llama"), kv, dtype="bfloat16", attention="k16v8")
     assert f"read untouched {word}" in reason or "is off by" in reason
 
 

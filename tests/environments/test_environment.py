@@ -140,7 +140,7 @@ def test_this_interpreter_keeps_its_pythonpath() -> None:
 # ----------------------------------------------------------------------------------------------------------- link
 
 
-def test_an_environment_sees_fidelab_and_nothing_else_of_ours(second: Second) -> None:
+def test_an_environment_sees_fidelab_and_none_of_the_packages_that_it_needs(second: Second) -> None:
     script = """
 import importlib.util, json, fidelab, fidelab.workers.child
 print(json.dumps([fidelab.__version__, [n for n in ("torch", "pydantic", "pytest") if importlib.util.find_spec(n)]]))
@@ -153,16 +153,28 @@ def test_an_environment_finds_our_plugins_by_their_entry_points(second: Second) 
     groups = ("vllm.general_plugins", "sglang.srt.plugins")
     script = f"""
 from importlib.metadata import entry_points, version
-print(version("fidelab"), [(p.group, p.name, p.value) for g in {groups} for p in entry_points(group=g)])
+print(version("fidelab"), sorted((p.group, p.name, p.value) for g in {groups} for p in entry_points(group=g)))
 """
-    ours = [
+    ours = sorted(
         (point.group, point.name, point.value)
-        for group in groups
-        for point in metadata.distribution("fidelab").entry_points.select(group=group)
-    ]
-    assert {group for group, _, _ in ours} == {*groups}
+        for package in ("fidelab", "k16v8")
+        for point in metadata.distribution(package).entry_points
+        if point.group in groups
+    )
+    assert {(group, name) for group, name, _ in ours} == {
+        (group, name) for group in groups for name in ("fidelab_capture", "k16v8")
+    }
     said = second.run(script, PYTHONPATH=str(link_folder()))
     assert said == f"{fidelab.__version__} {ours}"
+
+
+def test_an_environment_sees_k16v8_where_it_is_installed_beside_fidelab(
+    second: Second, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "from importlib.util import find_spec; print(getattr(find_spec('k16v8'), 'origin', None) is not None)"
+    assert second.run(script, PYTHONPATH=str(link_folder())) == "True"
+    monkeypatch.setitem(sys.modules, "k16v8", None)
+    assert second.run(script, PYTHONPATH=str(link_folder())) == "False"
 
 
 def test_the_link_folder_is_made_once_and_another_version_has_another(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,6 +149,21 @@ def _attention(arms: Sequence[Arm]) -> dict[str, str | None]:
     return {arm.name: dict(arm.options).get("attention") for arm in arms}
 
 
+@pytest.mark.parametrize("written", ["k16v8", "fidelab"])
+def test_the_former_name_of_the_packages_attention_means_the_package(written: str, tmp_path: Path, tiny: Path) -> None:
+    options = {"engine_args": {"attention": written}, "dtype": "bfloat16"}
+    [arm] = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8"], **options).candidates
+    assert dict(arm.options)["attention"] == "k16v8"
+
+
+def test_arms_that_the_package_k16v8_may_run_have_its_version_in_their_keys(tmp_path: Path, tiny: Path) -> None:
+    import k16v8
+
+    settings = _hf(tmp_path, tiny, candidates=["k16v8", "kv=k16v8,attention=k16v8,name=paged"], dtype="bfloat16")
+    assert "k16v8" not in settings.deployed["k16v8"].versions
+    assert settings.deployed["paged"].versions["k16v8"] == k16v8.__version__
+
+
 def test_on_a_gpu_our_kernels_stay_where_they_hold_every_arm(tmp_path: Path, tiny: Path) -> None:
     arms = _on_gpu(tmp_path, tiny, "k16v8", "fp8_e4m3")
     assert same_attention(arms) == (arms, None)
@@ -161,7 +176,7 @@ def test_on_a_gpu_one_arm_that_our_kernels_cannot_hold_takes_them_from_all(
     arms, reason = same_attention(_on_gpu(tmp_path, tiny, "k16v8", other))
     assert _attention(arms) == dict.fromkeys(("bf16", "k16v8", other), "transformers")
     assert reason is not None
-    assert reason.startswith(f"{other}: attention=fidelab")
+    assert reason.startswith(f"{other}: attention=k16v8")
 
 
 def test_arms_that_name_their_attention_keep_it_and_bind_nobody(tmp_path: Path, tiny: Path) -> None:
@@ -181,7 +196,7 @@ def test_the_resolved_arms_share_one_attention_and_the_record_says_whose_format_
     settings = _hf(tmp_path, tiny, reference="bf16", candidates=["k16v8", "q8_0"], dtype="bfloat16")
     assert _attention([arm for _, arm in settings.roles()]) == dict.fromkeys(("bf16", "k16v8", "q8_0"), "transformers")
     said = settings.deployed["bf16"].about["kernels_refused"]
-    assert "one attention for all arms; q8_0: attention=fidelab does not hold q8_0" in said
+    assert "one attention for all arms; q8_0: attention=k16v8 does not hold q8_0" in said
 
 
 def _beside(tmp_path: Path, tiny: Path, *arms: dict[str, Any], **change: Any) -> Settings:

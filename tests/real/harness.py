@@ -198,6 +198,6 @@ def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[Ra
     ran, wide = narrow.ran, report.reference.ran
     assert ran is not None
     assert wide is not None
-    assert (ran.attention, ran.k_dtype, ran.v_dtype) == ("fidelab-k16v8 (torch)", "bfloat16", "float8_e4m3fn")
+    assert (ran.attention, ran.k_dtype, ran.v_dtype) == ("k16v8 (torch)", "bfloat16", "float8_e4m3fn")
     assert ran.cache_bytes_per_token == 0.75 * (wide.cache_bytes_per_token or 0)
     return ran, wide

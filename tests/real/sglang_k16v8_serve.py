@@ -1,6 +1,6 @@
 """Runs in SGLang's environment: SGLang's server with the plug-in, as a user would start it, and with notes.
 
-python -m tests.real.sglang_k16v8_serve FOLDER [flags of sglang.launch_server]    (FIDELAB_K16V8 as in the environment)
+python -m tests.real.sglang_k16v8_serve FOLDER [flags of sglang.launch_server]    (K16V8 as in the environment)
 
 SGLang's scheduler is a process of its own that imports this file again.  There it is given a fixed amount of memory for
 its cache (``FOLDER/tokens.json``: how many tokens that is), and every forward of the backend is compared with the
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from fidelab.plugins.sglang_k16v8 import SWITCH
+from k16v8.plugins.shared import SWITCH
 from tests.real.k16v8 import LAYERS, compared
 
 FOLDER = Path(sys.argv[1])
@@ -51,7 +51,7 @@ def checked(forward: Callable[..., Any], own: Any, q: Any, k: Any, v: Any, layer
     """How many tokens each sequence had in this forward, and how far two of the layers are from the definition."""
     import torch
 
-    from fidelab.kernels import reference
+    from k16v8.kernels import reference
 
     result = forward(own, q, k, v, layer, *rest, **more)
     if layer.layer_id not in LAYERS:
@@ -72,6 +72,6 @@ else:  # a scheduler
 
     for target, hook in (
         ("sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._profile_available_bytes", fixed),
-        ("fidelab.plugins.sglang_k16v8_backend.K16V8Backend.forward_extend", checked),
+        ("k16v8.plugins.sglang.backend.K16V8Backend.forward_extend", checked),
     ):
         HookRegistry.register(target, hook, HookType.AROUND)

@@ -20,9 +20,10 @@ from fidelab.captures.requests import Forced, Probe
 from fidelab.core import KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from fidelab.plugins.sglang_k16v8 import BACKEND, SWITCH, VERSIONS
+from k16v8.plugins.sglang.plugin import BACKEND, VERSIONS
+from k16v8.plugins.shared import SWITCH
+from test_sglang_plugin import RECORDED
 from tests.engines import tiny
-from tests.plugins.test_sglang_k16v8 import RECORDED
 from tests.real.harness import (
     PREFILL,
     STANDINS,
@@ -127,7 +128,7 @@ def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) 
 
 def test_a_server_of_the_users_own_runs_it(served: Served) -> None:
     assert served.text.startswith(" Paris")
-    assert "fidelab-k16v8: torch[k=bf16,v=fp8_e4m3], pages of 1 tokens" in served.log
+    assert "k16v8: torch[k=bf16,v=fp8_e4m3], pages of 1 tokens" in served.log
 
 
 def test_the_same_memory_serves_more_tokens(served: Served) -> None:
@@ -188,7 +189,7 @@ def test_the_installed_sglang_is_in_the_range_and_is_called_as_recorded(environm
     """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
     script = """
 import inspect, json, pkgutil, sys
-from fidelab.plugins.sglang_k16v8 import refusal
+from k16v8.plugins.sglang.plugin import refusal
 said = {name: list(inspect.signature(pkgutil.resolve_name(name)).parameters) for name in json.loads(sys.argv[1])}
 print(json.dumps([refusal(), said]))
 """

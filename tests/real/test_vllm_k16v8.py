@@ -18,8 +18,8 @@ import transformers
 
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from fidelab.plugins.k16v8 import SWITCH
-from fidelab.plugins.vllm_k16v8 import VERSIONS
+from k16v8.plugins.shared import SWITCH
+from k16v8.plugins.vllm.plugin import VERSIONS
 from tests.engines import tiny
 from tests.real.harness import (
     PREFILL,
@@ -138,12 +138,12 @@ def test_a_server_of_the_users_own_runs_it(
             metrics = reply.read().decode()
     page = 128 * 30 * 3 * 3 * 64  # tokens, layers, heads, 3D bytes
     assert f'num_gpu_blocks="{(32 << 20) // page}"' in metrics
-    assert "fidelab-k16v8: torch[k=bf16,v=fp8_e4m3]" in log.read_text()
+    assert "k16v8: torch[k=bf16,v=fp8_e4m3]" in log.read_text()
 
 
 def test_the_installed_vllm_is_in_the_range(environment: Environment) -> None:
     """Outside it the plug-in refuses to start: then the hooks are to be tried anew and the range widened."""
-    script = "from fidelab.plugins.vllm_k16v8 import refusal; print(refusal())"
+    script = "from k16v8.plugins.vllm.plugin import refusal; print(refusal())"
     variables = {**os.environ, **environment.variables()}
     done = subprocess.run([environment.python, "-c", script], env=variables, capture_output=True, text=True, check=True)
     assert done.stdout == "\n", VERSIONS

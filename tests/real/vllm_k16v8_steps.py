@@ -1,6 +1,6 @@
 """Runs in vLLM's environment: stock vLLM with the plug-in, as a user would have it; what each step held and computed.
 
-python -m tests.real.vllm_k16v8_steps MODEL ANSWER.json    (FIDELAB_K16V8 as in the environment)
+python -m tests.real.vllm_k16v8_steps MODEL ANSWER.json    (K16V8 as in the environment)
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fidelab.plugins.k16v8 import switched
+from k16v8.plugins.shared import switched
 from tests.real.k16v8 import LAYERS, PROMPTS, compared
 
 BUDGET = 48  # tokens of one step: prompts come in chunks, beside others that decode
@@ -71,8 +71,8 @@ def _noted() -> Iterator[list[dict[str, Any]]]:
     """Of each step: how many tokens each sequence had in it, and how far some layers are from the definition."""
     import torch
 
-    from fidelab.kernels import reference
-    from fidelab.plugins.vllm_k16v8_backend import K16V8Attention
+    from k16v8.kernels import reference
+    from k16v8.plugins.vllm.backend import K16V8Attention
 
     steps: list[dict[str, Any]] = []
     forward = K16V8Attention.forward
@@ -84,7 +84,7 @@ def _noted() -> Iterator[list[dict[str, Any]]]:
         if step is None or layer.layer_name not in NAMED:
             return result
         n, starts = step.num_actual_tokens, step.query_start_loc
-        cache = self._paged(step.block_table, step.seq_lens)
+        cache = self._pages.paged(step.block_table, step.seq_lens)
         wanted, _ = reference.extend(query[:n], starts, cache, self._attention, dtype=torch.float64)
         steps.append(compared(starts, result[:n], wanted))
         return result

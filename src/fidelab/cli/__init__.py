@@ -21,9 +21,9 @@ from fidelab.cli import (
     compare,
     doctor,
     engines,
+    extensions,
     formats,
     imports,
-    kernels,
     models,
     phases,
     repeat,
@@ -78,10 +78,10 @@ doctor.register(app)
 imports.register(app)
 baseline.register(app)
 app.add_typer(bench.app, name="bench")
-app.add_typer(kernels.app, name="kernels")
 app.add_typer(models.app, name="models")
 app.add_typer(engines.app, name="engines")
 app.add_typer(captures.app, name="captures")
+extensions.register(app, {"bench": bench.app})
 
 
 def _version(wanted: bool) -> None:

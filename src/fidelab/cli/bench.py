@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 import typer.core
 
-from fidelab.cli import bench_calibrate, bench_kernels, bench_serve, bench_speculation, options
+from fidelab.cli import bench_calibrate, bench_serve, bench_speculation, options
 from fidelab.cli.benches import bench_settings, counts
 from fidelab.cli.compare import experiment_from, launch
 
@@ -36,7 +36,6 @@ app = typer.Typer(
 app.command("serve")(bench_serve.serve)
 app.command("sweep")(bench_serve.sweep)
 app.command("calibrate")(bench_calibrate.calibrate)
-app.command("kernels")(bench_kernels.kernels)
 app.command("speculation")(bench_speculation.speculation)
 
 

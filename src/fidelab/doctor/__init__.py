@@ -65,6 +65,7 @@ def examine(*, trial: bool = False) -> Diagnosis:
             (
                 *software.versions(),
                 *packages,
+                software.contender(),
                 *machine.devices(unusable),
                 *machine.folders(),
                 *machine.models(),

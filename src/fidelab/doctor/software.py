@@ -11,7 +11,7 @@ from importlib import import_module, metadata
 import fidelab
 from fidelab.doctor.check import CAUGHT, Check, guarded, reason
 
-__all__ = ["packages", "release", "versions"]
+__all__ = ["contender", "packages", "release", "versions"]
 
 _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
 # Name, extras in brackets, and the floor.  Upper bounds, which fidelab has none of, would be read over.
@@ -21,6 +21,11 @@ _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?\s*(?:\(?>=\s*(?P<fl
 def versions() -> list[Check]:
     """Python's version and fidelab's."""
     return [guarded("python", "python", _python, needed=True), guarded("fidelab", "python", _fidelab)]
+
+
+def contender() -> Check:
+    """The package k16v8, which some arms run on and the main job does not need."""
+    return guarded("k16v8", "packages", _k16v8)
 
 
 def packages() -> list[Check]:
@@ -76,6 +81,15 @@ def _fidelab() -> Check:
         detail = f"{fidelab.__version__}, not installed: its required packages are not checked"
         return Check("fidelab", "python", "warning", detail, "pip install fidelab")
     return Check("fidelab", "python", "ok", fidelab.__version__)
+
+
+def _k16v8() -> Check:
+    from fidelab.engines.k16v8 import installed_version
+
+    if found := installed_version():
+        return Check("k16v8", "packages", "ok", found)
+    needs = "attention=k16v8, --kv k16v8 on vLLM and SGLang, and fidelab kernels need it"
+    return Check("k16v8", "packages", "missing", f"not installed; {needs}", "pip install k16v8")
 
 
 def _requires(package: str) -> list[str]:

@@ -1,22 +1,48 @@
-"""The one pair of formats that our plug-ins bring to engines which have one type for keys and values."""
+"""K16/V8 in fidelab: the pair of formats, and the package of that name, which brings it to engines.
+
+The package is a contender like any other and no part of fidelab: ``pip install k16v8``.  It is imported when an arm
+asks for it, and never without a look at :func:`missing` before.  Standard library only.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Literal
 
-from fidelab.core import KVSpec
-from fidelab.errors import UsageError
-from fidelab.plugins.k16v8 import Scaling
+from fidelab.core import Arm, KVSpec
+from fidelab.errors import EngineError, NotSupportedError, UsageError
 
-__all__ = ["K16V8", "NATIVE", "pair_scaling"]
+__all__ = [
+    "FORMER_NAME",
+    "K16V8",
+    "NATIVE",
+    "PLUGIN",
+    "SWITCH",
+    "Scaling",
+    "content_bytes",
+    "installed_version",
+    "missing",
+    "pair_scaling",
+    "set_switch",
+    "translated_errors",
+    "versions_for",
+]
 
-K16V8 = "k16v8"
+Scaling = Literal["none", "per-token-head"]
+K16V8 = "k16v8"  # the format, the package, its attention in Transformers, its backends in vLLM and SGLang
+FORMER_NAME = "fidelab"  # of the attention
+PLUGIN = K16V8  # entry point in vLLM and SGLang
+SWITCH = "K16V8"  # environment variable that switches its plug-ins on
 NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
 _SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
 
 
 def pair_scaling(kv: KVSpec, engine: str) -> Scaling | None:
-    """How our plug-in scales the values of this pair; ``None``: the cache is the engine's own.
+    """How the plug-in scales the values of this pair; ``None``: the cache is the engine's own.
 
     Raises:
         UsageError: a pair that is not K16/V8.
@@ -27,6 +53,63 @@ def pair_scaling(kv: KVSpec, engine: str) -> Scaling | None:
     if str(kv.k) not in NATIVE or scaling is None:
         raise UsageError(
             f"KV format {kv.label!r}: {engine} has one type for keys and values; the one pair is {K16V8} "
-            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by fidelab's plug-in"
+            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by the plug-in of package k16v8"
         )
     return scaling
+
+
+def content_bytes(head_dim: int, v_dim: int, scaling: Scaling) -> int:
+    """Bytes that one head of one token takes: keys of two bytes, values of one, a float16 scale where there is one."""
+    return 2 * head_dim + v_dim + (2 if scaling == "per-token-head" else 0)
+
+
+def set_switch(scaling: Scaling | None) -> None:
+    """The environment of this process and its children: an arm that is not K16/V8 must not inherit the switch."""
+    os.environ[SWITCH] = {None: "0", "none": "1"}.get(scaling, str(scaling))
+
+
+# -------------------------------------------------------------------------------------------- the package
+
+
+def missing() -> str:
+    """Why the package cannot be used in this interpreter; empty where it can."""
+    return "" if installed_version() else "needs the package k16v8, which is not installed here: pip install k16v8"
+
+
+def installed_version() -> str | None:
+    """The package's version; ``None`` where it is not installed."""
+    try:
+        spec = find_spec(K16V8)
+    except ImportError:
+        return None
+    if spec is None or spec.origin is None:  # a folder of that name is no package
+        return None
+    return str(import_module(K16V8).__version__)
+
+
+def versions_for(arm: Arm) -> dict[str, str]:
+    """The package's version where an arm may run on it: another version's answers are other answers."""
+    if arm.engine == "hf":
+        attention = dict(arm.options).get("attention")
+        used = attention == K16V8 or (attention is None and arm.device.startswith("cuda"))
+    else:
+        used = arm.engine in ("vllm", "sglang") and not arm.kv.same
+    found = installed_version() if used else None
+    return {K16V8: found} if found else {}
+
+
+@contextmanager
+def translated_errors() -> Iterator[None]:
+    """What the package raises, in fidelab's terms; that it is not installed, too."""
+    if reason := missing():
+        raise NotSupportedError(f"this arm {reason}")
+    from k16v8 import errors
+
+    try:
+        yield
+    except errors.NotSupportedError as error:
+        raise NotSupportedError(str(error)) from error
+    except errors.UsageError as error:
+        raise UsageError(str(error)) from error
+    except errors.K16V8Error as error:
+        raise EngineError(str(error)) from error

@@ -17,7 +17,7 @@ __all__ = ["thread_variables", "variables_of"]
 # What all engines compute with: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
 _COMMON = (
     *("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "BLIS_", "DNNL_", "ONEDNN_", "LD_PRELOAD", "LD_LIBRARY_PATH"),
-    *("ATEN_", "TORCH", "PYTORCH_", "TRITON_", "FIDELAB_"),
+    *("ATEN_", "TORCH", "PYTORCH_", "TRITON_", "FIDELAB_", "K16V8"),
     *("CUDA_", "CUBLAS", "CUDNN_", "NVIDIA_", "NCCL_", "HIP_", "HSA_", "ROCM_", "ROCR_", "ROCBLAS_", "MIOPEN_"),
 )
 # What each engine reads besides; one that is not listed, variables that begin with its own name.

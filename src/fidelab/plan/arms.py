@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.engines import k16v8
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.environments.answers import Asked
 from fidelab.errors import UnknownNameError, UsageError
@@ -33,7 +34,7 @@ __all__ = [
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
 _BITS16 = ("k16v8",)
-_HF = "hf"  # the engine with kernels of its own
+_HF = "hf"  # the engine whose attention can be chosen
 _JITTER = "jitter"  # the option of engines that have twins
 ATTENTION, AUTO = "attention", "auto"  # its option for them, and what leaving that away is called
 
@@ -51,6 +52,9 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
         path, weights = model.gguf, file_sha256(model.gguf)
     dtype = config.dtype or dtype
     shared = experiment.engine_args if engine.name == experiment.engine.name else {}
+    options = {**shared, **config.engine_args}
+    if engine.name == _HF and options.get(ATTENTION) == k16v8.FORMER_NAME:
+        options[ATTENTION] = k16v8.K16V8
     return Arm(
         name=_name(config),
         engine=engine.name,
@@ -61,7 +65,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
         dtype=DTYPES[model.native] if dtype == "auto" else dtype,
         device=experiment.device,
         threads=experiment.threads or 1,
-        options=tuple(sorted({**shared, **config.engine_args}.items())),
+        options=tuple(sorted(options.items())),
     )
 
 
@@ -145,10 +149,10 @@ def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
 
 
 def same_attention(arms: Sequence[Arm]) -> tuple[list[Arm], str | None]:
-    """Arms that are compared with each other, with one attention for all; and why it is not our kernels on a GPU.
+    """Arms that are compared with each other, with one attention for all; and why it is not k16v8's on a GPU.
 
-    Engine ``hf`` takes our kernels on a GPU where they hold an arm's formats.  Another kernel beside it moves a KLD by
-    more than a good format does, so there all take them or none.  Arms that name an attention keep it.
+    Engine ``hf`` takes k16v8's kernels on a GPU where they hold an arm's formats.  Another kernel beside it moves a
+    KLD by more than a good format does, so there all take them or none.  Arms that name an attention keep it.
     """
     free = [arm for arm in arms if _chooses(arm)]
     refusals = [f"{arm.name}: {reason}" for arm in free if (reason := hf_kernels.refusal(arm)) is not None]

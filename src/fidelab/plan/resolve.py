@@ -18,6 +18,7 @@ from fidelab.config.load import explain_validation
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Verdict
+from fidelab.engines.k16v8 import versions_for
 from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
 from fidelab.plan.arms import (
@@ -212,6 +213,7 @@ class _Resolver:
             versions={
                 **self._engines.versions(engine),
                 **self._engines.variables(engine, arm.threads),
+                **versions_for(arm),
                 **self._today(engine),
             },
             estimator=Estimator(estimator),
@@ -269,7 +271,7 @@ class _Resolver:
         return found
 
     def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
-        """Arms that are compared with each other, by their names; the record of each says why it lacks our kernels."""
+        """Arms that are compared with each other, by their names; the record of each says why it lacks k16v8's."""
         able = [arm for arm in arms if arm.name not in self._unsupported]
         found = {arm.name: arm for arm in arms}
         chosen, refused = same_attention(able)

@@ -1,12 +1,12 @@
 """Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
 
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
-``fidelab``: our kernels over pages), ``dequant`` (``fused``: our kernels convert what they read, as they do by default;
-``unpack``: the cache is decoded to the compute type before attention, the only way of all others), ``estimator``
-(hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped).  Unless told, attention
-is our kernels on a GPU where they hold the formats of all arms that are compared and run the model, and Transformers'
-own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent attention may hand it a
-latent as keys and the rotary part as values.
+``k16v8``: that package's kernels over pages), ``dequant`` (``fused``: these kernels convert what they read, as they do
+by default; ``unpack``: the cache is decoded to the compute type before attention, the only way of all others),
+``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped).  Unless
+told, attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the
+model, and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
+attention may hand it a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from fidelab.engines.hf.cache import EncodedCache
 
 _OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs"), "jitter": None}
-# Those of Transformers, and ours.
+# Those of Transformers, and the package k16v8's.
 _ATTENTION = (
     *("eager", "sdpa", "flex_attention"),
     *(f"flash_attention_{n}" for n in (2, 3, 4)),

@@ -1,16 +1,17 @@
-"""Which pairs of our formats the attention kernels hold bit by bit as the formats are defined."""
+"""Which pairs of our formats k16v8's attention kernels hold bit by bit as the formats are defined."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.engines import k16v8
 from fidelab.engines.hf.shape import shape_of
 from fidelab.errors import NotSupportedError
 
 __all__ = ["DEQUANT", "NAME", "THEIRS", "dequant_refusal", "options_of", "refusal"]
 
-NAME = "fidelab"  # engine option attention=fidelab
+NAME = k16v8.K16V8  # engine option attention=k16v8
 THEIRS = "transformers"  # attention=transformers: Transformers' own choice, on a GPU, too
 DEQUANT = ("fused", "unpack")  # engine option dequant: in the kernel's registers, or the whole cache before attention
 _NATIVE = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
@@ -20,7 +21,7 @@ _GROUP = 32  # of integers, unless told
 
 
 def options_of(kv: KVSpec) -> dict[str, Any]:
-    """Formats and scalings as :class:`fidelab.plugins.paged_cache.PagedKVCache` takes them.
+    """Formats and scalings as :class:`k16v8.plugins.transformers.cache.PagedKVCache` takes them.
 
     Raises:
         NotSupportedError: the kernels do not hold this format as it is defined.
@@ -31,6 +32,8 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
 
 def refusal(arm: Arm) -> str | None:
     """Why the kernels cannot run an arm, as far as that can be said without loading its model."""
+    if reason := k16v8.missing():
+        return f"attention={NAME} {reason}"
     try:
         options_of(arm.kv)
     except NotSupportedError as error:

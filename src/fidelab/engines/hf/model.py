@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -16,49 +16,27 @@ from torch import Tensor
 
 from fidelab.captures.container import Array
 from fidelab.core import Arm
+from fidelab.engines import k16v8
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.engines.hf.proof import Proof
 from fidelab.errors import EngineError, NotSupportedError
 from fidelab.formats import create
-from fidelab.formats.base import Format
-from fidelab.plugins.paged_attention import register_attention
-from fidelab.plugins.paged_cache import PagedKVCache, bytes_per_place
 
-__all__ = ["ArmCache", "HFModel"]
+if TYPE_CHECKING:
+    from fidelab.engines.hf_paged import ArmCache
+
+__all__ = ["HFModel"]
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
-
-
-class ArmCache(PagedKVCache):
-    """The pages of an arm, and what its formats promise for them."""
-
-    def __init__(self, config: Any, arm: Arm, k: Format, v: Format) -> None:
-        unpack = dict(arm.options).get("dequant") == "unpack"
-        super().__init__(config, **hf_kernels.options_of(arm.kv), skip_layers=arm.kv.skip_layers, unpack=unpack)
-        self._promise = k, v
-
-    def expected_bytes_per_token(self) -> float | None:
-        """Bytes per token of one sequence over all layers, by the formats' own definition."""
-        k, v = self._promise
-        total = 0.0
-        for layer in self.paged:
-            held = layer.held
-            if held is not None:
-                promised = held.kv_heads * (k.token_bytes(held.head_dim) + v.token_bytes(held.v_dim))
-                total += bytes_per_place(held) if layer.skipped else promised
-        return total or None
-
-    def packed_bytes_per_token(self) -> None:
-        """No format of the kernels is emulated."""
 
 
 class HFModel:
     """An arm's model, tried out.  ``mark``: told when a phase of opening is over.
 
     ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
-    estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: our kernels attend;
+    estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: k16v8's kernels attend;
     ``kernels_refused``: why they do not, on a GPU where nothing else was asked for; ``proof``: evidence for formats.
 
     Raises:
@@ -92,6 +70,10 @@ class HFModel:
         if asked == hf_kernels.THEIRS:
             asked = None
         if asked == hf_kernels.NAME:
+            if reason := k16v8.missing():
+                raise NotSupportedError(f"attention={asked} {reason}")
+            from fidelab.engines.hf_paged import register_attention
+
             register_attention()
         try:
             config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -135,26 +117,28 @@ class HFModel:
 
     @property
     def paged(self) -> bool:
-        """Our kernels attend, over pages."""
+        """The kernels of package k16v8 attend, over pages."""
         return bool(self.config._attn_implementation == hf_kernels.NAME)
 
     @property
     def attention(self) -> str:
-        """What attends, for the record: with our kernels their names."""
-        kernels = self.cache.kernels if isinstance(self.cache, ArmCache) else ()
+        """What attends, for the record: with those kernels their names."""
+        kernels = getattr(self.cache, "kernels", ())  # of pages alone
         return " ".join((self.config._attn_implementation, *kernels))
 
     @property
     def dequant(self) -> str:
-        """Where content is converted: ``fused`` in our kernels, ``unpack`` before attention."""
+        """Where content is converted: ``fused`` in those kernels, ``unpack`` before attention."""
         return self._options.get("dequant", "fused") if self.paged else "unpack"
 
     def _kernels_attend(self) -> bool:
-        """On a GPU: whether our kernels hold this arm's formats and run this model; Transformers' own choice if not."""
+        """On a GPU: whether k16v8's kernels hold this arm's formats and run this model; else Transformers' choice."""
         own = self.config._attn_implementation
         try:
             if reason := hf_kernels.refusal(self._arm):
                 raise NotSupportedError(reason)
+            from fidelab.engines.hf_paged import register_attention
+
             register_attention()
             self.module.set_attn_implementation(hf_kernels.NAME)
             if not self.paged:
@@ -211,7 +195,10 @@ class HFModel:
         """A fresh cache; the one before goes first, so that only one is ever held."""
         self.cache = None
         if self.paged:
-            self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
+            from fidelab.engines.hf_paged import ArmCache
+
+            with k16v8.translated_errors():
+                self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
             return self.cache
         padding = None if mask is None else mask.bool()
         self.cache = EncodedCache(self.module.config, self._k, self._v, self._arm.kv.skip_layers, padding)
@@ -232,7 +219,8 @@ class HFModel:
         if cache is not None and "position_ids" in self._takes:
             # Always, as generate() does: some hybrids that are left to themselves count from 0 in every forward.
             extra["position_ids"] = self._positions(ids, cache, mask)
-        with self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext():
+        watched = self.proof.watch(cache) if cache is not None and self.proof.due else nullcontext()
+        with k16v8.translated_errors() if self.paged else nullcontext(), watched:
             out = self.module(input_ids=ids, past_key_values=cache, use_cache=cache is not None, **extra)
         logits = out.logits[:, -keep:]
         if not self.hidden:

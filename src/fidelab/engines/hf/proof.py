@@ -4,8 +4,8 @@ The first, the middle and the last layer with the format are looked at in one fo
 
 - ``stored``: do the parts in the cache hold what the format makes of the keys and values that came to it?
 - ``received``: did attention get what these parts decode to, bit by bit?  It is asked where Transformers calls the
-  attention function, which is no part of any cache.  Where our kernels read the parts themselves, their output is
-  compared with attention over the decoded parts and over the keys and values that came.
+  attention function, which is no part of any cache.  Where kernels read the parts themselves (k16v8's), their
+  output is compared with attention over the decoded parts and over the keys and values that came.
 - ``named``: in which format are the parts?  Decoding and names are :mod:`fidelab.formats.known`'s, no format's own.
 
 Each answer is ``shown``, ``open: why`` or ``refuted: why``; what was refuted once stays refuted.
@@ -13,6 +13,7 @@ Each answer is ``shown``, ``open: why`` or ``refuted: why``; what was refuted on
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +28,6 @@ from fidelab.core import FormatSpec, KVSpec
 from fidelab.formats import create
 from fidelab.formats.base import Format, Parts
 from fidelab.formats.known import KNOWN, canonical, encodes_like, equal_bits, names_of, values_of
-from fidelab.kernels.reference import Attention, attend
-from fidelab.plugins.paged_attention import Handed
 
 __all__ = ["Proof"]
 
@@ -62,11 +61,27 @@ class _Called:
     out: Tensor
     about: _About
 
-    def attention(self, window: int) -> Attention:
-        """What was asked for besides the two products."""
-        sinks = self.about.get("s_aux")
-        softcap = self.about.get("softcap") or 0.0
-        return Attention(self.about.get("scaling"), window, softcap, None if sinks is None else sinks.float())
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, window: int) -> Tensor:
+        """Causal attention as it is defined, of a sequence's first tokens over themselves, in float32.
+
+        ``query``: ``[T, heads, D]``, ``keys``: ``[T, kv_heads, D]``, ``values``: ``[T, kv_heads, Dv]`` → ``[T, heads,
+        Dv]``.  ``window``: a query sees so many tokens, itself included; 0 for all.  The scale of the logits, the
+        soft-cap and the sinks (a logit of each head that takes part in the sum alone) are those of this call.
+        """
+        scale, softcap, sinks = (self.about.get(name) for name in ("scaling", "softcap", "s_aux"))
+        keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (keys, values))
+        logits = torch.einsum("qhd,thd->hqt", query, keys) * (query.shape[2] ** -0.5 if scale is None else scale)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        at = torch.arange(len(query), device=query.device)
+        hidden = at > at[:, None]
+        if window:
+            hidden = hidden | (at <= at[:, None] - window)
+        terms = logits = logits.masked_fill(hidden, float("-inf"))
+        if sinks is not None:
+            terms = torch.cat((logits, sinks.float()[:, None, None].expand(-1, len(query), 1)), dim=-1)
+        weights = torch.exp(logits - torch.logsumexp(terms, dim=-1, keepdim=True))
+        return torch.einsum("hqt,thd->qhd", weights, values)
 
 
 class Proof:
@@ -136,7 +151,7 @@ class Proof:
             out = update()
             if layer in sentinels:
                 given[layer], handed[layer] = (key, value), out
-                if not isinstance(out[0], Handed):
+                if not _handed(out[0]):
                     self._look(evidence, layer, sentinels[layer], given[layer], out)
             return out
 
@@ -146,7 +161,7 @@ class Proof:
             if layer not in handed:
                 return call()
             came, from_cache = given[layer], handed.pop(layer)
-            if isinstance(sides[0], Handed):
+            if _handed(sides[0]):
                 out = call()
                 self._look_paged(evidence, layer, sentinels[layer], came, _Called(query, out[0], about))
                 return out
@@ -264,13 +279,12 @@ class Proof:
             evidence.opened.setdefault("received", _PART)
             return
         many = min(length, _QUERIES)
-        attention = called.attention(held.window)
         rows = called.query[row, :, :many].transpose(0, 1).float()
         kernel = called.out[row, :many].float()
 
         def over(keys: Tensor, values: Tensor) -> Tensor:
             k, v = (x[0, :, :many].transpose(0, 1).float() for x in (keys, values))
-            return attend(rows, k, v, torch.arange(many, device=rows.device), attention)[0]
+            return called.attend(rows, k, v, held.window)
 
         reference = over(*decoded)
         error = float((kernel - reference).norm() / reference.norm())
@@ -305,6 +319,12 @@ def _sentinels(cache: Any) -> dict[int, Any]:
     numbers = [number for number, layer in enumerate(cache.layers) if any(layer is x for x in encoded)]
     chosen = sorted({numbers[at] for at in (0, len(numbers) // 2, -1)}) if numbers else []
     return {number: cache.layers[number] for number in chosen}
+
+
+def _handed(x: object) -> bool:
+    """Whether a cache of the package k16v8 handed this over in place of keys or values, which its attention reads."""
+    attention = sys.modules.get("k16v8.plugins.transformers.attention")  # whose objects these are has been imported
+    return attention is not None and isinstance(x, attention.Handed)
 
 
 def _skipped(layer: Any) -> bool:

@@ -1,5 +1,5 @@
 """SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both,
-or as ``k16v8`` by a backend that fidelab brings (``plugins/sglang_k16v8``).
+or as ``k16v8`` by a backend of the package of that name.
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
 ``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
@@ -48,7 +48,6 @@ from fidelab.engines.sglang.read_back import ran
 from fidelab.engines.sglang.session import Request, Response, SGLangSession
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
-from fidelab.plugins.sglang_k16v8 import PACKAGES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangEngine"]
 
+_PACKAGES = ("sglang", "sglang-cpu")
 _TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
@@ -66,7 +66,7 @@ class SGLangEngine(Engine):
     """SGLang behind the engine contract."""
 
     name: ClassVar[str] = "sglang"
-    packages: ClassVar[tuple[str, ...]] = PACKAGES
+    packages: ClassVar[tuple[str, ...]] = _PACKAGES
     native_kv: ClassVar[str] = "auto"
     pairs: ClassVar[bool] = False
 

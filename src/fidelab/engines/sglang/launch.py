@@ -12,13 +12,10 @@ from typing import Any
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Verdict
-from fidelab.engines.k16v8 import K16V8, NATIVE, pair_scaling
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, Scaling, missing, pair_scaling, set_switch
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.engines.sglang.session import one_line
 from fidelab.errors import EngineError
-from fidelab.plugins.k16v8 import SWITCH as PLUGIN_SWITCH
-from fidelab.plugins.k16v8 import Scaling
-from fidelab.plugins.sglang_k16v8 import BACKEND, PAGES, refusal
 
 __all__ = [
     "DTYPES",
@@ -117,7 +114,11 @@ def k16v8_of(kv: KVSpec) -> Scaling | None:
 
 
 def k16v8_cannot(arm: Arm) -> str:
-    """What our plug-in lacks for this arm; models that it cannot serve end the start with a line of their own."""
+    """What k16v8's plug-in lacks for this arm; models that it cannot serve end the start with a line of their own."""
+    if reason := missing():
+        return f"{arm.kv.label} {reason}"
+    from k16v8.plugins.sglang.plugin import PAGES, refusal
+
     options = dict(arm.options)
     if reason := refusal():
         return reason
@@ -164,6 +165,8 @@ def arguments(arm: Arm) -> dict[str, Any]:
             "max_total_tokens": _CPU_CACHE,
         }
     if scaling:
+        from k16v8.plugins.sglang.plugin import BACKEND, PAGES
+
         ours |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
     return ours | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
 
@@ -189,11 +192,9 @@ def prepare(arm: Arm, ranks: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(arm.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(_LONGER, "1")
-    scaling = k16v8_of(arm.kv)
-    # An arm that is not k16v8 must not inherit the switch.
-    os.environ[PLUGIN_SWITCH] = {None: "0", "none": "1"}.get(scaling, str(scaling))
+    set_switch(k16v8_of(arm.kv))
     if allowed := os.environ.get(_PLUGINS):
-        os.environ[_PLUGINS] = f"{allowed},fidelab_capture,fidelab_k16v8"
+        os.environ[_PLUGINS] = f"{allowed},fidelab_capture,{PLUGIN}"
     if arm.device == "cpu":
         os.environ[_CPU_ENGINE] = "1"
         cores = sorted(os.sched_getaffinity(0))

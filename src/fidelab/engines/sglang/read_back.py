@@ -8,9 +8,8 @@ from typing import Any
 
 from fidelab.core import Arm
 from fidelab.engines.base import Ran, read_back_proof
+from fidelab.engines.k16v8 import K16V8, content_bytes
 from fidelab.engines.sglang.launch import k16v8_of
-from fidelab.plugins.k16v8 import content_bytes
-from fidelab.plugins.sglang_k16v8 import LABEL
 
 __all__ = ["ran"]
 
@@ -85,12 +84,12 @@ def _found(asked: str, about: Mapping[str, Any]) -> str | None:
 
 
 def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
-    """The formats of K and V where our backend attends and the pool holds what was written, apart.
+    """The formats of K and V where k16v8's backend attends and the pool holds what was written, apart.
 
     Keys are compared bit by bit, values with the codes that e4m3 makes of them.
     """
     seen = about["cache"]["read_back"]
-    if not about["attention"].startswith(LABEL):
+    if not about["attention"].startswith(K16V8):
         return (f"{about['cache']['dtype']}, read by {about['attention']}",) * 2
     if seen.get("matches") != 1.0 or not seen.get("disjoint"):
         return (f"{about['cache']['dtype']}, and not what was written",) * 2

@@ -13,7 +13,7 @@ backend says it cannot read).
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
-- **k16v8** is a backend that fidelab brings (``plugins/vllm_k16v8``): keys in the model's 16-bit type, values e4m3.
+- **k16v8** is a backend of the package of that name: keys in the model's 16-bit type, values e4m3.
 - **What is stored is compared with what was written**: the keys and values of one layer for a few tokens, as sorted
   numbers, against the blocks of the cache.  Where they differ, or the backend does not list the format, none is
   claimed: on CPUs vLLM takes formats whose blocks its kernel misreads.  (Formats with scales of their own inside the

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.k16v8 import K16V8, NATIVE, pair_scaling
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, Scaling, missing, pair_scaling, set_switch
 from fidelab.errors import EngineError
-from fidelab.plugins.k16v8 import LABEL, SWITCH, Scaling
-from fidelab.plugins.vllm_k16v8 import refusal
 
 __all__ = [
     "K16V8",
@@ -73,14 +71,13 @@ def prepare(arm: Arm) -> None:
     """Environment variables and threads, before vLLM is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    scaling = k16v8_of(arm.kv)
-    switch = {None: "0", "none": "1"}.get(scaling, scaling)  # an arm that is not k16v8 must not inherit the switch
-    os.environ.update({**_OURS, SWITCH: str(switch), "OMP_NUM_THREADS": str(arm.threads)})
+    set_switch(k16v8_of(arm.kv))
+    os.environ.update({**_OURS, "OMP_NUM_THREADS": str(arm.threads)})
     _, colon, number = arm.device.partition(":")
     if colon:
         os.environ["CUDA_VISIBLE_DEVICES"] = number
     if allowed := os.environ.get("VLLM_PLUGINS"):
-        os.environ["VLLM_PLUGINS"] = f"{allowed},fidelab_capture,fidelab_k16v8"
+        os.environ["VLLM_PLUGINS"] = f"{allowed},fidelab_capture,{PLUGIN}"
     import torch
 
     torch.set_num_threads(arm.threads)  # it may have been imported before
@@ -131,14 +128,23 @@ def backend_for(arm: Arm) -> Backend:
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
     if ours:
-        reason = refusal() or _k16v8_cannot(arm, shape)
-        return Backend(platform, LABEL, (K16V8,), not reason, reason)
+        reason = _k16v8_refusal(arm) or _k16v8_cannot(arm, shape)
+        return Backend(platform, K16V8, (K16V8,), not reason, reason)
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
     return Backend(platform, label, formats, ok, reason)
 
 
+def _k16v8_refusal(arm: Arm) -> str:
+    """Why the package does not run here at all."""
+    if reason := missing():
+        return f"{arm.kv.label} {reason}"
+    from k16v8.plugins.vllm.plugin import refusal
+
+    return refusal()
+
+
 def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """What our backend lacks for this arm; layers that it cannot compute say so when they are built."""
+    """What its backend lacks for this arm; layers that it cannot compute say so when they are built."""
     if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
         return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
     if shape.get("latent"):

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm
+from fidelab.engines.k16v8 import translated_errors
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
 from fidelab.engines.vllm.launch import k16v8_of, least_cache_bytes
 from fidelab.errors import EngineError, NotSupportedError
-from fidelab.plugins import vllm_k16v8
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -78,7 +78,11 @@ class VLLMModel:
         self._folder = tempfile.TemporaryDirectory(prefix="fidelab-vllm-")
         os.environ[FOLDER] = self._folder.name
         register()
-        vllm_k16v8.register()
+        if k16v8_of(arm.kv) is not None:
+            with translated_errors():
+                from k16v8.plugins.vllm.plugin import register as register_k16v8
+
+                register_k16v8()
         self._load()
         self.head: ReplayedHead | None = None
         self._try_out()

@@ -10,9 +10,9 @@ from typing import Any
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
 from fidelab.engines.base import Ran, read_back_proof
+from fidelab.engines.k16v8 import content_bytes
 from fidelab.engines.vllm.launch import Backend, k16v8_of
 from fidelab.engines.vllm.model import VLLMModel
-from fidelab.plugins.k16v8 import content_bytes
 
 __all__ = ["ran", "stored_as"]
 
@@ -101,7 +101,7 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
 
 
 def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[str, str]:
-    """The formats of K and V where our backend has all layers and its pages hold what was written, apart.
+    """The formats of K and V where k16v8's backend has all layers and its pages hold what was written, apart.
 
     Keys are compared bit by bit, values with the codes that e4m3 makes of them.
     """

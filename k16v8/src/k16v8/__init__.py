@@ -1,0 +1,33 @@
+"""K16/V8: attention over a paged cache whose keys stay in 16 bits while its values are FP8.
+
+``kernels`` holds the definition of attention, a vectorised torch path and Triton kernels; ``gates`` and ``audit`` check
+them and any other implementation; ``bench`` measures; ``plugins`` puts them into Transformers, vLLM, SGLang and
+LMCache.
+
+    from k16v8 import K16V8Cache, register_attention
+
+    register_attention()
+    model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="k16v8")
+    model.generate(..., past_key_values=K16V8Cache(model.config))
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from k16v8.plugins.transformers.attention import register_attention
+    from k16v8.plugins.transformers.cache import K16V8Cache
+
+__version__ = "0.1.0.dev0"
+__all__ = ["K16V8Cache", "__version__", "register_attention"]
+
+_WHERE = {"K16V8Cache": "cache", "register_attention": "attention"}
+
+
+def __getattr__(name: str) -> Any:
+    """Torch and Transformers are imported by those who ask for a name, not by ``import k16v8``."""
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"k16v8.plugins.transformers.{_WHERE[name]}"), name)

@@ -1,0 +1,309 @@
+"""Who is measured: our kernels, those of torch and of installed libraries, and two naive ways to read FP8 values.
+
+Each contender builds its inputs itself, N(0, 1) in its own layout, and gives a function that attends to them.  Pages
+lie in random order, as in engines; contenders that take no pages get contiguous keys and values, their best case.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from importlib import import_module
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+
+from k16v8.bench.shapes import Cell, Kind, formats
+from k16v8.errors import NotSupportedError
+from k16v8.kernels.cache import FLOAT8, PagedCache, codes_to_values, storage
+from k16v8.kernels.dispatch import Kernels, choose
+
+__all__ = ["CONTENDERS", "FLASH", "Contender", "Draw", "Role", "Work"]
+
+Role = Literal["ours", "rival", "naive"]
+FLASH = ("flash-attn-2", "flash-attn-3", "sdpa-flash")  # implementations of FlashAttention
+
+_DTYPE = torch.bfloat16
+_CHUNK = 1 << 26  # numbers drawn at a time where they are converted
+_WORKSPACE = 256 << 20  # of FlashInfer, bytes
+_NO_BACKEND = ("no viable backend", "no available kernel")  # what torch says where it has none for these inputs
+
+
+class Draw:
+    """Random tensors on one device."""
+
+    def __init__(self, device: torch.device, seed: int) -> None:
+        self.device = device
+        self.generator = torch.Generator(device).manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        """N(0, 1), bfloat16."""
+        return torch.empty(shape, dtype=_DTYPE, device=self.device).normal_(generator=self.generator)
+
+    def stored(self, name: str, *shape: int) -> Tensor:
+        """N(0, 1) as a cache of this format holds it, without a scale: no value is near the range of e4m3."""
+        if not storage(name).quantized:
+            return self.normal(*shape)
+        codes = torch.empty(math.prod(shape), dtype=FLOAT8[name], device=self.device)
+        for first in range(0, len(codes), _CHUNK):
+            part = codes[first : first + _CHUNK]
+            part.copy_(self.normal(len(part)))
+        return codes.view(storage(name).dtype).view(shape)
+
+    def permutation(self, n: int) -> Tensor:
+        """0 … n - 1 in random order, int32."""
+        return torch.randperm(n, generator=self.generator, device=self.device).int()
+
+
+@dataclass(frozen=True)
+class Work:
+    """One set of inputs.
+
+    ``call`` attends; ``tokens`` makes ``[B * Q, heads, D]`` of what it returned; ``q`` has that shape.  ``head``: keys
+    and values, float64 ``[T, D]``, of a sequence and KV head.  ``kernel``: what ran, for the record.
+    """
+
+    call: Callable[[], Tensor]
+    q: Tensor
+    head: Callable[[int, int], tuple[Tensor, Tensor]]
+    tokens: Callable[[Tensor], Tensor]
+    kernel: str
+
+
+class Prepare(Protocol):
+    def __call__(self, cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+        """Inputs of a cell.  ``kernels``: which implementation of ours.
+
+        Raises:
+            NotSupportedError: this contender cannot do it here; with the reason.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Contender:
+    """``formats``: of the cache it reads; ``scratch``: further bytes it needs for each cache, per value of V."""
+
+    name: str
+    formats: str
+    role: Role
+    prepare: Prepare
+    kinds: tuple[Kind, ...] = ("decode", "extend")
+    scratch: int = 0
+
+    def bytes_needed(self, cell: Cell) -> int:
+        """Memory for one set of inputs: cache, scratch, and queries, outputs and partial sums generously."""
+        heads, kv_heads, dim = cell.shape
+        values = cell.batch * cell.tokens * kv_heads * dim
+        return cell.kv_bytes(self.formats) + self.scratch * values + 64 * cell.batch * cell.queries * heads * dim
+
+
+def _ours(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    held = _paged(cell, pair, draw)
+    q, call, name = _attending(cell, held, draw, kernels)
+    return Work(call, q, partial(_paged_head, held), _same, name)
+
+
+def _unpack(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    """The values decoded to pages of 16 bits in memory, then our 16-bit kernel."""
+    held = _paged(cell, pair, draw)
+    wide = replace(held, v_cache=torch.empty_like(held.v_cache, dtype=_DTYPE), v_format="bf16")
+    codes = held.v_cache.view(FLOAT8[held.v_format])
+    q, attend, name = _attending(cell, wide, draw, kernels)
+
+    def call() -> Tensor:
+        wide.v_cache.copy_(codes)
+        return attend()
+
+    return Work(call, q, partial(_paged_head, held), _same, f"copy to bfloat16, {name}")
+
+
+def _attending(cell: Cell, held: PagedCache, draw: Draw, kernels: str) -> tuple[Tensor, Callable[[], Tensor], str]:
+    heads, kv_heads, dim = cell.shape
+    chosen: Kernels = choose(
+        kernels,
+        k_format=held.k_format,
+        v_format=held.v_format,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=dim,
+        page=cell.page,
+        dtype=_DTYPE,
+        device=draw.device,
+    )
+    q = draw.normal(cell.batch * cell.queries, heads, dim)
+    out = torch.full_like(q, math.nan)
+    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=draw.device)
+    if cell.kind == "decode":
+        plan = chosen.plan(cell.batch, heads, held)
+        splits = "" if plan is None else f", {plan.splits} splits"
+        return q, lambda: chosen.decode(q, held, out=out, lse=lse, plan=plan)[0], chosen.name + splits
+    starts = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device) * cell.queries
+    return (
+        q,
+        lambda: chosen.extend(q, starts, held, max_query=cell.queries, out=out, lse=lse)[0],
+        chosen.name,
+    )
+
+
+def _paged(cell: Cell, pair: str, draw: Draw) -> PagedCache:
+    names = formats(pair)
+    pages = cell.batch * cell.tokens // cell.page
+    k_cache, v_cache = (draw.stored(name, pages, cell.page, cell.shape[1], cell.shape[2]) for name in names)
+    lengths = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device=draw.device)
+    return PagedCache(k_cache, v_cache, draw.permutation(pages).view(cell.batch, -1), lengths, *names)
+
+
+def _paged_head(held: PagedCache, sequence: int, head: int) -> tuple[Tensor, Tensor]:
+    blocks = held.block_table[sequence].long()
+    keys, values = (
+        codes_to_values(codes[blocks, :, head], name).double().flatten(0, 1)
+        for codes, name in ((held.k_cache, held.k_format), (held.v_cache, held.v_format))
+    )
+    return keys, values
+
+
+def _same(out: Tensor) -> Tensor:
+    return out
+
+
+def _sdpa(cell: Cell, pair: str, draw: Draw, *, kernels: str, backend: SDPBackend) -> Work:
+    q, k = _dense(cell, draw)
+    v = draw.normal(*k.shape)
+    mask: Any = None
+    if cell.queries > 1:
+        by_name = q.is_cuda and backend is SDPBackend.FLASH_ATTENTION  # takes no mask but this one
+        mask = causal_lower_right(cell.queries, cell.tokens) if by_name else _lower_right(cell, draw.device)
+
+    def call() -> Tensor:
+        try:
+            with sdpa_kernel(backend), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why each of the other back ends does not serve
+                return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+        except RuntimeError as error:
+            if any(text in str(error).lower() for text in _NO_BACKEND):
+                raise NotSupportedError(f"torch has no such back end for this on {draw.device.type}") from error
+            raise
+
+    return Work(call, _tokens(q), partial(_dense_head, k, v), _tokens, f"torch {torch.__version__}, {backend.name}")
+
+
+def _eager(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    """Values dequantized to 16 bits by torch, then whatever attention torch chooses."""
+    q, k = _dense(cell, draw)
+    codes = draw.stored("fp8_e4m3", *k.shape)
+
+    def call() -> Tensor:
+        v = codes.view(FLOAT8["fp8_e4m3"]).to(_DTYPE)
+        return functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    def head(sequence: int, kv_head: int) -> tuple[Tensor, Tensor]:
+        return k[sequence, kv_head].double(), codes_to_values(codes[sequence, kv_head], "fp8_e4m3").double()
+
+    return Work(call, _tokens(q), head, _tokens, f"torch {torch.__version__}, its own choice")
+
+
+def _dense(cell: Cell, draw: Draw) -> tuple[Tensor, Tensor]:
+    """Queries ``[B, heads, Q, D]`` and keys ``[B, kv_heads, T, D]``."""
+    heads, kv_heads, dim = cell.shape
+    return draw.normal(cell.batch, heads, cell.queries, dim), draw.normal(cell.batch, kv_heads, cell.tokens, dim)
+
+
+def _dense_head(k: Tensor, v: Tensor, sequence: int, head: int) -> tuple[Tensor, Tensor]:
+    return k[sequence, head].double(), v[sequence, head].double()
+
+
+def _tokens(x: Tensor) -> Tensor:
+    """``[B, heads, Q, D]`` → ``[B * Q, heads, D]``."""
+    return x.transpose(1, 2).flatten(0, 1)
+
+
+def _lower_right(cell: Cell, device: torch.device) -> Tensor:
+    at = torch.arange(cell.tokens, device=device)
+    return at <= at[-cell.queries :, None]
+
+
+def _flash_attn(cell: Cell, pair: str, draw: Draw, *, kernels: str, module: str, title: str) -> Work:
+    library = _library(module, title, draw.device)
+    heads, kv_heads, dim = cell.shape
+    q = draw.normal(cell.batch, cell.queries, heads, dim)
+    k, v = (draw.normal(cell.batch, cell.tokens, kv_heads, dim) for _ in "kv")
+    lengths = torch.full((cell.batch,), cell.tokens, dtype=torch.int32, device=draw.device)
+
+    def call() -> Tensor:
+        returned = library.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, causal=True)
+        out: Tensor = returned[0] if isinstance(returned, tuple) else returned  # versions differ
+        return out
+
+    head = partial(_dense_head, k.transpose(1, 2), v.transpose(1, 2))
+    return Work(call, q.flatten(0, 1), head, _flat, f"{title}, contiguous")
+
+
+def _flashinfer(cell: Cell, pair: str, draw: Draw, *, kernels: str) -> Work:
+    library = _library("flashinfer", "FlashInfer", draw.device)
+    held = _paged(cell, pair, draw)
+    q = draw.normal(cell.batch * cell.queries, cell.shape[0], cell.shape[2])
+    out = torch.full_like(q, math.nan)
+    pages = held.block_table.shape[1]
+    steps = torch.arange(cell.batch + 1, dtype=torch.int32, device=draw.device)
+    table = (steps * pages, held.block_table.flatten(), torch.full_like(held.lengths, cell.page))
+    sizes = (*cell.shape, cell.page)
+    store = tuple(x.view(FLOAT8[held.k_format]) if pair == "8/8" else x for x in (held.k_cache, held.v_cache))
+    types = {"q_data_type": _DTYPE, "kv_data_type": store[0].dtype}
+    if cell.kind == "decode":
+        wrapper = library.BatchDecodeWithPagedKVCacheWrapper(_workspace(draw.device), "NHD", use_tensor_cores=True)
+        wrapper.plan(*table, *sizes, **types)
+    else:
+        wrapper = library.BatchPrefillWithPagedKVCacheWrapper(_workspace(draw.device), "NHD")
+        wrapper.plan(steps * cell.queries, *table, *sizes, causal=True, **types)
+
+    def call() -> Tensor:
+        found: Tensor = wrapper.run(q, store, out=out)
+        return found
+
+    return Work(call, q, partial(_paged_head, held), _same, f"FlashInfer, pages of {cell.page}")
+
+
+def _flat(x: Tensor) -> Tensor:
+    """``[B, Q, heads, D]`` → ``[B * Q, heads, D]``."""
+    return x.flatten(0, 1)
+
+
+@cache
+def _workspace(device: torch.device) -> Tensor:
+    return torch.empty(_WORKSPACE, dtype=torch.uint8, device=device)
+
+
+def _library(module: str, title: str, device: torch.device) -> Any:
+    try:
+        library = import_module(module)
+    except ImportError as error:
+        raise NotSupportedError(f"{title} is not installed") from error
+    if device.type != "cuda":
+        raise NotSupportedError(f"{title} is for GPUs")
+    return library
+
+
+CONTENDERS = (
+    Contender("k16v8", "16/16", "ours", _ours),
+    Contender("k16v8", "16/8", "ours", _ours),
+    Contender("k16v8", "8/8", "ours", _ours),
+    Contender("sdpa-flash", "16/16", "rival", partial(_sdpa, backend=SDPBackend.FLASH_ATTENTION)),
+    Contender("sdpa-efficient", "16/16", "rival", partial(_sdpa, backend=SDPBackend.EFFICIENT_ATTENTION)),
+    Contender("sdpa-cudnn", "16/16", "rival", partial(_sdpa, backend=SDPBackend.CUDNN_ATTENTION)),
+    Contender("flash-attn-2", "16/16", "rival", partial(_flash_attn, module="flash_attn", title="FlashAttention 2")),
+    Contender(
+        "flash-attn-3", "16/16", "rival", partial(_flash_attn, module="flash_attn_interface", title="FlashAttention 3")
+    ),
+    Contender("flashinfer", "16/16", "rival", _flashinfer),
+    Contender("flashinfer", "8/8", "rival", _flashinfer),
+    Contender("unpack, then k16v8", "16/8", "naive", _unpack, ("decode",), scratch=2),
+    Contender("eager, then sdpa", "16/8", "naive", _eager, ("decode",), scratch=4),
+)

@@ -1,0 +1,129 @@
+"""What measured seconds mean: ratios to the best 16-bit kernel, ceilings, and whether the goals are met.
+
+The best 16-bit kernel is the fastest one whose output passed, ours among them: against a slow rival alone, a format
+would be credited with what is the kernel's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from k16v8.bench.ceilings import above_ceiling, decode_ceiling
+from k16v8.bench.contenders import FLASH
+from k16v8.bench.shapes import GEOMETRIES, GOAL_TOKENS, Cell
+
+__all__ = ["GOALS", "Goal", "best", "judge", "judge_goals"]
+
+Verdict = Literal["met", "missed", "unmeasured"]
+Entry = dict[str, Any]  # a cell of the record
+
+
+@dataclass(frozen=True)
+class Goal:
+    """``found``: the worst figure over the cells that it is about, in ``where``."""
+
+    name: str
+    wanted: float
+    verdict: Verdict
+    found: float | None = None
+    where: str = ""
+    reason: str = ""
+
+
+def best(results: Iterable[dict[str, Any]], formats: str, *roles: str) -> dict[str, Any] | None:
+    """The fastest measured result of these formats and roles (all but naive ones unless told)."""
+    chosen = [
+        one
+        for one in results
+        if one["status"] == "measured" and one["formats"] == formats and one["role"] in (roles or ("ours", "rival"))
+    ]
+    return min(chosen, key=lambda one: one["seconds"], default=None)
+
+
+def judge(record: dict[str, Any]) -> None:
+    """Add to every cell its best kernels, to every measured result its rates, and the goals to the record."""
+    for entry in record["cells"]:
+        cell = _cell(entry)
+        wide = best(entry["results"], "16/16")
+        narrow = best(entry["results"], "8/8", "rival")
+        entry["best_16"] = wide and wide["name"]
+        entry["best_fp8"] = narrow and narrow["name"]
+        for one in entry["results"]:
+            if one["status"] == "measured":
+                _rate(one, cell, wide, record["runs"][one["run"]])
+    record["goals"] = [vars(goal) for goal in judge_goals(record)]
+
+
+def _cell(entry: Entry) -> Cell:
+    heads, kv_heads, dim = entry["shape"]
+    return Cell(entry["kind"], (heads, kv_heads, dim), entry["batch"], entry["tokens"], entry["queries"], entry["page"])
+
+
+def _rate(one: dict[str, Any], cell: Cell, wide: dict[str, Any] | None, run: dict[str, Any]) -> None:
+    one["bytes_per_second"] = one["moved_bytes"] / one["seconds"]
+    one["of_copy_bandwidth"] = one["bytes_per_second"] / run["copy_bandwidth"]
+    one["operations_per_second"] = cell.operations / one["seconds"]
+    one["speedup"] = wide and wide["seconds"] / one["seconds"]
+    if cell.kind == "decode":  # extend is bound by arithmetic: bytes are no ceiling
+        one["ceiling"] = decode_ceiling(0, cell.kv_bytes("16/16"), cell.kv_bytes(one["formats"]))
+        one["above_ceiling"] = wide and above_ceiling(one["speedup"], one["ceiling"])
+
+
+Figure = Callable[[Entry], float | None]
+
+
+def _speedup(formats: str) -> Figure:
+    """Of our kernel over the best 16-bit one; ``None`` where no other 16-bit kernel was measured."""
+
+    def of(entry: Entry) -> float | None:
+        mine = best(entry["results"], formats, "ours")
+        rival, wide = best(entry["results"], "16/16", "rival"), best(entry["results"], "16/16")
+        return wide["seconds"] / mine["seconds"] if mine and rival and wide else None
+
+    return of
+
+
+def _of_copy(entry: Entry) -> float | None:
+    mine = best(entry["results"], "16/8", "ours")
+    return mine["of_copy_bandwidth"] if mine else None
+
+
+def _of_flash(entry: Entry) -> float | None:
+    mine = best(entry["results"], "16/8", "ours")
+    flash = best([one for one in entry["results"] if one["name"] in FLASH], "16/16")
+    return flash["seconds"] / mine["seconds"] if mine and flash else None
+
+
+_AT_32, _AT_1 = (
+    [Cell("decode", GEOMETRIES[name].shape, batch, GOAL_TOKENS).key for name in ("qwen2.5-7b", "llama-3.1-8b")]
+    for batch in (32, 1)
+)
+GOALS: tuple[tuple[str, float, Figure, list[str] | None], ...] = (
+    ("K16/V8 decode, B = 32, T = 32K: speed-up over the best 16-bit kernel", 1.28, _speedup("16/8"), _AT_32),
+    ("K16/V8 decode, B = 32, T = 32K: share of the copy bandwidth", 0.85, _of_copy, _AT_32),
+    ("16/16 decode, B = 32, T = 32K: speed-up over the best 16-bit kernel", 0.95, _speedup("16/16"), _AT_32),
+    ("K16/V8 decode, B = 1, T = 32K: speed-up over the best 16-bit kernel", 1.0, _speedup("16/8"), _AT_1),
+    ("K8/V8 decode, B = 32, T = 32K: speed-up over the best 16-bit kernel", 1.45, _speedup("8/8"), _AT_32),
+    ("K16/V8 extend: rate against FlashAttention", 0.6, _of_flash, None),  # every extend cell
+)
+
+
+def judge_goals(record: dict[str, Any]) -> list[Goal]:
+    """Every goal: met or missed by its worst cell; unmeasured on a CPU, or where a cell has no figure."""
+    return [_goal(record, *goal) for goal in GOALS]
+
+
+def _goal(record: dict[str, Any], name: str, wanted: float, figure: Figure, keys: list[str] | None) -> Goal:
+    if record["device"]["type"] != "cuda":
+        return Goal(name, wanted, "unmeasured", reason="goals are for GPUs")
+    entries = {one["key"]: one for one in record["cells"]}
+    asked = [key for key, one in entries.items() if one["kind"] == "extend"] if keys is None else keys
+    found = {key: figure(entries[key]) if key in entries else None for key in asked}
+    lacking = [key for key, value in found.items() if value is None]
+    if lacking or not found:
+        reason = f"no figure for {', '.join(lacking)}" if lacking else "no cell was measured"
+        return Goal(name, wanted, "unmeasured", reason=reason)
+    worst, where = min((value, key) for key, value in found.items() if value is not None)
+    return Goal(name, wanted, "met" if worst >= wanted else "missed", worst, where)

@@ -1,0 +1,167 @@
+"""What is measured: attention shapes of models, and cells of batch and length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from k16v8.errors import UnknownNameError, UsageError
+from k16v8.kernels.cache import storage
+
+__all__ = [
+    "FORMATS",
+    "GEOMETRIES",
+    "GOAL_TOKENS",
+    "Cell",
+    "Geometry",
+    "Kind",
+    "Shape",
+    "cells",
+    "formats",
+    "geometry",
+    "has_goal",
+]
+
+Kind = Literal["decode", "extend"]
+Shape = tuple[int, int, int]  # query heads, KV heads, head dimension
+
+FORMATS = {"16/16": ("bf16", "bf16"), "16/8": ("bf16", "fp8_e4m3"), "8/8": ("fp8_e4m3", "fp8_e4m3")}
+GOAL_TOKENS = 32768  # the length at which goals are set
+_GOAL_BATCHES = (32, 1)
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """The sizes of a model, whose embedding and head are apart; ``family``: of its configuration in Transformers."""
+
+    name: str
+    family: Literal["llama", "qwen2", "mistral"]
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+
+    @property
+    def shape(self) -> Shape:
+        """Of its attention."""
+        return self.heads, self.kv_heads, self.head_dim
+
+    @property
+    def parameters(self) -> int:
+        """All of them: embedding, head, and in each layer four projections, three of the MLP, two norms."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        bias = q + 2 * kv if self.family == "qwen2" else 0
+        layer = self.hidden * (2 * q + 2 * kv + 3 * self.intermediate + 2) + bias
+        return self.layers * layer + self.hidden * (2 * self.vocab + 1)
+
+
+GEOMETRIES = {
+    one.name: one
+    for one in (
+        Geometry("llama-3.1-8b", "llama", 32, 32, 8, 128, 4096, 14336, 128256),
+        Geometry("qwen2.5-7b", "qwen2", 28, 28, 4, 128, 3584, 18944, 152064),
+        Geometry("mistral-7b", "mistral", 32, 32, 8, 128, 4096, 14336, 32768),
+        Geometry("tiny", "llama", 2, 4, 2, 64, 256, 512, 512),  # for tests
+    )
+}
+
+
+def geometry(name: str) -> Geometry:
+    """A geometry by name.
+
+    Raises:
+        UnknownNameError: there is no such geometry.
+    """
+    if name not in GEOMETRIES:
+        raise UnknownNameError("geometry", name, GEOMETRIES)
+    return GEOMETRIES[name]
+
+
+def formats(name: str) -> tuple[str, str]:
+    """K and V format of ``16/16``, ``16/8`` or ``8/8``, in the kernels' names.
+
+    Raises:
+        UnknownNameError: there is no such pair.
+    """
+    if name not in FORMATS:
+        raise UnknownNameError("formats", name, FORMATS)
+    return FORMATS[name]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """``batch`` sequences of ``tokens`` tokens, the last ``queries`` of each of which attend to the whole sequence."""
+
+    kind: Kind
+    shape: Shape
+    batch: int
+    tokens: int
+    queries: int = 1
+    page: int = 16
+
+    @property
+    def key(self) -> str:
+        """By which a record knows it."""
+        heads, kv_heads, dim = self.shape
+        size = f"B{self.batch} T{self.tokens}"
+        return f"{self.kind} {heads}/{kv_heads}/{dim} {size}" + (f" Q{self.queries}" if self.kind == "extend" else "")
+
+    def kv_bytes(self, pair: str) -> int:
+        """Bytes of one cache: batch · tokens · kv_heads · D · (bytes of a K + bytes of a V value)."""
+        per_value = sum(storage(name).dtype.itemsize for name in formats(pair))
+        return self.batch * self.tokens * self.shape[1] * self.shape[2] * per_value
+
+    def moved_bytes(self, pair: str) -> int:
+        """What a call must move at least: K and V of the cache once, the queries, the output (bfloat16)."""
+        return self.kv_bytes(pair) + 2 * 2 * self.batch * self.queries * self.shape[0] * self.shape[2]
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations of Q·K and P·V where nothing hidden is computed: 4 · D per visible pair."""
+        pairs = self.queries * (self.tokens - self.queries) + self.queries * (self.queries + 1) // 2
+        return 4 * self.shape[2] * self.shape[0] * self.batch * pairs
+
+
+def cells(
+    geometries: Sequence[Geometry],
+    *,
+    batches: Iterable[int],
+    lengths: Iterable[int],
+    prefixes: Iterable[int] = (),
+    chunk: int = 512,
+    extend_batches: Iterable[int] = (1,),
+    page: int = 16,
+) -> list[Cell]:
+    """Decode over ``batches`` × ``lengths``, extend of ``chunk`` tokens over ``prefixes``, for every attention shape.
+
+    Geometries of one attention shape share their cells.  Those that goals are about come first, then from small to
+    large: where time ends, the dear ones are missing.
+
+    Raises:
+        UsageError: a length that is no multiple of the page.
+    """
+    lengths, prefixes, batches, extend_batches = map(tuple, (lengths, prefixes, batches, extend_batches))
+    for what, sizes in (("length", lengths), ("prefix", prefixes), ("chunk", (chunk,) if prefixes else ())):
+        for size in sizes:
+            if size < 1 or size % page:
+                raise UsageError(f"{what} {size} is no multiple of the page, {page} tokens")
+    found = []
+    for shape in dict.fromkeys(one.shape for one in geometries):
+        found += [Cell("decode", shape, batch, tokens, 1, page) for batch in batches for tokens in lengths]
+        found += [
+            Cell("extend", shape, batch, prefix + chunk, chunk, page) for batch in extend_batches for prefix in prefixes
+        ]
+    return sorted(found, key=_order)
+
+
+def has_goal(cell: Cell) -> bool:
+    """Whether a goal is about this cell: decode at one length for two batches, and all of extend."""
+    return cell.kind == "extend" or (cell.tokens == GOAL_TOKENS and cell.batch in _GOAL_BATCHES)
+
+
+def _order(cell: Cell) -> tuple[bool, bool, int, str]:
+    return not has_goal(cell), cell.kind == "extend", cell.batch * cell.tokens, cell.key

@@ -1,0 +1,140 @@
+"""Measure attention kernels: ours, and those of torch, FlashAttention and FlashInfer that are installed.
+
+Decode over a paged cache, and extend (a chunk of a prompt over its prefix): microseconds, share of this device's
+own copy bandwidth, speed-up over the best 16-bit kernel and what bytes allow at most. Every output is checked
+against the definition; one that fails has no time. What cannot run is listed with its reason.
+
+examples:
+  k16v8 bench --geometry qwen2.5-7b --lengths 2k --batch 1,4
+  k16v8 bench --device cuda --end-to-end --minutes 9
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+from k16v8.cli.bench_tables import render
+from k16v8.cli.common import add_json, at_least, check_device, counts, note, show_json
+from k16v8.errors import UnknownNameError, UsageError
+
+__all__ = ["add_arguments", "run"]
+
+# what is measured unless told: a GPU in ten minutes, a CPU in two
+_DEFAULTS: dict[str, dict[str, str]] = {
+    "cuda": {"batch": "1,4,8,16,32,64", "lengths": "2k,8k,32k,128k", "prefixes": "2k,8k,32k", "depths": "2k,8k,32k"},
+    "cpu": {"batch": "1,4", "lengths": "512,2k", "prefixes": "512", "depths": "512"},
+}
+_CHUNK = {"cuda": 512, "cpu": 64}
+_EXTEND_BATCHES = {"cuda": (1, 8), "cpu": (1,)}
+_GEOMETRIES = "llama-3.1-8b,qwen2.5-7b,mistral-7b"
+_MODELS = {"cuda": "qwen2.5-7b,llama-3.1-8b", "cpu": "tiny"}  # of --end-to-end unless told
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    add = parser.add_argument
+    add("--device", default="cpu", help="cpu or cuda. [default: cpu]")
+    add(
+        "--geometry",
+        help="Models whose attention is measured: llama-3.1-8b, qwen2.5-7b, mistral-7b, tiny. "
+        "[default: the first three]",
+    )
+    add("--formats", default="16/16,16/8,8/8", help="K/V bits of our kernels. [default: 16/16,16/8,8/8]")
+    add("--batch", help="Sequences. [default: 1,4,8,16,32,64; cpu: 1,4]")
+    add("--lengths", help="Tokens of each. [default: 2k,8k,32k,128k; cpu: 512,2k]")
+    add("--prefixes", help="Tokens before a chunk of extend, or none. [default: 2k,8k,32k; cpu: 512]")
+    add("--chunk", type=at_least(1, int), help="Tokens of a chunk. [default: 512; cpu: 64]")
+    add("--page", type=at_least(1, int), default=16, help="Tokens in a page. [default: 16]")
+    add("--kernels", help="Ours: torch or triton. [default: triton on cuda, else torch]")
+    add("--seconds", type=at_least(0.0, float, 60.0), default=0.1, help="Of each timing. [default: 0.1]")
+    add("--minutes", type=at_least(0.0, float), help="After which nothing more is begun.")
+    add("--seed", type=at_least(0, int), default=0, help="Of the random inputs. [default: 0]")
+    add("--end-to-end", action="store_true", help="Decode with whole models of random weights, too (cpu: tiny).")
+    add("--end-to-end-batch", type=at_least(1, int), default=32, help="Sequences there. [default: 32]")
+    add("--end-to-end-lengths", help="Tokens there. [default: 2k,8k,32k; cpu: 512]")
+    add("--output", type=Path, help="The record. [default: runs/kernels-DEVICE-TIME.json]")
+    add("--resume", type=Path, help="Go on with this record; what it holds is kept.")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code.
+
+    Raises:
+        K16V8Error: a name, a flag or a record that cannot be; or the device cannot go on.
+    """
+    import torch
+
+    from k16v8.bench.conduct import EndToEnd, bench_kernels
+    from k16v8.bench.contenders import CONTENDERS
+    from k16v8.bench.end_to_end import PAGE
+    from k16v8.bench.machine import describe, slug
+    from k16v8.bench.run import Settings
+    from k16v8.bench.shapes import cells, geometry
+
+    began = time.monotonic()
+    device = options.device
+    own, pairs = _checked(device, options.kernels, options.formats)
+    if options.resume is not None and options.output is not None:
+        raise UsageError("--resume writes to the record that it goes on with; leave out --output")
+    place, default = torch.device(device), _DEFAULTS[device]
+    chosen, models = (
+        [geometry(name) for name in (options.geometry or names).split(",")] for names in (_GEOMETRIES, _MODELS[device])
+    )
+    prefixes = options.prefixes or default["prefixes"]
+    asked = cells(
+        chosen,
+        batches=counts("--batch", options.batch or default["batch"]),
+        lengths=counts("--lengths", options.lengths or default["lengths"]),
+        prefixes=() if prefixes == "none" else counts("--prefixes", prefixes),
+        chunk=options.chunk or _CHUNK[device],
+        extend_batches=_EXTEND_BATCHES[device],
+        page=options.page,
+    )
+    settings = Settings(
+        place,
+        own,
+        tuple(asked),
+        tuple(one for one in CONTENDERS if one.role != "ours" or one.formats in pairs),
+        options.seconds,
+        options.seed,
+        until=math.inf if options.minutes is None else began + 60 * options.minutes,
+    )
+    depths = counts("--end-to-end-lengths", options.end_to_end_lengths or default["depths"])
+    if min(depths) < PAGE:
+        raise UsageError(f"--end-to-end-lengths {min(depths)}: the last {PAGE} tokens are timed; write {PAGE} or more")
+    path = options.resume or options.output
+    if path is None:
+        path = Path("runs") / f"kernels-{slug(str(describe(place)['name']))}-{time.strftime('%Y%m%d-%H%M%S')}.json"
+    record = bench_kernels(
+        settings,
+        chosen,
+        path,
+        resume=options.resume is not None,
+        end_to_end=EndToEnd(models, depths, options.end_to_end_batch) if options.end_to_end else None,
+    )
+    if options.as_json:
+        show_json(record, indent=1)
+    else:
+        print(*render(record), sep="\n")
+    note(f"the record is {path}")
+    return 0
+
+
+def _checked(device: str, implementation: str | None, formats: str) -> tuple[str, tuple[str, ...]]:
+    """Our implementation, and the pairs of formats, of which all that can be wrong is said before anything runs."""
+    from k16v8.bench.shapes import formats as named
+
+    check_device(device)
+    own = implementation or ("triton" if device == "cuda" else "torch")
+    if own not in ("torch", "triton"):
+        raise UnknownNameError("kernel implementation", own, ("torch", "triton"))
+    if own == "triton" and device == "cpu":
+        raise UsageError("--kernels triton: compiled kernels need a GPU; add --device cuda")
+    pairs = tuple(formats.split(","))
+    for pair in pairs:
+        named(pair)
+    return own, pairs

@@ -1,0 +1,131 @@
+"""A record of ``k16v8 bench`` as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from k16v8.cli.common import table
+
+__all__ = ["render"]
+
+_OURS = ("16/16", "16/8", "8/8")
+_SPREAD = 0.1  # of repeats, from the 10th to the 90th percentile, above which a time is marked
+
+
+def render(record: dict[str, Any]) -> Iterator[str]:
+    """One table per geometry, one of whole models, the goals, and what was not measured and why."""
+    from k16v8.bench.shapes import GEOMETRIES
+
+    run = record["runs"][-1]
+    yield (
+        f"{record['device']['name']}: copies {run['copy_bandwidth'] / 1e9:,.0f} GB/s (read and written), "
+        f"reads {run['read_bandwidth'] / 1e9:,.0f} GB/s"
+    )
+    shown: dict[tuple[int, int, int], str] = {}
+    for name in record["geometries"]:
+        shape = GEOMETRIES[name].shape
+        if shape in shown:
+            yield f"{name}: the attention of {shown[shape]}, and its figures\n"
+            continue
+        shown[shape] = name
+        title = "{}: {} heads, {} of K and V, dimension {}".format(name, *shape)
+        for kind in ("decode", "extend"):
+            asked = [one for one in record["cells"] if one["shape"] == [*shape] and one["kind"] == kind]
+            if asked:
+                yield _cells(f"{title}; {kind}", sorted(asked, key=lambda one: (one["batch"], one["tokens"])))
+    if record["cells"]:
+        yield (
+            "µs, speed-up over the best 16-bit kernel, share of the copy bandwidth (extend: TFLOP/s); "
+            "^: more than 2% above what bytes allow (16/8: 1.333, 8/8: 2); ~: repeats spread over more than 10%"
+        )
+        measured = [one for cell in record["cells"] for one in cell["results"] if one["status"] == "measured"]
+        if measured:
+            caches, worst = [one["caches"] for one in measured], max(one["error"] for one in measured)
+            yield (
+                f"inputs lie in {min(caches)} to {max(caches)} caches in turn, twice the last cache and more; "
+                f"largest error of what was measured: {worst:.2g} (relative L2; most is 0.0035)"
+            )
+    if record["end_to_end"]:
+        yield _models(record["end_to_end"])
+        yield (
+            "tok/s of steps as generate does them and of one step replayed from a CUDA graph; speed-up over 16/16; "
+            "^: more than 2% above its ceiling"
+        )
+    yield from _missing(record)
+    for goal in record["goals"]:
+        found = f"{goal['found']:.3g} at {goal['where']}" if goal["found"] is not None else goal["reason"]
+        yield f"goal {goal['verdict']}: {goal['name']} ≥ {goal['wanted']:g} ({found})"
+    if record["left_out"]:
+        yield f"{record['left_out']} measurements were left out for lack of time; go on with --resume"
+
+
+def _cells(title: str, found: list[dict[str, Any]]) -> str:
+    columns = ("B", "T", "best 16-bit", *(f"k16v8 {pair}" for pair in _OURS), "best FP8 of others")
+    naive = list(dict.fromkeys(one["name"] for cell in found for one in cell["results"] if one["role"] == "naive"))
+    rows = []
+    for cell in found:
+        results = {(one["name"], one["formats"]): one for one in cell["results"]}
+        extend = cell["kind"] == "extend"
+        row = [f"{cell['batch']}", f"{cell['tokens']:,}" if not extend else f"{cell['queries']} of {cell['tokens']:,}"]
+        wide, narrow = results.get((cell["best_16"], "16/16")), results.get((cell["best_fp8"], "8/8"))
+        row.append(f"{wide['name']} {_micro(wide)}" if wide else "–")
+        row += [_figures(results.get(("k16v8", pair)), extend) for pair in _OURS]
+        row.append(f"{narrow['name']} {_figures(narrow, extend)}" if narrow else "–")
+        row += [_figures(results.get((name, "16/8")), extend) for name in naive]
+        rows.append(row)
+    return table((*columns, *naive), rows, title)
+
+
+def _micro(one: dict[str, Any]) -> str:
+    spread = (one["p90"] - one["p10"]) / one["seconds"]
+    return f"{1e6 * one['seconds']:,.1f}{'~' if spread > _SPREAD else ''}"
+
+
+def _figures(one: dict[str, Any] | None, extend: bool) -> str:
+    if one is None:
+        return "–"
+    if one["status"] != "measured":
+        return f"{one['status']}".replace("_", " ")
+    rate = f"{one['operations_per_second'] / 1e12:.3g}" if extend else f"{100 * one['of_copy_bandwidth']:.0f}%"
+    speedup = "" if one["speedup"] is None else f" {one['speedup']:.2f}×{'^' if one.get('above_ceiling') else ''}"
+    return f"{_micro(one)}{speedup} {rate}"
+
+
+def _models(found: list[dict[str, Any]]) -> str:
+    headings = ("model", "B", "T", "K/V", "steps, tok/s", "speed-up", "graph, tok/s", "speed-up", "ceiling", "KV share")
+    rows = []
+    for one in found:
+        row = [one["geometry"], f"{one['batch']}", f"{one['tokens']:,}", one["formats"]]
+        if one["status"] != "measured":
+            row.append(one["status"].replace("_", " "))
+            rows.append(row + [""] * (len(headings) - len(row)))
+            continue
+        for how in ("stepped", "replayed"):
+            rate, speedup = one[f"{how}_tokens_per_second"], one[f"{how}_speedup"]
+            flag = "^" if one[f"{how}_above_ceiling"] else ""
+            row += [f"{rate:,.0f}" if rate else "–", f"{speedup:.3f}{flag}" if speedup else "–"]
+        row += [f"{one['ceiling']:.3f}" if one["ceiling"] else "–", f"{100 * one['kv_share']:.1f}%"]
+        rows.append(row)
+    return table(headings, rows, "whole models, random weights")
+
+
+def _missing(record: dict[str, Any]) -> Iterator[str]:
+    """Each reason once, with the cells that it is about where it is not all of them."""
+    where: dict[tuple[str, str, str], list[str]] = {}
+    every: dict[str, int] = {}
+    for cell in record["cells"]:
+        for one in cell["results"]:
+            who = f"{one['name']} {one['formats']}"
+            every[who] = every.get(who, 0) + 1
+            if one["status"] != "measured":
+                where.setdefault((who, one["status"], one["reason"]), []).append(cell["key"])
+    for one in record["end_to_end"]:
+        who = f"{one['geometry']} {one['formats']}"
+        if one["status"] != "measured":
+            where.setdefault((who, one["status"], one["reason"]), []).append(f"T{one['tokens']}")
+        elif one["replay_reason"]:
+            where.setdefault(("CUDA graphs of whole models", "not_supported", one["replay_reason"]), [])
+    for (who, status, reason), keys in where.items():
+        place = "" if not keys or len(keys) == every.get(who) else f" at {', '.join(keys)}"
+        yield f"{who} {status.replace('_', ' ')}{place}: {reason}"

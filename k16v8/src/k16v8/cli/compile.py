@@ -1,0 +1,80 @@
+"""Compile every kernel for processors that are not here, and check that its shared memory fits.
+
+What passes is "compiled, never run": no result follows from it. What the code says about speed is shown: registers
+of a thread, bytes of them spilled to memory, the widest load from global memory in bytes; --json has more.
+
+example:
+  k16v8 compile --target sm_90,gfx942
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+from k16v8.cli.common import add_json, note, parse_numbers, show_json, table, versions
+from k16v8.errors import UsageError
+
+if TYPE_CHECKING:
+    from k16v8.gates.compile import Compiled
+
+__all__ = ["add_arguments", "run"]
+
+_TARGETS = "sm_90,sm_120,gfx942,gfx1201,gfx1100"
+_HEADINGS = ("target", "kernel", "K", "V", "dim", "page", "options", "shared", "regs", "spill", "load", "status")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's flags."""
+    parser.add_argument("--target", default=_TARGETS, help=f"Processors, separated by commas. [default: {_TARGETS}]")
+    parser.add_argument(
+        "--formats",
+        help="K and V formats, for example bf16/fp8_e4m3,int4/int4. [default: 16 bit and FP8, all four pairs]",
+    )
+    parser.add_argument("--head-dim", default="128", help="Head dimensions, separated by commas. [default: 128]")
+    parser.add_argument("--page", default="16", help="Page sizes, separated by commas. [default: 16]")
+    add_json(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """The exit code.
+
+    Raises:
+        K16V8Error: no such target or format, or no Triton.
+    """
+    from k16v8.gates.compile import PAIRS, compile_kernels
+
+    results = list(
+        compile_kernels(
+            tuple(options.target.split(",")),
+            pairs=PAIRS if options.formats is None else tuple(map(_pair, options.formats.split(","))),
+            head_dims=parse_numbers(options.head_dim, "--head-dim"),
+            pages=parse_numbers(options.page, "--page"),
+        )
+    )
+    if options.as_json:
+        show_json({"versions": versions(), "results": [asdict(result) for result in results]})
+    else:
+        print(table(_HEADINGS, map(_row, results)))
+    failed = [result for result in results if not result.passed]
+    for result in failed:
+        note(
+            f"{result.kernel} for {result.target}, {result.k_format}/{result.v_format}, head dimension "
+            f"{result.head_dim}: {result.error}"
+        )
+    return 1 if failed else 0
+
+
+def _row(done: Compiled) -> tuple[str, ...]:
+    shared = "" if done.shared is None else f"{done.shared:,}"
+    code = ["" if x is None else str(x) for x in (done.registers, done.spilled, max(done.loads, default=None))]
+    numbers = (str(done.head_dim), str(done.page), done.options, shared, *code)
+    return done.target, done.kernel, done.k_format, done.v_format, *numbers, done.status
+
+
+def _pair(text: str) -> tuple[str, str]:
+    k_format, slash, v_format = text.partition("/")
+    if not slash:
+        raise UsageError(f"--formats {text!r}: write K/V, for example bf16/fp8_e4m3")
+    return k_format, v_format

@@ -1,0 +1,291 @@
+"""Compiling the Triton kernels for processors that are not here: "compiled, never run".
+
+Triton needs no device to compile: its wheel has NVIDIA's assembler and AMD's back end.  What is checked is that
+every kernel compiles in the configuration that would be launched, and that its shared memory fits the target.  What
+the compiled code says about speed is recorded: registers and what did not fit them, the width of loads, which
+matrix instructions, how many tiles are loaded ahead.  It is evidence, no measurement.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from k16v8.errors import UnknownNameError
+from k16v8.kernels.cache import PagedCache, Scaling, storage
+from k16v8.kernels.reference import Attention
+
+if TYPE_CHECKING:
+    from k16v8.kernels.launch import Target, Tiles
+
+__all__ = ["KERNELS", "OPTIONS", "PAIRS", "TARGETS", "Compiled", "compile_kernels"]
+
+TARGETS = ("sm_80", "sm_89", "sm_90", "sm_100", "sm_120", "gfx942", "gfx950", "gfx1100", "gfx1201")
+OPTIONS = ("plain", "all")
+KERNELS = ("write", "decode", "merge", "extend")
+PAIRS = (("bf16", "bf16"), ("bf16", "fp8_e4m3"), ("fp8_e4m3", "fp8_e4m3"), ("fp8_e4m3", "bf16"))
+
+_RATIO = 4  # query heads per KV head
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What became of one kernel on one target.
+
+    ``options``: ``plain``, or ``all`` with window, soft-cap, sinks, scales per token and head, and counting of what
+    saturates.  ``shared`` and ``limit``: bytes of shared memory.
+
+    Of the code: ``registers`` of a thread; ``spilled``: bytes of memory that each thread has because they are too few;
+    ``loads``: bytes that one thread's load from global memory takes → such instructions (the block table and scales
+    are narrow); ``asynchronous``: how many of them go to shared memory by themselves; ``matrix``: the unit of the
+    products (mma, wgmma, tcgen05, mfma, wmma).
+
+    ``tile``: bytes of K and V of one step, without scales; ``buffers``: tiles of K or V in shared memory, the fewer of
+    both; ``programs``: that fit one multiprocessor by registers, warps and shared memory; ``in_flight``: bytes of K
+    and V at least under way to one multiprocessor while its programs compute (NVIDIA, decode and extend).
+    """
+
+    kernel: str
+    target: str
+    k_format: str
+    v_format: str
+    head_dim: int
+    page: int
+    options: str
+    shared: int | None
+    limit: int
+    rows: int = 0
+    tokens: int = 0
+    warps: int = 0
+    stages: int = 0
+    registers: int | None = None
+    spilled: int | None = None
+    loads: dict[int, int] = field(default_factory=dict)
+    asynchronous: int = 0
+    matrix: str = ""
+    tile: int | None = None
+    buffers: int | None = None
+    programs: int | None = None
+    in_flight: int | None = None
+    error: str | None = None
+    status: str = "compiled, never run"
+
+    @property
+    def passed(self) -> bool:
+        """It compiled and fits."""
+        return self.error is None
+
+
+def compile_kernels(
+    targets: tuple[str, ...],
+    *,
+    pairs: tuple[tuple[str, str], ...] = PAIRS,
+    head_dims: tuple[int, ...] = (128,),
+    pages: tuple[int, ...] = (16,),
+    kernels: tuple[str, ...] = KERNELS,
+) -> Iterator[Compiled]:
+    """Compile every kernel for every target, one result after another.
+
+    FP8 is the fnuz type on gfx942, the only one that it has.
+
+    Raises:
+        NotSupportedError: Triton is missing, or this process runs its interpreter.
+        UnknownNameError: a target, a format or a kernel that does not exist.
+    """
+    for kind, names, known in (("target", targets, TARGETS), ("kernel", kernels, KERNELS)):
+        for name in names:
+            if name not in known:
+                raise UnknownNameError(kind, name, known)
+    for k_format, v_format in pairs:
+        storage(k_format), storage(v_format)
+    from k16v8.kernels.dispatch import load_triton
+
+    load_triton(interpret=False)
+    for target in targets:
+        for head_dim in head_dims:
+            for page in pages:
+                for k_format, v_format in pairs:
+                    for kernel in kernels:
+                        for options in OPTIONS:
+                            yield _compile(kernel, target, k_format, v_format, head_dim, page, options)
+
+
+def _compile(kernel: str, name: str, k_format: str, v_format: str, head_dim: int, page: int, options: str) -> Compiled:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from k16v8.kernels.launch import Target, compile_options
+
+    backend: str = "cuda" if name.startswith("sm_") else "hip"
+    target = Target(backend, int(name[3:]) if backend == "cuda" else name, 1)
+    if name == "gfx942":
+        k_format, v_format = (x + "fnuz" if x == "fp8_e4m3" else x for x in (k_format, v_format))
+    result = Compiled(kernel, name, k_format, v_format, head_dim, page, options, None, target.shared_memory)
+    function, arguments, constants, tile = _launch(kernel, target, k_format, v_format, head_dim, page, options == "all")
+    result = replace(result, rows=tile.rows, tokens=tile.tokens, warps=tile.warps, stages=tile.stages)
+    types = dict(zip(function.arg_names, (_type(x) for x in arguments), strict=False))
+    aligned = {(i,): [["tt.divisibility", 16]] for i, x in enumerate(arguments) if _aligned(x)}
+    try:
+        done = triton.compile(
+            ASTSource(
+                fn=function,
+                signature=types | dict.fromkeys(constants, "constexpr"),
+                constexprs={(function.arg_names.index(key),): value for key, value in constants.items()},
+                attrs=aligned,
+            ),
+            target=GPUTarget(backend, target.arch, target.warp),
+            options=compile_options(tile),
+        )
+    except Exception as fault:  # whatever the compiler raises is the result
+        return replace(result, error=" ".join(str(fault).split())[-300:], status="does not compile")
+    shared = int(done.metadata.shared)
+    result = replace(result, **(_nvidia(done.asm) if backend == "cuda" else _read_amd(done.asm["amdgcn"])))
+    if kernel in ("decode", "extend"):
+        result = _pipeline(result, done.asm["ttgir"], shared, target)
+    if shared > target.shared_memory:
+        excess = f"needs {shared} bytes of shared memory, {name} has {target.shared_memory}"
+        return replace(result, shared=shared, error=excess, status="compiles, does not fit")
+    return replace(result, shared=shared)
+
+
+def _launch(
+    kernel: str, target: Target, k_format: str, v_format: str, head_dim: int, page: int, full: bool
+) -> tuple[Any, list[Any], dict[str, object], Tiles]:
+    """The Triton function, its arguments, constexprs and tiles, as a launch has them; 4 query heads per KV head."""
+    from k16v8.kernels.decode import decode_constants, decode_kernel, merge_constants, merge_kernel
+    from k16v8.kernels.extend import extend_constants, extend_kernel
+    from k16v8.kernels.launch import cache_arguments, merge_tiles, tiles
+    from k16v8.kernels.write import write_arguments, write_constants, write_kernel
+
+    batch, kv_heads, heads, splits = 16, 8, 8 * _RATIO, 16
+    scaling: Scaling = "per-token-head" if full else "none"
+    cache = PagedCache.allocate(
+        64,
+        page,
+        kv_heads,
+        head_dim,
+        batch=batch,
+        max_blocks=64,
+        k_format=k_format,
+        v_format=v_format,
+        k_scaling=scaling,
+        v_scaling=scaling,
+        device="meta",
+    )
+    q = torch.empty(batch, heads, head_dim, dtype=torch.bfloat16, device="meta")
+    part, lse = q.float(), torch.empty(batch, heads, device="meta")
+    starts, attention = cache.lengths, Attention()
+    if full:
+        attention = Attention(window=4096, softcap=50.0, sinks=part[0, :, 0])
+    scale = attention.scale_for(head_dim)
+    if kernel == "write":
+        kv = q[:, :kv_heads]
+        arguments = write_arguments(kv, kv, cache, starts.long(), None)
+        return write_kernel, [*arguments], write_constants(cache, count=full), tiles(kernel, target, cache)
+    if kernel == "merge":
+        arguments = (part, lse, part, q, lse, *q.stride()[:2], lse.stride(0))
+        constants = merge_constants(heads, head_dim, splits, sinks=full, target=target)
+        return merge_kernel, [*arguments], constants, merge_tiles(splits, head_dim)
+    if kernel == "decode":
+        arguments = (q, part, lse, *cache_arguments(cache), *q.stride()[:2], scale)
+        constants = decode_constants(q.dtype, heads, cache, attention, splits, target)
+        return decode_kernel, [*arguments], constants, tiles(kernel, target, cache)
+    strides = (*q.stride()[:2], *q.stride()[:2], lse.stride(0))
+    arguments = (q, starts, q, q, lse, *cache_arguments(cache), *strides, scale)
+    constants = extend_constants(q.dtype, heads, cache, attention, target)
+    return extend_kernel, [*arguments], constants, tiles(kernel, target, cache)
+
+
+def _nvidia(asm: dict[str, Any]) -> dict[str, Any]:
+    """Registers and spills as the assembler has them; instructions as they stand in PTX."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _read_nvidia(asm["ptx"], usage)
+
+
+def _read_nvidia(ptx: str, usage: str) -> dict[str, Any]:
+    copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)
+    plain = re.findall(r"ld\.global[.\w:]*?(?:\.v(\d))?\.[bfsu](\d+) ", ptx)
+    loads = [int(size, 16) for size in copies] + [int(many or 1) * int(bits) // 8 for many, bits in plain]
+    unit = re.search(r"\b(tcgen05|wgmma|mma)\.(?:mma|sync|mma_async)", ptx)
+    return {
+        "registers": _number(r"REG:(\d+)", usage),
+        "spilled": _number(r"STACK:(\d+)", usage) + _number(r"LOCAL:(\d+)", usage),
+        "loads": dict(sorted(Counter(loads).items())),
+        "asynchronous": len(copies),
+        "matrix": unit[1] if unit else "",
+    }
+
+
+def _read_amd(text: str) -> dict[str, Any]:
+    """As the assembler text has them; registers are those of vectors, accumulators included."""
+    sizes = {"ubyte": 1, "u8": 1, "ushort": 2, "u16": 2, "b16": 2, "dword": 4, "b32": 4}
+    sizes |= {"b64": 8, "b96": 12, "b128": 16, "dwordx2": 8, "dwordx3": 12, "dwordx4": 16}
+    kinds = re.findall(r"\b(?:global|buffer)_load_(?:lds_)?(?:d16_)?(?:hi_)?(\w+?)(?:_d16(?:_hi)?)? ", text)
+    unit = re.search(r"\bv_(mfma|wmma)", text)
+    return {
+        "registers": _number(r"\.vgpr_count:\s+(\d+)", text),
+        "spilled": _number(r"\.private_segment_fixed_size:\s+(\d+)", text),
+        "loads": dict(sorted(Counter(sizes[kind] for kind in kinds if kind in sizes).items())),
+        "matrix": unit[1] if unit else "",
+    }
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    assert found is not None, pattern
+    return int(found[1])
+
+
+def _pipeline(result: Compiled, ttgir: str, shared: int, target: Target) -> Compiled:
+    """What is loaded ahead, and how many programs share a multiprocessor."""
+    sides = (storage(name) for name in (result.k_format, result.v_format))
+    tile = result.tokens * sum(side.width(result.head_dim) * side.dtype.itemsize for side in sides)
+    # buffers of K and V: [how many, tokens, columns]
+    held = re.findall(r"local_alloc : \(\) -> !ttg\.memdesc<(\d+)x\d+x\d+x", ttgir)
+    buffers = min(map(int, held), default=1)
+    result = replace(result, tile=tile, buffers=buffers)
+    if target.backend != "cuda" or not result.registers:
+        return result
+    warps = 64 if int(target.arch) in (80, 90, 100, 103) else 48
+    programs = min(
+        65536 // (-(-result.registers // 8) * 8 * 32 * result.warps),
+        warps // result.warps,
+        (target.shared_memory + 1024) // (shared + 1024),  # the system keeps 1 KB of each program
+    )
+    return replace(result, programs=programs, in_flight=programs * (buffers - 1) * tile)
+
+
+_TYPES = {
+    torch.float32: "*fp32",
+    torch.float16: "*fp16",
+    torch.bfloat16: "*bf16",
+    torch.uint8: "*u8",
+    torch.int8: "*i8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+}
+
+
+def _type(x: object) -> str:
+    if isinstance(x, torch.Tensor):
+        return _TYPES[x.dtype]
+    return "fp32" if isinstance(x, float) else "i32"
+
+
+def _aligned(x: object) -> bool:
+    return isinstance(x, torch.Tensor) or (isinstance(x, int) and x % 16 == 0)

@@ -1,0 +1,118 @@
+"""Kernels broken on purpose: each must fail the gates at the shape named here, or the gates prove nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k16v8.kernels.cache import PagedCache, dequantize
+from k16v8.kernels.reference import Attention
+
+__all__ = ["MUTATIONS", "Mutation"]
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """``broken(attend, q, starts, cache, attention)`` stands in for ``attend``, which is decode or extend."""
+
+    name: str
+    case: str
+    broken: Callable[[Attend, Tensor, Any, PagedCache, Attention], tuple[Tensor, Tensor]]
+
+
+def _v_scale(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    assert cache.v_scale is not None
+    return attend(q, starts, replace(cache, v_scale=cache.v_scale * 1.07), attention)
+
+
+def _swapped(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    return attend(q, starts, replace(cache, k_cache=cache.v_cache, v_cache=cache.k_cache), attention)
+
+
+def _late(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    return attend(q, starts, replace(cache, lengths=cache.lengths - 1), attention)
+
+
+def _window(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    return attend(q, starts, cache, replace(attention, window=attention.window + 1))
+
+
+def _stale(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    table = cache.block_table.clone()
+    table[-1, 1] = table[0, 0]
+    return attend(q, starts, replace(cache, block_table=table), attention)
+
+
+def _zero(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    out, lse = attend(q, starts, cache, attention)
+    return out.zero_(), lse
+
+
+def _idle(attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+    out, lse = attend(q, starts, cache, attention)
+    return out.fill_(float("nan")), lse
+
+
+def _sums_in_bf16(
+    attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+) -> tuple[Tensor, Tensor]:
+    """P·V added up in bfloat16, 16 tokens at a time, as a matrix unit with a 16-bit accumulator would."""
+    out, lse = attend(q, starts, cache, attention)
+    for row, (weights, values) in enumerate(_products(q, cache, attention, lse)):
+        sums = torch.zeros_like(out[row]).bfloat16()
+        for at in range(0, weights.shape[1], 16):
+            part = torch.einsum("ht,thd->hd", weights[:, at : at + 16], values[at : at + 16])
+            sums = (sums.float() + part).bfloat16()
+        out[row] = sums
+    return out, lse
+
+
+def _merge_in_bf16(
+    attend: Attend, q: Tensor, starts: Any, cache: PagedCache, attention: Attention
+) -> tuple[Tensor, Tensor]:
+    """Splits of 256 tokens whose outputs and log-sum-exps are kept and merged in bfloat16."""
+    out, lse = attend(q, starts, cache, attention)
+    for row, (weights, values) in enumerate(_products(q, cache, attention, lse)):
+        parts, logs = [], []
+        for at in range(0, weights.shape[1], 256):
+            share = weights[:, at : at + 256]
+            mass = share.sum(1, keepdim=True)
+            parts.append((torch.einsum("ht,thd->hd", share, values[at : at + 256]) / mass).bfloat16())
+            logs.append((mass.log() + lse[row][:, None]).bfloat16())
+        merged = torch.softmax(torch.stack(logs).float(), 0).bfloat16()
+        lse[row] = torch.logsumexp(torch.stack(logs).float(), 0).squeeze(1)
+        out[row] = (merged * torch.stack(parts)).sum(0)
+    return out, lse
+
+
+def _products(q: Tensor, cache: PagedCache, attention: Attention, lse: Tensor) -> Any:
+    """Of each sequence of a decode: probabilities ``[heads, T]`` and values ``[T, heads, Dv]``, float32."""
+    keys, values = dequantize(cache)
+    ratio = q.shape[1] // cache.kv_heads
+    for row, length in enumerate(cache.lengths.tolist()):
+        at = torch.arange(length, device=q.device)
+        blocks = cache.block_table[row].long()[at // cache.page]
+        k, v = (x[blocks, at % cache.page].repeat_interleave(ratio, 1) for x in (keys, values))
+        logits = torch.einsum("hd,thd->ht", q[row].float(), k) * attention.scale_for(q.shape[2])
+        yield torch.exp(logits - lse[row][:, None]), v
+
+
+MUTATIONS = (
+    Mutation("V scale off by 7%", "decode k16v8 per tensor", _v_scale),
+    Mutation("V scale off by 7%, extend", "extend k16v8 soft-cap", _v_scale),
+    Mutation("K and V swapped", "decode k16v16", _swapped),
+    Mutation("mask off by one", "decode k16v8 mha", _late),
+    Mutation("mask off by one, extend", "extend k16v16", _late),
+    Mutation("window off by one", "decode k16v8 window", _window),
+    Mutation("one page stale", "decode k16v8 ratio 8", _stale),
+    Mutation("BF16 accumulation", "decode k16v8 diffuse", _sums_in_bf16),
+    Mutation("BF16 split merge", "decode k16v8 diffuse", _merge_in_bf16),
+    Mutation("all-zero output", "decode k16v8", _zero),
+    Mutation("output never written", "extend k16v8", _idle),
+)

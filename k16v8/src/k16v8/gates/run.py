@@ -1,0 +1,201 @@
+"""What kernels must pass before their output is believed: attention, writer, the paper's figure, a soak, mutations.
+
+Attention is compared with the definition in float64 on the *dequantized* cache, so that only the kernel's own error
+counts; outputs are poisoned with NaN first and inputs are fresh.  The paper's figure compares with the unquantized
+cache: its expected value is a property of rounding to e4m3 (exact attention gives it, too), not a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from k16v8.gates.cases import CASES, LONG, Case, Problem
+from k16v8.gates.mutations import MUTATIONS, Mutation
+from k16v8.gates.soak import soak
+from k16v8.gates.writer import writer_gates
+from k16v8.kernels import reference
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.dispatch import Kernels, choose
+from k16v8.kernels.reference import Attention
+
+__all__ = ["Gate", "attention_gate", "mutation_gate", "paper_gates", "run_gates"]
+
+COSINE, RELATIVE_L2, LSE = 0.99999, 0.0035, 1e-3
+# expected value and half-width over seeds
+_PAPER = {"decode": (0.0254, 0.0015), "prefill": (0.0255, 0.0015)}
+_EXACT = {"decode": (0.0249, 0.0005), "prefill": (0.0250, 0.0003)}
+_PAPER_LENGTHS = {"decode": (16, 24, 8, 32), "prefill": (40, 64, 32, 56)}
+_SEEDS = 5
+
+
+@dataclass(frozen=True)
+class Gate:
+    """One check: what was measured, against what."""
+
+    group: str  # attention, writer, paper, soak, mutation
+    name: str
+    passed: bool
+    figures: dict[str, float] = field(default_factory=dict)
+    note: str = ""
+
+
+def run_gates(
+    implementation: str, *, device: torch.device | str = "cpu", seed: int = 0, soak_steps: int = 500
+) -> Iterator[Gate]:
+    """All gates for one implementation, one result after another.  The interpreter is spared the long shapes.
+
+    Raises:
+        NotSupportedError: the implementation cannot run on this device.
+    """
+    for case in CASES if implementation == "interpreter" else (*CASES, *LONG):
+        yield attention_gate(case, implementation, device=device, seed=seed)
+    for name, passed, figures, note in writer_gates(_chooser(implementation, device), device=device, seed=seed):
+        yield Gate("writer", name, passed, figures, note)
+    yield from paper_gates(implementation, device=device)
+    if soak_steps:
+        kernels = _chosen(_SOAK, implementation, device)
+        error, reused, evicted = soak(kernels, _SOAK, steps=soak_steps, device=device, seed=seed)
+        figures = {"steps": soak_steps, "pages_reused": reused, "pages_evicted": evicted, "relative_l2": error}
+        passed = error <= RELATIVE_L2 and reused > 0 and evicted > 0
+        yield Gate("soak", "decode through page reuse and window eviction", passed, figures)
+    for mutation in MUTATIONS:
+        yield mutation_gate(mutation, implementation, device=device, seed=seed)
+
+
+_SOAK = Case("soak", heads=4, kv_heads=1, window=40, lengths=(0, 0), v_scaling="per-token-head", splits=1)
+
+
+def attention_gate(case: Case, implementation: str, *, device: torch.device | str = "cpu", seed: int = 0) -> Gate:
+    """Decode or extend of one case against the definition."""
+    kernels = _chosen(case, implementation, device)
+    figures = _errors(case, kernels, case.build(seed, device))
+    return Gate("attention", case.name, _passes(figures), figures)
+
+
+def mutation_gate(
+    mutation: Mutation, implementation: str, *, device: torch.device | str = "cpu", seed: int = 0
+) -> Gate:
+    """Passes where the broken kernel fails, and the whole one does not."""
+    case = next(case for case in CASES if case.name == mutation.case)
+    kernels = _chosen(case, implementation, device)
+    problem = case.build(seed, device)
+    whole, broken = _errors(case, kernels, problem), _errors(case, kernels, problem, mutation)
+    passed = _passes(whole) and not _passes(broken)
+    return Gate("mutation", mutation.name, passed, broken, f"at {case.name}")
+
+
+def _errors(case: Case, kernels: Kernels, problem: Problem, mutation: Mutation | None = None) -> dict[str, float]:
+    cache = problem.cache
+    kernels.write(problem.key, problem.value, cache, problem.slots)
+
+    def attend(q: Tensor, starts: Tensor | None, cache: PagedCache, attention: Attention) -> tuple[Tensor, Tensor]:
+        out = torch.full((*q.shape[:2], cache.v_dim), float("nan"), dtype=q.dtype, device=q.device)
+        lse = torch.full(q.shape[:2], float("nan"), device=q.device)
+        if starts is None:
+            plan = kernels.plan(len(q), q.shape[1], cache, splits=case.splits)
+            if plan is not None:
+                plan.part.fill_(float("nan"))
+                plan.part_lse.fill_(float("nan"))
+            return kernels.decode(q, cache, attention, out=out, lse=lse, plan=plan)
+        return kernels.extend(q, starts, cache, attention, max_query=max(case.queries or (1,)), out=out, lse=lse)
+
+    inputs = (problem.q, problem.query_starts, cache, problem.attention)
+    out, lse = attend(*inputs) if mutation is None else mutation.broken(attend, *inputs)
+    if problem.query_starts is None:
+        expected = reference.decode(problem.q, cache, problem.attention, dtype=torch.float64)
+    else:
+        expected = reference.extend(problem.q, problem.query_starts, cache, problem.attention, dtype=torch.float64)
+    return _compare(out, lse, *expected)
+
+
+def _compare(out: Tensor, lse: Tensor, expected: Tensor, expected_lse: Tensor) -> dict[str, float]:
+    """Of the worst query each: a long sequence's small output must not hide behind a short one's large output."""
+    found, wanted = out.double().flatten(1), expected.flatten(1)
+    size = wanted.norm(dim=1)
+    return {
+        "cosine": ((found * wanted).sum(1) / (found.norm(dim=1) * size)).min().item(),
+        "relative_l2": ((found - wanted).norm(dim=1) / size).max().item(),
+        "lse": (lse.double() - expected_lse).abs().max().item(),
+    }
+
+
+def _passes(figures: dict[str, float]) -> bool:
+    # a NaN fails every comparison
+    return figures["cosine"] >= COSINE and figures["relative_l2"] <= RELATIVE_L2 and figures["lse"] <= LSE
+
+
+def paper_gates(implementation: str, *, device: torch.device | str = "cpu") -> Iterator[Gate]:
+    """``median(|o - r| / (|r| + 1e-6))``, r on the unquantized cache; mean over seeds; and of exact attention."""
+    for kind, lengths in _PAPER_LENGTHS.items():
+        case = Case(
+            kind,
+            heads=8,
+            kv_heads=8,
+            head_dim=128,
+            lengths=lengths,
+            queries=None if kind == "decode" else (32,) * len(lengths),
+            v_scaling="per-tensor",
+            outlier=1.0,
+        )
+        kernels = _chosen(case, implementation, device)
+        ours, exact = zip(*(_paper_errors(case, kernels, seed, device) for seed in range(_SEEDS)), strict=True)
+        for name, values, (centre, width) in (
+            (kind, ours, _PAPER[kind]),
+            (f"{kind}, exact attention", exact, _EXACT[kind]),
+        ):
+            mean = sum(values) / len(values)
+            figures = {"median_error": mean, "expected": centre, "within": width}
+            yield Gate("paper", name, abs(mean - centre) <= width, figures, f"{_SEEDS} seeds")
+
+
+def _paper_errors(case: Case, kernels: Kernels, seed: int, device: torch.device | str) -> tuple[float, float]:
+    problem = case.build(seed, device)
+    assert problem.cache.v_scale is not None
+    problem.cache.v_scale.copy_(problem.value.float().abs().max() / 448)
+    native = replace(case, v_format="bf16", v_scaling="none").build(seed, device).cache
+    native.block_table.copy_(problem.cache.block_table)
+    plain = choose("torch", **_shape(replace(case, v_format="bf16", v_scaling="none"), device))
+    plain.write(problem.key, problem.value, native, problem.slots)
+    kernels.write(problem.key, problem.value, problem.cache, problem.slots)
+    starts = problem.query_starts
+    if starts is None:
+        starts = torch.arange(len(case.lengths) + 1, dtype=torch.int32, device=device)
+        out, _ = kernels.decode(problem.q, problem.cache)
+    else:
+        out, _ = kernels.extend(problem.q, starts, problem.cache)
+    truth, _ = reference.extend(problem.q, starts, native)
+    exact, _ = reference.extend(problem.q, starts, problem.cache)
+    return _median_error(out, truth), _median_error(exact, truth)
+
+
+def _median_error(out: Tensor, truth: Tensor) -> float:
+    return ((out.float() - truth).abs() / (truth.abs() + 1e-6)).median().item()
+
+
+def _shape(case: Case, device: torch.device | str) -> dict[str, Any]:
+    return {
+        "k_format": case.k_format,
+        "v_format": case.v_format,
+        "heads": case.heads,
+        "kv_heads": case.kv_heads,
+        "head_dim": case.head_dim,
+        "v_dim": case.v_dim,
+        "page": case.page,
+        "dtype": case.dtype,
+        "device": device,
+        "k_scaling": case.k_scaling,
+        "v_scaling": case.v_scaling,
+    }
+
+
+def _chosen(case: Case, implementation: str, device: torch.device | str) -> Kernels:
+    return choose(implementation, **_shape(case, device))
+
+
+def _chooser(implementation: str, device: torch.device | str) -> Callable[[Case], Kernels]:
+    return lambda case: _chosen(case, implementation, device)

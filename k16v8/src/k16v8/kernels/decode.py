@@ -1,0 +1,324 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: ANN001, ANN202
+# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
+"""Decode in Triton: one query per sequence over its paged cache, in splits that a second kernel merges.
+
+One program takes one split of one sequence and KV head, with all query heads of that KV head as rows of one
+``tl.dot`` tile.  K of 16 bits goes to the product as it lies in memory; codes are widened in registers.
+Softmax statistics and the accumulation of P·V are float32, also across splits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k16v8.errors import UsageError
+from k16v8.kernels.bits import narrow
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.launch import (
+    Target,
+    attention_constants,
+    cache_arguments,
+    cache_constants,
+    compile_options,
+    merge_tiles,
+    power_of_two,
+    target_of,
+    tiles,
+)
+from k16v8.kernels.reference import Attention
+from k16v8.kernels.softmax import attend_tokens, finished, split_queries
+
+__all__ = ["DecodePlan", "decode", "plan_decode", "split_count"]
+
+_MOST_SPLITS = 128
+_SHORTEST = 256  # tokens that a split should at least have: below, merging costs more than it gains
+_LONGEST = 8192
+_EVEN = 0.95  # of the last round's places taken: more is not worth another split
+
+
+@triton.jit
+def decode_kernel(
+    q,
+    part,
+    part_lse,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    table,
+    lengths,
+    k_block,
+    k_place,
+    k_head,
+    v_block,
+    v_place,
+    v_head,
+    ks_block,
+    ks_place,
+    ks_head,
+    vs_block,
+    vs_place,
+    vs_head,
+    table_row,
+    q_row,
+    q_head,
+    scale,
+    HEADS: tl.constexpr,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_PAIRS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    K_NATIVE: tl.constexpr,
+    V_NATIVE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    QK: tl.constexpr,
+    PV: tl.constexpr,
+    Q_FORMAT: tl.constexpr,
+):
+    # heads first: programs that run together read neighbouring heads of the same tokens
+    head = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    split = tl.program_id(2)
+    length = tl.load(lengths + row)
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    start = first // TOKENS * TOKENS
+    each = tl.cdiv(length - start, SPLITS * TOKENS) * TOKENS
+    begin = start + split * each
+    end = tl.minimum(begin + each, length)
+
+    r = tl.arange(0, ROWS)
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    heads = head * RATIO + r
+    wanted = (r[:, None] < RATIO) & (d[None, :] < D)
+    queries = tl.load(q + row * q_row + heads[:, None] * q_head + d[None, :], mask=wanted, other=0.0)
+    factor = scale * 1.4426950408889634
+    if K_SCALE == 1:
+        factor = factor * tl.load(k_scale)
+    even_q, odd_q, factor = split_queries(queries, factor, Q_FORMAT, K_PAIRS, QK)
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.full((ROWS,), 0.0, tl.float32)
+    even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
+    odd = even
+    # Whole tiles that are all seen need no masks; a window's may begin within a tile.
+    middle = begin
+    if WINDOW == 0:
+        middle = begin + tl.maximum(end - begin, 0) // TOKENS * TOKENS
+        top, total, even, odd = attend_tokens(
+            even_q, odd_q, factor, top, total, even, odd, begin, middle, first, r, head,
+            k_cache, v_cache, k_scale, v_scale, table + row * table_row,
+            k_block, k_place, k_head, v_block, v_place, v_head,
+            ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+            K_NATIVE, V_NATIVE, False, 0, SOFTCAP, QK, PV, False,
+        )  # fmt: skip
+    top, total, even, odd = attend_tokens(
+        even_q, odd_q, factor, top, total, even, odd, middle, end, first, r, head,
+        k_cache, v_cache, k_scale, v_scale, table + row * table_row,
+        k_block, k_place, k_head, v_block, v_place, v_head,
+        ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+        D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+        K_NATIVE, V_NATIVE, False, 0, SOFTCAP, QK, PV, True,
+    )  # fmt: skip
+    acc, lse = finished(top, total, even, odd, V_PAIRS)
+    if V_SCALE == 1:
+        acc = acc * tl.load(v_scale)
+    target = (row * HEADS + heads) * SPLITS + split
+    tl.store(part_lse + target, lse, mask=r < RATIO)
+    tl.store(part + target[:, None] * DV + dv[None, :], acc, mask=(r[:, None] < RATIO) & (dv[None, :] < DV))
+
+
+@triton.jit
+def merge_kernel(
+    part,
+    part_lse,
+    sinks,
+    out,
+    lse,
+    out_row,
+    out_head,
+    lse_row,
+    HEADS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    SINKS: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    s = tl.arange(0, BLOCK_S)
+    dv = tl.arange(0, BLOCK_DV)
+    base = (row * HEADS + head) * SPLITS
+    logs = tl.load(part_lse + base + s, mask=s < SPLITS, other=float("-inf"))
+    top = tl.max(logs, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        top = tl.maximum(top, sink)
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    weights = tl.exp2(logs - safe)
+    total = tl.sum(weights, 0)
+    if SINKS:
+        total += tl.exp2(sink - safe)
+    parts = tl.load(
+        part + (base + s)[:, None] * DV + dv[None, :], mask=(s[:, None] < SPLITS) & (dv[None, :] < DV), other=0.0
+    )
+    result = tl.sum(parts * weights[:, None], 0) / tl.where(total == 0, 1.0, total)
+    tl.store(
+        out + row * out_row + head * out_head + dv, narrow(result, out.dtype.element_ty, INTERPRETED), mask=dv < DV
+    )
+    log = tl.where(total == 0, float("-inf"), (top + tl.log2(tl.where(total == 0, 1.0, total))) * 0.6931471805599453)
+    tl.store(lse + row * lse_row + head, log)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """Buffers of one decode shape, allocated once: ``part`` float32 ``[B, heads, splits, Dv]`` and ``part_lse``.
+
+    A plan serves batches of at most ``B``.  The split count decides in which order sums are made: it belongs into
+    the record of a run.
+    """
+
+    splits: int
+    part: Tensor
+    part_lse: Tensor
+
+
+def split_count(batch: int, kv_heads: int, max_length: int, multiprocessors: int) -> int:
+    """The fewest splits that fill the device evenly: programs come in rounds of two per multiprocessor.
+
+    A split has 256 to 8192 tokens where the length allows it: many short programs end together where few long ones,
+    and sequences of unequal length, leave multiprocessors idle at the end.  Static, unmeasured.
+    """
+    lines, each_round, max_length = max(1, batch * kv_heads), 2 * multiprocessors, max(1, max_length)
+    most = max(1, min(max_length // _SHORTEST, _MOST_SPLITS))
+    least = min(most, -(-max_length // _LONGEST))
+
+    def fill(splits: int) -> float:
+        each = -(-max_length // (splits * _SHORTEST)) * _SHORTEST
+        programs = lines * -(-max_length // each)
+        return programs / (-(-programs // each_round) * each_round)
+
+    return max(range(max(1, least), most + 1), key=lambda splits: (min(fill(splits), _EVEN), -splits))
+
+
+def plan_decode(
+    batch: int, heads: int, cache: PagedCache, *, splits: int | None = None, multiprocessors: int | None = None
+) -> DecodePlan:
+    """Buffers for ``batch`` sequences; ``splits`` from the number of multiprocessors unless told."""
+    device = cache.k_cache.device
+    if splits is None:
+        many = target_of(device).multiprocessors if multiprocessors is None else multiprocessors
+        splits = split_count(batch, cache.kv_heads, cache.max_length, many)
+    shape = (batch, heads, splits)
+    return DecodePlan(
+        splits,
+        torch.empty(*shape, cache.v_dim, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.float32, device=device),
+    )
+
+
+def decode(
+    q: Tensor,
+    cache: PagedCache,
+    attention: Attention | None = None,
+    *,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`k16v8.kernels.torch_path.decode`.
+
+    With ``out``, ``lse`` and ``plan`` given there is no allocation and no host sync: CUDA graphs may hold it.
+
+    Raises:
+        UsageError: the plan is for another shape.
+    """
+    attention = attention or Attention()
+    batch, heads = q.shape[:2]
+    target = target_of(q.device)
+    plan = plan or plan_decode(batch, heads, cache)
+    held = plan.part.shape
+    if held[0] < batch or held[1:] != (heads, plan.splits, cache.v_dim) or plan.part.device != q.device:
+        raise UsageError(
+            f"the plan is for {held[0]} sequences, {held[1]} heads and {held[3]} values on {plan.part.device}; "
+            f"this is {batch}, {heads} and {cache.v_dim} on {q.device}"
+        )
+    out = q.new_empty(batch, heads, cache.v_dim) if out is None else out
+    lse = torch.empty(batch, heads, dtype=torch.float32, device=q.device) if lse is None else lse
+    if not batch:
+        return out, lse
+    decode_kernel[(cache.kv_heads, batch, plan.splits)](
+        q,
+        plan.part,
+        plan.part_lse,
+        *cache_arguments(cache),
+        q.stride(0),
+        q.stride(1),
+        attention.scale_for(q.shape[2]),
+        **decode_constants(q.dtype, heads, cache, attention, plan.splits, target),
+        **compile_options(tiles("decode", target, cache)),
+    )
+    merge_kernel[(batch, heads)](
+        plan.part,
+        plan.part_lse,
+        plan.part if attention.sinks is None else attention.sinks,
+        out,
+        lse,
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        **merge_constants(heads, cache.v_dim, plan.splits, sinks=attention.sinks is not None, target=target),
+        **compile_options(merge_tiles(plan.splits, cache.v_dim)),
+    )
+    return out, lse
+
+
+def decode_constants(
+    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, splits: int, target: Target
+) -> dict[str, object]:
+    """The constexprs of the split kernel."""
+    ratio = heads // cache.kv_heads
+    tile = tiles("decode", target, cache)
+    return {
+        **cache_constants(cache, target),
+        **attention_constants(q_dtype, cache, attention, target),
+        "HEADS": heads,
+        "RATIO": ratio,
+        "ROWS": max(tile.rows, power_of_two(ratio)),
+        "TOKENS": tile.tokens,
+        "SPLITS": splits,
+    }
+
+
+def merge_constants(heads: int, v_dim: int, splits: int, *, sinks: bool, target: Target) -> dict[str, object]:
+    """The constexprs of the merge kernel."""
+    return {
+        "HEADS": heads,
+        "DV": v_dim,
+        "BLOCK_DV": power_of_two(v_dim),
+        "SPLITS": splits,
+        "BLOCK_S": power_of_two(splits),
+        "SINKS": sinks,
+        "INTERPRETED": target.backend == "interpreter",
+    }

@@ -1,0 +1,201 @@
+"""Which kernels answer for a cache: chosen by name, refused with a reason, never replaced by others silently."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor
+
+from k16v8.errors import NotSupportedError, UnknownNameError
+from k16v8.kernels import checks, torch_path
+from k16v8.kernels.cache import PagedCache, Scaling, storage
+from k16v8.kernels.reference import Attention
+
+__all__ = ["HEAD_DIMS", "IMPLEMENTATIONS", "PAGES", "Kernels", "choose", "load_triton"]
+
+Implementation = Literal["torch", "triton", "interpreter"]
+IMPLEMENTATIONS = ("torch", "triton", "interpreter")
+HEAD_DIMS = (64, 80, 96, 128, 256)  # what the gates cover
+PAGES = (16, 32, 64, 128)
+_MOST_RATIO = 16
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The operations of one implementation; every call is checked before its launch (:mod:`k16v8.kernels.checks`).
+
+    ``name`` is for the record of a run, for example ``triton[k=bf16,v=fp8_e4m3/per-token-head]``.
+    """
+
+    name: str
+    implementation: Implementation
+
+    def write(
+        self,
+        key: Tensor,
+        value: Tensor,
+        cache: PagedCache,
+        slots: Tensor,
+        *,
+        saturated: Tensor | None = None,
+        validate: bool = False,
+    ) -> None:
+        """:func:`k16v8.kernels.torch_path.write`.  ``validate`` looks at the slots, which waits for the device."""
+        checks.check_write(key, value, cache, slots, saturated=saturated, validate=validate)
+        self._operation("write")(key, value, cache, slots, saturated=saturated)
+
+    def plan(self, batch: int, heads: int, cache: PagedCache, *, splits: int | None = None) -> Any:
+        """Buffers for :meth:`decode`, allocated once per shape; ``None`` where the implementation needs none.
+
+        ``splits`` decides in which order sums are made: record ``plan.splits`` with the name.
+        """
+        if self.implementation == "torch":
+            return None
+        from k16v8.kernels.decode import plan_decode
+
+        return plan_decode(batch, heads, cache, splits=splits)
+
+    def decode(
+        self,
+        q: Tensor,
+        cache: PagedCache,
+        attention: Attention | None = None,
+        *,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        plan: Any = None,
+        validate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`k16v8.kernels.torch_path.decode`; with ``out``, ``lse`` and ``plan`` Triton allocates nothing."""
+        checks.check_decode(q, cache, attention, {"out": out, "lse": lse}, validate=validate)
+        held = {} if plan is None else {"plan": plan}  # the torch path has none
+        return cast("tuple[Tensor, Tensor]", self._operation("decode")(q, cache, attention, out=out, lse=lse, **held))
+
+    def extend(
+        self,
+        q: Tensor,
+        query_starts: Tensor,
+        cache: PagedCache,
+        attention: Attention | None = None,
+        *,
+        max_query: int | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        validate: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """:func:`k16v8.kernels.torch_path.extend`; with ``out`` and ``lse`` Triton allocates nothing."""
+        checks.check_extend(q, query_starts, cache, attention, {"out": out, "lse": lse}, validate=validate)
+        return cast(
+            "tuple[Tensor, Tensor]",
+            self._operation("extend")(q, query_starts, cache, attention, max_query=max_query, out=out, lse=lse),
+        )
+
+    def _operation(self, name: str) -> Any:
+        module = torch_path if self.implementation == "torch" else import_module(f"k16v8.kernels.{name}")
+        return getattr(module, name)
+
+
+def choose(
+    implementation: str,
+    *,
+    k_format: str,
+    v_format: str,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page: int,
+    v_dim: int | None = None,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    k_scaling: Scaling = "none",
+    v_scaling: Scaling = "none",
+) -> Kernels:
+    """The kernels of ``implementation`` (``torch``, ``triton``, ``interpreter``) for one shape; ``dtype``: of queries.
+
+    Raises:
+        NotSupportedError: this implementation cannot do it here; with the reason.
+        UnknownNameError: no such implementation or format.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        raise UnknownNameError("kernel implementation", implementation, IMPLEMENTATIONS)
+    stored = (storage(k_format), storage(v_format))
+    dims = (head_dim, head_dim if v_dim is None else v_dim)
+    name = f"{implementation}[k={_side(k_format, k_scaling)},v={_side(v_format, v_scaling)}]"
+    if reason := _refusal(stored[0].name, stored[1].name, heads, kv_heads, dims, dtype):
+        raise NotSupportedError(f"{name}: {reason}")
+    if implementation != "torch":
+        if reason := _triton_refusal(implementation, k_format, v_format, heads // kv_heads, dims, page, dtype, device):
+            raise NotSupportedError(f"{name}: {reason}")
+        load_triton(interpret=implementation == "interpreter")
+    return Kernels(name, cast("Implementation", implementation))
+
+
+def _side(name: str, scaling: Scaling) -> str:
+    if storage(name).integer:
+        scaling = "per-token-head"
+    return name if scaling == "none" else f"{name}/{scaling}"
+
+
+def _refusal(
+    k_format: str, v_format: str, heads: int, kv_heads: int, dims: tuple[int, int], dtype: torch.dtype
+) -> str | None:
+    if kv_heads < 1 or heads % kv_heads:
+        return f"{heads} query heads are no multiple of {kv_heads} KV heads"
+    for name, dim in zip((k_format, v_format), dims, strict=True):
+        if dim % storage(name).per_byte:
+            return f"{name} packs {storage(name).per_byte} values into a byte; head dimension {dim} is no multiple"
+    if not storage(k_format).quantized and storage(k_format).dtype != dtype:
+        return f"keys are {k_format} and queries {str(dtype).removeprefix('torch.')}: both must be of one type"
+    return None
+
+
+def _triton_refusal(
+    implementation: str,
+    k_format: str,
+    v_format: str,
+    ratio: int,
+    dims: tuple[int, int],
+    page: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+) -> str | None:
+    if "f32" in (k_format, v_format) or dtype == torch.float32:
+        return "the Triton kernels are for 16-bit queries; use the torch implementation for float32"
+    for dim in dims:
+        if dim not in HEAD_DIMS:
+            return f"head dimension {dim}; the gates cover {', '.join(map(str, HEAD_DIMS))}"
+    if page not in PAGES:
+        return f"page size {page}; the gates cover {', '.join(map(str, PAGES))}"
+    if ratio > _MOST_RATIO:
+        return f"{ratio} query heads per KV head; the gates cover 1 to {_MOST_RATIO}"
+    kind = torch.device(device).type
+    if implementation == "interpreter" and kind != "cpu":
+        return f"the interpreter runs on the CPU, the tensors lie on {kind}"
+    if implementation == "triton" and kind != "cuda":
+        return f"compiled kernels need a GPU, the tensors lie on {kind}; choose torch, or interpreter to test them"
+    return None
+
+
+def load_triton(*, interpret: bool) -> None:
+    """Import the Triton kernels, compiled or interpreted: a process has either, for as long as it lives.
+
+    Raises:
+        NotSupportedError: Triton is missing, or the process has it in the other way.
+    """
+    if interpret:  # read when Triton is imported, by functions of its own, too
+        os.environ["TRITON_INTERPRET"] = "1"
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError as error:
+        raise NotSupportedError("Triton is not installed; do: pip install 'k16v8[triton]'") from error
+    if isinstance(tl.cdiv, triton.runtime.JITFunction) == interpret:
+        raise NotSupportedError(
+            "Triton was imported for compiling; start a process with TRITON_INTERPRET=1 for its interpreter"
+            if interpret
+            else "TRITON_INTERPRET is set: this process has Triton's interpreter; start another without it"
+        )

@@ -1,0 +1,214 @@
+# mypy: disable-error-code="no-untyped-def, no-untyped-call"
+# ruff: noqa: ANN001, ANN202
+# Parameters of Triton functions are neither Python values nor tensors: they have no types to write.
+"""Extend in Triton: chunks of queries over a paged prefix that already holds the chunk itself, causal.
+
+The query heads of one KV head are rows of the same tile (row ``r`` is query ``r // ratio``, head ``r % ratio``), so
+that K and V are read once for all of them.  A NaN among the values of a tile reaches all rows of that tile.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from k16v8.kernels.bits import narrow
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.launch import (
+    Target,
+    attention_constants,
+    cache_arguments,
+    cache_constants,
+    compile_options,
+    target_of,
+    tiles,
+)
+from k16v8.kernels.reference import Attention
+from k16v8.kernels.softmax import attend_tokens, finished, split_queries
+
+__all__ = ["extend"]
+
+
+@triton.jit
+def extend_kernel(
+    q,
+    query_starts,
+    sinks,
+    out,
+    lse,
+    k_cache,
+    v_cache,
+    k_scale,
+    v_scale,
+    table,
+    lengths,
+    k_block,
+    k_place,
+    k_head,
+    v_block,
+    v_place,
+    v_head,
+    ks_block,
+    ks_place,
+    ks_head,
+    vs_block,
+    vs_place,
+    vs_head,
+    table_row,
+    q_row,
+    q_head,
+    out_row,
+    out_head,
+    lse_row,
+    scale,
+    RATIO: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    ROWS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGE: tl.constexpr,
+    K_FORMAT: tl.constexpr,
+    V_FORMAT: tl.constexpr,
+    K_PAIRS: tl.constexpr,
+    V_PAIRS: tl.constexpr,
+    K_SCALE: tl.constexpr,
+    V_SCALE: tl.constexpr,
+    K_NATIVE: tl.constexpr,
+    V_NATIVE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    QK: tl.constexpr,
+    PV: tl.constexpr,
+    Q_FORMAT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    row0 = tl.program_id(0) * ROWS
+    head = tl.program_id(1)
+    sequence = tl.program_id(2).to(tl.int64)
+    query0 = tl.load(query_starts + sequence)
+    queries_here = tl.load(query_starts + sequence + 1) - query0
+    if row0 < queries_here * RATIO:
+        length = tl.load(lengths + sequence)
+        r = row0 + tl.arange(0, ROWS)
+        real = r < queries_here * RATIO
+        query = tl.minimum(r // RATIO, queries_here - 1)
+        heads = head * RATIO + r % RATIO
+        positions = length - queries_here + query
+        lowest = length - queries_here + row0 // RATIO
+        end = tl.minimum(length, length - queries_here + (row0 + ROWS - 1) // RATIO + 1)
+        first = 0
+        if WINDOW > 0:
+            first = tl.maximum(lowest - WINDOW + 1, 0)
+
+        d = tl.arange(0, BLOCK_D)[None, :]
+        dv = tl.arange(0, BLOCK_DV)[None, :]
+        source = (query0 + query).to(tl.int64)
+        x = tl.load(q + (source * q_row + heads * q_head)[:, None] + d, mask=real[:, None] & (d < D), other=0.0)
+        factor = scale * 1.4426950408889634
+        if K_SCALE == 1:
+            factor = factor * tl.load(k_scale)
+        even_x, odd_x, factor = split_queries(x, factor, Q_FORMAT, K_PAIRS, QK)
+        top = tl.full((ROWS,), float("-inf"), tl.float32)
+        total = tl.full((ROWS,), 0.0, tl.float32)
+        even = tl.full((ROWS, BLOCK_DV // 2 if V_PAIRS else BLOCK_DV), 0.0, tl.float32)
+        odd = even
+        # Whole tiles that every row sees need no masks.
+        begin = first // TOKENS * TOKENS
+        middle = begin
+        if WINDOW == 0:
+            middle = (lowest + 1) // TOKENS * TOKENS
+            top, total, even, odd = attend_tokens(
+                even_x, odd_x, factor, top, total, even, odd, begin, middle, first, positions, head,
+                k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
+                k_block, k_place, k_head, v_block, v_place, v_head,
+                ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+                D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+                K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, False,
+            )  # fmt: skip
+        top, total, even, odd = attend_tokens(
+            even_x, odd_x, factor, top, total, even, odd, middle, end, first, positions, head,
+            k_cache, v_cache, k_scale, v_scale, table + sequence * table_row,
+            k_block, k_place, k_head, v_block, v_place, v_head,
+            ks_block, ks_place, ks_head, vs_block, vs_place, vs_head,
+            D, DV, BLOCK_D, BLOCK_DV, TOKENS, PAGE, K_FORMAT, V_FORMAT, K_PAIRS, V_PAIRS, K_SCALE, V_SCALE,
+            K_NATIVE, V_NATIVE, True, WINDOW, SOFTCAP, QK, PV, True,
+        )  # fmt: skip
+        acc, log = finished(top, total, even, odd, V_PAIRS)
+        if V_SCALE == 1:
+            acc = acc * tl.load(v_scale)
+        if SINKS:
+            sink = tl.load(sinks + heads).to(tl.float32) * 1.4426950408889634
+            # The sink joins the sum last: all else is multiplied by what it leaves over.
+            both = tl.maximum(log, sink)
+            joined = both + tl.log2(tl.exp2(log - both) + tl.exp2(sink - both))
+            acc = acc * tl.exp2(log - joined)[:, None]
+            log = joined
+        tl.store(
+            out + (source * out_row + heads * out_head)[:, None] + dv,
+            narrow(acc, out.dtype.element_ty, INTERPRETED),
+            mask=real[:, None] & (dv < DV),
+        )
+        tl.store(lse + source * lse_row + heads, log * 0.6931471805599453, mask=real)
+
+
+def extend(
+    q: Tensor,
+    query_starts: Tensor,
+    cache: PagedCache,
+    attention: Attention | None = None,
+    *,
+    max_query: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As :func:`k16v8.kernels.torch_path.extend`.
+
+    ``max_query``: the most queries of one sequence; without it every sequence gets programs for all of them.  With
+    ``out`` and ``lse`` given there is no allocation and no host sync.
+    """
+    attention = attention or Attention()
+    many, heads = q.shape[:2]
+    out = q.new_empty(many, heads, cache.v_dim) if out is None else out
+    lse = torch.empty(many, heads, dtype=torch.float32, device=q.device) if lse is None else lse
+    if not many:
+        return out, lse
+    target = target_of(q.device)
+    tile = tiles("extend", target, cache)
+    rows = (many if max_query is None else max_query) * (heads // cache.kv_heads)
+    extend_kernel[(triton.cdiv(rows, tile.rows), cache.kv_heads, len(cache.lengths))](
+        q,
+        query_starts,
+        out if attention.sinks is None else attention.sinks,
+        out,
+        lse,
+        *cache_arguments(cache),
+        q.stride(0),
+        q.stride(1),
+        out.stride(0),
+        out.stride(1),
+        lse.stride(0),
+        attention.scale_for(q.shape[2]),
+        **extend_constants(q.dtype, heads, cache, attention, target),
+        **compile_options(tile),
+    )
+    return out, lse
+
+
+def extend_constants(
+    q_dtype: torch.dtype, heads: int, cache: PagedCache, attention: Attention, target: Target
+) -> dict[str, object]:
+    """The constexprs of the kernel."""
+    ratio = heads // cache.kv_heads
+    tile = tiles("extend", target, cache)
+    return {
+        **cache_constants(cache, target),
+        **attention_constants(q_dtype, cache, attention, target),
+        "RATIO": ratio,
+        "ROWS": tile.rows,
+        "TOKENS": tile.tokens,
+        "SINKS": attention.sinks is not None,
+        "INTERPRETED": target.backend == "interpreter",
+    }

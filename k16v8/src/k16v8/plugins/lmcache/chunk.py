@@ -1,0 +1,284 @@
+"""What a K16/V8 chunk is: its description, its header, and all that can be wrong with its bytes.
+
+A chunk is the keys and values of some tokens in all layers.  As bytes it is a header, then frames; all numbers are
+little-endian:
+
+======  =====  =====================================================================================
+offset  bytes  header
+======  =====  =====================================================================================
+0       8      magic ``FDLK16V8``
+8       2      format version
+10      4      one byte each: sides (1 keys, 2 values, 3 both), element type, layout, scale
+14      2      0
+16      16     layers, tokens, KV heads, head dimension
+32      32     BLAKE2b-128 of the model's name, BLAKE2b-128 of the chunk's key
+64      8      CRC-32C of the 16-bit keys and of the 16-bit values, by which two sides know each other; else 0
+72      4      CRC-32C of the 72 bytes before
+======  =====  =====================================================================================
+
+A frame holds up to 4 MiB of one side's 16-bit content, in the order layer, token, head, dimension: keys as they are,
+values as FP8 e4m3 (OCP, saturating), all codes, then all scales.  Behind each frame stands the CRC-32C of
+header and frames up to there, so that a frame of another chunk, or at another place, does not fit.  In a chunk of both
+sides the frames of the keys come first.
+
+Errors::
+
+    ChunkError (K16V8Error)     bytes that are not the chunk that was asked for
+    ├── ForeignError              not of this format
+    ├── VersionError              of another version of it
+    ├── CorruptError              a checksum does not agree
+    │   ├── TruncatedError        they end early
+    │   └── TrailingError         they go on after the chunk
+    └── FingerprintError          sound, but of another chunk; names what differs:
+        ├── ModelError, ChunkKeyError, ShapeError, LayoutError, DtypeError, ScaleError
+        ├── SidesError            keys where values were asked for, or the like
+        └── PairError             keys and values of different chunks
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from k16v8.errors import K16V8Error, UnknownNameError, UsageError
+from k16v8.plugins.lmcache.crc32c import crc32c
+
+__all__ = [
+    "CRC",
+    "HEADER",
+    "LAYOUTS",
+    "MAGIC",
+    "SCALES",
+    "ChunkError",
+    "ChunkKeyError",
+    "ChunkSpec",
+    "CorruptError",
+    "DtypeError",
+    "FingerprintError",
+    "ForeignError",
+    "LayoutError",
+    "ModelError",
+    "PairError",
+    "ScaleError",
+    "ShapeError",
+    "Sides",
+    "SidesError",
+    "TrailingError",
+    "TruncatedError",
+    "VersionError",
+]
+
+Sides = Literal["k", "v", "kv"]
+
+LAYOUTS = ("2LTHD", "L2THD", "LT2HD", "2LHTD")  # order of sides (2), layers, tokens, heads, head dimension
+SCALES = ("none", "per-token-head")
+
+MAGIC, _VERSION = b"FDLK16V8", 1
+_FIELDS = struct.Struct("<8sHBBBBHIIII16s16sII")
+CRC = struct.Struct("<I")
+HEADER = _FIELDS.size + CRC.size  # bytes
+_FRAME = 4 << 20  # bytes of 16-bit content; part of the format
+_DTYPES = (torch.bfloat16, torch.float16)
+_SIDES: dict[Sides, int] = {"k": 1, "v": 2, "kv": 3}
+
+
+class ChunkError(K16V8Error):
+    """Bytes that are not the chunk that was asked for."""
+
+
+class ForeignError(ChunkError):
+    """Bytes that are not of this format."""
+
+
+class VersionError(ChunkError):
+    """Bytes of another version of the format."""
+
+
+class CorruptError(ChunkError):
+    """A checksum does not agree."""
+
+
+class TruncatedError(CorruptError):
+    """The bytes end before the chunk does."""
+
+
+class TrailingError(CorruptError):
+    """The bytes go on after the chunk."""
+
+
+class FingerprintError(ChunkError):
+    """A sound chunk, but another one; the message names what differs."""
+
+
+class ModelError(FingerprintError):
+    """Of another model."""
+
+
+class ChunkKeyError(FingerprintError):
+    """Of other tokens."""
+
+
+class ShapeError(FingerprintError):
+    """Of other numbers of layers, tokens, heads or dimensions."""
+
+
+class LayoutError(FingerprintError):
+    """Of another layout."""
+
+
+class DtypeError(FingerprintError):
+    """Of another element type, or one that is not bfloat16 or float16."""
+
+
+class ScaleError(FingerprintError):
+    """Of values under another scale."""
+
+
+class SidesError(FingerprintError):
+    """Of other sides: keys where values were asked for, or the like."""
+
+
+class PairError(FingerprintError):
+    """Keys and values that do not belong together."""
+
+
+@dataclass(frozen=True)
+class ChunkSpec:
+    """What a chunk is; both ends have to agree on all of it.
+
+    ``model``: its name.  ``tokens``: positions in the chunk.  ``heads``: KV heads.  ``dtype``: bfloat16 or float16.
+    ``layout``: one of :data:`LAYOUTS`, the order of the tensor's dimensions.  ``scale``: ``none`` (1, values beyond
+    ±448 saturate) or ``per-token-head`` (one float16 per token and head).  ``key``: which tokens, in the caller's
+    terms.
+
+    Raises:
+        DtypeError, UnknownNameError, UsageError: an element type, a layout or scale, or a size that cannot be.
+    """
+
+    model: str
+    layers: int
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    layout: str = "2LTHD"
+    scale: str = "none"
+    key: bytes = b""
+
+    def __post_init__(self) -> None:
+        if self.dtype not in _DTYPES:
+            raise DtypeError(f"a K16/V8 chunk holds bfloat16 or float16, not {_word(self.dtype)}")
+        for kind, name, known in (("layout", self.layout, LAYOUTS), ("scale", self.scale, SCALES)):
+            if name not in known:
+                raise UnknownNameError(kind, name, known)
+        if not all(0 < size < 1 << 32 for size in self.sizes):
+            raise UsageError(f"a chunk of {self._sizes_text()} cannot be: each has to be in 1 … 4294967295")
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Layers, tokens, KV heads, head dimension."""
+        return self.layers, self.tokens, self.heads, self.head_dim
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the tensor, in its layout."""
+        sizes = dict(zip("2LTHD", (2, *self.sizes), strict=True))
+        return tuple(sizes[letter] for letter in self.layout)
+
+    def encoded_bytes(self, sides: Sides = "kv") -> int:
+        """Exact size of the encoded chunk."""
+        frames = sum(1 for _ in self.frames())
+        content = self.layers * self.tokens * self.heads
+        k = content * self.head_dim * 2 + frames * CRC.size
+        v = content * self.value_bytes + frames * CRC.size
+        return HEADER + k * ("k" in sides) + v * ("v" in sides)
+
+    @property
+    def value_bytes(self) -> int:
+        """Of one head of one token: a code for each dimension, and a float16 scale where there is one."""
+        return self.head_dim + (2 if self.scaled else 0)
+
+    @property
+    def scaled(self) -> bool:
+        """Whether values have a scale per token and head."""
+        return self.scale == "per-token-head"
+
+    def frames(self) -> Iterator[tuple[slice, slice]]:
+        """Layers and tokens of each frame of one side: whole layers where they fit, else tokens of one."""
+        tokens = max(1, _FRAME // (self.heads * self.head_dim * 2))
+        if layers := tokens // self.tokens:
+            yield from (
+                (slice(i, min(i + layers, self.layers)), slice(0, self.tokens)) for i in range(0, self.layers, layers)
+            )
+        else:
+            for layer in range(self.layers):
+                for i in range(0, self.tokens, tokens):
+                    yield slice(layer, layer + 1), slice(i, min(i + tokens, self.tokens))
+
+    def header(self, sides: Sides, pair: tuple[int, int] = (0, 0)) -> bytes:
+        """The header; ``pair``: CRC-32C of keys and values before encoding."""
+        fields = _FIELDS.pack(
+            *(MAGIC, _VERSION, _SIDES[sides]),
+            *(_DTYPES.index(self.dtype), LAYOUTS.index(self.layout), SCALES.index(self.scale), 0),
+            *self.sizes,
+            *(_fingerprint(self.model.encode()), _fingerprint(self.key), *pair),
+        )
+        return fields + CRC.pack(crc32c(fields))
+
+    def check(self, header: bytes, sides: Sides) -> tuple[int, int]:
+        """Compare a header that begins with the magic; returns the checksums of its pair.
+
+        Raises:
+            VersionError, CorruptError, FingerprintError: it is of another version, damaged, or of another chunk.
+        """
+        _, version, has, dtype, layout, scale, zero, *sizes, model, key, k_crc, v_crc = _FIELDS.unpack_from(header)
+        if version != _VERSION:
+            raise VersionError(f"the chunk is of format version {version}; this k16v8 reads version {_VERSION}")
+        if header[_FIELDS.size :] != CRC.pack(crc32c(header[: _FIELDS.size])):
+            raise CorruptError("the chunk is damaged in its header: its checksum differs; drop it and compute it again")
+        held = {code: name for name, code in _SIDES.items()}.get(has)
+        if held is None or zero or dtype >= len(_DTYPES) or layout >= len(LAYOUTS) or scale >= len(SCALES):
+            raise CorruptError("the chunk's header is sound but holds codes that this format does not have")
+        if model != _fingerprint(self.model.encode()):
+            raise ModelError(f"the chunk is of another model than {self.model!r}")
+        for kind, what, found, due in (
+            (SidesError, "sides", held, sides),
+            (DtypeError, "element type", _word(_DTYPES[dtype]), _word(self.dtype)),
+            (LayoutError, "layout", LAYOUTS[layout], self.layout),
+            (ScaleError, "scale", SCALES[scale], self.scale),
+            (ShapeError, "layers, tokens, KV heads, head dimension", (*sizes,), self.sizes),
+        ):
+            if found != due:
+                raise kind(f"the chunk is another one: {what} {found}, where {due} was asked for")
+        if key != _fingerprint(self.key):
+            raise ChunkKeyError("the chunk is of other tokens: its key is not the one that was asked for")
+        return k_crc, v_crc
+
+    def canonical(self, kv: Tensor) -> Tensor:
+        """A view of the tensor as ``[2, L, T, H, D]``.
+
+        Raises:
+            ShapeError, DtypeError: it is not of this shape or type.
+        """
+        if kv.shape != self.shape:
+            raise ShapeError(f"the tensor is {list(kv.shape)}; {self.layout} of this chunk is {list(self.shape)}")
+        if kv.dtype != self.dtype:
+            raise DtypeError(f"the tensor is {_word(kv.dtype)}, the chunk {_word(self.dtype)}")
+        return kv.detach().permute([self.layout.index(letter) for letter in LAYOUTS[0]])
+
+    def _sizes_text(self) -> str:
+        return "{} layers, {} tokens, {} KV heads of dimension {}".format(*self.sizes)
+
+
+def _fingerprint(name: bytes) -> bytes:
+    return blake2b(name, digest_size=16).digest()
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,216 @@
+"""Pool and attention backend behind :mod:`k16v8.plugins.sglang.plugin`; imported inside SGLang's schedulers.
+
+Every layer writes its tokens into the pool first and attends to the pool then, so prompts in chunks, cached prefixes
+and batches that mix prompts with decoding are one case: each sequence's last tokens over the whole of it.  SGLang
+addresses tokens by slot; a page of ``--page-size`` tokens is a run of slots, a single token where that is 1.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
+from torch import Tensor
+
+from k16v8.errors import NotSupportedError
+from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.dispatch import Kernels
+from k16v8.kernels.reference import Attention
+from k16v8.plugins.shared import LABEL, Pages, read_back, switched
+
+__all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
+
+_log = logging.getLogger(f"sglang.{__name__}")
+
+
+class K16V8Pool(MHATokenToKVPool):
+    """SGLang's pool with storage of its own: keys, codes of values, and scales where there are some.
+
+    ``dtype`` is that of the codes: where it reads bfloat16, some models write rotated keys and plain values themselves.
+    """
+
+    def _create_buffers(self) -> None:
+        scaling = switched()
+        if scaling is None:
+            raise NotSupportedError(f"{LABEL} was switched off after it was put in place")
+        slots = self.size + self.page_size  # SGLang's page 0 takes what padding writes
+        self._key_dtype: torch.dtype = self.dtype
+
+        def zeros(dtype: torch.dtype, *dims: int) -> list[Tensor]:
+            shape = (slots, self.head_num, *dims)
+            return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.layer_num)]
+
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.k_buffer = zeros(self._key_dtype, self.head_dim)
+            self.v_buffer = zeros(torch.uint8, self.v_head_dim)
+            self.v_scale_buffer = zeros(torch.float16) if scaling == "per-token-head" else None
+        self.k_scale_buffer = self.native_k_scale_buffer = self.native_v_scale_buffer = None
+        self.dq_k_buffer = self.dq_v_buffer = None
+        self.dtype: torch.dtype = torch.uint8
+        self.store_dtype = torch.uint8
+        self._kv_buffer_descs: list[Any] = []  # for transfers, with which it is not launched
+        self._init_data_ptrs_and_strides()
+        scales: Sequence[Tensor | None] = self.v_scale_buffer or [None] * self.layer_num
+        self._pages = [
+            Pages(self._paged(keys), self._paged(values), None if scale is None else self._paged(scale))
+            for keys, values, scale in zip(self.k_buffer, self.v_buffer, scales, strict=True)
+        ]
+        self._nowhere = torch.zeros(0, dtype=torch.int32, device=self.device)
+        self._writer = self.kernels(self.head_num)
+
+    def _paged(self, buffer: Tensor) -> Tensor:
+        return buffer.view(-1, self.page_size, *buffer.shape[1:])
+
+    def kernels(self, heads: int) -> Kernels:
+        """The kernels for this pool and so many query heads.
+
+        Raises:
+            NotSupportedError: there are none for this shape.
+        """
+        return self._pages[0].kernels(heads, self._key_dtype, self.device)
+
+    def paged(self, layer_id: int, table: Tensor, lengths: Tensor) -> PagedCache:
+        """A layer's cache; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
+        pages: Pages = self._pages[layer_id - self.start_layer]
+        return pages.paged(table, lengths)
+
+    def set_kv_buffer(
+        self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor, k_scale: Any = None, v_scale: Any = None
+    ) -> None:
+        """Write tokens: ``[N, heads, D]`` and ``[N, heads, Dv]``.  SGLang's scales are those of another format."""
+        slots, _, _ = unwrap_write_loc(loc_info)
+        self._writer.write(cache_k, cache_v, self.paged(layer.layer_id, self._nowhere.view(0, 1), self._nowhere), slots)
+
+    def get_value_buffer(self, layer_id: int) -> Tensor:
+        raise NotSupportedError(f"{LABEL}: values are codes, which only its own attention backend reads")
+
+    def get_kv_size_bytes(self) -> tuple[int, int]:
+        """Bytes of keys, and of values with their scales."""
+        values = [*self.v_buffer, *(self.v_scale_buffer or ())]
+        return sum(x.nbytes for x in self.k_buffer), sum(x.nbytes for x in values)
+
+    def read_back(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
+        """:func:`read_back_slots` of this pool."""
+        return read_back_slots(
+            self._pages, layer_id - self.start_layer, slots.tolist(), key.flatten(1), value.flatten(1)
+        )
+
+
+@dataclass
+class Step:
+    """One forward's sequences, and the tokens that each has in it."""
+
+    lengths: Tensor  # int32 [B]
+    table: Tensor  # int32 [B, max_blocks]
+    starts: Tensor | None  # int32 [B + 1]; None: one token of each
+    longest: int  # tokens of one sequence in this forward
+
+
+class K16V8Backend(AttentionBackend):
+    """Attention over the pool, by the Triton kernels on GPUs, by the torch path on CPUs.
+
+    Raises:
+        NotSupportedError: the pool is not ours, or a layer needs what the kernels lack.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__()
+        pool = runner.token_to_kv_pool
+        if not isinstance(pool, K16V8Pool):
+            raise NotSupportedError(f"{LABEL} reads its own pool, SGLang made a {type(pool).__name__}")
+        self.token_to_kv_pool, self._slots = pool, runner.req_to_token_pool.req_to_token
+        self._attention = {layer.layer_id: _attention(layer) for layer in _layers(runner.model)}
+        for heads in {layer.tp_q_head_num for layer in _layers(runner.model)}:
+            self.kernels = pool.kernels(heads)
+        self._step: Step | None = None
+        _log.info("%s: %s, pages of %d tokens", LABEL, self.kernels.name, pool.page_size)
+
+    @property
+    def label(self) -> str:
+        """The backend and its kernels, for the record of what ran."""
+        return f"{LABEL} ({self.kernels.implementation})"
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Where the sequences of this forward lie."""
+        batch, mode = forward_batch, forward_batch.forward_mode
+        if mode.is_idle():
+            self._step = None
+            return
+        if not (mode.is_decode() or mode.is_extend_or_draft_extend_or_mixed()):
+            raise NotSupportedError(f"{LABEL} does not know SGLang's forward mode {mode.name}")
+        page, longest = self.token_to_kv_pool.page_size, int(batch.seq_lens_cpu.max())
+        slots = self._slots[:, :longest:page][batch.req_pool_indices]  # of the first token of each page
+        self._step = Step(batch.seq_lens.int(), (slots // page).int().contiguous(), None, 1)
+        if not mode.is_decode():
+            self._step.longest = max(batch.extend_seq_lens_cpu)
+            self._step.starts = torch.nn.functional.pad(batch.extend_seq_lens.cumsum(0), (1, 0)).int()
+
+    def forward_decode(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """One token of each sequence: ``q`` ``[B, heads · D]`` → ``[B, heads · Dv]``."""
+        return self.forward_extend(q, k, v, layer, forward_batch, save_kv_cache, **more)
+
+    def forward_extend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: Any, forward_batch: Any, save_kv_cache: bool = True, **more: Any
+    ) -> Tensor:
+        """The last tokens of each sequence: ``q`` ``[N, heads · D]`` → ``[N, heads · Dv]``."""
+        attention, step, pool = self._attention[layer.layer_id], self._step, self.token_to_kv_pool
+        assert step is not None
+        if (sinks := more.pop("sinks", None)) is not None:
+            attention = Attention(attention.scale, attention.window, attention.softcap, sinks.float())
+        if given := [name for name, value in more.items() if value is not None]:
+            raise NotSupportedError(f"{LABEL} does not know {', '.join(given)}, which this model passes to attention")
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, forward_batch.out_cache_loc, k, v)
+        q = q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(*q.shape[:2], layer.v_head_dim)
+        cache = pool.paged(layer.layer_id, step.table, step.lengths)
+        if step.starts is None:
+            self.kernels.decode(q, cache, attention, out=out)
+        else:
+            self.kernels.extend(q, step.starts, cache, attention, max_query=step.longest, out=out)
+        return out.flatten(1)
+
+
+def read_back_slots(buffers: list[Pages], layer: int, slots: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
+    """Compare what some tokens were given in one layer with what the pool holds in their ``slots``.
+
+    ``buffers``: of each layer, ``[blocks, tokens, heads, …]`` without gaps; ``key``: ``[n, heads · D]``, ``value``:
+    ``[n, heads · Dv]``.  As :func:`k16v8.plugins.shared.read_back`; ``disjoint``: no buffer of keys, values or
+    scales reaches into another, in all layers.
+    """
+    keys, codes, scales = buffers[layer]
+    places = Pages(_singly(keys), _singly(codes), None if scales is None else _singly(scales))
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for pages in buffers for x in pages if x is not None)
+    apart = all(end <= start for (_, end), (start, _) in pairwise(spans))
+    return read_back(places, slots, key, value) | {"disjoint": apart}
+
+
+def _singly(x: Tensor) -> Tensor:
+    """Pages of one token each: a block is a slot."""
+    return x.flatten(0, 1).unsqueeze(1)
+
+
+def _layers(model: torch.nn.Module) -> list[Any]:
+    return [layer for layer in model.modules() if isinstance(layer, RadixAttention)]
+
+
+def _attention(layer: Any) -> Attention:
+    """What a layer's attention does besides the two products."""
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        raise NotSupportedError(f"{LABEL} is for decoders; layer {layer.layer_id} is of another kind")
+    if layer.use_irope or layer.xai_temperature_len > 0 or layer.pos_encoding_mode != "NONE":
+        raise NotSupportedError(f"{LABEL} has no chunked attention, temperature or positions of its own")
+    if layer.logit_cap > 0 and layer.logit_capping_method != "tanh":
+        raise NotSupportedError(f"{LABEL} caps logits by tanh, layer {layer.layer_id} by {layer.logit_capping_method}")
+    window = layer.sliding_window_size  # tokens before the query's own, -1 for all
+    return Attention(layer.scaling, window + 1 if window > -1 else 0, layer.logit_cap)

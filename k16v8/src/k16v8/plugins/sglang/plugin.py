@@ -1,0 +1,166 @@
+"""K16/V8 inside stock SGLang: keys in the model's 16-bit type, values as FP8 e4m3, three quarters of the bytes.
+
+``K16V8=1`` in the environment switches it on (the words are those of :mod:`k16v8.plugins.shared`): every SGLang of the
+environment loads :func:`register` through the entry point ``sglang.srt.plugins``.  The server is then launched with
+``--attention-backend k16v8``; ``--kv-cache-dtype`` stays ``auto``.
+
+What is SGLang's own door and what is not:
+
+- attention: the table of backends (``register_attention_backend``) and its list of choices, both meant for plug-ins;
+- storage: a subclass of SGLang's pool for keys and values, which SGLang lets a platform name (``get_kv_pool_cls``);
+  it is put in one step later, where the launch is at hand and can be refused;
+- capacity: no door.  The function that says what a token takes is wrapped (``DefaultPoolConfigurator``), so that
+  SGLang itself offers more tokens for the same memory.
+
+The last two are private, so other versions than those in :data:`VERSIONS` are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from k16v8.errors import K16V8Error, NotSupportedError
+from k16v8.plugins.shared import LABEL, content_bytes, switched, version_refusal
+
+__all__ = [
+    "BACKEND",
+    "PAGES",
+    "VERSIONS",
+    "cell_bytes",
+    "lacking",
+    "pool_class",
+    "refusal",
+    "register",
+]
+
+BACKEND = "k16v8"  # --attention-backend
+_BACKENDS = (BACKEND, "fidelab_k16v8")  # and its former name
+VERSIONS = ((0, 5, 23), (0, 5, 24))  # of SGLang, from the first to before the second: where the hooks were seen to work
+PAGES = (16, 32, 64, 128)  # tokens; what the Triton kernels are gated for
+_16_BIT = ("torch.bfloat16", "torch.float16")
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+_CELL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
+_LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
+_OFF = {  # settings that read or write the pool in ways of their own, and their values when off
+    "speculative_algorithm": None,
+    "disaggregation_mode": "null",
+    "dcp_size": 1,
+    "enable_hierarchical_cache": False,
+    "enable_kv_cache_sharding": False,
+    "enable_lmcache": False,
+    "enable_page_major_kv_layout": False,
+    "enable_unified_memory": False,
+    "prefill_only_disable_kv_cache": False,
+}
+
+
+def refusal() -> str:
+    """Why the installed SGLang cannot run it; empty where it can."""
+    return version_refusal(("sglang", "sglang-cpu"), VERSIONS, "hooks functions that are SGLang's own affair")
+
+
+def register() -> None:
+    """Put pool, capacity and attention backend in place, where the environment asks for it.
+
+    Raises:
+        SystemExit: the switch means nothing, or this version of SGLang is not among those it was made for.  SGLang
+            would log any other exception of a plug-in and serve without it.
+    """
+    try:
+        if switched() is None:
+            return
+        if reason := refusal():
+            raise NotSupportedError(reason)
+    except K16V8Error as error:
+        raise SystemExit(f"k16v8: {error}") from error
+    from sglang.srt.arg_groups.choices import add_attention_backend_choices
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.platforms import current_platform
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for name in _BACKENDS:
+        if name not in ATTENTION_BACKENDS:
+            add_attention_backend_choices([name])
+        register_attention_backend(name)(_backend)
+    HookRegistry.register(f"{_CONFIGURATOR}._resolve_kv_pool_class", pool_class, HookType.AROUND)
+    HookRegistry.register(_CELL, cell_bytes, HookType.AROUND)
+    if current_platform.is_cpu():
+        HookRegistry.register(_LAST_LOC, _last_loc, HookType.REPLACE)
+
+
+def _backend(runner: Any) -> Any:
+    from k16v8.plugins.sglang.backend import K16V8Backend
+
+    return K16V8Backend(runner)
+
+
+def _last_loc(*args: Any) -> Any:
+    """On CPUs pages need the torch variant, which SGLang takes for backends of its own names alone."""
+    from sglang.srt.mem_cache.allocation import get_last_loc_torch
+
+    return get_last_loc_torch(*args)
+
+
+# ------------------------------------------------------------------------------------------------- the pool
+
+
+def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, default: type) -> type:
+    """The class of the pool for keys and values: ours.
+
+    Raises:
+        NotSupportedError: SGLang was launched in a way that it cannot serve.
+    """
+    chosen = original(configurator, kind=kind, default=default)
+    if kind != "mha":
+        return chosen
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+    from sglang.srt.platforms import current_platform
+
+    from k16v8.plugins.sglang.backend import K16V8Pool
+
+    settings = resolved_view(configurator.server_args)
+    platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "another device"
+    if reason := lacking(configurator, settings, attention_backends_of(settings), platform):
+        raise NotSupportedError(f"{LABEL} {reason}")
+    return K16V8Pool
+
+
+def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platform: str) -> str:
+    """Why this launch cannot be served, with what to do; empty where it can."""
+    if not set(backends) <= set(_BACKENDS):
+        return f"has an attention backend of its own: pass --attention-backend {BACKEND}"
+    if platform not in ("cpu", "cuda"):
+        return "runs on CPUs and NVIDIA GPUs"
+    if configurator.use_mla_backend:
+        return "needs keys and values; this model keeps latents"
+    if configurator.mambaish_config is not None:
+        return "needs keys and values in every layer; this model has recurrent ones"
+    if configurator.is_hybrid_swa:
+        return "keeps all layers in one pool: pass --disable-hybrid-swa-memory"
+    if str(configurator.model_dtype) not in _16_BIT:
+        return f"keeps keys in 16 bits, the model computes in {configurator.model_dtype}: pass --dtype bfloat16"
+    if configurator.kv_cache_dtype != configurator.model_dtype:
+        return f"has formats of its own, not {configurator.kv_cache_dtype}: pass --kv-cache-dtype auto"
+    for name, off in _OFF.items():
+        if getattr(settings, name) != off:
+            return f"does not work with --{name.replace('_', '-')}"
+    if platform == "cuda" and configurator.page_size not in PAGES:
+        return f"reads pages on GPUs: pass --page-size {', '.join(map(str, PAGES[:-1]))} or {PAGES[-1]}"
+    graphs = settings.cuda_graph_config
+    if graphs is not None and {graphs.decode.backend, graphs.prefill.backend} != {"disabled"}:
+        return "runs without graphs: pass --disable-cuda-graph"
+    return ""
+
+
+def cell_bytes(original: Callable[..., int], own: Any, configurator: Any, num_layers: int) -> int:
+    """Bytes of a token in all layers of a rank, from what SGLang's own cache would take."""
+    whole = original(own, configurator, num_layers)
+    scaling = switched()
+    if scaling is None:
+        return whole
+    model = configurator.model_config
+    heads: int = whole // (
+        2 * (model.head_dim + model.v_head_dim)
+    )  # of all layers: a cell is heads times 16-bit values
+    return heads * content_bytes(model.head_dim, model.v_head_dim, scaling)

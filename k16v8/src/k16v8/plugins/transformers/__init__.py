@@ -1,0 +1,1 @@
+"""Transformers: an attention function and a cache of pages; see :class:`k16v8.K16V8Cache`."""

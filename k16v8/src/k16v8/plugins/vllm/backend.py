@@ -1,0 +1,228 @@
+"""The attention backend behind :mod:`k16v8.plugins.vllm.plugin`; imported by vLLM, by name.
+
+Every step writes its tokens into the pages first (``do_kv_cache_update``) and attends to the pages then, so prompts in
+chunks, cached prefixes and batches that mix prompts with decoding are one case: each sequence's last tokens over the
+whole of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    CommonAttentionMetadata,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+
+from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
+from k16v8.kernels.reference import Attention
+from k16v8.plugins.shared import LABEL, Pages, content_bytes, read_back, switched
+from k16v8.plugins.vllm.plugin import pages
+
+__all__ = ["K16V8Backend"]
+
+_log = init_logger(f"vllm.{__name__}")
+_DTYPES = [torch.bfloat16, torch.float16]
+_ON_CPU = current_platform.device_type == "cpu"
+
+
+class K16V8Backend(AttentionBackend):
+    """What vLLM asks before it builds a layer."""
+
+    forward_includes_kv_cache_update: bool = False
+    supported_dtypes: ClassVar[list[torch.dtype]] = _DTYPES
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto"]
+
+    @staticmethod
+    def get_name() -> str:
+        """A name that vLLM's table of backends has."""
+        return "CPU_ATTN" if _ON_CPU else "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[K16V8Attention]:
+        return K16V8Attention
+
+    @staticmethod
+    def get_builder_cls() -> type[K16V8Builder]:
+        return K16V8Builder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return [MultipleOf(16)] if _ON_CPU else list(PAGES)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return [] if _ON_CPU else list(HEAD_DIMS)
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)  # a head's bytes in one run
+
+    @classmethod
+    def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
+        """Three quarters of a page, and the scales where there are some."""
+        scaling = switched()
+        if scaling is None or spec.state_content_bytes is not None:
+            return spec
+        if spec.dtype not in _DTYPES:
+            raise NotImplementedError(
+                f"{LABEL} keeps keys in 16 bits, the model computes in {spec.dtype}: pass --dtype"
+            )
+        return replace(spec, state_content_bytes=content_bytes(spec.head_size, spec.head_size_v, scaling))
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+
+@dataclass
+class K16V8Metadata:
+    """One step's sequences, and the tokens that each has in it."""
+
+    num_actual_tokens: int  # without padding
+    max_query_len: int
+    query_start_loc: Tensor  # int32 [B + 1]
+    seq_lens: Tensor  # int32 [B]
+    block_table: Tensor  # int32 [B, max_blocks]
+
+
+class K16V8Builder(AttentionMetadataBuilder[K16V8Metadata]):
+    """Takes from a step what the kernels need."""
+
+    def __init__(self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> K16V8Metadata:
+        step = common_attn_metadata
+        if step.causal is not True:
+            raise NotImplementedError(f"{LABEL} attends causally only")
+        return K16V8Metadata(
+            step.num_actual_tokens,
+            step.max_query_len,
+            step.query_start_loc,
+            step.seq_lens,
+            step.block_table_tensor,
+        )
+
+
+class K16V8Attention(AttentionImpl[K16V8Metadata]):
+    """One layer.
+
+    Raises:
+        NotImplementedError: the layer needs what the kernels lack; vLLM ends with that line.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+    ) -> None:
+        if alibi_slopes is not None:
+            raise NotImplementedError(f"{LABEL} has no ALiBi")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{LABEL} is for decoders; this layer is of type {attn_type}")
+        if kv_cache_dtype != "auto":
+            raise NotImplementedError(f"{LABEL} has formats of its own: leave --kv-cache-dtype auto")
+        if get_current_vllm_config().kv_transfer_config is not None:  # CPUs do not ask supports_kv_connector
+            raise NotImplementedError(f"{LABEL} takes no KV connector: they read pages as two halves of one type")
+        scaling = switched()
+        if scaling is None:
+            raise NotImplementedError(f"{LABEL} was switched off after it was put in place")
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_kv_heads or num_heads
+        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
+        self.scaling = scaling
+        self.kernels: Kernels | None = None
+        self._window, self._softcap = sliding_window or 0, logits_soft_cap or 0.0
+        self._cache: Tensor | None = None
+
+    @property
+    def label(self) -> str:
+        """The backend and its kernels, for the record of what ran."""
+        return f"{LABEL} ({self.kernels.implementation if self.kernels else 'not run'})"
+
+    def do_kv_cache_update(
+        self, layer: torch.nn.Module, key: Tensor, value: Tensor, kv_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        """Write this step's tokens: ``[N, heads, D]`` to slots ``[<= N]``; the rest is padding."""
+        if not kv_cache.numel():
+            return
+        n = slot_mapping.shape[0]
+        self._open(kv_cache, key.dtype)
+        assert self.kernels is not None
+        none = slot_mapping.new_zeros(0, dtype=torch.int32)
+        self.kernels.write(key[:n], value[:n], self._pages.paged(none.view(0, 1), none), slot_mapping)
+
+    def forward(
+        self,
+        layer: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: K16V8Metadata | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        """``query`` ``[N, heads, D]`` over the pages, into ``output`` ``[N, heads, Dv]``."""
+        if output_scale is not None or output_block_scale is not None:
+            raise NotImplementedError(f"{LABEL} does not quantize its output")
+        if attn_metadata is None:  # profiling
+            return output.zero_()
+        step, n = attn_metadata, attn_metadata.num_actual_tokens
+        self._open(kv_cache, query.dtype)
+        assert self.kernels is not None
+        cache = self._pages.paged(step.block_table, step.seq_lens)
+        q, out = query[:n], output[:n]
+        if step.max_query_len == 1:
+            self.kernels.decode(q, cache, self._attention, out=out)
+        else:
+            self.kernels.extend(q, step.query_start_loc, cache, self._attention, max_query=step.max_query_len, out=out)
+        return output
+
+    def _open(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
+        """Views and kernels, once the cache is there."""
+        if self._cache is kv_cache:
+            return
+        self._pages: Pages = pages(kv_cache, self.head_size, self.scaling)
+        self._attention = Attention(
+            self.scale, self._window, self._softcap, None if self.sinks is None else self.sinks.float()
+        )
+        self.kernels = self._pages.kernels(self.num_heads, dtype, kv_cache.device)
+        self._cache = kv_cache
+        _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
+
+    def read_back(self, kv_cache: Tensor, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
+        """:func:`k16v8.plugins.shared.read_back` of this layer."""
+        return read_back(pages(kv_cache, self.head_size, self.scaling), blocks, key, value)

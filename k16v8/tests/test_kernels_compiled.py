@@ -1,0 +1,90 @@
+"""What compiled code says about speed where no GPU is: spills, widths of loads, matrix units, what is loaded ahead."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+_COMMAND = "from k16v8.cli import main; raise SystemExit(main())"
+_FORMATS = "bf16/bf16,bf16/fp8_e4m3,fp8_e4m3/fp8_e4m3"
+# Window, soft-cap, sinks and scales per token at once: some registers are lacking, for some bytes of a thread.
+_SPILLS = {("extend", "fp8_e4m3", "fp8_e4m3", "all")}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str, str, str], Any]:
+    """(kernel, K, V, options) → the record on sm_90, head dimension 128."""
+    cache: Path = tmp_path_factory.mktemp("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "TRITON_CACHE_DIR": str(cache)}
+    words = ("compile", "--target", "sm_90", "--formats", _FORMATS, "--json")
+    done = subprocess.run([sys.executable, "-c", _COMMAND, *words], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    return {(one["kernel"], one["k_format"], one["v_format"], one["options"]): one for one in results}
+
+
+def test_registers_suffice_but_for_named_exceptions(compiled: dict[Any, Any]) -> None:
+    assert {key for key, one in compiled.items() if one["spilled"]} <= _SPILLS
+    assert all(one["spilled"] <= 64 and 0 < one["registers"] <= 255 for one in compiled.values())
+
+
+def test_a_thread_of_decode_loads_16_bytes_of_keys_or_values_at_once(compiled: dict[Any, Any]) -> None:
+    for key, one in compiled.items():
+        if key[0] == "decode" and key[3] == "plain":
+            assert set(one["loads"]) == {"4", "16"}, key  # 4: lengths and the block table
+            assert one["asynchronous"] >= one["loads"]["16"] - 2, key  # but for the queries
+
+
+def test_products_are_on_the_matrix_units(compiled: dict[Any, Any]) -> None:
+    for kernel, unit in (("decode", "mma"), ("extend", "wgmma")):
+        assert {one["matrix"] for key, one in compiled.items() if key[0] == kernel} == {unit}
+
+
+def test_while_a_tile_is_computed_enough_of_the_next_is_under_way(compiled: dict[Any, Any]) -> None:
+    """4.8 TB/s at 700 ns on 132 multiprocessors: 25 KB for each."""
+    for key, one in compiled.items():
+        if key[0] == "decode":
+            assert one["in_flight"] >= 2 * 25 * 1024, key
+
+
+_FIGURES = """
+from k16v8.gates import compile
+ptx = '''
+ld.global.v4.b32 { %r1, %r2, %r3, %r4 }, [ %rd1 + 0 ];
+ld.global.b32 { %r5 }, [ %rd2 + 0 ];
+ld.global.L1::evict_last.v2.b32 { %r5, %r6 }, [ %rd2 + 0 ];
+cp.async.cg.shared.global [ %r7 + 0 ], [ %rd3 + 0 ], 0x10, %r8;
+cp.async.ca.shared.global [ %r7 + 0 ], [ %rd3 + 0 ], 0x4, %r8;
+wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {}, 0;
+'''
+found = compile._read_nvidia(ptx, "Function decode:  REG:200 STACK:24 SHARED:1024 LOCAL:8 CONSTANT[0]:680")
+assert found == dict(registers=200, spilled=32, loads={4: 2, 8: 1, 16: 2}, asynchronous=2, matrix="wgmma"), found
+amd = '''
+\\tglobal_load_dwordx4 v[4:7], v[2:3], off
+\\tglobal_load_b128 v[4:7], v[2:3], off
+\\tbuffer_load_dword v4, v2, s[0:3], 0 offen
+\\tglobal_load_d16_hi_b16 v4, v[2:3], off
+\\tglobal_load_ushort v4, v[2:3], off
+\\tv_mfma_f32_16x16x16_bf16 v[0:3], v[4:5], v[6:7], v[0:3]
+    .private_segment_fixed_size: 20
+    .vgpr_count:     151
+'''
+found = compile._read_amd(amd)
+assert found == dict(registers=151, spilled=20, loads={2: 2, 4: 1, 16: 2}, matrix="mfma"), found
+"""
+
+
+def test_figures_are_read_from_the_code_as_it_is_written() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run([sys.executable, "-c", _FIGURES], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr

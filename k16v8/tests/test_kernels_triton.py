@@ -1,0 +1,256 @@
+"""The Triton kernels: interpreted at small shapes, compiled for processors that are not here.
+
+A process has Triton either compiling or interpreting, so each test asks a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+
+_COMMAND = "from k16v8.cli import main; raise SystemExit(main())"
+
+
+def _python(script: str, *words: str, cache: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+    if cache is not None:
+        environment["TRITON_CACHE_DIR"] = str(cache)
+    return subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True, env=environment)
+
+
+def test_every_gate_passes_under_the_interpreter() -> None:
+    done = _python(_COMMAND, "gate", "--kernels", "interpreter", "--soak", "100", "--json")
+    assert done.returncode == 0, done.stderr
+    record: dict[str, Any] = json.loads(done.stdout)
+    assert record["passed"]
+    assert {gate["group"] for gate in record["gates"]} == {"attention", "writer", "paper", "soak", "mutation"}
+
+
+_EVERY_CODE = """
+import torch
+from k16v8.kernels import torch_path
+from k16v8.kernels.cache import PagedCache, codes_to_values
+from k16v8.kernels.dispatch import choose
+
+for name in ("fp8_e4m3", "fp8_e4m3fnuz"):
+    shape = dict(k_format="f16", v_format=name, heads=4, kv_heads=4, head_dim=64, page=64, dtype=torch.float16)
+    kernels = choose("interpreter", **shape)
+    kind = dict(batch=1, max_blocks=4, k_format="f16", v_format=name)
+    ours, torchs = (PagedCache.allocate(4, 64, 4, 64, **kind) for _ in range(2))
+    # every float16 there is, NaNs and infinities among them
+    value = torch.arange(65536, dtype=torch.int32).to(torch.int16).view(torch.float16).view(256, 4, 64)
+    slots = torch.arange(256)
+    kernels.write(value, value, ours, slots)
+    torch_path.write(value, value, torchs, slots)
+    assert torch.equal(ours.v_cache, torchs.v_cache), name
+    assert torch.equal(ours.k_cache.view(torch.int16), torchs.k_cache.view(torch.int16)), name
+    # attention to one token returns its value: every code there is
+    ours.v_cache[0, 0] = torch.arange(256, dtype=torch.uint8).view(4, 64)
+    ours.k_cache.zero_()
+    ours.lengths.fill_(1)
+    out, _ = kernels.decode(torch.zeros(1, 4, 64, dtype=torch.float16), ours)
+    wanted = codes_to_values(torch.arange(256, dtype=torch.uint8), name).half().view(1, 4, 64)
+    assert torch.equal(out.nan_to_num(nan=999.0), wanted.nan_to_num(nan=999.0)), name
+"""
+
+
+def test_fp8_conversions_are_right_for_every_code_and_every_half() -> None:
+    done = _python(_EVERY_CODE)
+    assert done.returncode == 0, done.stderr
+
+
+_NOT_A_NUMBER = """
+import torch
+from k16v8.gates.cases import Case
+from k16v8.kernels.dispatch import choose
+from k16v8.kernels.reference import Attention
+
+case = Case("x", v_format="bf16", lengths=(20, 20))
+kernels = choose("interpreter", k_format="bf16", v_format="bf16", heads=4, kv_heads=2, head_dim=64, page=16)
+problem = case.build(0)
+kernels.write(problem.key, problem.value, problem.cache, problem.slots)
+first, second = problem.cache.block_table[0].tolist()
+problem.cache.v_cache[first, 3, 1, 2] = float("nan")
+problem.cache.v_cache[second, 2, 0, 5] = float("nan")
+for window, wanted in ((0, {(0, 0, 5), (0, 1, 5), (0, 2, 2), (0, 3, 2)}), (8, {(0, 0, 5), (0, 1, 5)})):
+    out, _ = kernels.decode(problem.q, problem.cache, Attention(window=window))
+    assert set(map(tuple, torch.nonzero(out.isnan()).tolist())) == wanted, window
+problem.cache.lengths.copy_(torch.tensor([0, 5]))
+out, lse = kernels.decode(problem.q, problem.cache)
+assert not out[0].any() and torch.all(lse[0] == float("-inf")) and out[1].isfinite().all()
+out, lse = kernels.decode(problem.q, problem.cache, Attention(sinks=torch.ones(4)))
+assert not out[0].any() and torch.allclose(lse[0], torch.ones(4))
+"""
+
+
+def test_nan_stays_where_it_is_seen_and_an_empty_sequence_gives_nothing() -> None:
+    done = _python(_NOT_A_NUMBER)
+    assert done.returncode == 0, done.stderr
+
+
+def test_compiling_says_that_nothing_ran(tmp_path: Path) -> None:
+    words = ("compile", "--target", "sm_90,gfx942", "--formats", "bf16/fp8_e4m3", "--json")
+    done = _python(_COMMAND, *words, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+    results = json.loads(done.stdout)["results"]
+    assert {(result["kernel"], result["target"]) for result in results} == {
+        (kernel, target) for kernel in ("write", "decode", "merge", "extend") for target in ("sm_90", "gfx942")
+    }
+    assert {result["status"] for result in results} == {"compiled, never run"}
+    assert all(result["shared"] <= result["limit"] for result in results)
+    assert not any(result["spilled"] for result in results)
+    assert {result["v_format"] for result in results if result["target"] == "gfx942"} == {"fp8_e4m3fnuz"}
+
+
+_TOO_SMALL = """
+from k16v8.gates import compile
+from k16v8.kernels import launch
+launch.Target.shared_memory = 1024
+for done in compile.compile_kernels(("gfx1100",), pairs=(("bf16", "bf16"),), kernels=("decode",)):
+    assert not done.passed and "gfx1100 has 1024" in done.error and done.status == "compiles, does not fit", done
+"""
+
+
+def test_a_kernel_beyond_the_targets_shared_memory_does_not_pass(tmp_path: Path) -> None:
+    done = _python(_TOO_SMALL, cache=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_process_that_compiles_does_not_interpret() -> None:
+    done = _python(
+        "import triton.language\n"
+        "from k16v8.errors import NotSupportedError\n"
+        "from k16v8.kernels.dispatch import load_triton\n"
+        "load_triton(interpret=False)\n"
+        "try:\n    load_triton(interpret=True)\n"
+        "except NotSupportedError as error:\n    print(error)"
+    )
+    assert "TRITON_INTERPRET=1" in done.stdout, done.stderr
+
+
+_LAUNCH = """
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from k16v8.kernels import decode, extend, launch, write
+from k16v8.gates.cases import Case
+from k16v8.kernels.dispatch import Kernels
+
+launched, operations = [], []
+
+class Recorder:
+    def __init__(self, name):
+        self.name = name
+    def __getitem__(self, grid):
+        return lambda *arguments, **constants: launched.append((self.name, grid))
+
+class Operations(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        operations.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+for module, name in ((write, "write_kernel"), (decode, "decode_kernel"), (decode, "merge_kernel"),
+                     (extend, "extend_kernel")):
+    setattr(module, name, Recorder(name))
+for module in (write, decode, extend):
+    module.target_of = lambda device: launch.Target("cuda", 90, 132)
+kernels = Kernels("x", "triton")
+problem = Case("x", v_scaling="per-token-head", lengths=(300, 20), sinks=True).build(0)
+starts = torch.tensor([0, 1, 2], dtype=torch.int32)
+plan = kernels.plan(2, 4, problem.cache)
+out, lse = torch.empty_like(problem.q), torch.empty(2, 4)
+with Operations():
+    kernels.write(problem.key, problem.value, problem.cache, problem.slots)
+    kernels.decode(problem.q, problem.cache, problem.attention, out=out, lse=lse, plan=plan)
+    kernels.extend(problem.q, starts, problem.cache, problem.attention, max_query=1, out=out, lse=lse)
+assert operations == [], operations
+assert [name for name, _ in launched] == ["write_kernel", "decode_kernel", "merge_kernel", "extend_kernel"]
+assert launched[1][1] == (2, 2, plan.splits) and plan.splits == 1, launched
+assert decode.split_count(32, 8, 32768, 132) == 4 and decode.split_count(1, 8, 32768, 132) == 32
+"""
+
+
+_SMALL_PLAN = """
+from k16v8.errors import UsageError
+from k16v8.gates.cases import Case
+from k16v8.kernels.dispatch import choose
+
+kernels = choose("interpreter", k_format="bf16", v_format="bf16", heads=4, kv_heads=2, head_dim=64, page=16)
+problem = Case("x", v_format="bf16", lengths=(20, 20)).build(0)
+for plan in (kernels.plan(1, 4, problem.cache), kernels.plan(2, 2, problem.cache)):
+    try:
+        kernels.decode(problem.q, problem.cache, plan=plan)
+    except UsageError as error:
+        print(error)
+"""
+
+
+def test_a_plan_for_another_shape_is_refused() -> None:
+    done = _python(_SMALL_PLAN)
+    assert done.stdout.splitlines() == [
+        "the plan is for 1 sequences, 4 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
+        "the plan is for 2 sequences, 2 heads and 64 values on cpu; this is 2, 4 and 64 on cpu",
+    ], done.stderr
+
+
+_ODD_STRIDES = """
+import torch
+from dataclasses import replace
+from k16v8.errors import UsageError
+from k16v8.gates.cases import Case
+from k16v8.kernels.dispatch import choose
+
+kernels = choose("interpreter", k_format="bf16", v_format="fp8_e4m3", heads=4, kv_heads=2, head_dim=64, page=16)
+problem = Case("x", lengths=(20, 20)).build(0)
+codes = torch.zeros(*problem.cache.v_cache.shape[:3], 65, dtype=torch.uint8)[..., :64]
+try:
+    kernels.decode(problem.q, replace(problem.cache, v_cache=codes))
+except UsageError as error:
+    print(error)
+"""
+
+
+def test_codes_at_odd_addresses_are_refused() -> None:
+    done = _python(_ODD_STRIDES)
+    assert done.stdout.startswith("v_cache has strides [2080, 130, 65, 1]; "), done.stderr
+
+
+_NARROW_QUERIES = """
+import torch
+from k16v8.kernels import reference
+from k16v8.gates.cases import Case
+from k16v8.kernels.dispatch import choose
+
+kernels = choose("interpreter", k_format="fp8_e4m3", v_format="bf16", heads=4, kv_heads=2, head_dim=64, page=16)
+problem = Case("x", k_format="fp8_e4m3", v_format="bf16", lengths=(20, 20)).build(0)
+kernels.write(problem.key, problem.value, problem.cache, problem.slots)
+for power in (-100, 0, 100):  # far beyond what float16 holds; the logits must stay those of the definition
+    q = (problem.q.float() * 2.0**power).bfloat16()
+    attention = reference.Attention(scale=2.0**-power / 8)
+    out, lse = kernels.decode(q, problem.cache, attention)
+    wanted, wanted_lse = reference.decode(q, problem.cache, attention)
+    assert torch.allclose(out.float(), wanted, atol=2e-2) and torch.allclose(lse, wanted_lse, atol=1e-4), power
+q[0, 0] = 0
+out, lse = kernels.decode(q, problem.cache, attention)
+assert torch.allclose(lse[0, 0], torch.tensor(20.0).log())
+"""
+
+
+def test_queries_beyond_float16_meet_fp8_keys_unharmed() -> None:
+    done = _python(_NARROW_QUERIES)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_launch_with_buffers_given_does_nothing_else_on_the_device() -> None:
+    """No allocation, no copy, no look at a value: what a CUDA graph can hold."""
+    done = _python(_LAUNCH)
+    assert done.returncode == 0, done.stderr

@@ -1,4 +1,0 @@
-"""Paged attention with separate formats for K and V: the definition, Triton kernels, a vectorised torch path.
-
-Sees tensors and scales, never formats or engines.  Start with :func:`fidelab.kernels.dispatch.choose`.
-"""
