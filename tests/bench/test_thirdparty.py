@@ -24,7 +24,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     info = site / "first_word-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: first-word\nVersion: 1\n")
-    (info / "entry_points.txt").write_text("[fidelab.bench]\nfirst_word = tests.thirdparty.bench:FirstWord\n")
+    (info / "entry_points.txt").write_text("[fidelab.benches]\nfirst_word = tests.thirdparty.bench:FirstWord\n")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(site)
         registry._foreign.cache_clear()

@@ -229,6 +229,8 @@ def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, p
     for n in kept:
         lines = [line for row in rows for line in row[n].split("\n")]
         width = max(map(len, (*shown.columns[n].split(), *lines)), default=1)
+        if n == 0:
+            width = max(width, min(len(shown.columns[0]), _NAME_WIDTH))
         words = n < shown.named and not all(line.replace(",", "").isdecimal() for line in lines if line)
         table.add_column(
             literal(shown.columns[n], console),
