@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.engines import ENGINES
-from fidelab.environments.marker import write_marker
+from fidelab.environments.environment import write_marker
 from tests.runs.harness import cli
 
 

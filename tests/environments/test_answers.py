@@ -13,8 +13,7 @@ import pytest
 
 from fidelab.core import KVSpec
 from fidelab.environments.answers import Asked, ask
-from fidelab.environments.environment import Environment, locate
-from fidelab.environments.link import link_folder
+from fidelab.environments.environment import Environment, link_folder, locate
 from fidelab.errors import EngineError, FidelabError, InputError, UsageError
 from fidelab.workers.messages import PROTOCOL
 from tests.captures import sample

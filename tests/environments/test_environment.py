@@ -11,9 +11,7 @@ import pytest
 
 import fidelab
 from fidelab.engines import ENGINES
-from fidelab.environments.environment import Environment, locate
-from fidelab.environments.link import link_folder
-from fidelab.environments.marker import MARKER, write_marker
+from fidelab.environments.environment import MARKER, Environment, link_folder, locate, write_marker
 from fidelab.errors import EngineError, InputError, UnknownNameError, UsageError
 from tests.environments.conftest import Second
 

@@ -15,10 +15,9 @@ from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
 from fidelab.environments.answers import ask
-from fidelab.environments.environment import Environment, locate
+from fidelab.environments.environment import MARKER, Environment, locate, read_marker, write_marker
 from fidelab.environments.install import install, remove
 from fidelab.environments.listing import places
-from fidelab.environments.marker import MARKER, read_marker, write_marker
 from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.errors import EngineError, OutputError, UsageError
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy

@@ -13,7 +13,6 @@ from fidelab.errors import MismatchError
 
 __all__ = ["Pair", "comparability_key"]
 
-
 _RETURNED = "returned"
 
 
@@ -29,7 +28,7 @@ class Pair:
     def match(cls, ref: Capture, test: Capture, *, subset: bool = False) -> Pair:
         """Check comparability and match items by their token ids.
 
-        ``subset``: the test side may hold only some of the items (the floor).
+        ``subset``: the test side may hold only some of the items (the noise floor).
 
         Raises:
             MismatchError: names the first thing that differs.
@@ -60,12 +59,12 @@ def _same_settings(ref: Mapping[str, Any], test: Mapping[str, Any], where: str) 
 
 
 def _same_kind_of_ids(ref: Capture, test: Capture, where: str) -> None:
-    """Text tokenized again need not give the ids that were generated."""
-    ours, theirs = _ids(ref), _ids(test)
-    if ours != theirs:
+    """Generated text that was tokenized again need not give the ids that were generated."""
+    ref_ids, test_ids = _ids(ref), _ids(test)
+    if ref_ids != test_ids:
         raise MismatchError(
-            f"{where}: generated ids that are {theirs} cannot be paired with {ours} ones: compare servers that both "
-            "return token ids, or neither"
+            f"{where}: generated ids that are {test_ids} cannot be paired with {ref_ids} ones: compare servers that "
+            "both return token ids, or neither"
         )
 
 
@@ -77,8 +76,7 @@ def _ids(capture: Capture) -> str:
 def _same_vocabulary(ref: Capture, test: Capture, where: str) -> None:
     if ref.vocabulary == test.vocabulary:
         return
-    ours, theirs = ref.pieces(), test.pieces()
-    for index, (a, b) in enumerate(zip(ours, theirs, strict=False)):
+    for index, (a, b) in enumerate(zip(ref.pieces(), test.pieces(), strict=False)):
         if a != b:
             raise MismatchError(f"{where}: vocabulary differs: token {index} is {b!r}, in the reference {a!r}")
 

@@ -52,6 +52,7 @@ class Capture:
             CaptureError: no capture, edited, truncated, or of another schema; the message names the folder.
         """
         self.folder = folder
+        self._parts: dict[int, TensorFile] = {}
         self.manifest = load_manifest(folder)
         try:
             self.axis: str = self.manifest["axis"]
@@ -124,8 +125,8 @@ class Capture:
         if "parts" not in self.items[item]:
             return []
         prefix = f"{item}."
-        found = self._part(self.items[item]["parts"] - 1).names()
-        return [name.removeprefix(prefix) for name in found if name.startswith(prefix)]
+        stored = self._part(self.items[item]["parts"] - 1).names()
+        return [name.removeprefix(prefix) for name in stored if name.startswith(prefix)]
 
     def array_shape(self, item: int, name: str) -> tuple[int, ...]:
         """Shape of one stored array, without reading it."""
@@ -151,10 +152,6 @@ class Capture:
         if index not in self._parts:
             self._parts[index] = TensorFile(self.folder / f"part-{index:05d}.safetensors")
         return self._parts[index]
-
-    @cached_property
-    def _parts(self) -> dict[int, TensorFile]:
-        return {}
 
     def _beside(self, kind: str, name: str) -> Path:
         safe = Path(name).name  # a path from a file may not leave its folder
@@ -186,8 +183,8 @@ def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = Tru
     if not path.is_file() or path.stat().st_size != record["bytes"]:
         raise CaptureError(f"{name} is missing or truncated; delete it and capture again")
     if content:
-        found = path.stat()
-        if _sha256(path, found.st_ino, found.st_size, found.st_mtime_ns) != record["sha256"]:
+        stat = path.stat()
+        if _sha256(path, stat.st_ino, stat.st_size, stat.st_mtime_ns) != record["sha256"]:
             raise CaptureError(f"{name} was edited (checksum differs); delete it and capture again")
 
 

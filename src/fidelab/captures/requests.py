@@ -1,7 +1,10 @@
-"""Probes: what is asked of an engine, as data.  Standard library and numpy only.
+"""Requests: what is asked of an engine, as data.  Standard library and numpy only.
 
-``axis`` names who asks: an axis, or one of its parts (``perplexity.2048``).  ``settings`` must agree before two
-answers are compared.  ``notes``: none, or for each item what the axis needs to score it (JSON, not for engines).
+Fields that all requests have:
+
+- ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
+- ``settings``: pairs of name and value that must agree before two answers are compared.
+- ``notes``: empty, or one text per item, in JSON, that the axis needs for scoring and engines ignore.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal, Self, get_args
 
 import numpy as np
 
@@ -32,16 +35,32 @@ __all__ = [
 Tokens = tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class _Request:
+    """Base of the requests.  ``_PER_ITEM``: the fields that hold one entry per item; the first is what is compared."""
+
+    _PER_ITEM: ClassVar[tuple[str, ...]]
+
+    def items(self) -> tuple[Tokens, ...]:
+        """Token ids that identify the items (windows or prompts), by which two captures are matched."""
+        items: tuple[Tokens, ...] = getattr(self, self._PER_ITEM[0])
+        return items
+
+    def select(self, indices: Sequence[int]) -> Self:
+        """The request cut down to some of its items (the quarter for the noise floor)."""
+        return replace(self, **{name: _chosen(getattr(self, name), indices) for name in (*self._PER_ITEM, "notes")})
+
+
 def _chosen(values: Sequence[Any], indices: Sequence[int]) -> tuple[Any, ...]:
     return tuple(values[i] for i in indices) if values else ()
 
 
 @dataclass(frozen=True)
-class Prefill:
+class Prefill(_Request):
     """Next-token distributions of whole windows, each through a fresh cache.
 
     ``windows``: token ids; rows ``first`` … ``last`` (inclusive, 0-based input positions) of each are stored: the row
-    of position i predicts token i + 1.  ``units``: for each window the resampling unit of each stored row.
+    of position i predicts token i + 1.  ``units``: for each window the resampling cluster of each stored row.
     """
 
     axis: str
@@ -52,28 +71,16 @@ class Prefill:
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = field(default="prefill", init=False)
+    _PER_ITEM = ("windows", "units")
 
     @property
     def n_rows(self) -> int:
         """Stored rows per window."""
         return self.last - self.first + 1
 
-    def items(self) -> tuple[Tokens, ...]:
-        """What is compared one by one: the windows."""
-        return self.windows
-
-    def select(self, indices: Sequence[int]) -> Prefill:
-        """The probe cut down to some of its windows (the floor's quarter)."""
-        return replace(
-            self,
-            windows=_chosen(self.windows, indices),
-            units=_chosen(self.units, indices),
-            notes=_chosen(self.notes, indices),
-        )
-
 
 @dataclass(frozen=True)
-class Generate:
+class Generate(_Request):
     """Greedy continuations: the generated ids and, with ``rows``, the state behind each of them.
 
     ``stop`` ids end a sequence and are part of it; ``batch`` prompts are decoded together, left-padded.
@@ -88,18 +95,11 @@ class Generate:
     rows: bool = True
     notes: tuple[str, ...] = ()
     kind: str = field(default="generate", init=False)
-
-    def items(self) -> tuple[Tokens, ...]:
-        """What is compared one by one: the prompts."""
-        return self.prompts
-
-    def select(self, indices: Sequence[int]) -> Generate:
-        """The probe cut down to some of its prompts (the floor's quarter)."""
-        return replace(self, prompts=_chosen(self.prompts, indices), notes=_chosen(self.notes, indices))
+    _PER_ITEM = ("prompts",)
 
 
 @dataclass(frozen=True)
-class Forced:
+class Forced(_Request):
     """Given continuations, fed token by token through the cache: the state behind each of their tokens."""
 
     axis: str
@@ -108,23 +108,15 @@ class Forced:
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = field(default="forced", init=False)
+    _PER_ITEM = ("prompts", "continuations")
 
     def items(self) -> tuple[Tokens, ...]:
-        """What is compared one by one: prompt and continuation together."""
+        """Each prompt with its continuation behind it."""
         return tuple((*p, *c) for p, c in zip(self.prompts, self.continuations, strict=True))
-
-    def select(self, indices: Sequence[int]) -> Forced:
-        """The probe cut down to some of its prompts (the floor's quarter)."""
-        return replace(
-            self,
-            prompts=_chosen(self.prompts, indices),
-            continuations=_chosen(self.continuations, indices),
-            notes=_chosen(self.notes, indices),
-        )
 
 
 @dataclass(frozen=True)
-class Timed:
+class Timed(_Request):
     """Timestamps of prompts answered one after another, each through a fresh cache; never reused by another run.
 
     ``n``: tokens decoded greedily behind each prompt, stop tokens ignored; 0 times the prefill alone.  ``warmup``: so
@@ -148,18 +140,18 @@ class Timed:
         return tuple(self.prompts[i : i + self.batch] for i in range(0, len(self.prompts), self.batch))
 
     def items(self) -> tuple[Tokens, ...]:
-        """What is timed one by one: the groups, each as its tokens in a row."""
+        """The groups, each as its prompts' tokens in a row."""
         return tuple(tuple(chain.from_iterable(group)) for group in self.groups())
 
-    def select(self, indices: Sequence[int]) -> Timed:
-        """The probe cut down to some of its groups."""
+    def select(self, indices: Sequence[int]) -> Self:
+        """The request cut down to some of its groups."""
         groups = self.groups()
         prompts = tuple(chain.from_iterable(groups[i] for i in indices))
         return replace(self, prompts=prompts, notes=_chosen(self.notes, indices))
 
 
 @dataclass(frozen=True)
-class Layerwise:
+class Layerwise(_Request):
     """What passes through the decoder layers while whole windows are read, each through a fresh cache.
 
     ``states``: of rows ``first`` … ``last`` (inclusive, 0-based input positions) what entered the first layer and what
@@ -177,24 +169,11 @@ class Layerwise:
     settings: tuple[tuple[str, Any], ...] = ()
     notes: tuple[str, ...] = ()
     kind: str = field(default="layerwise", init=False)
-
-    def items(self) -> tuple[Tokens, ...]:
-        """What is compared one by one: the windows."""
-        return self.windows
-
-    def select(self, indices: Sequence[int]) -> Layerwise:
-        """The probe cut down to some of its windows."""
-        return replace(self, windows=_chosen(self.windows, indices), notes=_chosen(self.notes, indices))
+    _PER_ITEM = ("windows",)
 
 
 Probe = Prefill | Generate | Forced | Timed | Layerwise
-_PROBES: dict[str, type[Prefill] | type[Generate] | type[Forced] | type[Timed] | type[Layerwise]] = {
-    "prefill": Prefill,
-    "generate": Generate,
-    "forced": Forced,
-    "timed": Timed,
-    "layerwise": Layerwise,
-}
+_PROBES: dict[str, type[Probe]] = {cls.__name__.lower(): cls for cls in get_args(Probe)}
 
 
 def probe_record(probe: Probe) -> dict[str, Any]:
@@ -209,16 +188,14 @@ def probe_hash(probe: Probe) -> str:
 
 def probe_from_record(record: Mapping[str, Any]) -> Probe:
     """The inverse of :func:`probe_record`."""
-    fields = dict(record)
-    cls = _PROBES[fields.pop("kind")]
-    fields["settings"] = tuple(sorted(fields["settings"].items()))
-    for key in ("windows", "prompts", "continuations", "units"):
-        if key in fields:
-            fields[key] = tuple(tuple(ids) for ids in fields[key])
-    for key in ("stop", "notes", "layers"):
-        if key in fields:
-            fields[key] = tuple(fields[key])
-    return cls(**fields)
+    fields = {key: _tuples(value) for key, value in record.items()}
+    fields["settings"] = tuple(sorted(record["settings"].items()))
+    return _PROBES[fields.pop("kind")](**fields)
+
+
+def _tuples(value: Any) -> Any:
+    """Lists, which JSON makes of tuples, as tuples again."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def token_hashes(items: Sequence[Tokens]) -> list[str]:

@@ -6,6 +6,7 @@ import calendar
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,9 +37,7 @@ def entries(store: Path) -> list[Entry]:
     Raises:
         InputError: there is no such folder.
     """
-    if not store.is_dir():
-        raise InputError(f"{store} is no folder of captures; name one with --captures-dir")
-    return [_entry(folder, _open(folder, content=False)) for folder in find_captures(store)]
+    return [_entry(folder, _open(folder, content=False)) for folder in _folders(store)]
 
 
 def collect_garbage(
@@ -52,12 +51,10 @@ def collect_garbage(
     Raises:
         InputError: there is no such folder.
     """
-    if not store.is_dir():
-        raise InputError(f"{store} is no folder of captures; name one with --captures-dir")
     doomed: list[Path] = []
     needed: set[str] = set()
     now = time.time()
-    for folder in find_captures(store):
+    for folder in _folders(store):
         capture = _open(folder)
         if capture is None:
             doomed += [folder] if _is_ours(folder, store) else []
@@ -81,6 +78,12 @@ def collect_garbage(
             if not any(folder.iterdir()):
                 folder.rmdir()
     return removed
+
+
+def _folders(store: Path) -> Iterator[Path]:
+    if not store.is_dir():
+        raise InputError(f"{store} is no folder of captures; name one with --captures-dir")
+    return find_captures(store)
 
 
 def _open(folder: Path, content: bool = True) -> Capture | None:

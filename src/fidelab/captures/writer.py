@@ -35,7 +35,7 @@ _STALE_SECONDS = 86_400  # what nobody touched for a day has no writer, whatever
 
 
 class CaptureWriter:
-    """Collects the answers to one probe; never holds more than one part (32 MiB) and one item in memory."""
+    """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory."""
 
     def __init__(
         self, target: Path, probe: Probe, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
@@ -153,25 +153,34 @@ class CaptureWriter:
 
 def sweep_partial(target: Path) -> None:
     """Remove what killed writers of the same capture left behind."""
-    for left in target.parent.glob(f"{PARTIAL}{glob.escape(target.name)}-*"):
-        if abandoned(left, but_mine=True):
-            _remove(left)
+    _sweep(target.parent, glob.escape(target.name), but_mine=True)
+
+
+def _sweep(folder: Path, stem: str, *, but_mine: bool = False) -> None:
+    for leftover in folder.glob(f"{PARTIAL}{stem}-*"):
+        if not abandoned(leftover, but_mine=but_mine):
+            continue
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
 
 
 def abandoned(path: Path, *, but_mine: bool = False) -> bool:
     """The writer of this ``.partial-*`` file or folder is gone.
 
-    ``but_mine``: what carries this process' number is not of the caller's making, so it is an earlier process'.
+    ``but_mine``: a name with this process' number counts as abandoned, for callers that have not made one yet: an
+    earlier process had the same number.
     """
-    found = re.fullmatch(rf"{re.escape(PARTIAL)}.*-(\w+)-(\d+)(-old)?", path.name)
+    match = re.fullmatch(rf"{re.escape(PARTIAL)}.*-(\w+)-(\d+)(-old)?", path.name)
     try:
         idle = time.time() - path.stat().st_mtime
     except OSError:  # gone meanwhile
         return False
-    if found is None or idle > _STALE_SECONDS:
+    if match is None or idle > _STALE_SECONDS:
         return idle > _STALE_SECONDS
-    host, pid = found[1], int(found[2])
-    if host != _host():
+    pid = int(match[2])
+    if match[1] != _host():
         return False  # a shared folder: only time can tell
     return but_mine if pid == os.getpid() else not _alive(pid)
 
@@ -181,8 +190,8 @@ def _alive(pid: int) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # someone else's, but alive
-        return True
+    except PermissionError:  # another user's, but alive
+        pass
     return True
 
 
@@ -195,20 +204,14 @@ def _host() -> str:
     return re.sub(r"[^A-Za-z0-9]", "", platform.node())[:24] or "host"
 
 
-def _remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        path.unlink(missing_ok=True)
-
-
 @contextmanager
 def _beside(folder: Path, stem: str) -> Iterator[Path]:
-    """A temporary file's path in ``folder``, which is made; what is left of it afterwards, or by the dead, goes."""
+    """The path of a temporary file in ``folder``, which is made.
+
+    The file is removed afterwards if it is still there, and so are those of processes that have ended.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    for left in folder.glob(f"{PARTIAL}{stem}-*"):
-        if abandoned(left):
-            _remove(left)
+    _sweep(folder, stem)
     temporary = folder / _partial(stem)
     try:
         yield temporary

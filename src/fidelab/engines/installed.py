@@ -18,7 +18,7 @@ from pathlib import Path
 import fidelab
 from fidelab.core import digest
 
-__all__ = ["build", "device", "provenance", "shims"]
+__all__ = ["build", "device", "is_installed", "provenance", "shims"]
 
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"), "hip": ("/dev/kfd",)}
 _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
@@ -30,13 +30,7 @@ def provenance(packages: Sequence[str]) -> dict[str, str]:
     ``stock`` means that all its Python files are as the package's own list of hashes has them; compiled files are not
     read.
     """
-    found = {}
-    for name in packages:
-        try:
-            found[name] = _label(metadata.distribution(name))
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    return {name: _label(metadata.distribution(name)) for name in packages if is_installed(name)}
 
 
 def shims() -> list[dict[str, str]]:
@@ -52,7 +46,7 @@ def shims() -> list[dict[str, str]]:
 
 def build(packages: Sequence[str]) -> str | None:
     """What the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` where that shows nowhere."""
-    if any(name.endswith("-cpu") and _there(name) for name in packages):
+    if any(name.endswith("-cpu") and is_installed(name) for name in packages):
         return "cpu"
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
 
@@ -85,7 +79,8 @@ def _package(name: str) -> Path | None:
     return Path(spec.origin).parent if spec and spec.origin else None
 
 
-def _there(name: str) -> bool:
+def is_installed(name: str) -> bool:
+    """Whether a distribution is installed in this interpreter's environment."""
     try:
         metadata.distribution(name)
     except metadata.PackageNotFoundError:

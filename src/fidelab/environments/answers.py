@@ -23,11 +23,10 @@ import fidelab
 from fidelab import errors
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import ENGINES
-from fidelab.engines.base import Engine, Verdict
-from fidelab.engines.installed import build, device, provenance, shims
-from fidelab.engines.variables import variables_of
+from fidelab.engines.base import Verdict
 from fidelab.environments.environment import Environment
 from fidelab.errors import EngineError, FidelabError
+from fidelab.workers.ask import answer
 from fidelab.workers.messages import PROTOCOL
 
 __all__ = ["About", "Asked", "ask"]
@@ -58,11 +57,18 @@ class About:
 class Asked(ABC):
     """The class side of the engine contract; each method raises what the engine's own raises.
 
-    Those of an engine in another environment also raise EngineError, where that is broken or does not answer.
+    For an engine in another environment they also raise EngineError, where that is broken or does not answer.
     """
 
     def __init__(self, environment: Environment) -> None:
         self.environment = environment
+        self.python = platform.python_version()  # of the engine's interpreter
+
+    @cached_property
+    def about(self) -> About:
+        """How the engine is installed."""
+        fields = self._ask("about")
+        return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
 
     @property
     def estimator(self) -> Estimator:
@@ -74,35 +80,30 @@ class Asked(ABC):
         """What ``Arm.path`` names."""
         return self.about.form
 
-    @property
-    @abstractmethod
-    def python(self) -> str:
-        """The version of its interpreter."""
-
-    @property
-    @abstractmethod
-    def about(self) -> About:
-        """How the engine is installed."""
-
-    @abstractmethod
     def versions(self) -> dict[str, str]:
         """As :meth:`Engine.versions`."""
+        return dict(self._ask("versions"))
 
-    @abstractmethod
     def kv_names(self) -> list[str]:
         """As :meth:`Engine.kv_names`."""
+        return list(self._ask("kv_names"))
 
-    @abstractmethod
     def check_kv(self, kv: KVSpec) -> None:
         """As :meth:`Engine.check_kv`."""
+        self._ask("check_kv", kv=kv)
 
-    @abstractmethod
     def supports(self, arm: Arm) -> Verdict:
         """As :meth:`Engine.supports`."""
+        return Verdict(*self._ask("supports", arm=arm))
 
-    @abstractmethod
     def control_for(self, reference: KVSpec, native: str) -> str | None:
         """As :meth:`Engine.control_for`."""
+        name = self._ask("control_for", kv=reference, native=native)
+        return None if name is None else str(name)
+
+    @abstractmethod
+    def _ask(self, question: str, **fields: Any) -> Any:
+        """The answer to a question of :func:`fidelab.workers.ask.answer`."""
 
 
 @contextmanager
@@ -126,42 +127,8 @@ def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[Asked]:
 class _Here(Asked):
     """In this process."""
 
-    def __init__(self, environment: Environment) -> None:
-        super().__init__(environment)
-        self._engine: type[Engine] = ENGINES.load(environment.engine)
-
-    @property
-    def python(self) -> str:
-        return platform.python_version()
-
-    @cached_property
-    def about(self) -> About:
-        cls = self._engine
-        built = build(cls.packages)
-        return About(
-            estimator=cls.estimator,
-            form=cls.form,
-            build=built,
-            device=device(built),
-            provenance=provenance((*cls.packages, *cls.examined)),
-            shims=tuple(shims()),
-            variables=variables_of(cls, os.environ),
-        )
-
-    def versions(self) -> dict[str, str]:
-        return self._engine.versions()
-
-    def kv_names(self) -> list[str]:
-        return [str(name) for name in self._engine.kv_names()]
-
-    def check_kv(self, kv: KVSpec) -> None:
-        self._engine.check_kv(kv)
-
-    def supports(self, arm: Arm) -> Verdict:
-        return self._engine.supports(arm)
-
-    def control_for(self, reference: KVSpec, native: str) -> str | None:
-        return self._engine.control_for(reference, native)
+    def _ask(self, question: str, **fields: Any) -> Any:
+        return answer(ENGINES.load(self.environment.engine), question, **fields)
 
 
 class _There(Asked):
@@ -171,8 +138,8 @@ class _There(Asked):
         super().__init__(environment)
         self._limit = limit
         self._buffer = b""
-        self._python = ""
-        self._kept: dict[str, Any] = {}  # answers that do not change
+        self._greeted = False
+        self._kept: dict[str, Any] = {}  # answers to questions without arguments: they do not change
         self._command = environment.command("fidelab.workers.ask")
         variables = {**os.environ, **environment.variables()}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end)
@@ -189,40 +156,16 @@ class _There(Asked):
             self._log.close()
             raise EngineError(f"{self._place} cannot be started: {error.strerror} ({self._command[0]})") from None
 
-    @property
-    def python(self) -> str:
-        return self._python
-
-    @cached_property
-    def about(self) -> About:
-        fields = self._ask("about")
-        return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
-
-    def versions(self) -> dict[str, str]:
-        return dict(self._once("versions"))
-
-    def kv_names(self) -> list[str]:
-        return list(self._once("kv_names"))
-
-    def check_kv(self, kv: KVSpec) -> None:
-        self._ask("check_kv", kv=kv.record())
-
-    def supports(self, arm: Arm) -> Verdict:
-        return Verdict(*self._ask("supports", arm=arm.record()))
-
-    def control_for(self, reference: KVSpec, native: str) -> str | None:
-        name = self._ask("control_for", kv=reference.record(), native=native)
-        return None if name is None else str(name)
-
     def greet(self) -> None:
         """Hear the process's greeting and check that it is of our kind."""
-        said = self._hear("start")
-        if said.get("protocol") != PROTOCOL:
+        greeting = self._hear("start")
+        if greeting.get("protocol") != PROTOCOL:
             raise EngineError(
-                f"{self._place} has fidelab {said.get('fidelab', '(unknown)')}, which speaks protocol "
-                f"{said.get('protocol')}, this one {PROTOCOL}: install fidelab {fidelab.__version__} there"
+                f"{self._place} has fidelab {greeting.get('fidelab', '(unknown)')}, which speaks protocol "
+                f"{greeting.get('protocol')}, this one {PROTOCOL}: install fidelab {fidelab.__version__} there"
             )
-        self._python = str(said["python"])
+        self.python = str(greeting["python"])
+        self._greeted = True
 
     def end(self) -> None:
         """End the process, and whatever the engine started."""
@@ -231,7 +174,7 @@ class _There(Asked):
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # the end of its input is the end of its work
         try:
-            self._process.wait(_GRACE if self._python else 0)
+            self._process.wait(_GRACE if self._greeted else 0)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -247,21 +190,25 @@ class _There(Asked):
         words = [*self.environment.prefix, self.environment.python]
         return f"the environment of engine {self.environment.engine} ({shlex.join(words)})"
 
-    def _once(self, question: str) -> Any:
+    def _ask(self, question: str, **fields: Any) -> Any:
         if question not in self._kept:
-            self._kept[question] = self._ask(question)
+            value = self._request(question, fields)
+            if fields:
+                return value
+            self._kept[question] = value
         return self._kept[question]
 
-    def _ask(self, question: str, **fields: Any) -> Any:
+    def _request(self, question: str, fields: Mapping[str, Any]) -> Any:
         assert self._process.stdin is not None
-        request = {"ask": question, "engine": self.environment.engine, **fields}
+        records = {key: value.record() if isinstance(value, Arm | KVSpec) else value for key, value in fields.items()}
+        request = {"ask": question, "engine": self.environment.engine, **records}
         with contextlib.suppress(BrokenPipeError):  # its end is noticed when the answer is missing
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
-        said = self._hear(f"answer about its {question}")
-        if "error" in said:
-            raise _rebuilt(str(said["error"]), str(said["text"]))
-        return said["value"]
+        reply = self._hear(f"answer about its {question}")
+        if "error" in reply:
+            raise _rebuilt(str(reply["error"]), str(reply["text"]))
+        return reply["value"]
 
     def _hear(self, what: str) -> dict[str, Any]:
         """The next line, as an object."""
@@ -278,9 +225,9 @@ class _There(Asked):
             self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
-            said = json.loads(line)
-            if isinstance(said, dict):
-                return said
+            message = json.loads(line)
+            if isinstance(message, dict):
+                return message
         except ValueError:
             pass
         text = line[:80].decode("utf-8", "replace")

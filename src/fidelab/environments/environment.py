@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
+from importlib import import_module, metadata
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from fidelab.core import digest
 from fidelab.engines import ENGINES
-from fidelab.environments.link import link_folder
-from fidelab.environments.marker import MARKER, read_marker
+from fidelab.engines.installed import is_installed
+from fidelab.engines.k16v8 import K16V8, missing
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import EngineError, InputError, UsageError
-from fidelab.models.cache import cache_dir
+from fidelab.models.cache import build_once, cache_dir
 
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
 
-__all__ = ["Environment", "engines_dir", "interpreter", "locate", "provided_here", "remembered_shims", "shim"]
+__all__ = [
+    "MARKER",
+    "Environment",
+    "engines_dir",
+    "interpreter",
+    "link_folder",
+    "locate",
+    "provided_here",
+    "read_marker",
+    "remembered_shims",
+    "shim",
+    "write_marker",
+]
+
+MARKER = "fidelab-environment.json"  # in the folder of an environment that fidelab made
+_PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry points
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,7 @@ def locate(
 
 def provided_here(cls: type[Engine]) -> bool:
     """Whether this interpreter has the engine: it needs no package of its own, or one that brings it is here."""
-    return not cls.packages or any(_installed(package) for package in cls.packages)
+    return not cls.packages or any(map(is_installed, cls.packages))
 
 
 def interpreter(python: str) -> str:
@@ -134,17 +151,65 @@ def remembered_shims(folder: Path) -> tuple[str, ...]:
     return tuple(str(path) for path in kept if Path(path).is_dir())
 
 
+def read_marker(folder: Path) -> dict[str, Any] | None:
+    """``{"recipe", "versions", "created"}`` of a completed environment; ``None`` of an unfinished or foreign one.
+
+    The file says that fidelab made the environment, by which recipe, and whether it was completed.
+    """
+    try:
+        content = json.loads((folder / MARKER).read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) and content.get("versions") else None
+
+
+def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
+    """Write the marker; one without ``versions`` says that the environment is being made."""
+    part = folder / f".{MARKER}.part"
+    part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    part.replace(folder / MARKER)
+
+
+def link_folder() -> Path:
+    """The folder on PYTHONPATH through which an engine's environment sees fidelab and k16v8, and nothing else of ours.
+
+    It holds a link to each package (to k16v8 where that is installed beside fidelab) and metadata with its entry
+    points, by which vLLM and SGLang find plug-ins.  Made at first use; another one for each place and version of the
+    packages.
+
+    Raises:
+        OutputError: the cache cannot be written.
+    """
+    packages = [_about(name) for name in ("fidelab", *([] if missing() else [K16V8]))]
+
+    def build(scratch: Path) -> Path:
+        folder = scratch / "link"
+        for name, version, place, entries in packages:
+            info = folder / f"{name}-{version}.dist-info"
+            info.mkdir(parents=True)
+            (folder / name).symlink_to(place, target_is_directory=True)
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+            (info / "entry_points.txt").write_text(entries)
+        return folder
+
+    return build_once(cache_dir() / "link" / digest(*(part for about in packages for part in about))[:16], build)
+
+
+def _about(name: str) -> tuple[str, str, str, str]:
+    """Name, version, folder and entry points for engines of a package; no entry points where it runs from source."""
+    package = import_module(name)
+    points = metadata.distribution(name).entry_points if is_installed(name) else ()
+    lines = []
+    for group in _PLUGINS:
+        rows = sorted(f"{point.name} = {point.value}" for point in points if point.group == group)
+        lines += [f"[{group}]", *rows] if rows else []
+    folder = str(Path(str(package.__file__)).resolve().parent)
+    return name, package.__version__, folder, "".join(f"{line}\n" for line in lines)
+
+
 def engines_dir() -> Path:
     """Where ``fidelab engines install`` puts environments unless told otherwise."""
     return cache_dir() / "engines"
-
-
-def _installed(package: str) -> bool:
-    try:
-        metadata.distribution(package)
-    except metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 def _finished(folder: Path) -> bool:

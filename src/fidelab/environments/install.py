@@ -20,8 +20,7 @@ from typing import IO
 from fidelab.core import canonical_json, digest
 from fidelab.engines import ENGINES
 from fidelab.environments.answers import ask
-from fidelab.environments.environment import Environment
-from fidelab.environments.marker import MARKER, read_marker, write_marker
+from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
 from fidelab.environments.recipes import Recipe
 from fidelab.environments.trial import try_out
 from fidelab.errors import EngineError, OutputError, UsageError

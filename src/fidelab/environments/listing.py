@@ -12,8 +12,14 @@ from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.environments.answers import About, Asked, ask
-from fidelab.environments.environment import Environment, engines_dir, provided_here, remembered_shims
-from fidelab.environments.marker import MARKER, read_marker
+from fidelab.environments.environment import (
+    MARKER,
+    Environment,
+    engines_dir,
+    provided_here,
+    read_marker,
+    remembered_shims,
+)
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import FidelabError
 

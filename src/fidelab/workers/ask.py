@@ -24,7 +24,7 @@ from fidelab.engines.variables import variables_of
 from fidelab.errors import FidelabError
 from fidelab.workers.messages import PROTOCOL
 
-__all__ = ["main", "reply"]
+__all__ = ["answer", "main", "reply"]
 
 
 def main() -> int:
@@ -41,38 +41,48 @@ def main() -> int:
 def reply(request: Mapping[str, Any]) -> dict[str, Any]:
     """The answer to one request, or the error that it met."""
     try:
-        return {"value": _answer(ENGINES.load(request["engine"]), request)}
+        fields: dict[str, Any] = dict(request)
+        engine, question = ENGINES.load(fields.pop("engine")), fields.pop("ask")
+        for name, cls in (("kv", KVSpec), ("arm", Arm)):
+            if name in fields:
+                fields[name] = cls.from_record(fields[name])
+        return {"value": answer(engine, question, **fields)}
     except FidelabError as error:
         return {"error": type(error).__name__, "text": str(error)}
     except (Exception, SystemExit) as error:  # what importing somebody else's package may raise
-        said = " ".join(str(error).split())[:300]
-        return {"error": "EngineError", "text": ": ".join(filter(None, (type(error).__name__, said)))}
+        message = " ".join(str(error).split())[:300]
+        return {"error": "EngineError", "text": ": ".join(filter(None, (type(error).__name__, message)))}
 
 
-def _answer(engine: type[Engine], request: Mapping[str, Any]) -> Any:
-    match request["ask"]:
+def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
+    """What an engine's class says about itself, as JSON has it.
+
+    ``question``: a class method of the engine, with its arguments as ``fields``; or ``about``, for how the engine is
+    installed in this interpreter.
+    """
+    match question:
         case "versions":
             return engine.versions()
         case "kv_names":
             return [str(name) for name in engine.kv_names()]
         case "about":
-            built = build(engine.packages)
+            target = build(engine.packages)
             return {
                 "estimator": str(engine.estimator),
                 "form": engine.form,
-                "build": built,
-                "device": device(built),
+                "build": target,
+                "device": device(target),
                 "provenance": provenance((*engine.packages, *engine.examined)),
                 "shims": shims(),
                 "variables": variables_of(engine, os.environ),
             }
         case "check_kv":
-            return engine.check_kv(KVSpec.from_record(request["kv"]))
+            return engine.check_kv(fields["kv"])
         case "supports":
-            verdict = engine.supports(Arm.from_record(request["arm"]))
+            verdict = engine.supports(fields["arm"])
             return [verdict.ok, verdict.reason]
         case "control_for":
-            return engine.control_for(KVSpec.from_record(request["kv"]), request["native"])
+            return engine.control_for(fields["kv"], fields["native"])
         case other:
             raise ValueError(f"no question {other!r}")
 
