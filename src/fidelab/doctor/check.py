@@ -1,4 +1,4 @@
-"""One fact about the machine, and how a fact is established where anything may raise."""
+"""One fact about the machine, and checks whose exceptions become facts."""
 
 from __future__ import annotations
 
@@ -45,13 +45,7 @@ class Check:
 
     def record(self) -> dict[str, Any]:
         """Plain data; ``needed`` shows in the whole diagnosis only."""
-        return {
-            "name": self.name,
-            "group": self.group,
-            "status": self.status,
-            "detail": self.detail,
-            "remedy": self.remedy,
-        }
+        return {key: getattr(self, key) for key in ("name", "group", "status", "detail", "remedy")}
 
 
 def guarded(name: str, group: str, examine: Callable[[], Check], *, needed: bool = False) -> Check:
@@ -74,7 +68,7 @@ def reason(error: BaseException) -> str:
     """One line of what an exception says."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"needs {one_line(error.name)}"
-    said = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
-    kind = "" if isinstance(error, FidelabError) and said else type(error).__name__
-    text = one_line(": ".join(filter(None, (kind, said))))
+    message = next(iter(str(error).strip().splitlines()), "").rstrip(". ")
+    kind = "" if isinstance(error, FidelabError) and message else type(error).__name__
+    text = one_line(": ".join(filter(None, (kind, message))))
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."

@@ -61,6 +61,7 @@ def cpu_name() -> str:
 def _memory() -> Check:
     import psutil
 
+    check = partial(Check, "memory", "devices", needed=True)
     memory = psutil.virtual_memory()
     available, detail = memory.available, f"{_size(memory.total)}"
     group = cgroup_memory()
@@ -69,15 +70,8 @@ def _memory() -> Check:
         detail += f", of which the control group may use {_size(group[0])}"
     detail += f"; {_size(available)} available"
     if available < _MIN_MEMORY:
-        return Check(
-            "memory",
-            "devices",
-            "broken",
-            f"{detail}, {_size(_MIN_MEMORY)} needed",
-            "end other programs, or raise the limit",
-            needed=True,
-        )
-    return Check("memory", "devices", "ok", detail, needed=True)
+        return check("broken", f"{detail}, {_size(_MIN_MEMORY)} needed", "end other programs, or raise the limit")
+    return check("ok", detail)
 
 
 def cgroup_memory(
@@ -130,17 +124,17 @@ def _torch() -> Check:
 
     import torch
 
-    found = torch.__version__
+    version = torch.__version__
     hip, cuda = getattr(torch.version, "hip", None), getattr(torch.version, "cuda", None)
     built = f"built with ROCm {hip}" if hip else f"built with CUDA {cuda}" if cuda else "built for CPUs only"
-    with warnings.catch_warnings(record=True) as said:  # why it cannot use a GPU, for example an old driver
+    with warnings.catch_warnings(record=True) as messages:  # why it cannot use a GPU, for example an old driver
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable or not any(Path(file).exists() for file in _GPU_FILES):
-        return Check("torch", "devices", "ok", f"{found}, {built}")
-    why = f" ({one_line(str(said[0].message))[:160]})" if said else ""
+        return Check("torch", "devices", "ok", f"{version}, {built}")
+    why = f" ({one_line(str(messages[0].message))[:160]})" if messages else ""
     remedy = "update the GPU driver" if hip or cuda else "install torch built for this GPU (pytorch.org)"
-    return Check("torch", "devices", "warning", f"{found}, {built}; cannot use the GPU that is here{why}", remedy)
+    return Check("torch", "devices", "warning", f"{version}, {built}; cannot use the GPU that is here{why}", remedy)
 
 
 def _gpus() -> list[Check]:

@@ -44,9 +44,9 @@ def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> li
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
     # Those in environments of their own are asked in processes; trials of two engines at once would disturb each other.
     with ThreadPoolExecutor(max_workers=1 if trial else None) as pool:
-        found = list(pool.map(lambda name: _engine(ENGINES, name, unusable, trial), names))
-    formats = [check for _, its_formats in found for check in its_formats] if _COMPUTES.isdisjoint(unusable) else []
-    return [*(check for check, _ in found), *formats]
+        engines = list(pool.map(lambda name: _engine(ENGINES, name, unusable, trial), names))
+    formats = [check for _, checks in engines for check in checks] if _COMPUTES.isdisjoint(unusable) else []
+    return [*(check for check, _ in engines), *formats]
 
 
 def axes(unusable: Collection[str]) -> list[Check]:
@@ -102,22 +102,22 @@ def _tried(engine: str, formats: Sequence[Check], environment: Environment | Non
     from fidelab.models.cache import cache_dir
 
     remedy = _UPGRADE if environment is None else f"build it anew: {install_command(engine)}"
-    tried = try_out(environment or Environment(engine, sys.executable), cache_dir() / "logs")
+    faults = try_out(environment or Environment(engine, sys.executable), cache_dir() / "logs")
 
-    def found(check: Check) -> Check:
-        if (why := tried[check.name]) is None:
+    def after_trial(check: Check) -> Check:
+        if (fault := faults[check.name]) is None:
             return replace(check, status="ok", detail="runs", remedy=None)
-        return replace(check, status="broken", detail=why, remedy=remedy)
+        return replace(check, status="broken", detail=fault, remedy=remedy)
 
-    return [found(check) if check.name in tried else check for check in formats]
+    return [after_trial(check) if check.name in faults else check for check in formats]
 
 
 def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
     """An engine of another package, in the environment where runs would find it."""
     from fidelab.environments.listing import places
 
-    found = places(name, _LIMIT)
-    place = next((place for place in found if place.problem is None), found[0])
+    candidates = places(name, _LIMIT)
+    place = next((place for place in candidates if place.problem is None), candidates[0])
     if place.problem is not None:
         status: Finding = "missing" if place.environment is None else "broken"
         why = one_line(place.problem).removeprefix(f"engine {name} ")

@@ -56,22 +56,16 @@ def release(version: str) -> tuple[int, ...]:
 
 
 def _python() -> Check:
-    found = platform.python_version()
-    detail = f"{found}, {platform.system()} {platform.machine()}"
+    version = platform.python_version()
+    detail = f"{version}, {platform.system()} {platform.machine()}"
     try:
         floor = (metadata.metadata("fidelab")["Requires-Python"] or "").removeprefix(">=")
     except metadata.PackageNotFoundError:
         floor = ""
-    if release(found) < release(floor):
-        return Check(
-            "python",
-            "python",
-            "broken",
-            f"{detail}; {floor} or newer is needed",
-            f"install fidelab with Python {floor} or newer",
-            needed=True,
-        )
-    return Check("python", "python", "ok", detail, needed=True)
+    check = partial(Check, "python", "python", needed=True)
+    if release(version) < release(floor):
+        return check("broken", f"{detail}; {floor} or newer is needed", f"install fidelab with Python {floor} or newer")
+    return check("ok", detail)
 
 
 def _fidelab() -> Check:
@@ -86,8 +80,8 @@ def _fidelab() -> Check:
 def _k16v8() -> Check:
     from fidelab.engines.k16v8 import installed_version
 
-    if found := installed_version():
-        return Check("k16v8", "packages", "ok", found)
+    if version := installed_version():
+        return Check("k16v8", "packages", "ok", version)
     needs = "attention=k16v8, --kv k16v8 on vLLM and SGLang, and fidelab kernels need it"
     return Check("k16v8", "packages", "missing", f"not installed; {needs}", "pip install k16v8")
 
@@ -114,12 +108,12 @@ def _installed(requirement: re.Match[str]) -> Check:
     install = f'pip install "{name}>={floor}"' if floor else f"pip install {name}"
     wanted = f"{floor} or newer is needed" if floor else "it is required"
     try:
-        found = str(metadata.version(name))
+        version = str(metadata.version(name))
     except metadata.PackageNotFoundError:
         return check("missing", f"not installed; {wanted}", install)
-    if release(found) < release(floor):
-        return check("broken", f"{found} is too old; {wanted}", install)
-    return check("ok", found)
+    if release(version) < release(floor):
+        return check("broken", f"{version} is too old; {wanted}", install)
+    return check("ok", version)
 
 
 def _module(package: str) -> str:

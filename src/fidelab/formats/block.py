@@ -5,7 +5,7 @@ Source: ggml's ``quantize_row_*_ref`` as the ``gguf`` package has it in numpy.  
 numbers, ``d`` and in the ``_1`` formats the smallest value ``m``, then the codes.  Where 32 does not divide
 head_dim, the last block is filled up with zeros (ggml refuses such a row).
 
-Three things are ggml's and not ours to mend.  The header is not limited to float16's range: a block whose
+Three properties are ggml's own and kept here.  The header is not limited to float16's range: a block whose
 ``d`` or ``m`` overflows (in q8_0 amax from 65520 * 127, in q4_0 from 65520 * 8; in q4_1 a smallest value beyond
 ±65520, or a range from 65520 * 15) decodes to infinities and NaN, and ``error_bound`` is infinite there.  Codes
 are computed with the float32 header, values with the float16 one.  And the ``_1`` formats have no code for 0: it

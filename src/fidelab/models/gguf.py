@@ -44,17 +44,17 @@ def _convert(gguf: Path, out: Path) -> Path:
 
     _log.info("converting %s to safetensors (once)", gguf)
     # Transformers also reads what lies beside the file, and would run code that a config there names.
-    alone = out.parent / "alone"
-    alone.mkdir(parents=True, exist_ok=True)
-    (alone / gguf.name).symlink_to(gguf)
+    folder = out.parent / "alone"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / gguf.name).symlink_to(gguf)
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
     try:
         with redirect_stderr(io.StringIO()):  # progress bars, some of which have no switch
-            tokenizer = AutoTokenizer.from_pretrained(alone, **source)
+            tokenizer = AutoTokenizer.from_pretrained(folder, **source)
             model = AutoModelForCausalLM.from_pretrained(
-                alone, **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+                folder, **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
             )
-            _mend_digits(tokenizer, gguf)
+            _split_digits(tokenizer, gguf)
             model.save_pretrained(out)
             tokenizer.save_pretrained(out)
     except Exception as error:  # readers of damaged files fail in many ways
@@ -67,7 +67,8 @@ def _convert(gguf: Path, out: Path) -> Path:
     return out
 
 
-def _mend_digits(tokenizer: Any, gguf: Path) -> None:
+def _split_digits(tokenizer: Any, gguf: Path) -> None:
+    """Have the tokenizer split digits where the file's pre-tokenizer does."""
     from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 

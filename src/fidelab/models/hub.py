@@ -16,8 +16,8 @@ from fidelab.models.foreign import first_line
 
 __all__ = ["dataset_file", "snapshot"]
 
-_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
-_UNWANTED = ["*/*", "consolidated*"]  # sub-folders and second copies of the weights in other layouts
+_ALLOWED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_IGNORED = ["*/*", "consolidated*"]  # sub-folders and second copies of the weights in other layouts
 
 
 def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
@@ -29,7 +29,7 @@ def snapshot(repo: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     with _hub_errors(repo, revision):
-        path = Path(snapshot_download(repo, revision=revision, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        path = Path(snapshot_download(repo, revision=revision, allow_patterns=_ALLOWED, ignore_patterns=_IGNORED))
     return path, path.name
 
 
@@ -53,17 +53,16 @@ def _hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the one boundary: huggingface_hub lets errors of several HTTP libraries through
-        line = _refusal(error, repo, revision)
-        if line is not None:
-            raise InputError(line) from error
-        said = first_line(error.__cause__ or error)
+        if (refusal := _refusal(error, repo, revision)) is not None:
+            raise InputError(refusal) from error
+        cause = first_line(error.__cause__ or error)
         raise UnavailableError(
-            f"cannot fetch {repo} from the hub ({said}); check the connection and run again, or pass a path"
+            f"cannot fetch {repo} from the hub ({cause}); check the connection and run again, or pass a path"
         ) from error
 
 
 def _refusal(error: Exception, repo: str, revision: str | None) -> str | None:
-    """What the hub itself has to say; ``None``: it was not reached."""
+    """The message for what the hub itself refused; ``None`` where it was not reached."""
     from huggingface_hub import errors
 
     match error:

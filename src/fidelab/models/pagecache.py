@@ -10,24 +10,24 @@ from pathlib import Path
 
 __all__ = ["evict", "resident_share"]
 
-_FEW = 0.01  # share of a file's pages that may stay: readers elsewhere hold some
+_ALLOWED_SHARE = 0.01  # of a file's pages that may stay in the cache: other processes hold some
 
 
 def evict(files: Iterable[Path]) -> bool:
-    """Drop clean pages of these files; whether that worked for all of them.
+    """Drop the clean pages of these files from the cache, and return whether that worked for all of them.
 
-    Needs no rights beyond reading; other processes that map a file keep its pages.
+    Read permission is enough.  Pages of a file that another process maps stay.
     """
     if not hasattr(os, "posix_fadvise"):
         return False
-    done = []
+    evicted = []
     for path in files:
         with path.open("rb") as file:
             os.fsync(file.fileno())  # dirty pages would stay
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         share = resident_share(path)
-        done.append(share is not None and share <= _FEW)
-    return bool(done) and all(done)
+        evicted.append(share is not None and share <= _ALLOWED_SHARE)
+    return bool(evicted) and all(evicted)
 
 
 def resident_share(path: Path) -> float | None:

@@ -61,7 +61,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Listed:
-    """One embedded model: whether it is at hand, its bytes on disk, where it lies or would lie."""
+    """One embedded model: whether it is in the cache, its bytes on disk, and the path that it has or would have."""
 
     name: str
     present: bool
@@ -87,10 +87,16 @@ def resolve(name: str) -> Model:
         files = list(here.absolute().glob("*.gguf"))
         return _read(here.absolute(), name, gguf=files[0] if len(files) == 1 else None)
     if here.is_file():
-        return _from_gguf(here.absolute(), name)
+        if here.suffix != ".gguf":
+            raise InputError(f"{name} is a file; a model is {_FORMS}")
+        file = here.absolute()
+        folder = to_safetensors(file, cache_dir() / "models" / "gguf" / file_sha256(file))
+        return _read(folder, name, kind="gguf", gguf=file)
     match = _HUB_ID.fullmatch(name)
     if match is None or here.suffix == ".gguf":
-        raise InputError(_unknown(name))
+        raise InputError(
+            f"no file {name}" if here.suffix == ".gguf" else f"no model {name!r} here; a model is {_FORMS}"
+        )
     folder, commit = hub.snapshot(match["repo"], match["revision"])
     return _read(folder, name, revision=commit)
 
@@ -104,7 +110,7 @@ def listing() -> list[Listed]:
 
 
 def pull(name: str) -> Model:
-    """Fetch (and convert) a model, so that it is at hand later; as :func:`resolve`."""
+    """Fetch (and convert) a model, so that later calls need no network; as :func:`resolve`."""
     return resolve(name)
 
 
@@ -120,16 +126,10 @@ def path(name: str, form: str = "hf") -> Path:
     if form == "gguf" and name in embedded.NAMES:
         return embedded.gguf_file()
     model = resolve(name)
-    found = model.path if form == "hf" else model.gguf
-    if found is None or model.kind == "fake":
+    location = model.path if form == "hf" else model.gguf
+    if location is None or model.kind == "fake":
         raise InputError(f"{name} has no {form} form; pass the path of a .gguf file, or an embedded name")
-    return found
-
-
-def _unknown(name: str) -> str:
-    if Path(name).suffix == ".gguf":
-        return f"no file {name}"
-    return f"no model {name!r} here; a model is {_FORMS}"
+    return location
 
 
 def _fake(name: str) -> Model:
@@ -146,13 +146,6 @@ def _fake(name: str) -> Model:
         native="bf16",
         architecture="fake",
     )
-
-
-def _from_gguf(file: Path, name: str) -> Model:
-    if file.suffix != ".gguf":
-        raise InputError(f"{name} is a file; a model is {_FORMS}")
-    folder = to_safetensors(file, cache_dir() / "models" / "gguf" / file_sha256(file))
-    return _read(folder, name, kind="gguf", gguf=file)
 
 
 def _read(
@@ -213,5 +206,5 @@ def _required(folder: Path, config: dict[str, Any], *keys: str) -> int:
 
 
 def _dtype(config: dict[str, Any], text: dict[str, Any]) -> str:
-    found = (place.get(key) for place in (text, config) for key in ("dtype", "torch_dtype"))
-    return str(next((value for value in found if value), "")).removeprefix("torch.")
+    values = (place.get(key) for place in (text, config) for key in ("dtype", "torch_dtype"))
+    return str(next(filter(None, values), "")).removeprefix("torch.")

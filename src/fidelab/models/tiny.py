@@ -1,7 +1,7 @@
 """A language model of random weights, as two files of the same numbers: small, and with room for long contexts.
 
-What it says means nothing.  It is for what does not depend on meaning: exact counts, memory, long positions, and
-whether two engines compute the same.  Needs no network.
+Its text is meaningless.  It serves where meaning does not matter: exact counts, memory, long positions, and whether
+two engines compute the same.  Needs no network.
 
 The layout is Llama's.  Transformers and llama.cpp rotate keys and queries in different orders of their channels:
 where safetensors have (0 … d/2 − 1, d/2 … d − 1), GGUF has the pairs (0, d/2, 1, d/2 + 1, …).
@@ -27,9 +27,9 @@ GGUF_NAME = "model.gguf"
 _BOS, _EOS = "<|begin|>", "<|end|>"
 _EPSILON = 1e-5
 _THETA = 1e6  # rotary base: its slowest channel turns once in about 4 million positions
-_SHARP = 1.5  # standard deviation of queries and keys: attention that looks at some positions, not at all alike
-_PEAKED = 2.0  # standard deviation of the logits
-_SMALLEST = 2.0**-14  # of the weights: what float16 and bfloat16 both hold exactly
+_QK_DEVIATION = 1.5  # standard deviation of queries and keys: some positions get more attention than others
+_LOGIT_DEVIATION = 2.0  # standard deviation of the logits
+_SMALLEST = 2.0**-14  # smallest magnitude of a weight: float16 and bfloat16 both hold it exactly
 
 Weights = dict[str, NDArray[np.float32]]
 
@@ -66,6 +66,9 @@ def make_tiny(
             f"layers={layers}, hidden={hidden}, positions={positions}, heads={heads}, kv_heads={kv_heads}, "
             f"head_dim={head_dim} fit no model: heads are a multiple of kv_heads, head_dim is even, none is 0"
         )
+    import torch
+    from safetensors.torch import save_file
+
     letters = _byte_letters()
     printable = [letters[byte] for byte in range(32, 127)]
     order = printable[65:] + printable[:65]  # lower-case letters first
@@ -97,7 +100,8 @@ def make_tiny(
     weights = _weights(config, seed)
     _write_json(folder / "config.json", config)
     _write_tokenizer(folder, pieces, merges, positions)
-    _write_safetensors(folder / "model.safetensors", weights)
+    tensors = {name: torch.from_numpy(x).bfloat16() for name, x in weights.items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     _write_gguf(folder / GGUF_NAME, config, weights, pieces, merges, gguf_type)
     return folder
 
@@ -107,22 +111,22 @@ def _weights(config: Mapping[str, Any], seed: int) -> Weights:
     rng = np.random.default_rng(seed)
     d, ffn, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
     q, kv = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-    made: Weights = {}
+    weights: Weights = {}
 
     def matrix(name: str, rows: int, columns: int, deviation: float = 1.0) -> None:
-        """Outputs of ``deviation`` for inputs of deviation 1."""
+        """Add a matrix whose outputs have standard deviation ``deviation`` where its inputs have 1."""
         drawn = rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(deviation / columns**0.5)
-        made[name] = _shared(drawn)
+        weights[name] = _shared(drawn)
 
     def norm(name: str) -> None:
-        made[name] = _shared(1 + np.float32(0.1) * rng.standard_normal(d, dtype=np.float32))
+        weights[name] = _shared(1 + np.float32(0.1) * rng.standard_normal(d, dtype=np.float32))
 
     matrix("model.embed_tokens.weight", vocab, d, d**0.5)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         norm(f"{at}.input_layernorm.weight")
-        matrix(f"{at}.self_attn.q_proj.weight", q, d, _SHARP)
-        matrix(f"{at}.self_attn.k_proj.weight", kv, d, _SHARP)
+        matrix(f"{at}.self_attn.q_proj.weight", q, d, _QK_DEVIATION)
+        matrix(f"{at}.self_attn.k_proj.weight", kv, d, _QK_DEVIATION)
         matrix(f"{at}.self_attn.v_proj.weight", kv, d)
         matrix(f"{at}.self_attn.o_proj.weight", d, q)
         norm(f"{at}.post_attention_layernorm.weight")
@@ -130,8 +134,8 @@ def _weights(config: Mapping[str, Any], seed: int) -> Weights:
         matrix(f"{at}.mlp.up_proj.weight", ffn, d)
         matrix(f"{at}.mlp.down_proj.weight", d, ffn)
     norm("model.norm.weight")
-    matrix("lm_head.weight", vocab, d, _PEAKED)
-    return made
+    matrix("lm_head.weight", vocab, d, _LOGIT_DEVIATION)
+    return weights
 
 
 def _shared(x: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -140,21 +144,14 @@ def _shared(x: NDArray[np.float32]) -> NDArray[np.float32]:
     return np.where(np.abs(cut) < _SMALLEST, np.float32(0), cut)
 
 
-def _write_safetensors(path: Path, weights: Weights) -> None:
-    import torch
-    from safetensors.torch import save_file
-
-    save_file({name: torch.from_numpy(x).bfloat16() for name, x in weights.items()}, path, {"format": "pt"})
-
-
 def _write_tokenizer(folder: Path, pieces: list[str], merges: list[tuple[str, str]], positions: int) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-    made = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (_BOS, _EOS)])
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in (_BOS, _EOS)])
+    tokenizer.save(str(folder / "tokenizer.json"))
     _write_json(
         folder / "tokenizer_config.json",
         {

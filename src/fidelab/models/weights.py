@@ -15,7 +15,7 @@ from fidelab.core import canonical_json, digest
 from fidelab.errors import InputError
 from fidelab.models.cache import cache_dir
 
-__all__ = ["Size", "file_sha256", "folder_sha256", "measure", "read_json", "weight_files"]
+__all__ = ["Size", "file_sha256", "folder_sha256", "measure", "read_json", "sha256_of", "weight_files"]
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -33,11 +33,7 @@ _TOKENIZER = (
     "vocab.json",
     "vocab.txt",
 )
-_NOISE = {
-    "transformers_version",
-    "_name_or_path",
-    "_model_name_or_path",
-}  # of a config: who wrote it, from where
+_NOISE = {"transformers_version", "_name_or_path", "_model_name_or_path"}  # of a config: who wrote it, from where
 _CACHE_FROM = 1 << 20  # bytes: smaller files are hashed faster than looked up
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -68,9 +64,9 @@ def weight_files(folder: Path) -> tuple[Path, ...]:
     if index.is_file():
         return _indexed(index)
     single = folder / "model.safetensors"
-    found = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
-    if found:
-        return found
+    files = (single,) if single.is_file() else tuple(sorted(folder.glob("*.safetensors")))
+    if files:
+        return files
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     if pickled:
         raise InputError(
@@ -155,11 +151,11 @@ def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:
 
 def _checked_sha256(path: Path) -> str:
     """The file's hash; the hub's cache stores a large file under its SHA-256, so that it can be checked."""
-    found = file_sha256(path)
+    sha256 = file_sha256(path)
     stored = path.resolve()
-    if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != found:
+    if path.is_symlink() and _SHA256.fullmatch(stored.name) and stored.name != sha256:
         raise InputError(f"{path.name} is damaged (its SHA-256 is not the hub's): delete {stored} and run again")
-    return found
+    return sha256
 
 
 def file_sha256(path: Path) -> str:
@@ -167,7 +163,7 @@ def file_sha256(path: Path) -> str:
     real = path.resolve()
     stat = real.stat()
     if stat.st_size < _CACHE_FROM:
-        return hashlib.sha256(real.read_bytes()).hexdigest()
+        return sha256_of(real)
     note = cache_dir() / "hashes" / digest(str(real), str(stat.st_size), str(stat.st_mtime_ns))
     try:
         known = note.read_text(encoding="ascii")
@@ -175,18 +171,18 @@ def file_sha256(path: Path) -> str:
         known = ""
     if _SHA256.fullmatch(known):
         return known
-    with real.open("rb") as file:
-        value = hashlib.file_digest(file, "sha256").hexdigest()
-    _remember(note, value)
-    return value
-
-
-def _remember(note: Path, value: str) -> None:
-    """Write the note whole; a cache that cannot be written only costs time."""
-    part = note.with_name(f"{note.name}.{os.getpid()}")
+    value = sha256_of(real)
+    part = note.with_name(f"{note.name}.{os.getpid()}")  # renamed when complete
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
         part.write_text(value, encoding="ascii")
         part.replace(note)
-    except OSError:
+    except OSError:  # a cache that cannot be written only costs time
         part.unlink(missing_ok=True)
+    return value
+
+
+def sha256_of(path: Path) -> str:
+    """SHA-256 of a file's bytes, computed now."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
