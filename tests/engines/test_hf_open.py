@@ -15,7 +15,7 @@ from fidelab.captures.requests import Prefill
 from fidelab.core import KVSpec
 from fidelab.engines.base import Verdict
 from fidelab.engines.hf.adapter import HFEngine
-from fidelab.engines.hf.shape import Shape, shape_of
+from fidelab.engines.hf.kernels import Shape, shape_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
 from tests.engines import tiny

@@ -6,6 +6,7 @@ an instance lives in a worker process: ``open`` once, ``answer`` for each probe,
 
 from __future__ import annotations
 
+import platform
 import re
 import time
 from abc import ABC, abstractmethod
@@ -13,11 +14,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Probe
 from fidelab.core import Arm, Estimator, KVSpec
 
-__all__ = ["Answer", "Engine", "Ran", "Replayed", "Sink", "Verdict", "answer_with_head", "read_back_proof"]
+__all__ = [
+    "Answer",
+    "Engine",
+    "Ran",
+    "Sink",
+    "Verdict",
+    "add_sequence",
+    "answer_with_head",
+    "device_name",
+    "dtype_name",
+    "one_line",
+    "raw_bytes",
+    "read_back_proof",
+]
 
 
 @dataclass(frozen=True)
@@ -88,7 +104,7 @@ class Answer:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Replayed(Protocol):
+class _Replayed(Protocol):
     """A language-model head; ``sentinels``: (cosine, KL) of each check of it while a probe was answered."""
 
     sentinels: list[tuple[float, float]]
@@ -98,7 +114,7 @@ class Replayed(Protocol):
 
 
 def answer_with_head(
-    probe: Probe, estimator: Estimator, facts: Mapping[str, Any], began: float, head: Replayed | None
+    probe: Probe, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
 ) -> Answer:
     """The answer to a probe that was begun at ``began`` (``time.monotonic``).
 
@@ -125,6 +141,45 @@ class Sink(Protocol):
 
     def progress(self, tokens: int) -> None:
         """Tokens processed since the last call."""
+
+
+def add_sequence(
+    sink: Sink, item: int, ids: Sequence[int], rows: Mapping[str, Array] | None = None, failed: str | None = None
+) -> None:
+    """Store the generated or given ids of one item with their rows, and mark it failed where there are none.
+
+    ``failed``: why the sequence is unusable, or empty; an empty one without a reason is an empty output.
+    """
+    sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **(rows or {})})
+    if failed or not ids:
+        sink.fail(item, failed or "empty output")
+
+
+def one_line(error: Exception, limit: int = 200) -> str:
+    """An exception of another package in at most ``limit`` characters behind its type; the log has the rest."""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text[:limit]}{'…' if len(text) > limit else ''}"
+
+
+def device_name(device: str) -> str:
+    """The name of a torch device for the record: the GPU's, or ``cpu`` with the machine's architecture."""
+    if not device.startswith("cuda"):
+        return f"cpu ({platform.machine()})"
+    import torch
+
+    return str(torch.cuda.get_device_name(device))
+
+
+def dtype_name(dtype: Any) -> str:
+    """The name of a torch type: ``bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def raw_bytes(tensor: Any) -> bytes:
+    """The bytes of a torch tensor, off the device."""
+    import torch
+
+    return bytes(tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
 
 
 # Formats as engines call them → bits of the fraction, the leading one included, and of the exponent.

@@ -45,7 +45,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence
 from fidelab.engines.timing import groups
 from fidelab.errors import UsageError
 
@@ -193,9 +193,7 @@ class FakeEngine(Engine):
                 self._misbehave(item)
                 ids = self._trajectory(prompt, item, probe.max_tokens)
                 stored = self._stored(self._generated_rows(ids)) if probe.rows else {}
-                sink.add(item, {"ids": np.asarray(ids, dtype=np.int32), **stored})
-                if not ids:
-                    sink.fail(item, "empty output")
+                add_sequence(sink, item, ids, stored)
                 sink.progress(len(prompt) + len(ids))
         elif isinstance(probe, Timed):
             for item, group in enumerate(groups(probe)):

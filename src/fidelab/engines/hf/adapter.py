@@ -12,20 +12,18 @@ attention may hand it a latent as keys and the rotary part as values.
 from __future__ import annotations
 
 import math
+import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import numpy as np
-
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head, device_name
 from fidelab.engines.hf import kernels as hf_kernels
-from fidelab.engines.hf.shape import shape_of
 from fidelab.engines.options import is_count
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
@@ -98,7 +96,7 @@ class HFEngine(Engine):
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
-        layers = shape_of(arm.path).layers
+        layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Verdict(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
         ours = attention == hf_kernels.NAME
@@ -153,8 +151,8 @@ class HFEngine(Engine):
         dtypes = cache.storage_dtypes() if cache else None
         packed = cache.packed_bytes_per_token() if cache else None
         return Ran(
-            versions={**self.versions(), "python": _python_version()},
-            device=_device_name(self._arm.device),
+            versions={**self.versions(), "python": platform.python_version()},
+            device=device_name(self._arm.device),
             attention=self._model.attention,
             k_format=self._model.proof.found(0),
             v_format=self._model.proof.found(1),
@@ -204,18 +202,15 @@ class HFEngine(Engine):
         shared = self._shared_prefix(probe.prompts, sink)
         for batch in self._batches(probe):
             for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, shared, sink), strict=True):
-                sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **rows})
+                add_sequence(sink, index, ids, rows, failed)
                 produced += len(ids)
-                if failed or not ids:
-                    sink.fail(index, failed or "empty output")
         tokens = sum(map(len, probe.prompts)) + produced
         return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
 
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
         for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
             if not continuation:
-                sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
-                sink.fail(index, "empty continuation")
+                add_sequence(sink, index, (), failed="empty continuation")
                 continue
             cache = self._model.new_cache()
             rows: list[Tensor] = []
@@ -225,7 +220,7 @@ class HFEngine(Engine):
                     self._model.check_replay(states[0, -1:], logits[0])
                 rows.append(self._model.rows(states[0, -1], logits[0, -1]))
                 sink.progress(len(step))
-            sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), **self._model.stacked(rows)})
+            add_sequence(sink, index, continuation, self._model.stacked(rows))
         return {"tokens": sum(map(len, probe.items()))}
 
     def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
@@ -313,25 +308,11 @@ class HFEngine(Engine):
         batch: list[int] = []
         for index in order:
             if batch:
-                shortest, this = len(probe.prompts[batch[0]]), len(probe.prompts[index])
+                shortest, length = len(probe.prompts[batch[0]]), len(probe.prompts[index])
                 limit = shortest + max(32, shortest // 2) if self._model.padding else shortest
-                if len(batch) >= probe.batch or this > limit:
+                if len(batch) >= probe.batch or length > limit:
                     yield batch
                     batch = []
             batch.append(index)
         if batch:
             yield batch
-
-
-def _device_name(device: str) -> str:
-    import platform
-
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu ({platform.machine()})"
-
-
-def _python_version() -> str:
-    import platform
-
-    return platform.python_version()

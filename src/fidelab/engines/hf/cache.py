@@ -24,6 +24,7 @@ from transformers.cache_utils import (
     LinearAttentionCacheLayerMixin,
 )
 
+from fidelab.engines.base import dtype_name
 from fidelab.errors import NotSupportedError
 from fidelab.formats.base import Format, Parts
 
@@ -272,7 +273,7 @@ class EncodedCache(DynamicCache):
         """Element types of the K and V codes as held, or ``None`` before the first write."""
         for layer in self.encoded:
             if layer.k.parts is not None and layer.v.parts is not None:
-                return _dtype_name(layer.k.parts[0]), _dtype_name(layer.v.parts[0])
+                return dtype_name(layer.k.parts[0].dtype), dtype_name(layer.v.parts[0].dtype)
         return None
 
     def _per_token(self, held: list[int]) -> float | None:
@@ -289,7 +290,3 @@ class EncodedCache(DynamicCache):
 
     def _plain_sides(self) -> list[Tensor]:
         return [x for layer in self._plain() for x in (layer.keys, layer.values)]
-
-
-def _dtype_name(x: Tensor) -> str:
-    return str(x.dtype).removeprefix("torch.")

@@ -17,6 +17,7 @@ from torch import Tensor
 from fidelab.captures.container import Array
 from fidelab.core import Arm
 from fidelab.engines import k16v8
+from fidelab.engines.base import one_line
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
@@ -107,7 +108,7 @@ class HFModel:
         except EngineError:
             raise
         except Exception as error:
-            raise EngineError(f"Transformers cannot load {self._arm.model}: {_one_line(error)}") from error
+            raise EngineError(f"Transformers cannot load {self._arm.model}: {one_line(error)}") from error
         self.config = model.config.get_text_config(decoder=True)
         unfilled = sorted(report["missing_keys"])
         if unfilled:
@@ -165,7 +166,7 @@ class HFModel:
             raise
         except Exception as error:
             how = f"attention={hf_kernels.NAME}" if self.paged else "an encoded cache"
-            raise EngineError(f"{kind} does not run with {how}: {_one_line(error)}") from error
+            raise EngineError(f"{kind} does not run with {how}: {one_line(error)}") from error
         if (twins[0] - twins[1]).norm() > _CAUSAL[self._arm.dtype] * twins[0].norm():
             raise EngineError(f"{kind} is not a decoder: a token changes the distribution of the one before it")
         if not (self.cache and self.cache.kv_layers):
@@ -283,9 +284,3 @@ class HFModel:
     def stacked(self, rows: Sequence[Tensor]) -> Mapping[str, Array]:
         """The same from single rows; nothing where there are none."""
         return self.stored(torch.stack(tuple(rows))) if rows else {}
-
-
-def _one_line(error: Exception) -> str:
-    """A foreign exception in at most 200 characters; the log has the rest."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"

@@ -23,7 +23,7 @@ import hashlib
 import os
 import platform
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
     CacheReads,
@@ -164,7 +164,7 @@ class LlamaCppEngine(Engine):
                 facts = self._forced(probe, sink)
             case Timed():
                 facts = self._timed(probe, sink)
-        return Answer(Estimator.LOGPROBS, facts={**facts, "seconds": time.monotonic() - began})
+        return answer_with_head(probe, Estimator.LOGPROBS, facts, began, head=None)
 
     def ran(self) -> Ran:
         seen = self._seen
@@ -274,7 +274,7 @@ class LlamaCppEngine(Engine):
             for index, window in enumerate(probe.windows):
                 context.clear()
                 rows = context.feed(window, range(probe.first, probe.last + 1))
-                sink.add(index, {"logprobs": _joined(map(_logprobs, rows))})
+                sink.add(index, {"logprobs": np.concatenate(list(map(_logprobs, rows)))})
                 sink.progress(len(window))
         return {"tokens": sum(map(len, probe.windows))}
 
@@ -285,11 +285,8 @@ class LlamaCppEngine(Engine):
             with self._context(cells, len(batch)) as context:
                 self._seen = context.seen
                 for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, context, sink), strict=True):
-                    stored = {"logprobs": np.stack(rows)} if rows else {}
-                    sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **stored})
+                    add_sequence(sink, index, ids, {"logprobs": np.stack(rows)} if rows else {}, failed)
                     produced += len(ids)
-                    if failed or not ids:
-                        sink.fail(index, failed or "empty output")
         return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
 
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
@@ -298,8 +295,7 @@ class LlamaCppEngine(Engine):
             self._seen = context.seen
             for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
                 if not continuation:
-                    sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
-                    sink.fail(index, "empty continuation")
+                    add_sequence(sink, index, (), failed="empty continuation")
                     continue
                 context.clear()
                 rows = [_logprobs(_last(context, prompt))]
@@ -307,7 +303,7 @@ class LlamaCppEngine(Engine):
                 for token in continuation[:-1]:
                     rows.append(_logprobs(context.step({0: token})))
                     sink.progress(1)
-                sink.add(index, {"ids": np.asarray(continuation, dtype=np.int32), "logprobs": _joined(rows)})
+                add_sequence(sink, index, continuation, {"logprobs": np.concatenate(rows)})
         return {"tokens": sum(map(len, probe.items()))}
 
     def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
@@ -391,10 +387,6 @@ def _logprobs(logits: Floats) -> NDArray[np.float16]:
     with np.errstate(invalid="ignore"):  # infinite logits make NaN, which scoring counts
         total = np.exp(logits - top.astype(np.float32)).sum(axis=-1, keepdims=True, dtype=np.float64)
         return np.asarray(logits - (top + np.log(total)), dtype=np.float16)
-
-
-def _joined(rows: Iterable[NDArray[np.float16]]) -> NDArray[np.float16]:
-    return np.concatenate(list(rows))
 
 
 def _content(folder: Path) -> str:

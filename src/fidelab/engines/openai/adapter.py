@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, split_url
@@ -172,7 +172,7 @@ class OpenAIEngine(Engine):
                 facts = self._forced(probe, sink)
             case Timed():
                 facts = self._timed(probe, sink)
-        return Answer(Estimator.TOPK, facts={**facts, "seconds": time.monotonic() - began})
+        return answer_with_head(probe, Estimator.TOPK, facts, began, head=None)
 
     def ran(self) -> Ran:
         server, dialect, asked = self._server, self._dialect, self._arm.kv.k.name
@@ -226,11 +226,9 @@ class OpenAIEngine(Engine):
             return self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1] if continuation else []
 
         for index, tops in self._asked(len(pairs), rows, sink, self._width()):
-            ids = np.asarray(pairs[index][1], dtype=np.int32)
-            sink.add(index, {"ids": ids, **(_rows(tops) if tops else {})})
+            reason = None if tops else "empty continuation"
+            add_sequence(sink, index, pairs[index][1], _rows(tops) if tops else {}, reason)
             sink.progress(len(probe.items()[index]))
-            if not tops:
-                sink.fail(index, "empty continuation")
         return {"tokens": sum(map(len, probe.items())), "one_prefill": True}
 
     def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
@@ -246,10 +244,8 @@ class OpenAIEngine(Engine):
                 sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
                 continue
             rows = {} if done.tops is None or not done.ids else _rows(done.tops)
-            sink.add(index, {"ids": np.asarray(done.ids, dtype=np.int32), **rows})
+            add_sequence(sink, index, done.ids, rows)
             sink.progress(len(prompt) + len(done.ids))
-            if not done.ids:
-                sink.fail(index, "empty output")
             produced, cached, reread = produced + len(done.ids), cached + done.cached, reread + other
         tokens = sum(map(len, probe.prompts)) + produced
         return {

@@ -20,16 +20,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
+from fidelab.engines.installed import is_installed
 from fidelab.engines.options import check_options
 from fidelab.engines.sglang.launch import (
     DTYPES,
@@ -56,7 +55,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SGLangEngine"]
 
-_PACKAGES = ("sglang", "sglang-cpu")
 _TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
@@ -66,21 +64,17 @@ class SGLangEngine(Engine):
     """SGLang behind the engine contract."""
 
     name: ClassVar[str] = "sglang"
-    packages: ClassVar[tuple[str, ...]] = _PACKAGES
+    packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     pairs: ClassVar[bool] = False
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        found = {}
-        for package in (*cls.packages, "sglang-kernel", "torch"):
-            try:
-                found[package] = version(package)
-            except PackageNotFoundError:
-                continue
-        if not set(cls.packages) & set(found):
+        candidates = (*cls.packages, "sglang-kernel", "torch")
+        versions = {package: version(package) for package in candidates if is_installed(package)}
+        if not set(cls.packages) & set(versions):
             raise EngineError("engine sglang needs sglang: fidelab engines install sglang")
-        return found
+        return versions
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
@@ -185,11 +179,9 @@ class SGLangEngine(Engine):
                 if failed:
                     ids = ids[: int(failed.rsplit(" ", 1)[1])]
                 rows = self._stored(response.rows, len(ids)) if probe.rows and ids else {}
-                sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **rows})
+                add_sequence(sink, index, ids, rows, failed)
                 sink.progress(len(probe.prompts[index]) + len(ids))
                 produced += len(ids)
-                if failed or not ids:
-                    sink.fail(index, failed or "empty output")
         return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
 
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
@@ -204,12 +196,10 @@ class SGLangEngine(Engine):
             responses = dict(zip(wanted, self._ask(requests), strict=True))
             for index in batch:
                 continuation = probe.continuations[index]
-                ids = {"ids": np.asarray(continuation, dtype=np.int32)}
                 if not continuation:
-                    sink.add(index, ids)
-                    sink.fail(index, "empty continuation")
+                    add_sequence(sink, index, (), failed="empty continuation")
                     continue
-                sink.add(index, {**ids, **self._stored(responses[index].rows, len(continuation))})
+                add_sequence(sink, index, continuation, self._stored(responses[index].rows, len(continuation)))
                 sink.progress(len(probe.prompts[index]) + len(continuation))
         return {"tokens": sum(map(len, probe.items())), "token_by_token": True}
 

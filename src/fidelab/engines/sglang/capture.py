@@ -28,6 +28,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fidelab.engines.base import dtype_name, raw_bytes
+from fidelab.engines.written import watched
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -76,8 +79,6 @@ class _Capture:
 
     def load(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
         """Watch which parameters are written while the checkpoint is loaded."""
-        from fidelab.engines.written import watched
-
         with watched(model) as ledger:
             out = original(model, *args, **kwargs)
         untouched = ledger.untouched()
@@ -164,7 +165,7 @@ class _Capture:
     def _append(self, name: str, tensor: Tensor) -> None:
         if _is_first_rank():
             with (self._folder / name).open("ab") as file:
-                file.write(_raw(tensor))
+                file.write(raw_bytes(tensor))
 
     def _noted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -186,7 +187,7 @@ class _Capture:
         processor = getattr(owner, "logits_processor", None)
         about = {
             "architecture": type(runner.model).__name__,
-            "compute_dtype": _name(runner.dtype),
+            "compute_dtype": dtype_name(runner.dtype),
             "threads": torch.get_num_threads(),
             "unfilled_parameters": self._unfilled,
             "scale_parameters": len(self._scales),
@@ -228,9 +229,9 @@ class _Stored:
         layer = self._layers[0] if self._layers else None
         return {
             "pool": [type(pool).__name__ for pool in pools],
-            "dtype": _name(pools[0].dtype),
+            "dtype": dtype_name(pools[0].dtype),
             "method": getattr(getattr(pools[0], "quant_method", None), "name", None),
-            "stored": {kind: _name(buffer.dtype) for kind, buffer, _ in buffers},
+            "stored": {kind: dtype_name(buffer.dtype) for kind, buffer, _ in buffers},
             "bytes_per_token": sum(buffer.nbytes / slots for _, buffer, slots in buffers),
             "bytes": sum(buffer.nbytes for _, buffer, _ in buffers),
             "kv_layers": sum(kind in ("k", "kv") for kind, _, _ in buffers),
@@ -285,11 +286,11 @@ def _write_head(folder: Path, rank: int, head: Any) -> dict[str, Any]:
     weight = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.dim() != 2 or weight.element_size() < 2:
         return {"why": f"the head is a {type(head).__name__} without a plain weight"}
-    found = {"rows": weight.shape[0], "width": weight.shape[1], "dtype": _name(weight.dtype), "bias": False}
-    (folder / f"head-{rank}.weight").write_bytes(_raw(weight))
+    found = {"rows": weight.shape[0], "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": False}
+    (folder / f"head-{rank}.weight").write_bytes(raw_bytes(weight))
     if (bias := getattr(head, "bias", None)) is not None:
         found["bias"] = True
-        (folder / f"head-{rank}.bias").write_bytes(_raw(bias.to(weight.dtype)))
+        (folder / f"head-{rank}.bias").write_bytes(raw_bytes(bias.to(weight.dtype)))
     return found
 
 
@@ -357,13 +358,3 @@ def _rank() -> int:
 
 def _is_first_rank() -> bool:
     return _rank() == 0
-
-
-def _raw(tensor: Tensor) -> bytes:
-    import torch
-
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

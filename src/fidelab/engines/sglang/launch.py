@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.base import Verdict
+from fidelab.engines.base import Verdict, one_line
 from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, Scaling, missing, pair_scaling, set_switch
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
-from fidelab.engines.sglang.session import one_line
 from fidelab.errors import EngineError
 
 __all__ = [

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.base import Ran, read_back_proof
+from fidelab.engines.base import Ran, device_name, read_back_proof
 from fidelab.engines.k16v8 import K16V8, content_bytes
 from fidelab.engines.sglang.launch import k16v8_of
 
@@ -36,7 +36,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
         k_dtype, v_dtype = (cache["read_back"].get(name, cache["dtype"]) for name in ("stored", "v_stored"))
     return Ran(
         versions={**versions, "python": platform.python_version()},
-        device=_device_name(arm.device),
+        device=device_name(arm.device),
         attention=about["attention"],
         k_format=k_format,
         v_format=v_format,
@@ -118,9 +118,3 @@ def _scales(about: Mapping[str, Any]) -> dict[str, Any]:
     else:
         source, granularity = None, None
     return {"scale_source": source, "scale_granularity": granularity}
-
-
-def _device_name(device: str) -> str:
-    import torch
-
-    return torch.cuda.get_device_name(device) if device.startswith("cuda") else f"cpu ({platform.machine()})"

@@ -14,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,11 @@ import numpy as np
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Tokens
+from fidelab.engines.base import one_line
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
 from fidelab.errors import EngineError
 
-__all__ = ["Request", "Response", "SGLangSession", "one_line"]
+__all__ = ["Request", "Response", "SGLangSession"]
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
@@ -103,7 +105,7 @@ class SGLangSession:
         path = self._folder / "about.json"
         if not path.exists():
             raise EngineError(
-                f"the capture plug-in is not at work in SGLang {_version()}: this version hooks in another way "
+                f"the capture plug-in is not at work in SGLang {version('sglang')}: this version hooks in another way "
                 "(the log says what was missing)"
             )
         about = json.loads(path.read_text("utf-8"))
@@ -280,15 +282,3 @@ def _cause(folder: Path) -> str | None:
 def _child_failed(_signal: int, _frame: Any) -> None:
     """SGLang's schedulers send SIGQUIT when they fail; by itself it would end this process, too."""
     raise EngineError(_cause(Path(os.environ[FOLDER])) or "SGLang's scheduler ended while it started: see the log")
-
-
-def one_line(error: Exception) -> str:
-    """A foreign exception in at most 200 characters; the log has the rest."""
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:200]}{'…' if len(text) > 200 else ''}"
-
-
-def _version() -> str:
-    from importlib.metadata import version
-
-    return version("sglang")

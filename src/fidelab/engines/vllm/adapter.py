@@ -26,11 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
-
 from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
@@ -167,10 +165,8 @@ class VLLMEngine(Engine):
             if (nan := self._model.nan_at(key)) is not None:
                 ids, failed = ids[:nan], f"NaN logits at generated token {nan}"
             rows = self._model.rows(key, len(ids)) if probe.rows else {}
-            sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **(rows if ids else {})})
+            add_sequence(sink, index, ids, rows if ids else {}, failed)
             produced += len(ids)
-            if failed or not ids:
-                sink.fail(index, failed or "empty output")
         return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
 
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
@@ -178,8 +174,7 @@ class VLLMEngine(Engine):
         requests: list[Request] = []
         for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
             if not continuation:
-                sink.add(index, {"ids": np.zeros(0, dtype=np.int32)})
-                sink.fail(index, "empty continuation")
+                add_sequence(sink, index, (), failed="empty continuation")
                 continue
             n = len(continuation)
             requests.append(Request(prompt, n, len(prompt) - 1, sentinel=not requests, force=continuation))
@@ -188,5 +183,5 @@ class VLLMEngine(Engine):
             index, continuation = places[at], probe.continuations[places[at]]
             if ids != list(continuation):
                 raise EngineError("vLLM decoded other tokens than the given ones")
-            sink.add(index, {"ids": np.asarray(ids, dtype=np.int32), **self._model.rows(key, len(ids))})
+            add_sequence(sink, index, ids, self._model.rows(key, len(ids)))
         return {"tokens": sum(map(len, probe.items())), "forced": "token by token through the cache"}

@@ -25,6 +25,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fidelab.engines.base import dtype_name, raw_bytes
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
@@ -125,8 +126,8 @@ class FidelabWorker:
         bias = getattr(head, "bias", None)
         for part, tensor in (("weight", weight), ("bias", bias)):
             if tensor is not None:
-                (Path(os.environ[FOLDER]) / f"head-{rank}.{part}").write_bytes(_raw(tensor[:rows]))
-        return {"rows": rows, "width": weight.shape[1], "dtype": _name(weight.dtype), "bias": bias is not None}
+                (Path(os.environ[FOLDER]) / f"head-{rank}.{part}").write_bytes(raw_bytes(tensor[:rows]))
+        return {"rows": rows, "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": bias is not None}
 
     def fidelab_cache(self) -> dict[str, Any]:
         """The cache of this rank, from its tensors; ``read_back`` is what the last :meth:`fidelab_watch` saw."""
@@ -245,7 +246,7 @@ class _Hook:
     def _append(self, key: str, kind: str, tensor: Tensor | None) -> None:
         if self._writes and tensor is not None:
             with (self._folder / f"{key}.{kind}").open("ab") as file:
-                file.write(_raw(tensor))
+                file.write(raw_bytes(tensor))
 
     # ------------------------------------------------------------------------------------- read back
 
@@ -286,13 +287,13 @@ def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str,
         dtype = fp8[name]
         held = held.view(dtype)
     else:
-        return {"stored": _name(held.dtype), "matches": None}
+        return {"stored": dtype_name(held.dtype), "matches": None}
     top = torch.finfo(dtype).max
     given = torch.cat([(x.float() / scale).clamp(-top, top) for x, scale in zip((key, value), scales, strict=True)])
     found = held.float().reshape(-1)
     found = found[found != 0]  # slots that nobody wrote hold zeros, too
     if len(found) > len(given):
-        return {"stored": _name(dtype), "matches": 0.0}
+        return {"stored": dtype_name(dtype), "matches": 0.0}
     found = torch.cat((found, found.new_zeros(len(given) - len(found)))).sort().values
     near = given.to(dtype)
     ways = {"nearest": near.float(), "toward zero": _toward_zero(near, given)}
@@ -301,7 +302,7 @@ def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str,
     step = torch.finfo(dtype).eps * found.abs() + torch.finfo(dtype).smallest_normal
     close = (ways["nearest"].sort().values - found).abs() <= step
     return {
-        "stored": _name(dtype),
+        "stored": dtype_name(dtype),
         "matches": float(close.float().mean()),
         "rounding": best if exact[best] > _EXACT else None,
     }
@@ -332,7 +333,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
         found.append(
             {
                 "name": name,
-                "dtype": _name(cache.dtype),
+                "dtype": dtype_name(cache.dtype),
                 "shape": list(cache.shape),
                 "bytes": cache.numel() * cache.element_size(),
                 "bytes_per_token": cache.numel() * cache.element_size() / (blocks * sizes[name]),
@@ -389,13 +390,3 @@ def _embedding(model: Any) -> Any:
 
 def _found(model: Any, name: str) -> Any:
     return getattr(model, name, None) or getattr(_language(model), name, None) if model is not None else None
-
-
-def _raw(tensor: Tensor) -> bytes:
-    import torch
-
-    return tensor.detach().contiguous().cpu().view(torch.uint8).numpy().tobytes()
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

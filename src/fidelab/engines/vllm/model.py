@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm
+from fidelab.engines.base import one_line
 from fidelab.engines.k16v8 import translated_errors
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
 from fidelab.engines.vllm.launch import k16v8_of, least_cache_bytes
@@ -98,9 +99,9 @@ class VLLMModel:
                 self.llm = LLM(self._arm.path, **self._arguments())
             self._engine = self.llm.llm_engine
         except NotImplementedError as error:
-            raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {_one_line(error)}") from error
+            raise NotSupportedError(f"vLLM cannot run {self._arm.kv.label} here: {one_line(error, 300)}") from error
         except Exception as error:
-            raise EngineError(f"vLLM cannot load {self._arm.model}: {_one_line(error)}") from error
+            raise EngineError(f"vLLM cannot load {self._arm.model}: {one_line(error, 300)}") from error
         self.llm.collective_rpc("fidelab_install", args=(not self._hidden,))
         self.about: Mapping[str, Any] = self.llm.collective_rpc("fidelab_model")[0]
         self.config = self._engine.vllm_config
@@ -367,8 +368,3 @@ def _exactly(rows: NDArray[Any], expected: int) -> NDArray[Any]:
     if len(rows) < expected:
         raise EngineError(f"vLLM computed {len(rows)} rows where {expected} were wanted")
     return rows[:expected]
-
-
-def _one_line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return f"{type(error).__name__}: {text[:300]}{'…' if len(text) > 300 else ''}"

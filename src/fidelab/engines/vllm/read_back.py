@@ -9,7 +9,7 @@ from typing import Any
 
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
-from fidelab.engines.base import Ran, read_back_proof
+from fidelab.engines.base import Ran, device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes
 from fidelab.engines.vllm.launch import Backend, k16v8_of
 from fidelab.engines.vllm.model import VLLMModel
@@ -35,7 +35,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
     config = model.config
     return Ran(
         versions={**versions, "python": platform.python_version()},
-        device=_device(backend),
+        device=device_name("cpu" if backend.platform == "cpu" else "cuda:0"),
         attention=first["label"] or first["backend"],
         k_format=k_format,
         v_format=v_format,
@@ -152,11 +152,3 @@ def _has_scales(folder: Path) -> bool:
         for path in folder.glob("*.safetensors")
         for name in TensorFile(path).names()
     )
-
-
-def _device(backend: Backend) -> str:
-    if backend.platform == "cpu":
-        return f"cpu ({platform.machine()})"
-    import torch
-
-    return str(torch.cuda.get_device_name(0))
