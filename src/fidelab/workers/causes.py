@@ -82,10 +82,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         r"OfflineModeIsEnabled|LocalEntryNotFoundError|couldn't connect to .?http",
         "the model lies on a hub that is out of reach: fetch it where there is a network (fidelab models pull)",
     ),
-    (
-        r"gated repo|GatedRepoError",
-        "the model is gated: accept its owner's terms on the hub, and set HF_TOKEN",
-    ),
+    (r"gated repo|GatedRepoError", "the model is gated: accept its owner's terms on the hub, and set HF_TOKEN"),
     (
         r"No module named '?flash_attn",
         "the model's vision tower wants flash-attn: install it there, or take a text-only model",

@@ -96,7 +96,7 @@ class _Sink:
 
 
 def main() -> int:
-    """Say hello, read one job, do it and what is asked after it."""
+    """Send the greeting, read one job, and answer its tasks and those that follow."""
     _watch_crashes()
     outbox = _Outbox(os.fdopen(os.dup(1), "wb"))
     os.dup2(2, 1)  # prints of the engine become log lines, not broken messages
@@ -124,11 +124,11 @@ def main() -> int:
 
 
 def _watch_crashes() -> None:
-    """A crash writes where it happened: the Python function into our log, the library into the kernel's.
+    """Have a crash recorded: the Python function in our log, the library in the kernel's.
 
-    faulthandler ends by raising the signal once more.  Where that is ignored, the faulty instruction runs again, and
-    the kernel, which cannot ignore it, ends the process and writes its line; it writes none for a signal that somebody
-    handles.
+    faulthandler writes the traceback and raises the signal again.  The signal is ignored, so that the faulty
+    instruction runs once more; the kernel then ends the process and logs the fault, which it does not do for a signal
+    that has a handler.
     """
     for number in (signal.SIGSEGV, signal.SIGILL, signal.SIGBUS, signal.SIGFPE):
         signal.signal(number, signal.SIG_IGN)
@@ -165,31 +165,17 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
         traceback.print_exc()
 
 
-class _Heads:
-    """Heads on disk; an engine that gives the same arrays again has them written and hashed once."""
-
-    def __init__(self, store: Path) -> None:
-        self._store = store
-        self._last: tuple[Answer, dict[str, Any]] | None = None
-
-    def record(self, answer: Answer) -> dict[str, Any]:
-        assert answer.head is not None
-        if self._last is None or self._last[0].head is not answer.head:
-            self._last = (answer, store_head(self._store, answer.head, answer.softcap, answer.scale))
-        return {**self._last[1], "softcap": answer.softcap, "scale": answer.scale}
-
-
 class _Answering:
-    """Answers tasks one after another.  ``found``: for the record, what was seen before and when the model opened."""
+    """Answers tasks one after another.  ``facts``: fields of the record that were known when the model was loaded."""
 
-    def __init__(self, engine: Engine, arm: Arm, job: Job, found: Mapping[str, Any], outbox: _Outbox) -> None:
+    def __init__(self, engine: Engine, arm: Arm, job: Job, facts: Mapping[str, Any], outbox: _Outbox) -> None:
         self._engine, self._arm, self._job, self._outbox = engine, arm, job, outbox
-        self._found = found
-        self._heads = _Heads(Path(job.store))
+        self._facts = facts
+        self._stored: tuple[Answer, dict[str, Any]] | None = None  # the last head that was written, and its record
         self._index = 0
 
     def attempt(self, task: ProbeTask) -> None:
-        """Answer one task; what goes wrong with it is its own affair."""
+        """Answer one task; its failure is reported and leaves the others alone."""
         began, index = time.monotonic(), self._index
         self._index += 1
         try:
@@ -203,12 +189,8 @@ class _Answering:
             self._outbox.send(Captured(index, str(path), time.monotonic() - began))
 
     def ran(self) -> dict[str, Any]:
-        """What ran, how it is installed, under which variables, and the memory that this process and its own took."""
-        memory = {
-            **self._found,
-            "peak_host_bytes": peak_bytes(),
-            "peak_device_bytes": self._engine.peak_device_bytes(),
-        }
+        """The runtime info for manifests: what ran, how it is installed, its variables, and peak memory in bytes."""
+        memory = {**self._facts, "peak_host_bytes": peak_bytes(), "peak_device_bytes": self._engine.peak_device_bytes()}
         return {**self._engine.ran().record(), **self._job.about, **memory}
 
     def _answer(self, task: ProbeTask) -> Path:
@@ -220,14 +202,22 @@ class _Answering:
         try:
             answer = self._engine.answer(probe, _Sink(writer, self._outbox))
             if answer.head is not None:
-                writer.head(self._heads.record(answer))
+                writer.head(self._head(answer))
             return writer.finish(answer.estimator, self.ran(), answer.facts)
         except BaseException:
             writer.abort()
             raise
 
+    def _head(self, answer: Answer) -> dict[str, Any]:
+        """Record of the answer's head; one whose arrays are those of the last answer is not written again."""
+        assert answer.head is not None
+        if self._stored is None or self._stored[0].head is not answer.head:
+            self._stored = (answer, store_head(Path(self._job.store), answer.head, answer.softcap, answer.scale))
+        return {**self._stored[1], "softcap": answer.softcap, "scale": answer.scale}
+
 
 def _check_tokenizer(engine: Engine, job: Job) -> None:
+    """Refuse an engine whose token ids of the sample text are not those that the requests were made with."""
     ours, theirs = list(job.sample_ids), engine.tokenize(job.sample_text)
     if ours != theirs:
         at = next(
@@ -250,10 +240,10 @@ def reason_of(error: BaseException) -> str:
 
 
 def _listen(inbox: int, further: Further) -> None:
-    """Further tasks go into the queue; the end of standard input is ours.
+    """Put further tasks into the queue, and end this process when standard input ends.
 
-    The parent holds it open for as long as it lives, even SIGKILL closes it.  Reads the descriptor itself: a thread
-    inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
+    The parent holds standard input open; its death, by SIGKILL too, closes it.  The descriptor is read directly: a
+    thread inside ``sys.stdin`` would hold the lock that the interpreter's exit needs.
     """
     pending = b""
     while chunk := os.read(inbox, 1 << 16):

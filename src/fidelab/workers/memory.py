@@ -1,4 +1,4 @@
-"""Memory of the host that a process and its descendants take, as Linux counts it; elsewhere less is known.
+"""Host memory of a process and its descendants, from Linux's ``/proc``; elsewhere of the process alone, its peak only.
 
 Resident bytes: pages that two processes share count twice, mapped files count as far as they were read.
 """
@@ -45,10 +45,10 @@ def _family(pid: int) -> set[int]:
         with suppress(OSError):  # it ended meanwhile
             parent = int(stat.read_text().rpartition(")")[2].split()[1])  # behind the name, which may hold anything
             children.setdefault(parent, []).append(int(stat.parent.name))
-    family, found = {pid}, [pid]
-    while found:
-        found = [child for parent in found for child in children.get(parent, ())]
-        family.update(found)
+    family, generation = {pid}, [pid]
+    while generation:
+        generation = [child for parent in generation for child in children.get(parent, ())]
+        family.update(generation)
     return family
 
 

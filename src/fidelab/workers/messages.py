@@ -1,6 +1,6 @@
 """Typed parent–child messages: one JSON object per line, over the child's standard input and output.
 
-The version is checked when the child says hello, because the child may live in another environment.
+The version is checked when the child greets, because it may run in an environment with another fidelab.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from fidelab.core import Status
 from fidelab.errors import EngineError
@@ -36,7 +36,7 @@ PROTOCOL = 6
 
 @dataclass(frozen=True)
 class ProbeTask:
-    """One probe to answer: its record, where the capture goes, and the capture's key."""
+    """One request to answer: its record, where the capture goes, and the capture's key."""
 
     probe: Mapping[str, Any]
     target: str
@@ -108,7 +108,7 @@ class ProbeFailed:
 
 @dataclass(frozen=True)
 class Idle:
-    """Child → parent: the model is loaded and all tasks so far were tried; said again after each More."""
+    """Child → parent: the model is loaded and all tasks so far were tried; sent again after each More."""
 
 
 @dataclass(frozen=True)
@@ -134,9 +134,7 @@ class Done:
 
 
 Message = Job | Hello | Opened | Progress | Captured | ProbeFailed | Idle | More | Failed | Done
-_TYPES: dict[str, type[Any]] = {
-    cls.__name__: cls for cls in (Job, Hello, Opened, Progress, Captured, ProbeFailed, Idle, More, Failed, Done)
-}
+_TYPES: dict[str, type[Any]] = {cls.__name__: cls for cls in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

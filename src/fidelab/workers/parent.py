@@ -106,15 +106,15 @@ class Worker:
         self._spawned = 0.0
         self._log_start = 0
         self._targets: list[Path] = []
-        self._said_all = False  # Done or Failed was heard
-        self._crashed = self._killed = False  # by its own code, by any signal: nothing in the log is the cause
-        self._over = False
+        self._done = False  # Done or Failed has arrived
+        self._crashed = self._killed = False  # by its own code, by any signal: the log does not hold the cause
+        self._closed = False
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._process is not None and not self._over:
+        if self._process is not None and not self._closed:
             self._fail("the worker was ended before it had finished")
         self._close()
 
@@ -124,8 +124,8 @@ class Worker:
         ``True``: idle, with the model loaded.  ``False``: nothing more can be asked, and nothing of it is left;
         ``outcome`` says why.
         """
-        if self._over or (self._process is not None and not tasks):
-            return not self._over
+        if self._closed or (self._process is not None and not tasks):
+            return not self._closed
         self._targets += [Path(task.target) for task in tasks]
         with self._at_work():
             idle = self._start(tasks) if self._process is None else self._converse(More(list(tasks)))
@@ -134,9 +134,9 @@ class Worker:
         return idle
 
     def finish(self) -> Outcome:
-        """No more tasks: wait until the worker has said what ran and is gone, and its memory is back."""
+        """Send no more tasks; wait for the runtime info, the worker's exit and the release of its memory."""
         with self._at_work():
-            if self._process is not None and not self._over:
+            if self._process is not None and not self._closed:
                 self._converse(More([]))
             self._close()
         return self.outcome
@@ -152,12 +152,12 @@ class Worker:
             self.outcome.seconds += time.monotonic() - began
 
     def _start(self, tasks: Sequence[ProbeTask]) -> bool:
-        """Spawn the child, give it the job, and hear it until the model is loaded and the first tasks were tried."""
+        """Spawn the child, send it the job, and wait until the model is loaded and the first tasks were tried."""
         job = replace(self._job, tasks=[*self._job.tasks, *tasks])
         self._targets += [Path(task.target) for task in self._job.tasks]
         self._log.parent.mkdir(parents=True, exist_ok=True)
-        if str(job.arm.get("device", "")).startswith("cuda"):
-            _hold_memory(self)
+        if str(job.arm.get("device", "")).startswith("cuda") and (level := _gpu_memory()) is not None:
+            _levels[self] = level
         with self._log.open("ab") as stderr:
             self._log_start = stderr.tell()
             self._spawned = time.monotonic()
@@ -177,10 +177,10 @@ class Worker:
         return self._converse(job, greeted=False)
 
     def _converse(self, message: Job | More, greeted: bool = True) -> bool:
-        """Say something, the job after the child's greeting, and hear the child until it is idle (``True``) or gone."""
+        """Send a message and read the child's until it is idle (``True``) or gone; a job is sent after its greeting."""
         assert self._process is not None
         if greeted:
-            _say(self._process, message)
+            _send(self._process, message)
         end = None if self._deadline is None else time.monotonic() + self._deadline - self.outcome.seconds
         while True:
             left = None if end is None else end - time.monotonic()
@@ -189,32 +189,32 @@ class Worker:
                     raise queue.Empty
                 line = self._inbox.get(timeout=left)
             except queue.Empty:
-                if not self._said_all:
+                if not self._done:
                     self._fail(f"not finished within the deadline of {self._deadline:g} s (--deadline)")
                 return False
             if line is None:
-                if not self._said_all:
+                if not self._done:
                     self._fail(self._obituary(self._process.wait()))
                 return False
             try:
-                heard = decode(line)
+                reply = decode(line)
             except EngineError as error:
                 self._fail(str(error))
                 return False
-            if isinstance(heard, Hello):
-                if heard.protocol != PROTOCOL:
+            if isinstance(reply, Hello):
+                if reply.protocol != PROTOCOL:
                     self._fail(
-                        f"the worker speaks protocol {heard.protocol}, this fidelab {PROTOCOL}: "
+                        f"the worker speaks protocol {reply.protocol}, this fidelab {PROTOCOL}: "
                         "install the same version of fidelab there"
                     )
                     return False
                 self.outcome.phases["interpreter"] = time.monotonic() - self._spawned
-                _say(self._process, message)
-            self._note(heard)
-            if self._said_all:  # what remains is to exit
+                _send(self._process, message)
+            self._note(reply)
+            if self._done:  # what remains is to exit
                 end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
-            self._listen(heard)
-            if isinstance(heard, Idle):
+            self._listen(reply)
+            if isinstance(reply, Idle):
                 return True
 
     def _note(self, message: Message) -> None:
@@ -229,13 +229,13 @@ class Worker:
                 outcome.failed[index] = reason
             case Failed(kind=kind, reason=reason):
                 outcome.status, outcome.reason = Status(kind), reason
-                self._said_all = True
+                self._done = True
             case Done(ran=ran):
                 outcome.ran = dict(ran)
-                self._said_all = True
+                self._done = True
 
     def _obituary(self, returncode: int) -> str:
-        """Why the process ended without a word, and where."""
+        """Why the process ended without a message, and where."""
         assert self._process is not None
         _, dump = split_dump(_tail(self._log, self._log_start))
         python = Path(shutil.which(self._command[0]) or self._command[0])
@@ -248,10 +248,10 @@ class Worker:
         self.outcome.status, self.outcome.reason = Status.FAILED, reason
 
     def _close(self) -> None:
-        """Nothing of the worker stays; the outcome is complete."""
-        if self._over:
+        """Remove everything of the worker, and complete the outcome."""
+        if self._closed:
             return
-        self._over = True
+        self._closed = True
         outcome = self.outcome
         try:
             if self._process is not None:
@@ -289,7 +289,7 @@ def run_worker(
         return worker.finish()
 
 
-def _say(process: subprocess.Popen[bytes], message: Message) -> None:
+def _send(process: subprocess.Popen[bytes], message: Message) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(encode(message))
@@ -297,9 +297,9 @@ def _say(process: subprocess.Popen[bytes], message: Message) -> None:
 
 
 def _start_pump(process: subprocess.Popen[bytes], inbox: queue.Queue[bytes | None]) -> None:
-    """Lines of the worker into the inbox, then ``None`` once it has exited.
+    """Put lines of the worker into the inbox, then ``None`` once it has exited.
 
-    Its exit counts, not the end of the pipe: a process that the engine left behind may hold that open for ever.
+    The exit counts, not the end of the pipe, which a process that the engine left behind may hold open for ever.
     """
 
     def pump() -> None:
@@ -318,7 +318,7 @@ def _start_pump(process: subprocess.Popen[bytes], inbox: queue.Queue[bytes | Non
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Nothing of the worker's process group survives this call, a second Ctrl-C included."""
+    """End the worker's whole process group, even where a second Ctrl-C interrupts."""
     try:
         if process.poll() is None:
             _signal_group(process.pid, signal.SIGTERM)
@@ -351,17 +351,12 @@ def _gpu_memory() -> int | None:
         return None
 
 
-_levels: dict[Worker, int] = {}  # workers with a device → MiB that were in use before they, and those still live, came
-
-
-def _hold_memory(worker: Worker) -> None:
-    level = _gpu_memory()
-    if level is not None:
-        _levels[worker] = level
+# Live workers with a device → MiB in use before it, and before the others that are still live, started.
+_levels: dict[Worker, int] = {}
 
 
 def _await_memory(worker: Worker) -> None:
-    """Wait until the device memory of an ended worker is back; while others are live, that cannot be told."""
+    """Wait until the device memory of an ended worker is free again; not while others live, whose memory counts too."""
     before = _levels.pop(worker, None)
     if before is None:
         return
@@ -377,7 +372,7 @@ def _await_memory(worker: Worker) -> None:
 
 
 def _tail(log: Path, start: int) -> list[str]:
-    """The last lines behind byte ``start``: an earlier attempt's are not this one's."""
+    """The last lines behind byte ``start``, where this attempt's part of the log begins."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         file.seek(max(start, log.stat().st_size - 16_384))
         text = file.read().decode("utf-8", "replace")

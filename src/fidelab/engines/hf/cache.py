@@ -192,12 +192,7 @@ class EncodedCache(DynamicCache):
     """
 
     def __init__(
-        self,
-        config: Any,
-        k: Format,
-        v: Format,
-        skip_layers: tuple[int, ...] = (),
-        padding_mask: Tensor | None = None,
+        self, config: Any, k: Format, v: Format, skip_layers: tuple[int, ...] = (), padding_mask: Tensor | None = None
     ) -> None:
         super().__init__(config=config)
         beyond = [layer for layer in skip_layers if layer >= len(self.layers)]

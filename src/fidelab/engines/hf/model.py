@@ -84,11 +84,10 @@ class HFModel:
                 )
             self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
-            auto = transformers.AutoModelForCausalLM if causal else transformers.AutoModelForImageTextToText
-            mapped = (
-                transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+            auto, mapped = (
+                (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
                 if causal
-                else transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+                else (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
             )
             mapped.get(type(config), None)  # imports the model's code, which is not the weights' affair
             self._mark("import")

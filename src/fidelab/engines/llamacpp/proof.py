@@ -25,9 +25,7 @@ __all__ = ["Side", "decoded", "proof", "read_state"]
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-_TYPES: Mapping[int, str] = {
-    **{0: "f32", 1: "f16", 30: "bf16", 8: "q8_0", 7: "q5_1", 6: "q5_0", 3: "q4_1", 2: "q4_0", 20: "iq4_nl"},
-}
+_TYPES = {0: "f32", 1: "f16", 30: "bf16", 8: "q8_0", 7: "q5_1", 6: "q5_0", 3: "q4_1", 2: "q4_0", 20: "iq4_nl"}
 # The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.
 _BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127, "q5_1": 1 / 31, "q5_0": 1 / 16}
 _BOUND |= {"q4_1": 1 / 15, "q4_0": 1 / 8, "iq4_nl": 0.15}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
+from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm, KVSpec
+from fidelab.core import Arm
 from fidelab.engines.base import Verdict, one_line
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, Scaling, missing, pair_scaling, set_switch
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.errors import EngineError
 
@@ -107,9 +108,7 @@ def _has_operators() -> bool:
     return spec is not None and spec.origin is not None and any(Path(spec.origin).parent.glob("*.so"))
 
 
-def k16v8_of(kv: KVSpec) -> Scaling | None:
-    """As :func:`fidelab.engines.k16v8.pair_scaling`."""
-    return pair_scaling(kv, "SGLang")
+k16v8_of = partial(pair_scaling, engine="SGLang")
 
 
 def k16v8_cannot(arm: Arm) -> str:

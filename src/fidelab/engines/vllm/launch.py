@@ -6,13 +6,13 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, get_args
 
-from fidelab.core import Arm, KVSpec
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, Scaling, missing, pair_scaling, set_switch
+from fidelab.core import Arm
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
 from fidelab.errors import EngineError
 
 __all__ = [
@@ -83,9 +83,7 @@ def prepare(arm: Arm) -> None:
     torch.set_num_threads(arm.threads)  # it may have been imported before
 
 
-def k16v8_of(kv: KVSpec) -> Scaling | None:
-    """As :func:`fidelab.engines.k16v8.pair_scaling`."""
-    return pair_scaling(kv, "vLLM")
+k16v8_of = partial(pair_scaling, engine="vLLM")
 
 
 @cache
@@ -128,19 +126,19 @@ def backend_for(arm: Arm) -> Backend:
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
     if ours:
-        reason = _k16v8_refusal(arm) or _k16v8_cannot(arm, shape)
+        reason = _k16v8_refusal(arm, shape)
         return Backend(platform, K16V8, (K16V8,), not reason, reason)
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
     return Backend(platform, label, formats, ok, reason)
 
 
-def _k16v8_refusal(arm: Arm) -> str:
-    """Why the package does not run here at all."""
+def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
+    """Why the package's backend does not run this arm; layers it cannot compute are refused when they are built."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.vllm.plugin import refusal
 
-    return refusal()
+    return refusal() or _k16v8_cannot(arm, shape)
 
 
 def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
