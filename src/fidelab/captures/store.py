@@ -103,8 +103,8 @@ def _is_ours(folder: Path, store: Path) -> bool:
 def _entry(folder: Path, capture: Capture | None) -> Entry:
     if capture is None:
         return Entry(folder, "damaged", _size(folder), None)
-    asked = capture.manifest["asked"]
-    title = f"{capture.axis} {asked['kv']['label']} ({len(capture.items)} items)"
+    arm = capture.manifest["asked"]
+    title = f"{capture.axis} {arm['kv']['label']} ({len(capture.items)} items)"
     return Entry(folder, title, _size(folder), capture.manifest["created"])
 
 

@@ -78,9 +78,9 @@ class CaptureWriter:
             )
         record["parts"] = len(self._files)
         for name, array in arrays.items():
-            own: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
-            self._pending[f"{item}.{name}"] = own
-            self._pending_bytes += array_bytes(own)
+            copy: Array = BFloat16(array.bits.copy()) if isinstance(array, BFloat16) else np.array(array)
+            self._pending[f"{item}.{name}"] = copy
+            self._pending_bytes += array_bytes(copy)
         if self._pending_bytes >= _PART_BYTES:
             self._flush()
 

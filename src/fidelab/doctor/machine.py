@@ -94,8 +94,8 @@ def cgroup_memory(
             root, names = mount / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         else:
             continue
-        own = Path(path.lstrip("/"))
-        for folder in (own, *own.parents):  # the limits of all groups above hold as well
+        group = Path(path.lstrip("/"))
+        for folder in (group, *group.parents):  # the limits of all groups above hold as well
             limit, used = (_number(root / folder / name) for name in names[:2])
             if limit is not None and used is not None:
                 limits.append(limit)

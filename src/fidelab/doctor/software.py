@@ -106,13 +106,13 @@ def _installed(requirement: re.Match[str]) -> Check:
     name, floor = requirement["name"], requirement["floor"] or ""
     check = partial(Check, name, "packages", needed=True)
     install = f'pip install "{name}>={floor}"' if floor else f"pip install {name}"
-    wanted = f"{floor} or newer is needed" if floor else "it is required"
+    requirement_text = f"{floor} or newer is needed" if floor else "it is required"
     try:
         version = str(metadata.version(name))
     except metadata.PackageNotFoundError:
-        return check("missing", f"not installed; {wanted}", install)
+        return check("missing", f"not installed; {requirement_text}", install)
     if release(version) < release(floor):
-        return check("broken", f"{version} is too old; {wanted}", install)
+        return check("broken", f"{version} is too old; {requirement_text}", install)
     return check("ok", version)
 
 

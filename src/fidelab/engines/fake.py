@@ -198,9 +198,9 @@ class FakeEngine(Engine):
         elif isinstance(probe, Timed):
             for item, group in enumerate(groups(probe)):
                 self._misbehave(item)
-                read = sum(map(len, group))
-                sink.add(item, {"seconds": _PREFILL * read + _DECODE * np.arange(1 + probe.n, dtype=np.float64)})
-                sink.progress(read + probe.n * len(group))
+                n_read = sum(map(len, group))
+                sink.add(item, {"seconds": _PREFILL * n_read + _DECODE * np.arange(1 + probe.n, dtype=np.float64)})
+                sink.progress(n_read + probe.n * len(group))
         with_rows = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed)
         if self._estimator is Estimator.HIDDEN and with_rows:
             return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)})
@@ -264,9 +264,9 @@ class FakeEngine(Engine):
         start = sum(prompt)
         ids = [1 + (start + step) % 250 for step in range(n)]
         at, every = int(self._knobs.get("at", 5)), int(self._knobs.get("every", 1))
-        asked = bytes(token % 256 for token in prompt).decode(errors="replace")
+        prompt_text = bytes(token % 256 for token in prompt).decode(errors="replace")
         known = [] if self._kv == "forget" and item % every == 0 else self._answers
-        answer = next((answer for text, answer in known if text in asked), None)
+        answer = next((answer for text, answer in known if text in prompt_text), None)
         if answer is not None:
             ids = [*answer.encode(), 0][:n]
         match self._kv:

@@ -35,12 +35,12 @@ def provenance(packages: Sequence[str]) -> dict[str, str]:
 
 def shims() -> list[dict[str, str]]:
     """``{"folder", "sha256"}`` of each folder on PYTHONPATH but fidelab's own; the hash is over its Python files."""
-    ours = Path(fidelab.__file__).resolve().parent
+    own_package = Path(fidelab.__file__).resolve().parent
     folders = [Path(text) for text in os.environ.get("PYTHONPATH", "").split(os.pathsep) if text]
     return [
         {"folder": str(folder), "sha256": _content(folder)}
         for folder in dict.fromkeys(folders)
-        if folder.is_dir() and (folder / "fidelab").resolve() != ours
+        if folder.is_dir() and (folder / "fidelab").resolve() != own_package
     ]
 
 
@@ -145,10 +145,10 @@ def _content(folder: Path) -> str:
 
 def _python_files(folder: Path) -> list[Path]:
     """In a fixed order; hidden folders and environments inside it are not its own."""
-    found = []
+    sources = []
     for place, folders, files in os.walk(folder):
         folders[:] = [
             name for name in folders if not name.startswith(".") and not Path(place, name, "pyvenv.cfg").exists()
         ]
-        found += [Path(place, name) for name in files if name.endswith(".py")]
-    return sorted(found)
+        sources += [Path(place, name) for name in files if name.endswith(".py")]
+    return sorted(sources)

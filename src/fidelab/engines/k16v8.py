@@ -94,8 +94,8 @@ def versions_for(arm: Arm) -> dict[str, str]:
         used = attention == K16V8 or (attention is None and arm.device.startswith("cuda"))
     else:
         used = arm.engine in ("vllm", "sglang") and not arm.kv.same
-    found = installed_version() if used else None
-    return {K16V8: found} if found else {}
+    version = installed_version() if used else None
+    return {K16V8: version} if version else {}
 
 
 @contextmanager

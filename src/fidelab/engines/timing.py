@@ -25,14 +25,14 @@ def groups(probe: Timed) -> tuple[Group, ...]:
     Raises:
         EngineError: those of a group differ in length.
     """
-    found = probe.groups()
-    for index, group in enumerate(found):
+    prompt_groups = probe.groups()
+    for index, group in enumerate(prompt_groups):
         if len(lengths := sorted(set(map(len, group)))) > 1:
             raise EngineError(
                 f"timed prompts that are answered together have one length, group {index} has {lengths}: "
                 "make them equal, or pass batch=1"
             )
-    return found
+    return prompt_groups
 
 
 def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Group], Iterator[object]]) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Group], Iterator[ob
     Raises:
         EngineError: prompts of a group differ in length, or an answer ended early.
     """
-    asked = groups(probe)
-    for group in asked[: probe.warmup]:
+    prompt_groups = groups(probe)
+    for group in prompt_groups[: probe.warmup]:
         _seconds(decode(group), probe.n)
-    for item, group in enumerate(asked):
+    for item, group in enumerate(prompt_groups):
         sink.add(item, {"seconds": _seconds(decode(group), probe.n)})
         sink.progress(sum(map(len, group)) + probe.n * len(group))
     generated = probe.n * len(probe.prompts)

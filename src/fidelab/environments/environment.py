@@ -62,9 +62,9 @@ class Environment:
 
     @property
     def _here(self) -> bool:
-        python, ours = Path(self.python), Path(sys.executable)
+        python, current = Path(self.python), Path(sys.executable)
         # Not by what they link to: environments share a base interpreter.
-        return python.parent.resolve() == ours.parent.resolve() and python.resolve() == ours.resolve()
+        return python.parent.resolve() == current.parent.resolve() and python.resolve() == current.resolve()
 
     def command(self, module: str) -> list[str]:
         """The command line that runs a module there."""
@@ -117,9 +117,9 @@ def locate(
     if provided_here(cls):
         return Environment(engine, sys.executable, pythonpath=shims)
     for folder in (engines_dir() / name for name in variants(engine)):
-        found = folder / "bin" / "python"
-        if os.access(found, os.X_OK) and _finished(folder):
-            return Environment(engine, str(found), pythonpath=shims or remembered_shims(folder))
+        executable = folder / "bin" / "python"
+        if os.access(executable, os.X_OK) and _finished(folder):
+            return Environment(engine, str(executable), pythonpath=shims or remembered_shims(folder))
     raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
 
 
@@ -134,11 +134,11 @@ def interpreter(python: str) -> str:
     Raises:
         UsageError: there is none.
     """
-    found = shutil.which(Path(python).expanduser()) if "~" in python else shutil.which(python)
-    if found is None:
+    path = shutil.which(Path(python).expanduser()) if "~" in python else shutil.which(python)
+    if path is None:
         where = "is no program" if os.sep in python else "is not on PATH"
         raise UsageError(f"--python {python}: {where}; name the interpreter of the engine's environment (…/bin/python)")
-    return str(Path(found).absolute())
+    return str(Path(path).absolute())
 
 
 def remembered_shims(folder: Path) -> tuple[str, ...]:

@@ -56,7 +56,7 @@ def install(
         EngineError: a step failed, or the engine does not run; the output is kept in a file that the message names.
     """
     folder = folder.expanduser().absolute()
-    found = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=tuple(pythonpath))
+    environment = Environment(recipe.engine, str(folder / "bin" / "python"), pythonpath=tuple(pythonpath))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder).open("a") as lock:
@@ -65,13 +65,13 @@ def install(
                 say(f"{recipe.name} is already in {folder}")
                 if pythonpath:  # what it needs may have moved
                     write_marker(folder, {**(read_marker(folder) or {}), "pythonpath": list(pythonpath)})
-                return found
+                return environment
             _clear(folder)
-            _build(recipe, folder, found, say, python)
+            _build(recipe, folder, environment, say, python)
     except OSError as error:
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
-    return found
+    return environment
 
 
 def remove(folder: Path) -> None:
@@ -189,10 +189,10 @@ def _pip(recipe: Recipe, found: Environment, arguments: Sequence[str], log: IO[b
 
 
 def _run(command: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | None = None) -> int:
-    own = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
+    inherited = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME")}
     log.write(f"$ {' '.join(command)}\n".encode())
     log.flush()
-    env = {**(variables or {}), **own, **_PIP}
+    env = {**(variables or {}), **inherited, **_PIP}
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, check=False).returncode
 
 

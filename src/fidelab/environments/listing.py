@@ -54,8 +54,8 @@ class Place:
     @property
     def build(self) -> str:
         """``stock``, or what was changed in which package."""
-        said = self.about.provenance if self.about else {}
-        other = [f"{package} {label}" for package, label in said.items() if label != "stock"]
+        provenance = self.about.provenance if self.about else {}
+        other = [f"{package} {label}" for package, label in provenance.items() if label != "stock"]
         return ", ".join(other) or "stock"
 
 
@@ -63,12 +63,12 @@ def listing(limit: float = 120.0) -> list[Place]:
     """Every engine but the test engine, in every environment that it has; all are asked at once, ``limit`` s each."""
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
     with ThreadPoolExecutor() as pool:
-        return [place for found in pool.map(lambda name: places(name, limit), names) for place in found]
+        return [place for engine_places in pool.map(lambda name: places(name, limit), names) for place in engine_places]
 
 
 def places(engine: str, limit: float = 120.0) -> list[Place]:
     """One engine, in the order in which runs would take them; one entry without environment where there is none."""
-    found = []
+    results = []
     try:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)
@@ -79,18 +79,18 @@ def places(engine: str, limit: float = 120.0) -> list[Place]:
     if here and cls.served:
         return [Place(engine, "a server", Environment(engine, sys.executable), cls.versions())]
     if here:
-        found.append(_ask(engine, "this interpreter", Environment(engine, sys.executable), limit))
+        results.append(_ask(engine, "this interpreter", Environment(engine, sys.executable), limit))
     for name in variants(engine):
         folder = engines_dir() / name
         python = folder / "bin" / "python"
         if (folder / MARKER).exists() and read_marker(folder) is None:
             command = install_command(engine)
-            found.append(Place(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
+            results.append(Place(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
         elif os.access(python, os.X_OK):
             failing = (read_marker(folder) or {}).get("failing", {})
             environment = Environment(engine, str(python), pythonpath=remembered_shims(folder))
-            found.append(_ask(engine, name, environment, limit, failing))
-    return found or [Place(engine, engine, None, problem="not installed", remedy=install_command(engine))]
+            results.append(_ask(engine, name, environment, limit, failing))
+    return results or [Place(engine, engine, None, problem="not installed", remedy=install_command(engine))]
 
 
 def _ask(

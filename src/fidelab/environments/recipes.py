@@ -148,19 +148,19 @@ def recipe(engine: str, variant: str) -> Recipe:
     Raises:
         UsageError: there is none.
     """
-    for found in RECIPES.values():
-        if (found.engine, found.variant) == (engine, variant):
-            return found
-    known = [found.variant for found in RECIPES.values() if found.engine == engine]
+    for candidate in RECIPES.values():
+        if (candidate.engine, candidate.variant) == (engine, variant):
+            return candidate
+    known = [candidate.variant for candidate in RECIPES.values() if candidate.engine == engine]
     if not known:
-        engines = dict.fromkeys(found.engine for found in RECIPES.values())
+        engines = dict.fromkeys(candidate.engine for candidate in RECIPES.values())
         raise UsageError(f"no recipe for {engine!r}; there are: {', '.join(engines)}")
     raise UsageError(f"no recipe for {engine} on {variant}; there are: {', '.join(known)}")
 
 
 def variants(engine: str) -> list[str]:
     """The environments that an engine may have, the one for GPUs first."""
-    return [found.name for found in RECIPES.values() if found.engine == engine] or [engine]
+    return [candidate.name for candidate in RECIPES.values() if candidate.engine == engine] or [engine]
 
 
 def machine_variant() -> str:
@@ -170,7 +170,7 @@ def machine_variant() -> str:
 
 def install_command(engine: str) -> str:
     """What a person types to install an engine on this machine; one without a recipe comes from its package."""
-    if any(found.engine == engine for found in RECIPES.values()):
+    if any(candidate.engine == engine for candidate in RECIPES.values()):
         flag = machine_variant()
         return f"fidelab engines install {engine}{'' if flag == 'cuda' else f' --{flag}'}"
     return "install its package"

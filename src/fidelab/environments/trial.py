@@ -47,7 +47,7 @@ def try_out(
     """
     from fidelab.models.tiny import GGUF_NAME, make_tiny
 
-    found: dict[str, str | None] = {}
+    faults: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory(prefix="fidelab-trial-") as scratch, ask(environment) as asked:
         model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS)
         path = model / GGUF_NAME if asked.form == "gguf" else model
@@ -66,8 +66,8 @@ def try_out(
             )
             if asked.supports(arm).ok:
                 say(f"trying {name}")
-                found[name] = _fault(arm, environment, Path(scratch) / f"store-{len(found)}", logs)
-    return found
+                faults[name] = _fault(arm, environment, Path(scratch) / f"store-{len(faults)}", logs)
+    return faults
 
 
 def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str | None:
@@ -101,17 +101,17 @@ def _probes() -> tuple[Probe, Probe]:
 
 def _unusable(store: Path) -> str | None:
     """What is wrong with the answers; ``None`` where they hold the tokens asked for, and finite numbers alone."""
-    found = {}
+    captures = {}
     try:
-        found = {capture.axis: capture for capture in map(Capture, find_captures(store))}
-        for capture in found.values():
+        captures = {capture.axis: capture for capture in map(Capture, find_captures(store))}
+        for capture in captures.values():
             if fault := capture.items[0]["failed"]:
                 return str(fault)
             for name in capture.names(0):
                 if not np.isfinite(to_float32(capture.array(0, name))).all():
                     return f"{capture.axis} gave {name} that are not finite"
-        if len(found) == len(_probes()) and len(found["decode"].ids(0)) == _DECODE:
+        if len(captures) == len(_probes()) and len(captures["decode"].ids(0)) == _DECODE:
             return None
     except CaptureError as error:
         return str(error)
-    return f"it answered {', '.join(found) or 'nothing'}, with less than was asked"
+    return f"it answered {', '.join(captures) or 'nothing'}, with less than was asked"

@@ -15,9 +15,9 @@ __all__ = ["build_once", "cache_dir"]
 
 def cache_dir() -> Path:
     """``$FIDELAB_CACHE``, else ``fidelab`` in ``$XDG_CACHE_HOME``, else in ``~/.cache``; it may not exist."""
-    own = os.environ.get("FIDELAB_CACHE")
-    if own:
-        return Path(own).expanduser().absolute()
+    folder = os.environ.get("FIDELAB_CACHE")
+    if folder:
+        return Path(folder).expanduser().absolute()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser().absolute() / "fidelab"
 
 

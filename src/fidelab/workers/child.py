@@ -218,10 +218,11 @@ class _Answering:
 
 def _check_tokenizer(engine: Engine, job: Job) -> None:
     """Refuse an engine whose token ids of the sample text are not those that the requests were made with."""
-    ours, theirs = list(job.sample_ids), engine.tokenize(job.sample_text)
-    if ours != theirs:
+    sample, actual = list(job.sample_ids), engine.tokenize(job.sample_text)
+    if sample != actual:
         at = next(
-            (i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs))
+            (i for i, (a, b) in enumerate(zip(sample, actual, strict=False)) if a != b),
+            min(len(sample), len(actual)),
         )
         raise EngineError(
             f"the engine's tokenizer disagrees with the model's own from token {at} of a sample on; "

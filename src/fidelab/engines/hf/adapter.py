@@ -64,13 +64,13 @@ class HFEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        found = {}
+        versions = {}
         for package in ("transformers", "torch"):
             try:
-                found[package] = version(package)
+                versions[package] = version(package)
             except PackageNotFoundError:
                 raise EngineError(f"engine hf needs {package}: pip install fidelab") from None
-        return found
+        return versions
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
@@ -99,8 +99,8 @@ class HFEngine(Engine):
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Verdict(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
-        ours = attention == hf_kernels.NAME
-        reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if ours else None)
+        is_k16v8 = attention == hf_kernels.NAME
+        reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
         return Verdict(reason is None, reason or "")
 
     @classmethod

@@ -83,8 +83,8 @@ class EncodedStore:
     @property
     def bytes(self) -> int:
         """Bytes really held: the memory behind parts and fitted scale."""
-        held = (*(self.parts or ()), *(() if self.scale is None else (self.scale,)))
-        return sum(x.untyped_storage().nbytes() for x in held)
+        tensors = (*(self.parts or ()), *(() if self.scale is None else (self.scale,)))
+        return sum(x.untyped_storage().nbytes() for x in tensors)
 
     @property
     def expected_bytes(self) -> int:

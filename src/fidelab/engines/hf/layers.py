@@ -63,9 +63,9 @@ def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
         NotSupportedError: there is none.
     """
     count = config.num_hidden_layers
-    for found in module.get_decoder().modules():
-        if isinstance(found, torch.nn.ModuleList) and len(found) == count:
-            return list(found)
+    for candidate in module.get_decoder().modules():
+        if isinstance(candidate, torch.nn.ModuleList) and len(candidate) == count:
+            return list(candidate)
     raise NotSupportedError(f"{config.model_type} has no list of its {count} decoder layers")
 
 
@@ -95,13 +95,13 @@ def jitter(layer: Any, seed: int) -> int:
 @contextmanager
 def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple[int, Tensor]]]:
     """(n, rows [rows, d]) as they come: n = 0 entered the first layer, n = 1 … left layer n − 1."""
-    seen: list[tuple[int, Tensor]] = []
+    states: list[tuple[int, Tensor]] = []
 
     def keep(number: int, found: Any) -> None:
         x = found[0] if isinstance(found, tuple) else found
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise NotSupportedError(f"what passes layer {max(0, number - 1)} is no state of every token")
-        seen.append((number, x[0, first : last + 1].detach().clone()))  # a view would keep all rows
+        states.append((number, x[0, first : last + 1].detach().clone()))  # a view would keep all rows
 
     def before(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         keep(0, args[0] if args else kwargs.get("hidden_states"))
@@ -113,7 +113,7 @@ def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple
         hooks.callback(layers[0].register_forward_pre_hook(before, with_kwargs=True).remove)
         for number, layer in enumerate(layers, 1):
             hooks.callback(layer.register_forward_hook(after(number)).remove)
-        yield seen
+        yield states
 
 
 def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
@@ -175,11 +175,11 @@ def _checked(parts: _Parts, layers: Sequence[int], tokens: int) -> dict[str, Arr
         NotSupportedError: a layer showed no queries, or no keys and values to go with them.
     """
     for layer in layers:
-        found = [parts.get(f"{layer}.{part}") for part in "qkv"]
-        if any(x is None for x in found):
-            lacking = next(part for part, x in zip("qkv", found, strict=True) if x is None)
+        tensors = [parts.get(f"{layer}.{part}") for part in "qkv"]
+        if any(x is None for x in tensors):
+            lacking = next(part for part, x in zip("qkv", tensors, strict=True) if x is None)
             raise NotSupportedError(f"layer {layer} shows no {lacking}: its attention is of another kind")
-        q, k, v = (tuple(x.shape) for x in found if x is not None)
+        q, k, v = (tuple(x.shape) for x in tensors if x is not None)
         if q[2] != k[2] or q[0] % k[0] or (q[1], k[:2]) != (tokens, v[:2]) or k[1] != tokens:
             raise NotSupportedError(f"layer {layer} caches something else than keys and values: q {q}, k {k}, v {v}")
     return {name: to_array(x) for name, x in parts.items()}

@@ -67,12 +67,12 @@ class HFModel:
 
     def _load(self) -> None:
         """Tokenizer and model, as the checkpoint has them; whatever Transformers raises becomes one line."""
-        path, asked = self._arm.path, self._options.get("attention")
-        if asked == hf_kernels.THEIRS:
-            asked = None
-        if asked == hf_kernels.NAME:
+        path, attn = self._arm.path, self._options.get("attention")
+        if attn == hf_kernels.THEIRS:
+            attn = None
+        if attn == hf_kernels.NAME:
             if reason := k16v8.missing():
-                raise NotSupportedError(f"attention={asked} {reason}")
+                raise NotSupportedError(f"attention={attn} {reason}")
             from fidelab.engines.hf_paged import register_attention
 
             register_attention()
@@ -97,7 +97,7 @@ class HFModel:
                 dtype=getattr(torch, self._arm.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
-                **({"attn_implementation": asked} if asked else {}),
+                **({"attn_implementation": attn} if attn else {}),
             )
             self.module = model.to(self._arm.device).eval()
             self._mark("weights")
@@ -112,8 +112,8 @@ class HFModel:
         unfilled = sorted(report["missing_keys"])
         if unfilled:
             raise EngineError(f"{len(unfilled)} parameters were filled by no checkpoint tensor, first {unfilled[0]}")
-        if asked and self.config._attn_implementation != asked:
-            raise EngineError(f"attention={asked} was asked for, Transformers runs {self.config._attn_implementation}")
+        if attn and self.config._attn_implementation != attn:
+            raise EngineError(f"attention={attn} was asked for, Transformers runs {self.config._attn_implementation}")
 
     @property
     def paged(self) -> bool:
@@ -133,7 +133,7 @@ class HFModel:
 
     def _kernels_attend(self) -> bool:
         """On a GPU: whether k16v8's kernels hold this arm's formats and run this model; else Transformers' choice."""
-        own = self.config._attn_implementation
+        default_attention = self.config._attn_implementation
         try:
             if reason := hf_kernels.refusal(self._arm):
                 raise NotSupportedError(reason)
@@ -146,7 +146,7 @@ class HFModel:
             self._try_out()
         except EngineError as error:
             self.kernels_refused = str(error)
-            self.module.set_attn_implementation(own)
+            self.module.set_attn_implementation(default_attention)
         return self.paged
 
     def _try_out(self) -> None:
@@ -226,8 +226,8 @@ class HFModel:
         if not self.hidden:
             return logits, logits
         if [x.shape[:2] for x in self._states] != [ids.shape]:
-            seen = [tuple(x.shape) for x in self._states]
-            raise EngineError(f"the LM head saw states {seen} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
+            shapes = [tuple(x.shape) for x in self._states]
+            raise EngineError(f"the LM head saw states {shapes} for tokens {tuple(ids.shape)}: {USE_LOGPROBS}")
         return logits, self._states[0]
 
     def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -94,9 +94,9 @@ class Proof:
         self._seen = _Evidence()
         self._refuted: dict[str, str] = {}
         for name in {kv.k.name, kv.v.name} & KNOWN:
-            found = encodes_like(create(FormatSpec(name)).encode)
-            if found != name:
-                self.refute("named", f"{name} encodes a known vector as {found or 'no known format'} does")
+            encoded_as = encodes_like(create(FormatSpec(name)).encode)
+            if encoded_as != name:
+                self.refute("named", f"{name} encodes a known vector as {encoded_as or 'no known format'} does")
 
     # ------------------------------------------------------------------------------------------- answers
 
@@ -110,11 +110,11 @@ class Proof:
 
     def record(self) -> dict[str, Any]:
         """``proof`` and what it rests on; ``k_changed``: share of the keys that attention got changed."""
-        seen = self._seen
-        shares = [n / of if of else None for n, of in zip(seen.changed, seen.numbers, strict=True)]
+        evidence = self._seen
+        shares = [n / of if of else None for n, of in zip(evidence.changed, evidence.numbers, strict=True)]
         return {
             "proof": {question: self._answer(question) for question in _QUESTIONS},
-            "sentinel_layers": seen.layers,
+            "sentinel_layers": evidence.layers,
             "k_changed": shares[0],
             "v_changed": shares[1],
         }
@@ -237,11 +237,11 @@ class Proof:
             same = canonical(asked, came.shape[-1]) in names
             evidence.formats[side].append(str(asked) if same else next(iter(names), None))
             if not same:
-                found = f"{_WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
-                self.refute("named", f"{found}, not {asked}")
-            made = self._formats[side].encode(came, scale)
-            if len(made) != len(parts) or not all(
-                equal_bits(new, part[:, :, -fresh:]) for new, part in zip(made, parts, strict=True)
+                finding = f"{_WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
+                self.refute("named", f"{finding}, not {asked}")
+            encoded = self._formats[side].encode(came, scale)
+            if len(encoded) != len(parts) or not all(
+                equal_bits(new, part[:, :, -fresh:]) for new, part in zip(encoded, parts, strict=True)
             ):
                 self.refute("stored", f"layer {layer} does not store what {asked} makes of its {_WORDS[side]}")
         evidence.changed[side] += int((out[:, :, -fresh:] != came).sum())
@@ -361,7 +361,7 @@ def _of_row(pages: Any, side: int, row: int, length: int) -> Parts:
 @contextmanager
 def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
     """What goes into ``cache`` and what attention functions are called with pass through these two meanwhile."""
-    get_interface, update, own = AttentionInterface.get_interface, cache.update, cache.__dict__.get("update")
+    get_interface, update, own_update = AttentionInterface.get_interface, cache.update, cache.__dict__.get("update")
 
     def tapped_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:
         return updated(
@@ -383,7 +383,7 @@ def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any
         yield
     finally:
         AttentionInterface.get_interface = get_interface
-        if own is None:
+        if own_update is None:
             del cache.update  # the class has its own
         else:
-            cache.update = own
+            cache.update = own_update

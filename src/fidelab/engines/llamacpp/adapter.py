@@ -82,14 +82,14 @@ class LlamaCppEngine(Engine):
     def versions(cls) -> dict[str, str]:
         """The bindings' version; of an own build the hash of its libraries, of a disabled rotation the word."""
         try:
-            found = {_PACKAGE: version(_PACKAGE)}
+            versions = {_PACKAGE: version(_PACKAGE)}
         except PackageNotFoundError as error:
             raise EngineError(f"engine llamacpp needs {_PACKAGE}: pip install 'fidelab[llamacpp]'") from error
         if folder := os.environ.get(_LIBRARY):
-            found["libllama"] = f"own build {_content(Path(folder))}"
+            versions["libllama"] = f"own build {_content(Path(folder))}"
         if os.environ.get(_UNROTATED):
-            found["rotation"] = f"{_UNROTATED}={os.environ[_UNROTATED]}"
-        return found
+            versions["rotation"] = f"{_UNROTATED}={os.environ[_UNROTATED]}"
+        return versions
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
@@ -122,8 +122,8 @@ class LlamaCppEngine(Engine):
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
         """llama.cpp makes keys and values in float32, and float16 of them for flash attention, whatever holds them."""
-        held = {arm.kv.k.name, arm.kv.v.name}
-        return held <= {"f32", "f16"} if _flash(arm) else held == {"f32"}
+        formats = {arm.kv.k.name, arm.kv.v.name}
+        return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
@@ -167,7 +167,7 @@ class LlamaCppEngine(Engine):
         return answer_with_head(probe, Estimator.LOGPROBS, facts, began, head=None)
 
     def ran(self) -> Ran:
-        seen = self._seen
+        context_info = self._seen
         about = build()
         return Ran(
             versions={
@@ -176,21 +176,21 @@ class LlamaCppEngine(Engine):
                 "python": platform.python_version(),
             },
             device=f"cpu ({platform.machine()})" if self._arm.device == "cpu" else self._arm.device,
-            attention=seen.attention if seen else None,
-            k_format=seen.k if seen else None,
-            v_format=seen.v if seen else None,
-            k_dtype=seen.k if seen else None,
-            v_dtype=seen.v if seen else None,
+            attention=context_info.attention if context_info else None,
+            k_format=context_info.k if context_info else None,
+            v_format=context_info.v if context_info else None,
+            k_dtype=context_info.k if context_info else None,
+            v_dtype=context_info.v if context_info else None,
             cache_bytes_per_token=self._bytes,
             expected_bytes_per_token=self._expected,
-            kv_layers=seen.layers if seen else None,
+            kv_layers=context_info.layers if context_info else None,
             more={
                 "proof": self._proof,
                 "threads": self._arm.threads,
                 "system": about["system"],
-                "k_rotated": seen.rotated_k if seen else None,
-                "v_rotated": seen.rotated_v if seen else None,
-                "graph_splits": seen.splits if seen else None,
+                "k_rotated": context_info.rotated_k if context_info else None,
+                "v_rotated": context_info.rotated_v if context_info else None,
+                "graph_splits": context_info.splits if context_info else None,
             },
         )
 
@@ -201,8 +201,8 @@ class LlamaCppEngine(Engine):
 
     def _placement(self) -> dict[str, Any]:
         """Fields of ``llama_model_params``: how many layers go to which GPU."""
-        asked = self._options.get("n-gpu-layers")
-        fields: dict[str, Any] = {"n_gpu_layers": int(asked) if asked else _ALL_LAYERS if self._gpu else 0}
+        layers = self._options.get("n-gpu-layers")
+        fields: dict[str, Any] = {"n_gpu_layers": int(layers) if layers else _ALL_LAYERS if self._gpu else 0}
         _, colon, number = self._arm.device.partition(":")
         return fields | ({"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {})
 
@@ -233,8 +233,8 @@ class LlamaCppEngine(Engine):
         """
         self._bytes: float | None = None
         self._expected: float | None = None
-        asked = self._arm.kv.k.name, self._arm.kv.v.name
-        held, state = self._growth(*asked)
+        formats = self._arm.kv.k.name, self._arm.kv.v.name
+        size, state = self._growth(*formats)
         if self._seen is None or not self._seen.layers:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in llama.cpp")
         # Three caches without blocks tell how many values a token has and what each cell costs beside them.
@@ -244,19 +244,19 @@ class LlamaCppEngine(Engine):
             )
         except EngineError:  # this build lacks one of them: no proof by bytes, but by name
             return
-        first, given = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
+        first, original = (read_state(x, _TRIED, self._seen.layers) for x in (state, exact))
         self._proof = proof(
-            asked, first, given, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)), self._reads.kinds
+            formats, first, original, (bool(self._seen.rotated_k), bool(self._seen.rotated_v)), self._reads.kinds
         )
         n_keys, n_values = (keys - plain) / 2, (both - keys) / 2
         beside = plain - 2 * (n_keys + n_values)
-        self._bytes = held - beside
+        self._bytes = size - beside
         self._expected = _size(self._arm.kv.k.name, n_keys) + _size(self._arm.kv.v.name, n_values)
 
     def _growth(self, k: str, v: str) -> tuple[int, bytes]:
         """Bytes by which the last of a few tokens lets the saved state of a sequence grow, and that state."""
-        own = (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name) and self._seen is None
-        watched = {"cb_eval": self._reads.callback} if own else {}
+        is_first = (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name) and self._seen is None
+        watched = {"cb_eval": self._reads.callback} if is_first else {}
         with self._context(_TRIED, k=k, v=v, **watched) as context:
             sizes = []
             for token in range(_TRIED):

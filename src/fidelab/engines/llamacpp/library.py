@@ -98,8 +98,8 @@ def build() -> dict[str, str]:
     """llama.cpp's version and the instructions that it was built for and found: they choose its kernels."""
     native, _ = _native()
     version = getattr(native, "llama_version", None)  # absent from older bindings
-    found = {"system": native.llama_print_system_info().decode().strip(" |")}
-    return found | ({"llama.cpp": version().decode()} if version else {})
+    about = {"system": native.llama_print_system_info().decode().strip(" |")}
+    return about | ({"llama.cpp": version().decode()} if version else {})
 
 
 def can_offload() -> bool:
@@ -126,12 +126,12 @@ class Seen:
     @classmethod
     def read(cls, lines: Sequence[str]) -> Seen:
         """From the log's lines.  Models with sliding layers have a cache of their own for these."""
-        caches = [found.groups() for line in lines if (found := _CACHE.search(line))]
-        flash = {found[1] for line in lines if (found := _ATTENTION.search(line))}
+        caches = [match.groups() for line in lines if (match := _CACHE.search(line))]
+        flash = {match[1] for line in lines if (match := _ATTENTION.search(line))}
         rotation = {
             side: {f == "1" for line in lines for s, f in _ROTATION.findall(line) if s == side} for side in "kv"
         }
-        splits = {int(found[1]) for line in lines if (found := _SPLITS.search(line))}
+        splits = {int(match[1]) for line in lines if (match := _SPLITS.search(line))}
         return cls(
             attention={"enabled": "flash", "disabled": "standard"}.get(_only(flash) or ""),
             k=_only({k for _, k, _ in caches}),
@@ -169,9 +169,9 @@ class CacheReads:
             name, operation = (self._ask[i](tensor).decode(errors="replace") for i in (0, 1))
             words = (ctypes.c_size_t * _POINTERS).from_address(tensor)
             sources = [word for word in words if word != tensor and word in self._sides]
-            found = _CACHE_NAME.match(name)
+            match = _CACHE_NAME.match(name)
             looks = operation in _LOOKS
-            self._sides[tensor] = found[1] if looks and found else None
+            self._sides[tensor] = match[1] if looks and match else None
             if not looks:
                 for source in sources:
                     if (side := self._sides[source]) is not None:
@@ -191,8 +191,8 @@ class LlamaModel:
         """
         self._native, log = _native()
         log.section()
-        asked = _with(self._native.llama_model_default_params(), params)
-        self._model = self._native.llama_model_load_from_file(path.encode(), asked)
+        model_params = _with(self._native.llama_model_default_params(), params)
+        self._model = self._native.llama_model_load_from_file(path.encode(), model_params)
         if not self._model:
             raise EngineError(f"llama.cpp cannot load {path}: {log.reason()}")
         self._vocab = self._native.llama_model_get_vocab(self._model)
@@ -239,8 +239,8 @@ class LlamaContext:
         self._log.section()
         room = -(-cells // _PAGE) * _PAGE  # as llama.cpp rounds it, which then has nothing to warn of
         fields = {"n_ctx": room * sequences, "n_seq_max": sequences, **params}
-        asked = _with(native.llama_context_default_params(), fields)
-        self._context = native.llama_init_from_model(model, asked)
+        context_params = _with(native.llama_context_default_params(), fields)
+        self._context = native.llama_init_from_model(model, context_params)
         if not self._context:
             raise EngineError(f"llama.cpp cannot make a context of {sequences} × {cells} tokens: {self._log.reason()}")
         self.seen = Seen.read(self._log.lines)

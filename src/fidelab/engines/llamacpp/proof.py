@@ -47,8 +47,8 @@ class Side:
 def read_state(state: bytes, tokens: int, layers: int) -> tuple[Side, Side] | None:
     """Keys and values of the first layer; ``None`` where the state is laid out in another way, or not one cache."""
     for start in range(0, min(len(state), 4096 + 64 * tokens) - 8, 4):
-        transposed, found = struct.unpack_from("<II", state, start)
-        if transposed in (0, 1) and found == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
+        transposed, count = struct.unpack_from("<II", state, start)
+        if transposed in (0, 1) and count == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
             return sides
     return None
 
@@ -94,27 +94,29 @@ def proof(
     received = "shown"
     for name, kinds, word in zip(asked, (read["k"], read["v"]), ("keys", "values"), strict=True):
         if {*kinds} != {name}:
-            seen = (
+            sentence = (
                 f"reads {word} as {' and '.join(sorted(kinds))}" if kinds else "shows no operation that reads the cache"
             )
-            received = f"open: the graph {seen}"
+            received = f"open: the graph {sentence}"
             break
     if state is None or exact is None:
         open_ = "open: the saved state has a layout that is not known"
         return {"received": received, "stored": open_, "named": open_}
-    found = {"received": received, "stored": "shown", "named": "shown"}
+    result = {"received": received, "stored": "shown", "named": "shown"}
     for name, side, truth, turned, word in zip(asked, state, exact, rotated, ("keys", "values"), strict=True):
-        given = truth.rows.copy().view(np.float32)
-        values = [_turned(given, size) for size in _sizes(given.shape[1])] if turned else [given]
+        original = truth.rows.copy().view(np.float32)
+        values = [_turned(original, size) for size in _sizes(original.shape[1])] if turned else [original]
         kind = _TYPES[side.kind]
-        alike = [other for other in _TYPES.values() if _bytes(other, given.shape[1]) == side.rows.shape[1]]
+        alike = [other for other in _TYPES.values() if _bytes(other, original.shape[1]) == side.rows.shape[1]]
         best = {other: min(_error(decoded(side.rows, other), x, other) for x in values) for other in alike}
         nearest = min(best, key=lambda other: best[other], default=None)
         if kind != name or nearest != name:
-            return found | {"named": f"refuted: {word} of the first layer are {nearest or kind}, not {name}"}
+            return result | {"named": f"refuted: {word} of the first layer are {nearest or kind}, not {name}"}
         if best[name] > 1:
-            return found | {"stored": f"refuted: {word} of the first layer are not those that came, as {name} has them"}
-    return found
+            return result | {
+                "stored": f"refuted: {word} of the first layer are not those that came, as {name} has them"
+            }
+    return result
 
 
 def _error(found: Floats, given: Floats, name: str) -> float:

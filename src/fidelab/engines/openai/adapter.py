@@ -133,8 +133,8 @@ class OpenAIEngine(Engine):
         self._client = Client(self._options["base-url"], key, float(self._options.get("timeout", _TIMEOUT)))
         self._server = identify(self._client, self._options.get("model"))
         self._words = Words(arm.path, arm.model)
-        asked = self._options.get("logprobs")
-        tops = (int(asked),) if asked else _TOPS
+        number = self._options.get("logprobs")
+        tops = (int(number),) if number else _TOPS
         self._dialect: Dialect
         if self._server.kind == "sglang" and self._options.get("prompts") != "text":
             self._dialect = SGLangGenerate(self._client, self._words, tops)
@@ -146,9 +146,9 @@ class OpenAIEngine(Engine):
 
     def tokenize(self, text: str) -> list[int]:
         """The server's own tokenizer where it lets that be asked, else the model's."""
-        asked = {"model": self._server.model, "add_special_tokens": False}
+        common = {"model": self._server.model, "add_special_tokens": False}
         forms: dict[str, dict[str, Any]] = {
-            "/tokenize": asked | {"prompt": text, "content": text, "add_special": False},
+            "/tokenize": common | {"prompt": text, "content": text, "add_special": False},
             "/extras/tokenize": {"model": self._server.model, "input": text},
         }
         for path, body in forms.items():
@@ -175,8 +175,8 @@ class OpenAIEngine(Engine):
         return answer_with_head(probe, Estimator.TOPK, facts, began, head=None)
 
     def ran(self) -> Ran:
-        server, dialect, asked = self._server, self._dialect, self._arm.kv.k.name
-        k, v = (_AS_SERVED, _AS_SERVED) if asked == _AS_SERVED else server.kv or (None, None)
+        server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
+        k, v = (_AS_SERVED, _AS_SERVED) if kv_name == _AS_SERVED else server.kv or (None, None)
         shifted = isinstance(dialect, Completions) and dialect.shifted
         return Ran(
             versions={
@@ -256,17 +256,17 @@ class OpenAIEngine(Engine):
         }
 
     def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
-        asked = groups(probe)
+        prompt_groups = groups(probe)
 
         def seconds(index: int) -> NDArray[np.float64]:
-            each = [_times(events, 1 + probe.n) for events in self._streamed(asked[index], 1 + probe.n)]
+            each = [_times(events, 1 + probe.n) for events in self._streamed(prompt_groups[index], 1 + probe.n)]
             return np.asarray(np.max(each, axis=0), dtype=np.float64)
 
-        for group in asked[: probe.warmup]:  # rotated: a server may remember how a prompt begins
+        for group in prompt_groups[: probe.warmup]:  # rotated: a server may remember how a prompt begins
             self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + probe.n)
-        for index, found in self._asked(len(asked), seconds, sink, 1):
-            sink.add(index, {"seconds": found})
-            sink.progress(sum(map(len, asked[index])) + probe.n * len(asked[index]))
+        for index, times in self._asked(len(prompt_groups), seconds, sink, 1):
+            sink.add(index, {"seconds": times})
+            sink.progress(sum(map(len, prompt_groups[index])) + probe.n * len(prompt_groups[index]))
         generated = probe.n * len(probe.prompts)
         return {"tokens": sum(map(len, probe.prompts)) + generated, "generated": generated}
 

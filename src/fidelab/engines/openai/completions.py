@@ -64,12 +64,12 @@ class Completions(Dialect):
             **({"stop_token_ids": list(stop)} if self._additions else {}),
             **({"logprobs": self.top_generated} if rows and self.top_generated else {}),
         )
-        own = _own_ids(choice)
-        if self.returns == "ids" and own is None:
+        returned_ids = _own_ids(choice)
+        if self.returns == "ids" and returned_ids is None:
             raise Refused(f"{self._client.root} returned token ids when it was tried out, and now returns none")
-        generated = own if own is not None else self._words.encode(_text_of(choice))
+        generated = returned_ids if returned_ids is not None else self._words.encode(_text_of(choice))
         ids = ended(generated, stop, choice.get("finish_reason") == "stop", self._words)
-        tops = self._aligned(ids, choice, exact=own is not None) if rows else None
+        tops = self._aligned(ids, choice, exact=returned_ids is not None) if rows else None
         usage = _usage(answer)
         return Completed(ids, tops, number(usage, "prompt_tokens"), _cached(usage))
 
@@ -97,8 +97,8 @@ class Completions(Dialect):
             counted = number(_usage(event), "completion_tokens") or counted
             choices = event.get("choices")
             choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
-            own = _own_ids(choice)
-            tokens = len(own) if own is not None else int(bool(choice.get("text")))
+            returned_ids = _own_ids(choice)
+            tokens = len(returned_ids) if returned_ids is not None else int(bool(choice.get("text")))
             total += tokens
             if tokens:
                 yield seconds, tokens
@@ -116,33 +116,33 @@ class Completions(Dialect):
                 except Refused as error:
                     last = error
                     continue
-                read = number(_usage(answer), "prompt_tokens")
-                if self.sends == "ids" and read not in (None, len(sample)):
-                    last = Refused(f"{self._client.root} reads {read} tokens where {len(sample)} ids were sent")
+                n_read = number(_usage(answer), "prompt_tokens")
+                if self.sends == "ids" and n_read not in (None, len(sample)):
+                    last = Refused(f"{self._client.root} reads {n_read} tokens where {len(sample)} ids were sent")
                     continue
-                self._adds_bos = self.sends == "text" and read == len(sample) + 1
+                self._adds_bos = self.sends == "text" and n_read == len(sample) + 1
                 self.returns = "ids" if _own_ids(choice) is not None else "text"
                 return
         raise EngineError(str(last))
 
     def _settle_logprobs(self, sample: Tokens, tops: Sequence[int]) -> None:
         for top in tops:
-            for mode, asked in (("prompt_logprobs", {"prompt_logprobs": top}), ("echo", {"echo": True})):
+            for mode, fields in (("prompt_logprobs", {"prompt_logprobs": top}), ("echo", {"echo": True})):
                 if mode == "prompt_logprobs" and not self._additions:
                     continue
                 try:
-                    answer, choice = self._post(sample, max_tokens=1, logprobs=top, **asked)
+                    answer, choice = self._post(sample, max_tokens=1, logprobs=top, **fields)
                 except Refused as error:
                     self.why_not = f"{NO_LOGPROBS} ({error})"
                     continue
                 reported, _ = self._tops(choice)
                 if mode == "prompt_logprobs":
-                    found = isinstance(choice.get("prompt_logprobs"), list)
+                    has_prompt = isinstance(choice.get("prompt_logprobs"), list)
                 else:
-                    found = len(reported) > max(1, number(_usage(answer), "completion_tokens") or 1)
+                    has_prompt = len(reported) > max(1, number(_usage(answer), "completion_tokens") or 1)
                 if reported:
                     self.top_generated = top
-                if found:
+                if has_prompt:
                     self._mode, self.top = mode, top
                     return
             if self.top_generated:
@@ -174,19 +174,19 @@ class Completions(Dialect):
 
     def _tops(self, choice: Mapping[str, Any]) -> tuple[list[Top], list[str]]:
         """What is reported per token, and the tokens' own texts."""
-        found = choice.get("logprobs")
-        if not isinstance(found, dict):
+        logprobs = choice.get("logprobs")
+        if not isinstance(logprobs, dict):
             return [], []
-        if isinstance(content := found.get("content"), list):  # the form of chats; llama-server adds ids
+        if isinstance(content := logprobs.get("content"), list):  # the form of chats; llama-server adds ids
             entries = [[entry, *(entry.get("top_logprobs") or [])] for entry in content]
             named = [[(self._named(e), e.get("logprob")) for e in entry] for entry in entries]
             return [top_of(pairs) for pairs in named], [str(entry.get("token", "")) for entry in content]
-        texts = [str(text) for text in found.get("tokens") or []]
-        own = found.get("token_logprobs") or [None] * len(texts)
-        tops = found.get("top_logprobs") or [None] * len(texts)
+        texts = [str(text) for text in logprobs.get("tokens") or []]
+        token_logprobs = logprobs.get("token_logprobs") or [None] * len(texts)
+        tops = logprobs.get("top_logprobs") or [None] * len(texts)
         pairs = [
             [*((self._words.token(text), value) for text, value in (top or {}).items()), (self._words.token(t), lp)]
-            for t, lp, top in zip(texts, own, tops, strict=True)
+            for t, lp, top in zip(texts, token_logprobs, tops, strict=True)
         ]
         return [top_of(entry) for entry in pairs], texts
 
@@ -195,11 +195,11 @@ class Completions(Dialect):
         return token if isinstance(token, int) else self._words.token(str(entry.get("token", "")))
 
     def _from_prompt_logprobs(self, ids: Tokens, choice: Mapping[str, Any]) -> list[Top]:
-        found = choice.get("prompt_logprobs")
-        if not isinstance(found, list) or len(found) != len(ids):
-            n = len(found) if isinstance(found, list) else 0
+        raw = choice.get("prompt_logprobs")
+        if not isinstance(raw, list) or len(raw) != len(ids):
+            n = len(raw) if isinstance(raw, list) else 0
             raise Refused(f"the server scored {n} tokens of a prompt that has {len(ids)}")
-        rows = [top_of((int(token), said.get("logprob")) for token, said in (entry or {}).items()) for entry in found]
+        rows = [top_of((int(token), info.get("logprob")) for token, info in (entry or {}).items()) for entry in raw]
         for index in range(1, len(ids)):
             if ids[index] not in rows[index]:
                 raise Refused(f"the server read another token than the prompt has at position {index}")
@@ -212,14 +212,14 @@ class Completions(Dialect):
         Raises:
             Refused: the echoed tokens are not those of the prompt.
         """
-        read = 0
+        n_equal = 0
         for left_out in (None, self._words.bos):
             shown = [position for position, token in enumerate(ids) if token != left_out]
             fits = [self._words.is_spelled(ids[at], text) for at, text in zip(shown, texts, strict=False)]
             if all(fits) and len(fits) == len(shown) and len(texts) - len(shown) in (0, 1):
                 return shown
-            read = max(read, fits.index(False) if False in fits else len(fits))
-        raise Refused(f"the server reads the text of a prompt as other tokens than it has, from token {read} on")
+            n_equal = max(n_equal, fits.index(False) if False in fits else len(fits))
+        raise Refused(f"the server reads the text of a prompt as other tokens than it has, from token {n_equal} on")
 
     def _shift(self, ids: Tokens, positions: Sequence[int], reported: Sequence[Top]) -> int:
         """1 where the echoed entry of a token describes the distribution behind it, as llama_cpp.server's does.
@@ -255,9 +255,9 @@ def _gap(one: Top, other: Top) -> float:
 def _own_ids(choice: Mapping[str, Any]) -> list[int] | None:
     """The generated ids, where a server returns them."""
     for key in ("token_ids", "tokens"):
-        found = choice.get(key)
-        if isinstance(found, list) and all(isinstance(token, int) for token in found):
-            return found
+        ids = choice.get(key)
+        if isinstance(ids, list) and all(isinstance(token, int) for token in ids):
+            return ids
     return None
 
 
@@ -269,8 +269,8 @@ def _text_of(choice: Mapping[str, Any]) -> str:
 
 
 def _usage(answer: Mapping[str, Any]) -> dict[str, Any]:
-    found = answer.get("usage")
-    return found if isinstance(found, dict) else {}
+    usage = answer.get("usage")
+    return usage if isinstance(usage, dict) else {}
 
 
 def _cached(usage: Mapping[str, Any]) -> int:

@@ -73,8 +73,8 @@ def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list
 
 def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
     """The pairs that name a token and a number."""
-    found = {token: float(value) for token, value in pairs if token is not None and isinstance(value, int | float)}
-    return {token: float("-inf") if value <= _ZERO else value for token, value in found.items()}
+    logprobs = {token: float(value) for token, value in pairs if token is not None and isinstance(value, int | float)}
+    return {token: float("-inf") if value <= _ZERO else value for token, value in logprobs.items()}
 
 
 def number(said: Mapping[str, Any], key: str) -> int | None:

@@ -181,44 +181,44 @@ class Client:
 
     def _object(self, content: bytes, path: str) -> dict[str, Any]:
         try:
-            found = json.loads(content)
+            answer = json.loads(content)
         except ValueError:
-            found = None
-        if not isinstance(found, dict):
-            said = self.clean(content[:_MESSAGE].decode("utf-8", "replace")) or "nothing"
-            raise Refused(f"{self.root}{path} answers with no JSON object ({said}): is base-url an OpenAI API?")
-        return found
+            answer = None
+        if not isinstance(answer, dict):
+            excerpt = self.clean(content[:_MESSAGE].decode("utf-8", "replace")) or "nothing"
+            raise Refused(f"{self.root}{path} answers with no JSON object ({excerpt}): is base-url an OpenAI API?")
+        return answer
 
     def _refusal(self, response: http.client.HTTPResponse, content: bytes, path: str) -> EngineError:
-        status, said = response.status, self._said(content.decode("utf-8", "replace"))
+        status, text = response.status, self._said(content.decode("utf-8", "replace"))
         if status in (401, 403):
             return EngineError(
-                f"{self.root} refuses the key ({status}: {said}): put it in an environment variable and name that by "
+                f"{self.root} refuses the key ({status}: {text}): put it in an environment variable and name that by "
                 "--engine-arg api-key-env=NAME"
             )
-        if status == 404 and not said.startswith("{"):
-            return Refused(f"{self.root} has no {path} for this ({status}: {said}): correct base-url or model", status)
+        if status == 404 and not text.startswith("{"):
+            return Refused(f"{self.root} has no {path} for this ({status}: {text}): correct base-url or model", status)
         if 300 <= status < 400:
             target = self.clean(response.getheader("Location") or "elsewhere")
             return EngineError(f"{self.root} redirects to {target}: give that address as base-url")
         if status in _BUSY:
             return Refused(
-                f"{self.root} was too busy in {_ATTEMPTS} attempts ({status}: {said}): lower concurrency", status
+                f"{self.root} was too busy in {_ATTEMPTS} attempts ({status}: {text}): lower concurrency", status
             )
-        return Refused(f"{self.root} answers {status}: {said}", status)
+        return Refused(f"{self.root} answers {status}: {text}", status)
 
     def _said(self, text: str) -> str:
         """What an error answer says, in whichever of the usual forms."""
         try:
-            found: Any = json.loads(text)
+            message: Any = json.loads(text)
         except ValueError:
             return self.clean(text) or "no message"
         for key in ("error", "message", "detail", "msg"):
-            while isinstance(found, dict) and key in found:
-                found = found[key]
-            if isinstance(found, list) and found:
-                found = found[0]
-        return self.clean(found if isinstance(found, str) else json.dumps(found))
+            while isinstance(message, dict) and key in message:
+                message = message[key]
+            if isinstance(message, list) and message:
+                message = message[0]
+        return self.clean(message if isinstance(message, str) else json.dumps(message))
 
     def _late(self) -> str:
         return (
@@ -237,5 +237,5 @@ class Client:
 
 def _retry_after(response: http.client.HTTPResponse, otherwise: float) -> float:
     """Seconds that the server asks for, within bounds; a date is not read."""
-    asked = response.getheader("Retry-After") or ""
-    return min(_LONGEST_WAIT, float(asked) if asked.isdigit() else otherwise)
+    header = response.getheader("Retry-After") or ""
+    return min(_LONGEST_WAIT, float(header) if header.isdigit() else otherwise)

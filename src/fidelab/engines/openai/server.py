@@ -61,17 +61,17 @@ def identify(client: Client, asked: str | None) -> Server:
 
 
 def _vllm(client: Client, model: str) -> Server:
-    said = _optional(client, "/version")
+    about = _optional(client, "/version")
     try:
-        found = _CACHE_INFO.search(client.text("/metrics"))
+        match = _CACHE_INFO.search(client.text("/metrics"))
     except EngineError:
-        found = None
-    labels = dict(_LABEL.findall(found[1])) if found else {}
+        match = None
+    labels = dict(_LABEL.findall(match[1])) if match else {}
     kv = labels.get("cache_dtype")
     return Server(
         model,
         "vllm",
-        _text(said, "version"),
+        _text(about, "version"),
         (kv, kv) if kv else None,
         _chosen(
             {key: _value(text) for key, text in labels.items()},
@@ -84,17 +84,17 @@ def _vllm(client: Client, model: str) -> Server:
 
 
 def _sglang(client: Client, model: str) -> Server:
-    said = _optional(client, "/server_info") or _optional(client, "/get_server_info")
-    kv = _text(said, "kv_cache_dtype")
-    cache_off = said.get("disable_radix_cache")
+    about = _optional(client, "/server_info") or _optional(client, "/get_server_info")
+    kv = _text(about, "kv_cache_dtype")
+    cache_off = about.get("disable_radix_cache")
     return Server(
         model,
         "sglang",
-        _text(said, "version"),
+        _text(about, "version"),
         (kv, kv) if kv else None,
         {
             **_chosen(
-                said,
+                about,
                 attention_backend="attention_backend",
                 block_size="page_size",
                 cache_tokens="max_total_num_tokens",
@@ -106,11 +106,11 @@ def _sglang(client: Client, model: str) -> Server:
 
 
 def _llama_server(client: Client, model: str) -> Server:
-    said = _optional(client, "/props")
-    defaults = said.get("default_generation_settings")
-    both = {**(defaults if isinstance(defaults, dict) else {}), **said}
+    about = _optional(client, "/props")
+    defaults = about.get("default_generation_settings")
+    both = {**(defaults if isinstance(defaults, dict) else {}), **about}
     k, v = _text(both, "cache_type_k"), _text(both, "cache_type_v")  # builds that tell; most do not
-    return Server(model, "llama-server", _text(said, "build_info"), (k, v) if k and v else None)
+    return Server(model, "llama-server", _text(about, "build_info"), (k, v) if k and v else None)
 
 
 def _optional(client: Client, path: str) -> dict[str, Any]:
@@ -133,4 +133,4 @@ def _value(text: str) -> bool | int | str:
 
 def _chosen(said: Mapping[str, Any], **names: str) -> dict[str, Any]:
     """Our name → the server's word, where it says one."""
-    return {ours: said[theirs] for ours, theirs in names.items() if said.get(theirs) not in (None, "", "None")}
+    return {name: said[key] for name, key in names.items() if said.get(key) not in (None, "", "None")}

@@ -47,10 +47,10 @@ class SGLangGenerate(Dialect):
         body = self._body(prompt, n, {"ignore_eos": True}) | {"stream": True}
         known = 0
         for seconds, event in self._client.stream("/generate", body, api=False):
-            made = number(_meta(event), "completion_tokens") or known
-            if made > known:
-                yield seconds, made - known
-            known = made
+            generated = number(_meta(event), "completion_tokens") or known
+            if generated > known:
+                yield seconds, generated - known
+            known = generated
 
     def _body(self, ids: Tokens, max_tokens: int, params: Mapping[str, Any]) -> dict[str, Any]:
         neutral = {"temperature": 0.0, "repetition_penalty": 1.0, "skip_special_tokens": False}
@@ -67,11 +67,11 @@ class SGLangGenerate(Dialect):
 
 def _from_sglang(meta: Mapping[str, Any], side: str) -> list[Top]:
     """Per position what is reported, the actual token included; entries are [log-probability, id, text]."""
-    own = meta.get(f"{side}_token_logprobs") or []
-    tops = meta.get(f"{side}_top_logprobs") or [None] * len(own)
-    return [top_of([(e[1], e[0]) for e in [*(top or []), actual]]) for actual, top in zip(own, tops, strict=True)]
+    logprobs = meta.get(f"{side}_token_logprobs") or []
+    tops = meta.get(f"{side}_top_logprobs") or [None] * len(logprobs)
+    return [top_of([(e[1], e[0]) for e in [*(top or []), actual]]) for actual, top in zip(logprobs, tops, strict=True)]
 
 
 def _meta(answer: Mapping[str, Any]) -> dict[str, Any]:
-    found = answer.get("meta_info")
-    return found if isinstance(found, dict) else {}
+    meta = answer.get("meta_info")
+    return meta if isinstance(meta, dict) else {}

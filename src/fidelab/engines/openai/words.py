@@ -32,8 +32,8 @@ class Words:
                 path, local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # each tokenizer library has errors of its own
-            said = " ".join(str(error).split())[:200]
-            raise EngineError(f"{model} has no tokenizer that can be loaded ({said})") from error
+            message = " ".join(str(error).split())[:200]
+            raise EngineError(f"{model} has no tokenizer that can be loaded ({message})") from error
 
     def encode(self, text: str) -> list[int]:
         """Ids without special tokens of the tokenizer's own."""
@@ -46,8 +46,8 @@ class Words:
     @property
     def bos(self) -> int | None:
         """The id that begins a text, if the model has one."""
-        found: int | None = self._tokenizer.bos_token_id
-        return found
+        bos: int | None = self._tokenizer.bos_token_id
+        return bos
 
     def ending(self, stop: Sequence[int]) -> int | None:
         """The id that stands for an end which a server tells without naming the token."""
@@ -80,5 +80,5 @@ class Words:
         known = self.token(text)
         if known is not None:
             return known == token
-        own = self.spelled[token] if 0 <= token < len(self.spelled) else ""
-        return text in ("", own) or _BROKEN in own or _BROKEN in text
+        spelling = self.spelled[token] if 0 <= token < len(self.spelled) else ""
+        return text in ("", spelling) or _BROKEN in spelling or _BROKEN in text

@@ -82,8 +82,8 @@ class SGLangEngine(Engine):
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        ours = k16v8_of(kv) is not None
-        if (kv.k.options or kv.v.options) and not ours:
+        is_k16v8 = k16v8_of(kv) is not None
+        if (kv.k.options or kv.v.options) and not is_k16v8:
             raise UsageError(f"KV format {kv.label!r}: formats of engine sglang take no options")
         if kv.skip_layers:
             raise UsageError(f"KV format {kv.label!r}: SGLang has one format for all layers, no skip-layers")
@@ -158,13 +158,13 @@ class SGLangEngine(Engine):
     # ------------------------------------------------------------------------------------------- probes
 
     def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
-        read = [window[: probe.last + 1] for window in probe.windows]  # no row is wanted of what follows
-        for batch in self._batches([(len(window), 1) for window in read], _TOGETHER[self._kind]):
-            requests = [Request(read[i], first=probe.first, live=self._sentinel(i)) for i in batch]
+        prompts = [window[: probe.last + 1] for window in probe.windows]  # no row is wanted of what follows
+        for batch in self._batches([(len(window), 1) for window in prompts], _TOGETHER[self._kind]):
+            requests = [Request(prompts[i], first=probe.first, live=self._sentinel(i)) for i in batch]
             for index, response in zip(batch, self._ask(requests), strict=True):
                 sink.add(index, self._stored(response.rows, probe.n_rows))
-                sink.progress(len(read[index]))
-        return {"tokens": sum(map(len, read))}
+                sink.progress(len(prompts[index]))
+        return {"tokens": sum(map(len, prompts))}
 
     def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
@@ -187,13 +187,13 @@ class SGLangEngine(Engine):
     def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
         sizes = [(len(p), max(1, len(c))) for p, c in zip(probe.prompts, probe.continuations, strict=True)]
         for batch in self._batches(sizes, self._room, _FORCED):
-            wanted = [i for i in batch if probe.continuations[i]]
+            answerable = [i for i in batch if probe.continuations[i]]
             requests = [
                 Request(p, len(c), first=len(p) - 1, live=self._sentinel(i), force=c)
-                for i in wanted
+                for i in answerable
                 for p, c in [(probe.prompts[i], probe.continuations[i])]
             ]
-            responses = dict(zip(wanted, self._ask(requests), strict=True))
+            responses = dict(zip(answerable, self._ask(requests), strict=True))
             for index in batch:
                 continuation = probe.continuations[index]
                 if not continuation:
@@ -208,15 +208,15 @@ class SGLangEngine(Engine):
         batch: list[int] = []
         room = min(tokens, self._room)
         page = self._about["page_size"]
-        held = 0
+        tokens_held = 0
         for index, (prompt, new) in enumerate(sizes):
             self._fits(prompt, new)
             needed = prompt + new + page
-            if batch and (len(batch) >= most or held + needed > room):
+            if batch and (len(batch) >= most or tokens_held + needed > room):
                 yield batch
-                batch, held = [], 0
+                batch, tokens_held = [], 0
             batch.append(index)
-            held += needed
+            tokens_held += needed
         if batch:
             yield batch
 

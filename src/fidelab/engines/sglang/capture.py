@@ -97,16 +97,16 @@ class _Capture:
         """Put the forced tokens in place of the sampled ones."""
         if runner.is_draft_worker:
             return
-        for index, _, asked in self._requests(batch):
-            step = _end(batch, index) - asked["tokens"]
-            force = asked["force"]
+        for index, _, instructions in self._requests(batch):
+            step = _end(batch, index) - instructions["tokens"]
+            force = instructions["force"]
             if 0 <= step < len(force):
                 tokens[index] = force[step]
 
     # -------------------------------------------------------------------------------------------- rows
 
     def _captured(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        about = any(asked["about"] for _, _, asked in self._requests(batch))
+        about = any(instructions["about"] for _, _, instructions in self._requests(batch))
         stored = _Stored(runner) if about else None
         out = original(runner, batch, *args, **kwargs)
         states, logits = out.logits_output.hidden_states, out.logits_output.next_token_logits
@@ -116,24 +116,24 @@ class _Capture:
             raise RuntimeError(f"SGLang kept {got} hidden states for {sum(lengths)} tokens")
         starts = [sum(lengths[:index]) for index in range(len(lengths))]
         broken = logits.isnan().any(dim=-1).tolist()
-        for index, rid, asked in self._requests(batch):
+        for index, rid, instructions in self._requests(batch):
             end = _end(batch, index)
             rows = states[starts[index] : starts[index] + lengths[index]]
-            self._rows(runner, batch, rid, asked, end - len(rows), rows)
-            if end >= asked["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
-                self._logits(rid, asked, end, logits[index], broken[index])
+            self._rows(runner, batch, rid, instructions, end - len(rows), rows)
+            if end >= instructions["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
+                self._logits(rid, instructions, end, logits[index], broken[index])
         if stored is not None:
             self._about(runner, stored, batch)
         return out
 
     def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
         """Append the wanted of the rows ``start`` …, each once."""
-        wanted = self._next.get(rid, asked["first"])
+        position = self._next.get(rid, asked["first"])
         end = start + len(states)
-        if not start <= wanted < end:
+        if not start <= position < end:
             return
         self._next[rid] = end
-        rows = states[wanted - start :]
+        rows = states[position - start :]
         if not self._logprobs:
             self._append(f"{rid}.rows", rows)
             return
@@ -151,16 +151,16 @@ class _Capture:
     def _requests(self, batch: Any) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
         """Index, name and instructions of the requests that have any."""
         for index, rid in enumerate(batch.rids or ()):
-            if rid.startswith(PREFIX) and (asked := self._asked(rid)):
-                yield index, rid, asked
+            if rid.startswith(PREFIX) and (instructions := self._asked(rid)):
+                yield index, rid, instructions
 
     def _read(self, rid: str) -> Mapping[str, Any]:
         self._next.pop(rid, None)
         try:
-            asked: Mapping[str, Any] = json.loads((self._folder / f"{rid}.json").read_text("utf-8"))
+            instructions: Mapping[str, Any] = json.loads((self._folder / f"{rid}.json").read_text("utf-8"))
         except FileNotFoundError:
             return {}
-        return asked
+        return instructions
 
     def _append(self, name: str, tensor: Tensor) -> None:
         if _is_first_rank():
@@ -249,8 +249,8 @@ class _Stored:
         """What a pool of ours says of itself: it knows its formats."""
         if not self._given or not hasattr(pool, "read_back"):
             return {}
-        seen: dict[str, Any] = pool.read_back(layer.layer_id, batch.out_cache_loc, *self._given[0])
-        return seen
+        comparison: dict[str, Any] = pool.read_back(layer.layer_id, batch.out_cache_loc, *self._given[0])
+        return comparison
 
     def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
         """Share of the first layer's keys and values that lie in the cache, rounded to its type, where they belong.
@@ -262,17 +262,17 @@ class _Stored:
             return None
         equal = total = 0
         for kind, given, buffer in zip("kv", self._given[0], (keys, values), strict=True):
-            held = buffer[layer.layer_id - pool.start_layer]
-            if held.dtype != pool.dtype and held.element_size() == pool.dtype.itemsize:
-                held = held.view(pool.dtype)
-            if held.dim() != 3 or held.dtype != pool.dtype:
+            stored = buffer[layer.layer_id - pool.start_layer]
+            if stored.dtype != pool.dtype and stored.element_size() == pool.dtype.itemsize:
+                stored = stored.view(pool.dtype)
+            if stored.dim() != 3 or stored.dtype != pool.dtype:
                 return None
-            held = held[batch.out_cache_loc].float().flatten()
+            stored = stored[batch.out_cache_loc].float().flatten()
             expected = (given.float() / _scale(layer, kind)).to(pool.dtype).float().flatten()
-            if len(held) != len(expected):
+            if len(stored) != len(expected):
                 return None
-            equal += int((held == expected).sum())
-            total += len(held)
+            equal += int((stored == expected).sum())
+            total += len(stored)
         return equal / total
 
 
@@ -286,12 +286,12 @@ def _write_head(folder: Path, rank: int, head: Any) -> dict[str, Any]:
     weight = getattr(head, "weight", None)
     if weight is None or not weight.is_floating_point() or weight.dim() != 2 or weight.element_size() < 2:
         return {"why": f"the head is a {type(head).__name__} without a plain weight"}
-    found = {"rows": weight.shape[0], "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": False}
+    about = {"rows": weight.shape[0], "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": False}
     (folder / f"head-{rank}.weight").write_bytes(raw_bytes(weight))
     if (bias := getattr(head, "bias", None)) is not None:
-        found["bias"] = True
+        about["bias"] = True
         (folder / f"head-{rank}.bias").write_bytes(raw_bytes(bias.to(weight.dtype)))
-    return found
+    return about
 
 
 def _distribution(runner: Any, batch: Any, states: Tensor) -> Tensor:

@@ -136,7 +136,7 @@ def arguments(arm: Arm) -> dict[str, Any]:
     options = dict(arm.options)
     device, _, number = arm.device.partition(":")
     scaling = k16v8_of(arm.kv)
-    ours: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "model_path": arm.path,
         "dtype": arm.dtype,
         "kv_cache_dtype": "auto" if scaling else arm.kv.k.name,
@@ -153,10 +153,10 @@ def arguments(arm: Arm) -> dict[str, Any]:
         "random_seed": 0,
     }
     if number:
-        ours["base_gpu_id"] = int(number)
+        defaults["base_gpu_id"] = int(number)
     if device == "cpu":
         amx = arm.kv.k.name == "fp8_e4m3"
-        ours |= {
+        defaults |= {
             "attention_backend": "intel_amx" if amx else "torch_native",
             "sampling_backend": "pytorch",
             "mem_fraction_static": 0.8,
@@ -165,8 +165,8 @@ def arguments(arm: Arm) -> dict[str, Any]:
     if scaling:
         from k16v8.plugins.sglang.plugin import BACKEND, PAGES
 
-        ours |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
-    return ours | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+        defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
+    return defaults | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
 
 
 def context(arm: Arm) -> int:
@@ -175,8 +175,8 @@ def context(arm: Arm) -> int:
     Raises:
         EngineError: SGLang cannot read the model's configuration.
     """
-    if asked := dict(arm.options).get("context-length"):
-        return int(asked)
+    if length := dict(arm.options).get("context-length"):
+        return int(length)
     try:
         from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
 

@@ -74,13 +74,13 @@ def _found(asked: str, about: Mapping[str, Any]) -> str | None:
         return None
     scaled = cache["values_per_scale"] is not None
     if "MXFP8" in cache["pool"][0]:
-        found = "mxfp8"
+        name = "mxfp8"
     elif scaled:
-        found = str(cache["method"])
+        name = str(cache["method"])
     else:
         stored = _STORED.get(asked, (about["compute_dtype"],))
-        found = asked if asked in (*_STORED, "auto") and cache["dtype"] in stored else str(cache["dtype"])
-    return found
+        name = asked if asked in (*_STORED, "auto") and cache["dtype"] in stored else str(cache["dtype"])
+    return name
 
 
 def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
@@ -88,10 +88,10 @@ def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
 
     Keys are compared bit by bit, values with the codes that e4m3 makes of them.
     """
-    seen = about["cache"]["read_back"]
+    comparison = about["cache"]["read_back"]
     if not about["attention"].startswith(K16V8):
         return (f"{about['cache']['dtype']}, read by {about['attention']}",) * 2
-    if seen.get("matches") != 1.0 or not seen.get("disjoint"):
+    if comparison.get("matches") != 1.0 or not comparison.get("disjoint"):
         return (f"{about['cache']['dtype']}, and not what was written",) * 2
     return str(arm.kv.k), str(arm.kv.v)
 

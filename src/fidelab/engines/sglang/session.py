@@ -116,7 +116,7 @@ class SGLangSession:
 
     def head(self, about: Mapping[str, Any], ranks: int) -> dict[str, Array]:
         """Weight [V, d] and perhaps bias [V] without padding; the files are gone afterwards."""
-        found: dict[str, Array] = {}
+        arrays: dict[str, Array] = {}
         dtype, rows, width = about["head"]["dtype"], about["head"]["rows"], about["head"]["width"]
         for part, shape in (("weight", (rows, width)), ("bias", (rows,))):
             paths = [self._folder / f"head-{rank}.{part}" for rank in range(ranks)]
@@ -124,10 +124,10 @@ class SGLangSession:
                 continue
             shards = [np.memmap(path, dtype=_NUMPY[dtype], mode="r", shape=shape) for path in paths]
             whole = (shards[0] if ranks == 1 else np.concatenate(shards))[: self._vocabulary]
-            found[part] = BFloat16(whole) if dtype == "bfloat16" else whole
+            arrays[part] = BFloat16(whole) if dtype == "bfloat16" else whole
             for path in paths:
                 path.unlink()  # the mapping stays
-        return found
+        return arrays
 
     def ask(self, requests: Sequence[Request]) -> list[Response]:
         """Answer some requests together.
@@ -145,13 +145,13 @@ class SGLangSession:
         parameters = {**_GREEDY, "max_new_tokens": n, "ignore_eos": True}
         prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
         ids: list[list[int]] = [[] for _ in group]
-        given = 0
+        n_yielded = 0
         try:
             for chunk in self._alive().generate(input_ids=prompts, sampling_params=parameters, stream=True):
                 ids[chunk.get("index", 0)] = chunk["output_ids"]
-                known = min(map(len, ids))
-                yield from ([tokens[i] for tokens in ids] for i in range(given, known))
-                given = known
+                n_known = min(map(len, ids))
+                yield from ([tokens[i] for tokens in ids] for i in range(n_yielded, n_known))
+                n_yielded = n_known
         except Exception as error:
             raise self._failed(error) from error
 
@@ -204,8 +204,8 @@ class SGLangSession:
 
     def _parameters(self, request: Request) -> dict[str, Any]:
         """SGLang stops at the stop tokens of the model as well, unless it is told to ignore all."""
-        ours = bool(request.stop) and self.stops <= set(request.stop)
-        stop = {"stop_token_ids": list(request.stop)} if ours else {"ignore_eos": True}
+        stops_at_all = bool(request.stop) and self.stops <= set(request.stop)
+        stop = {"stop_token_ids": list(request.stop)} if stops_at_all else {"ignore_eos": True}
         return {**_GREEDY, "max_new_tokens": request.max_tokens, **stop}
 
     def _collect(self, requests: Sequence[Request], names: Sequence[str], ids: Sequence[list[int]]) -> list[Response]:
@@ -220,9 +220,9 @@ class SGLangSession:
         kept = len(request.prompt) + len(ids) - 1
         rows = self._read(f"{name}.rows", self._dtype, self._width)
         live = self._read(f"{name}.live", "float32", self._vocabulary)
-        got, wanted = 0 if rows is None else len(rows), kept - request.first
-        if got < wanted or (got > wanted and not request.stop):
-            raise EngineError(f"SGLang handed over {got} rows of {wanted}")
+        n_rows, n_wanted = 0 if rows is None else len(rows), kept - request.first
+        if n_rows < n_wanted or (n_rows > n_wanted and not request.stop):
+            raise EngineError(f"SGLang handed over {n_rows} rows of {n_wanted}")
         failed = None
         if (path := self._folder / f"{name}.nan").exists():
             step = int(path.read_text())
@@ -231,7 +231,7 @@ class SGLangSession:
         (self._folder / f"{name}.json").unlink()
         if failed is None and len(ids) < request.max_tokens and not {*ids[-1:]} & {*request.stop}:
             raise EngineError(f"SGLang ended an answer after {len(ids)} of {request.max_tokens} tokens")
-        return Response(ids, _array(rows, wanted, self._dtype), _array(live, request.live, "float32"), failed)
+        return Response(ids, _array(rows, n_wanted, self._dtype), _array(live, request.live, "float32"), failed)
 
     def _read(self, name: str, dtype: str, width: int) -> Any:
         path = self._folder / name
@@ -257,8 +257,8 @@ def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
 
 
 def _instructions(request: Request) -> dict[str, Any]:
-    wanted = asdict(request) | {"tokens": len(request.prompt)}
-    return {name: wanted[name] for name in ("tokens", "first", "live", "force", "about")}
+    fields = asdict(request) | {"tokens": len(request.prompt)}
+    return {name: fields[name] for name in ("tokens", "first", "live", "force", "about")}
 
 
 def _until(ids: list[int], stop: Tokens) -> list[int]:

@@ -83,8 +83,8 @@ class VLLMEngine(Engine):
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        ours = k16v8_of(kv) is not None
-        if (kv.k.options and not ours) or kv.skip_layers:
+        is_k16v8 = k16v8_of(kv) is not None
+        if (kv.k.options and not is_k16v8) or kv.skip_layers:
             raise UsageError(f"KV format {kv.label!r}: formats of engine vllm take no options")
 
     @classmethod
@@ -105,9 +105,9 @@ class VLLMEngine(Engine):
         prepare(arm)
         self._backend = backend_for(arm)
         self._model = VLLMModel(arm, self.mark)
-        wanted, runs = dict(arm.options).get("attention-backend"), self.ran().attention
-        if wanted and runs != wanted:
-            raise EngineError(f"attention-backend={wanted} was asked for, vLLM runs {runs}")
+        requested, running = dict(arm.options).get("attention-backend"), self.ran().attention
+        if requested and running != requested:
+            raise EngineError(f"attention-backend={requested} was asked for, vLLM runs {running}")
 
     def tokenize(self, text: str) -> list[int]:
         return self._model.tokenize(text)

@@ -75,14 +75,14 @@ def register() -> None:
 
 def _made_by_vllm(model: Any) -> set[str]:
     """Parameters that a checkpoint need not have: scales of the cache, and what is quantized as it is loaded."""
-    made = set()
+    names = set()
     for module_name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
         online = getattr(method, "uses_meta_device", False)
         cache = any("KVCacheMethod" in cls.__name__ for cls in type(method).__mro__)
         if online or cache:
-            made |= {f"{module_name}.{name}" if module_name else name for name, _ in module.named_parameters()}
-    return made
+            names |= {f"{module_name}.{name}" if module_name else name for name, _ in module.named_parameters()}
+    return names
 
 
 class FidelabWorker:
@@ -202,33 +202,33 @@ class _Hook:
     def _keep(self, state: Any) -> None:
         scheduled = state.scheduler_output.num_scheduled_tokens
         for index, request in self._requests():
-            asked = self._asked(request)
-            if not asked or request not in scheduled:
+            instructions = self._asked(request)
+            if not instructions or request not in scheduled:
                 continue
             record = self._runner.requests[request]
             start = record.num_computed_tokens
             offset = int(self._runner.query_start_loc.np[index])
             states = state.hidden_states[offset : offset + scheduled[request]]
-            if "first" in asked:
-                self._rows(asked, start, states)
+            if "first" in instructions:
+                self._rows(instructions, start, states)
             if self._given:
                 self._compare(record)
             last = start + len(states) >= record.num_tokens
             if last and self._writes and state.logits is not None and bool(state.logits[index].isnan().any()):
-                path = self._folder / f"{asked['key']}.nan"
+                path = self._folder / f"{instructions['key']}.nan"
                 if not path.exists():
                     path.write_text(str(len(record.output_token_ids)))
 
     def _rows(self, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
         """Keep what is wanted of the states from position ``start`` on."""
         key, last = asked["key"], asked.get("last")
-        wanted = self._next.get(key, asked["first"])
+        position = self._next.get(key, asked["first"])
         end = start + len(states) if last is None else min(start + len(states), last + 1)
-        if not start <= wanted < end:
+        if not start <= position < end:
             return
         self._next[key] = end
-        rows = states[wanted - start : end - start]
-        live = rows[: max(asked["first"] + asked.get("live", 0) - wanted, 0)]
+        rows = states[position - start : end - start]
+        live = rows[: max(asked["first"] + asked.get("live", 0) - position, 0)]
         if len(live):
             self._append(key, "live", self._logits(live))
         if not self._logprobs:
@@ -289,18 +289,18 @@ def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str,
     else:
         return {"stored": dtype_name(held.dtype), "matches": None}
     top = torch.finfo(dtype).max
-    given = torch.cat([(x.float() / scale).clamp(-top, top) for x, scale in zip((key, value), scales, strict=True)])
-    found = held.float().reshape(-1)
-    found = found[found != 0]  # slots that nobody wrote hold zeros, too
-    if len(found) > len(given):
+    expected = torch.cat([(x.float() / scale).clamp(-top, top) for x, scale in zip((key, value), scales, strict=True)])
+    stored = held.float().reshape(-1)
+    stored = stored[stored != 0]  # slots that nobody wrote hold zeros, too
+    if len(stored) > len(expected):
         return {"stored": dtype_name(dtype), "matches": 0.0}
-    found = torch.cat((found, found.new_zeros(len(given) - len(found)))).sort().values
-    near = given.to(dtype)
-    ways = {"nearest": near.float(), "toward zero": _toward_zero(near, given)}
-    exact = {way: float((x.sort().values == found).float().mean()) for way, x in ways.items()}
+    stored = torch.cat((stored, stored.new_zeros(len(expected) - len(stored)))).sort().values
+    near = expected.to(dtype)
+    ways = {"nearest": near.float(), "toward zero": _toward_zero(near, expected)}
+    exact = {way: float((x.sort().values == stored).float().mean()) for way, x in ways.items()}
     best = max(exact, key=lambda way: exact[way])
-    step = torch.finfo(dtype).eps * found.abs() + torch.finfo(dtype).smallest_normal
-    close = (ways["nearest"].sort().values - found).abs() <= step
+    step = torch.finfo(dtype).eps * stored.abs() + torch.finfo(dtype).smallest_normal
+    close = (ways["nearest"].sort().values - stored).abs() <= step
     return {
         "stored": dtype_name(dtype),
         "matches": float(close.float().mean()),
@@ -323,14 +323,14 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
     """Each layer that owns keys and values: type, bytes per token, heads, sizes, scales."""
     blocks = runner.kv_cache_config.num_blocks
     sizes = {name: g.kv_cache_spec.block_size for g in runner.kv_cache_config.kv_cache_groups for name in g.layer_names}
-    found, seen = [], set()
+    layers, addresses = [], set()
     for name, layer in _attention(runner).items():
         cache = layer.kv_cache
-        if cache.data_ptr() in seen:
+        if cache.data_ptr() in addresses:
             continue
-        seen.add(cache.data_ptr())
+        addresses.add(cache.data_ptr())
         latent = not hasattr(layer, "num_kv_heads") or hasattr(layer, "kv_lora_rank")
-        found.append(
+        layers.append(
             {
                 "name": name,
                 "dtype": dtype_name(cache.dtype),
@@ -358,7 +358,7 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "isa": getattr(layer, "isa", None),
             }
         )
-    return found
+    return layers
 
 
 def _attention(runner: Any) -> dict[str, Any]:

@@ -108,8 +108,8 @@ def backend_for(arm: Arm) -> Backend:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     shape = _shape(arm.path)
-    ours = k16v8_of(arm.kv) is not None
-    options, name = dict(arm.options), "auto" if ours else arm.kv.k.name
+    is_k16v8 = k16v8_of(arm.kv) is not None
+    options, name = dict(arm.options), "auto" if is_k16v8 else arm.kv.k.name
     platform = str(current_platform.device_type)
     config = AttentionSelectorConfig(
         head_size=shape.get("head_dim") or 128,
@@ -119,13 +119,13 @@ def backend_for(arm: Arm) -> Backend:
         use_mla=bool(shape.get("latent")),
     )
     try:
-        asked = AttentionBackendEnum[options["attention-backend"]] if "attention-backend" in options else None
-        found = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(asked, config))
-        label, formats = str(found.get_name()), tuple(map(str, found.supported_kv_cache_dtypes))
-        ok = name in ("auto", arm.dtype) or bool(found.supports_kv_cache_dtype(name))
+        requested = AttentionBackendEnum[options["attention-backend"]] if "attention-backend" in options else None
+        backend = resolve_obj_by_qualname(current_platform.get_attn_backend_cls(requested, config))
+        label, formats = str(backend.get_name()), tuple(map(str, backend.supported_kv_cache_dtypes))
+        ok = name in ("auto", arm.dtype) or bool(backend.supports_kv_cache_dtype(name))
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
-    if ours:
+    if is_k16v8:
         reason = _k16v8_refusal(arm, shape)
         return Backend(platform, K16V8, (K16V8,), not reason, reason)
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"

@@ -54,12 +54,12 @@ class Request:
 
     def instructions(self, key: str) -> dict[str, Any]:
         """What the capture in the worker is told."""
-        said: dict[str, Any] = {"key": key}
+        instructions: dict[str, Any] = {"key": key}
         if self.first is not None:
-            said |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
+            instructions |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
         if self.last is not None:
-            said["last"] = self.last
-        return said | ({"force": list(self.force)} if self.force else {})
+            instructions["last"] = self.last
+        return instructions | ({"force": list(self.force)} if self.force else {})
 
 
 class VLLMModel:
@@ -109,10 +109,10 @@ class VLLMModel:
     def _arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``."""
         options, tp = self._options, int(self._options.get("tp", 1))
-        ours = k16v8_of(self._arm.kv) is not None
+        is_k16v8 = k16v8_of(self._arm.kv) is not None
         arguments: dict[str, Any] = {
             "dtype": self._arm.dtype,
-            "kv_cache_dtype": "auto" if ours else self._arm.kv.k.name,
+            "kv_cache_dtype": "auto" if is_k16v8 else self._arm.kv.k.name,
             "enforce_eager": options.get("enforce-eager", "yes") == "yes",
             "enable_prefix_caching": False,
             "async_scheduling": False,
@@ -135,7 +135,7 @@ class VLLMModel:
                 arguments[option.replace("-", "_")] = int(options[option])
         if "chunked-prefill" in options:
             arguments["enable_chunked_prefill"] = options["chunked-prefill"] == "yes"
-        if ours and self._arm.device != "cpu":
+        if is_k16v8 and self._arm.device != "cpu":
             arguments["attention_config"] = {"backend": "CUSTOM"}
         if "attention-backend" in options:
             arguments["attention_config"] = {"backend": options["attention-backend"]}
@@ -226,14 +226,14 @@ class VLLMModel:
         self._must_fit_together([len(prompt) + n for prompt in group])
         keys = [self._add(Request(prompt, n), (), self._kinds.DELTA) for prompt in group]
         ids: dict[str, list[int]] = {key: [] for key in keys}
-        given = 0
+        n_yielded = 0
         try:
             while self._engine.has_unfinished_requests():
                 for output in self._engine.step():
                     ids[output.request_id] += output.outputs[0].token_ids
                 known = min(map(len, ids.values()))
-                yield from ([ids[key][i] for key in keys] for i in range(given, known))
-                given = known
+                yield from ([ids[key][i] for key in keys] for i in range(n_yielded, known))
+                n_yielded = known
         finally:
             self._engine.abort_request(keys)
 
@@ -322,8 +322,8 @@ class VLLMModel:
 
     def cache(self) -> list[dict[str, Any]]:
         """What each rank says of its cache."""
-        found: list[dict[str, Any]] = self.llm.collective_rpc("fidelab_cache")
-        return found
+        ranks: list[dict[str, Any]] = self.llm.collective_rpc("fidelab_cache")
+        return ranks
 
     def close(self) -> None:
         """End the workers."""

@@ -85,19 +85,19 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
     that the name says: a cache called float16 may hold bfloat16.  Formats that
     cannot be read back (blocks with scales of their own, latents) rest on the first two.
     """
-    asked, dtype = arm.kv.k.name, layers[0]["dtype"]
+    kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
     if not backend.ok:
         return f"{dtype}, which {backend.name} does not list"
     matches = seen["read_back"].get("matches")
     if matches is not None and matches < _MATCHES:
         return f"{dtype}, and not what was written"
     stored = seen["read_back"].get("stored")
-    if stored is not None and _BYTES.get(asked, 1) > 1 and stored != asked:
+    if stored is not None and _BYTES.get(kv_name, 1) > 1 and stored != kv_name:
         return str(stored)
     names = {layer["kv_cache_dtype"] for layer in layers}
-    if asked != "auto" and names != {asked}:
+    if kv_name != "auto" and names != {kv_name}:
         return f"{' and '.join(sorted(names))}"
-    return asked
+    return kv_name
 
 
 def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[str, str]:
@@ -105,12 +105,12 @@ def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequen
 
     Keys are compared bit by bit, values with the codes that e4m3 makes of them.
     """
-    found = seen["read_back"]
+    comparison = seen["read_back"]
     if not backend.ok:
         return (f"{layers[0]['dtype']}, although {backend.reason}",) * 2
     if not all((layer["label"] or "").startswith(backend.name) for layer in layers):
         return (f"{layers[0]['dtype']}, in layers that are not {backend.name}'s",) * 2
-    if found.get("matches") != 1.0 or not found.get("disjoint"):
+    if comparison.get("matches") != 1.0 or not comparison.get("disjoint"):
         return (f"{layers[0]['dtype']}, and not what was written",) * 2
     return str(arm.kv.k), str(arm.kv.v)
 
