@@ -38,7 +38,7 @@ def capture_key(arm: Arm, probe: Probe, engine_versions: Mapping[str, str], repl
 
 
 def capture_folder(store: Path, arm: Arm, probe: Probe, key: Mapping[str, Any]) -> Path:
-    """Where the capture of this key lies: ``<store>/<arm>/<probe>``, readable and unique."""
+    """Where the capture of this key lies: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
     return store / arm_folder / f"{probe.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
 

@@ -1,7 +1,6 @@
-"""Engines: adapters that answer probes.  They run in worker processes, perhaps in foreign environments.
+"""Engines: adapters that answer requests.  They run in worker processes, perhaps in environments of their own.
 
-An adapter imports its third-party package inside ``open``; this room needs the standard library, numpy and
-the rooms ``formats``, ``kernels`` and ``plugins`` only.
+An adapter imports its third-party package inside ``open``; importing this room needs the standard library and numpy.
 """
 
 from fidelab.registry import Registry

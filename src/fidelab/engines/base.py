@@ -1,7 +1,7 @@
 """The engine contract.
 
-A class is asked about itself without loading anything (``versions``, ``kv_names``, ``supports``, ``control_for``);
-an instance lives in a worker process: ``open`` once, ``answer`` for each probe, ``close``.
+Class methods describe the engine without loading anything (``versions``, ``kv_names``, ``supports``, ``control_for``);
+an instance lives in a worker process: ``open`` once, ``answer`` for each request, ``close``.
 """
 
 from __future__ import annotations
@@ -46,14 +46,16 @@ class Verdict:
 
 @dataclass
 class Ran:
-    """What really runs, from the engine's own objects.
+    """Runtime info: what really runs, from the engine's own objects.  ``None`` where the engine cannot tell.
 
-    ``k_format`` / ``v_format`` are the formats whose storage was seen; ``k_dtype`` / ``v_dtype`` the element types of
-    that storage; ``cache_bytes_per_token`` was measured, ``expected_bytes_per_token`` follows from the asked formats.
-    ``None`` where the engine cannot tell.  ``more`` has engines' own keys and, of all, ``proof``: the answers to
-    ``stored`` (do the parts in the cache hold what the format makes of the keys and values that came?), ``received``
-    (did attention get what these parts decode to?) and ``named`` (is the format told from the parts, not from what was
-    asked?), each ``shown``, ``open: why`` or ``refuted: why``.
+    Attributes:
+        k_format, v_format: formats that the cache was seen to store.
+        k_dtype, v_dtype: element types of that storage.
+        cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
+        more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
+            encoding of the keys and values that were written?), ``received`` (did attention read what the cache
+            decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
+            is ``shown``, ``open: why`` or ``refuted: why``.
     """
 
     versions: dict[str, str]
@@ -76,9 +78,12 @@ class Ran:
 
 
 def read_back_proof(matches: float | None, least: float, received: str) -> dict[str, str]:
-    """``proof`` of an engine whose cache is read back: ``matches`` is the share of the numbers found as written.
+    """``proof`` of an engine whose cache is read back.
 
-    ``least`` of them must be.  ``received``: why it stays open what attention got.
+    Args:
+        matches: share of the numbers that are in the cache as they were written; ``None`` where it cannot be read.
+        least: the share from which on the format counts as stored.
+        received: why it stays open what attention read.
     """
     stored, named = "shown", "shown"  # other types would read the same bytes as other numbers
     if matches is None:
@@ -91,7 +96,7 @@ def read_back_proof(matches: float | None, least: float, received: str) -> dict[
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine says when a probe is done.
+    """What an engine returns for a request, besides the arrays in the sink.
 
     ``head``: arrays ``weight`` [V, d] and perhaps ``bias`` with softcap and scale, for estimator ``hidden``;
     ``facts``: measurements of the capture itself (sentinel replay, tokens, seconds).
@@ -105,21 +110,21 @@ class Answer:
 
 
 class _Replayed(Protocol):
-    """A language-model head; ``sentinels``: (cosine, KL) of each check of it while a probe was answered."""
+    """A language-model head; ``sentinels``: (cosine, KL) of each check of it while a request was answered."""
 
     sentinels: list[tuple[float, float]]
 
     def fields(self) -> dict[str, Any]:
-        """What an answer says of the head."""
+        """The fields ``head``, ``softcap`` and ``scale`` of :class:`Answer`."""
 
 
 def answer_with_head(
     probe: Probe, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
 ) -> Answer:
-    """The answer to a probe that was begun at ``began`` (``time.monotonic``).
+    """The answer to a request that was begun at ``began`` (``time.monotonic``).
 
-    To its facts come the worst sentinels and the seconds, and beside them stands the head where there are rows of
-    states for scoring to replay.
+    Adds the worst sentinels and the seconds to the facts, and the head where there are rows of states that scoring
+    multiplies with it.
     """
     facts = dict(facts)
     if head is not None and head.sentinels:
@@ -192,7 +197,7 @@ _COARSE = re.compile(r"(fp8|fp4|nvfp4|mxfp[48]|int[2-8]|i?q[2-8]_)")
 
 
 def _lossless(name: str, dtype: str) -> bool | None:
-    """Whether a format holds every number of a type.  A float16 holds a bfloat16 of its range alone: not known."""
+    """Whether a format holds every number of a type; ``None``: unknown, as float16 for a bfloat16 beyond its range."""
     if name in ("auto", dtype):
         return True
     if name not in _FLOATS or dtype not in _FLOATS:
@@ -205,7 +210,7 @@ class Engine(ABC):
     """One engine adapter.
 
     ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
-    docs/metrics.md#start-up-time.  What an engine cannot tell apart stands under the later one.
+    docs/metrics.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
     """
 
     name: ClassVar[str]
@@ -213,11 +218,11 @@ class Engine(ABC):
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     pairs: ClassVar[bool] = True  # keys and values may have different formats
-    examined: ClassVar[tuple[str, ...]] = ()  # further distributions of which is told whether they are as published
-    quiet: ClassVar[bool] = True  # takes no processor time while nobody asks
-    kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of probes it answers
-    jitters: ClassVar[bool] = False  # has an option jitter=SEED: the smallest change of the weights that there is
-    served: ClassVar[bool] = False  # somebody else started what answers: the arm's options name it
+    examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
+    quiet: ClassVar[bool] = True  # takes no processor time between requests
+    kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
+    jitters: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
+    served: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 
     def __init__(self) -> None:
@@ -227,7 +232,7 @@ class Engine(ABC):
     def mark(self, phase: str, **of_others: float) -> None:
         """Count the seconds since the last mark, or since this object was made, as this phase of opening.
 
-        ``of_others``: seconds of them that belong to earlier phases, as far as the engine itself told them.
+        ``of_others``: seconds of these that belong to earlier phases, where the engine itself reports them.
         """
         now = time.monotonic()
         spent = {**of_others, phase: now - self._marked - sum(of_others.values())}
@@ -288,15 +293,15 @@ class Engine(ABC):
 
     @abstractmethod
     def answer(self, probe: Probe, sink: Sink) -> Answer:
-        """Answer one probe, streaming into the sink; never holds more than a chunk."""
+        """Answer one request, streaming into the sink; never holds more than a chunk."""
 
     @abstractmethod
     def ran(self) -> Ran:
-        """What ran, asked after the last probe, when the cache has been seen at work."""
+        """The runtime info, called after the last request, when the cache has been observed."""
 
     def peak_device_bytes(self) -> int | None:
-        """The most device memory allocated since the process began; ``None`` without a device, or untold."""
+        """Peak device memory in bytes since the process began; ``None`` without a device, or where it is unknown."""
         return None
 
     def close(self) -> None:  # noqa: B027  (the exit releases the rest)
-        """Release what can be released; the process exits right after."""
+        """Release resources; the process exits right after."""

@@ -14,7 +14,7 @@ __all__ = ["ArmCache", "register_attention"]
 
 
 class ArmCache(PagedKVCache):
-    """The pages of an arm, and what its formats promise for them."""
+    """The paged cache of an arm, with the bytes that its formats should take."""
 
     def __init__(self, config: Any, arm: Arm, k: Format, v: Format) -> None:
         unpack = dict(arm.options).get("dequant") == "unpack"

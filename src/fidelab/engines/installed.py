@@ -1,6 +1,6 @@
-"""What is installed in the environment of an engine: as its makers published it or changed, and for which device.
+"""What is installed in an engine's environment: whether packages are as published, and for which device they are built.
 
-Read from the files of the packages; none of them is imported.
+Everything is read from the packages' files; none of them is imported.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
 
 
 def provenance(packages: Sequence[str]) -> dict[str, str]:
-    """Of each distribution that is here: ``stock``, ``modified: …`` or ``built from …``.
+    """For each distribution that is installed: ``stock``, ``modified: …`` or ``built from …``.
 
-    ``stock`` means that all its Python files are as the package's own list of hashes has them; compiled files are not
-    read.
+    ``stock``: the hashes of all its Python files are those of the package's RECORD; compiled files are not read.
     """
     return {name: _label(metadata.distribution(name)) for name in packages if is_installed(name)}
 
@@ -45,7 +44,7 @@ def shims() -> list[dict[str, str]]:
 
 
 def build(packages: Sequence[str]) -> str | None:
-    """What the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` where that shows nowhere."""
+    """What the engine's packages are built for: ``cuda``, ``hip`` or ``cpu``; ``None`` where nothing tells."""
     if any(name.endswith("-cpu") and is_installed(name) for name in packages):
         return "cpu"
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
@@ -99,7 +98,7 @@ def _label(distribution: metadata.Distribution) -> str:
 
 
 def _source(distribution: metadata.Distribution) -> str | None:
-    """Where it was installed from, if not from a package index."""
+    """Where a distribution was installed from, if not from a package index."""
     try:
         direct = json.loads(distribution.read_text("direct_url.json") or "null")
     except ValueError:
@@ -111,7 +110,7 @@ def _source(distribution: metadata.Distribution) -> str | None:
 
 
 def _altered(distribution: metadata.Distribution) -> Iterator[str]:
-    """Python files that are not what the package's list says, or are gone."""
+    """Python files whose hash is not that of RECORD, or that are missing."""
     for file in distribution.files or []:
         if file.suffix != ".py" or file.hash is None:
             continue
@@ -126,7 +125,7 @@ def _altered(distribution: metadata.Distribution) -> Iterator[str]:
 
 
 def _added(distribution: metadata.Distribution) -> Iterator[str]:
-    """Python files in the package's folders that its list does not have: some engines import whatever lies there."""
+    """Python files in the package's folders that RECORD does not list: some engines import whatever is there."""
     listed = {str(file) for file in distribution.files or []}
     roots = {file.parts[0] for file in distribution.files or [] if len(file.parts) == 2 and file.name == "__init__.py"}
     base = Path(str(distribution.locate_file("")))

@@ -1,7 +1,7 @@
 """K16/V8 in fidelab: the pair of formats, and the package of that name, which brings it to engines.
 
 The package is a contender like any other and no part of fidelab: ``pip install k16v8``.  It is imported when an arm
-asks for it, and never without a look at :func:`missing` before.  Standard library only.
+asks for it, after a check with :func:`missing`.  Standard library only.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def content_bytes(head_dim: int, v_dim: int, scaling: Scaling) -> int:
 
 
 def set_switch(scaling: Scaling | None) -> None:
-    """The environment of this process and its children: an arm that is not K16/V8 must not inherit the switch."""
+    """Set the switch for this process and its children; an arm that is not K16/V8 must not inherit it."""
     os.environ[SWITCH] = {None: "0", "none": "1"}.get(scaling, str(scaling))
 
 
@@ -100,7 +100,7 @@ def versions_for(arm: Arm) -> dict[str, str]:
 
 @contextmanager
 def translated_errors() -> Iterator[None]:
-    """What the package raises, in fidelab's terms; that it is not installed, too."""
+    """Translate the package's exceptions into fidelab's; raises NotSupportedError where it is not installed."""
     if reason := missing():
         raise NotSupportedError(f"this arm {reason}")
     from k16v8 import errors

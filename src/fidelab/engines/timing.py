@@ -1,4 +1,4 @@
-"""Timed probes: the clock is the same for every engine that decodes prompts token by token."""
+"""Timed requests: the clock is the same for every engine that decodes prompts token by token."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def groups(probe: Timed) -> tuple[Group, ...]:
 
 
 def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Group], Iterator[object]]) -> dict[str, Any]:
-    """Answer a Timed probe: warm-up first, then the groups one by one; returns the facts.
+    """Answer a Timed request: warm-up first, then the groups one by one; returns the facts.
 
     ``decode(group)`` makes a fresh cache ready, which is not timed, and returns an iterator of 1 + n steps or more.
-    Work on the first begins when it is asked for; each is handed over when that token of all prompts of the group is
-    known to the host, not before.
+    Work on the first step begins when it is requested; each step is yielded when that token of all prompts of the
+    group is known to the host, not before.
 
     Raises:
         EngineError: prompts of a group differ in length, or an answer ended early.

@@ -1,7 +1,7 @@
-"""Environment variables on which an engine's numbers may depend: they stand in a capture's key and in what ran.
+"""Environment variables on which an engine's numbers may depend: part of a capture's key and of the runtime info.
 
-By the beginning of their names, since engines read far more of them than they document: when in doubt a variable
-counts.  What is left out is listed below.  Standard library only.
+They are selected by prefix, since engines read far more variables than they document; in doubt a variable counts.
+Exceptions are listed below.  Standard library only.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
 
 
 def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the variables of a process those that may change what this engine computes, by name.
+    """The variables of a process that may change what this engine computes, sorted by name.
 
-    Of a server's none: it has an environment of its own.  One that is set to nothing is not one that is unset.
+    None for a server, which has an environment of its own.  A variable set to the empty string is kept.
     """
     if engine.served:
         return {}
@@ -67,7 +67,7 @@ def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[s
 
 
 def thread_variables(threads: int) -> dict[str, str]:
-    """What a worker is given on top of its environment, so that it keeps to its threads."""
+    """Variables to set on top of a worker's environment, so that it keeps to its number of threads."""
     fixed = dict.fromkeys(_THREADS, str(threads)) | {"TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1"}
     # Spinning OpenMP threads fall to a tenth of their speed as soon as anything else wants a core.
     return fixed | ({} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "passive"})

@@ -1,7 +1,7 @@
-"""Which parameters of a model are written while a checkpoint is loaded, whatever the loader is like.
+"""Find out which parameters of a model are written while a checkpoint is loaded, with any loader.
 
-Loaders copy into parameters, into slices of them or into ``.data``, or put new tensors in their place.  All but the
-last end in an operation that mutates an argument, and those are seen where PyTorch dispatches them.
+Loaders copy into parameters, into slices of them or into ``.data``, or replace them by new tensors.  All but the last
+end in an operation that mutates an argument, and PyTorch's dispatcher shows those.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["Ledger", "watched"]
 
 
 class Ledger:
-    """Storages that were written, and where the parameters' storages lay before."""
+    """Addresses of storages that were written, and of the parameters' storages before loading."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -35,7 +35,7 @@ class Ledger:
 
 @contextmanager
 def watched(model: Any) -> Iterator[Ledger]:
-    """Keep a ledger of a model's parameters for as long as the context lasts, also of what pool threads write."""
+    """Record writes to a model's parameters while the context lasts, those of pool threads included."""
     ledger = Ledger(model)
     submit = ThreadPoolExecutor.submit
 

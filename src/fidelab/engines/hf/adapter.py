@@ -1,8 +1,8 @@
 """Transformers: any decoder-only model, on CPU or GPU, with the KV cache in any of our formats.
 
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
-``k16v8``: that package's kernels over pages), ``dequant`` (``fused``: these kernels convert what they read, as they do
-by default; ``unpack``: the cache is decoded to the compute type before attention, the only way of all others),
+``k16v8``: that package's kernels over pages), ``dequant`` (``fused``, the default with these kernels: they convert what
+they read; ``unpack``: the cache is decoded to the compute type before attention, as with every other attention),
 ``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped).  Unless
 told, attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the
 model, and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
@@ -48,7 +48,7 @@ _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all pr
 
 @dataclass(frozen=True)
 class _Shared:
-    """The cache of what all prompts of a probe begin with."""
+    """The cache of what all prompts of a request begin with."""
 
     tokens: int
     cache: EncodedCache
@@ -105,8 +105,8 @@ class HFEngine(Engine):
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
-        # A 32-bit reference: the model's own 16-bit cache.  A 16-bit cache in a 16-bit model has no nearer arm:
-        # every other format takes the same attention path here, so the floor is the only noise there is.
+        # For a 32-bit reference, the model's own 16-bit cache.  A 16-bit cache in a 16-bit model has no nearer arm:
+        # every other format takes the same attention path, so the noise floor is the only noise.
         return native if str(reference.k) == str(reference.v) == "f32" else None
 
     def open(self, arm: Arm) -> None:
@@ -181,7 +181,7 @@ class HFEngine(Engine):
 
         return torch.cuda.max_memory_allocated(self._arm.device) if self._arm.device.startswith("cuda") else None
 
-    # ------------------------------------------------------------------------------------------ probes
+    # ------------------------------------------------------------------------------------------ requests
 
     def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
         for index, window in enumerate(probe.windows):
@@ -224,7 +224,7 @@ class HFEngine(Engine):
         return {"tokens": sum(map(len, probe.items()))}
 
     def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
-        """Greedy tokens of all prompts, without end, a forward each; to hand them over waits for the device."""
+        """Greedy tokens of all prompts, one forward each, without end; yielding them waits for the device."""
         cache = self._model.new_cache()
 
         def tokens() -> Iterator[list[list[int]]]:
@@ -281,10 +281,10 @@ class HFEngine(Engine):
             yield tokens, self._model.stacked([step[row] for step in steps[: len(tokens)]]), failed[row]
 
     def _shared_prefix(self, prompts: Sequence[tuple[int, ...]], sink: Sink) -> _Shared | None:
-        """What all prompts begin with, computed once; ``None`` where that is short, or would change the answers.
+        """The common prefix of all prompts, computed once; ``None`` where it is short or would change the answers.
 
-        It would with sliding windows (the padding behind it takes places there) and with scales fitted to what is
-        written first.
+        It would change them with sliding windows, where padding behind the prefix takes positions, and with scales
+        that are fitted to the first write.
         """
         first, last = min(prompts), max(prompts)  # all others begin with what these two have in common
         same = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), min(map(len, prompts)))

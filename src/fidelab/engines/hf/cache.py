@@ -1,9 +1,8 @@
 """A Transformers cache that stores keys and values in any of our formats.
 
-``EncodedCache`` encodes on write and hands attention the decoded content of all positions, the current ones
-too, so prefill already sees the format.  Layer kinds come from Transformers' own dispatch: full attention,
-sliding-window and hybrid layers are encoded; layers without per-token keys and values (recurrent, convolution,
-shared) are left alone and counted; a layer that keeps anything else is refused.
+``EncodedCache`` encodes on write and returns the decoded content of all positions, the current ones included, so
+that prefill sees the format too.  Full-attention, sliding-window and hybrid layers are encoded; layers without
+per-token keys and values (recurrent, convolution, shared) are left alone and counted; any other kind is refused.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class EncodedStore:
     """Encoded content of one side (K or V) of one layer; grows along the token dimension.
 
     Parts have shape ``[batch, heads, tokens, width]``; ``scale`` is the format's fitted scale, if it has one.
-    ``padding_mask``: ``[batch, tokens]`` bool of the first write, False where the scale must not look.
+    ``padding_mask``: ``[batch, tokens]`` bool of the first write, False at positions that the scale ignores.
     """
 
     def __init__(self, fmt: Format, padding_mask: Tensor | None = None) -> None:
@@ -82,13 +81,13 @@ class EncodedStore:
 
     @property
     def bytes(self) -> int:
-        """Bytes really held: the memory behind parts and fitted scale."""
+        """Bytes allocated for parts and fitted scale."""
         tensors = (*(self.parts or ()), *(() if self.scale is None else (self.scale,)))
         return sum(x.untyped_storage().nbytes() for x in tensors)
 
     @property
     def expected_bytes(self) -> int:
-        """Bytes the format promises for this content."""
+        """Bytes that the format should take for this content."""
         if self.parts is None:
             return 0
         return self._content_bytes(self.format.token_bytes(self.dim))
@@ -112,7 +111,7 @@ def _owned(x: Tensor) -> Tensor:
 
 
 class _EncodedAttention:
-    """Mixed in before a Transformers layer class: replaces the storage of keys and values, nothing else."""
+    """Mixin before a Transformers layer class that replaces only the storage of keys and values."""
 
     is_croppable = False
     k: EncodedStore
@@ -227,7 +226,7 @@ class EncodedCache(DynamicCache):
         return sum(layer.k.parts is not None for layer in self.encoded) + len(self._plain())
 
     def repeated(self, sequences: int) -> EncodedCache:
-        """A copy in which the one sequence of this cache stands so many times."""
+        """A copy that holds the one sequence of this cache ``sequences`` times."""
         copy = deepcopy(self)
         copy.batch_select_indices(torch.zeros(sequences, dtype=torch.long))
         return copy
@@ -239,7 +238,7 @@ class EncodedCache(DynamicCache):
 
     @property
     def has_fitted_scales(self) -> bool:
-        """Some scale was fitted to the first write, so that it matters what that was."""
+        """Some scale was fitted to the first write, so that the answers depend on what that was."""
         return any(store.scale is not None for store in self._stores())
 
     def bytes(self) -> int:
@@ -247,7 +246,7 @@ class EncodedCache(DynamicCache):
         return sum(store.bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
 
     def expected_bytes(self) -> int:
-        """Bytes that the formats promise for the same content."""
+        """Bytes that the formats should take for the same content."""
         return sum(store.expected_bytes for store in self._stores()) + sum(x.nbytes for x in self._plain_sides())
 
     def bytes_per_token(self) -> float | None:
@@ -255,7 +254,7 @@ class EncodedCache(DynamicCache):
         return self._per_token([store.bytes for store in self._stores()])
 
     def expected_bytes_per_token(self) -> float | None:
-        """The same from the formats' promise."""
+        """The same, computed from the formats."""
         return self._per_token([store.expected_bytes for store in self._stores()])
 
     def packed_bytes_per_token(self) -> float | None:

@@ -1,5 +1,5 @@
-"""The LM head of a Transformers model: stored beside the states, and replayed to see that scoring will compute what
-the model did."""
+"""The LM head of a Transformers model: stored beside the states, and replayed to check that scoring will compute the
+model's own logits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ __all__ = ["USE_LOGPROBS", "ReplayedHead", "to_array"]
 USE_LOGPROBS = "pass --engine-arg estimator=logprobs"
 _COSINE = 0.9999
 _KL = {"float32": 1e-8, "bfloat16": 1e-3, "float16": 1e-3}
-# What configurations call the soft-cap and the scale of the logits.  Under one name some models multiply by the scale,
-# some divide, and some do it before the head: which it is, is seen, not read.
+# Names of the soft-cap and the scale of the logits in configurations.  Models differ in whether they multiply or divide
+# by the scale, before or after the head, so the factor is found by comparison with live logits.
 _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier", "output_multiplier")
 
@@ -58,7 +58,7 @@ class ReplayedHead:
         Raises:
             EngineError: scoring would compute other distributions than the model did.
         """
-        usable = ~states.isnan().any(dim=-1)  # a row of NaN is the format's doing, and fails on its own
+        usable = ~states.isnan().any(dim=-1)  # a row of NaN comes from the format, and fails by itself
         if not usable.any():
             return
         replayed, live = self._replay(states[usable], self._scale), live[usable]

@@ -1,4 +1,4 @@
-"""Which pairs of our formats k16v8's attention kernels hold bit by bit as the formats are defined."""
+"""Pairs of formats that k16v8's attention kernels store bit by bit as fidelab defines them."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def options_of(kv: KVSpec) -> dict[str, Any]:
 
 
 def refusal(arm: Arm) -> str | None:
-    """Why the kernels cannot run an arm, as far as that can be said without loading its model."""
+    """Why the kernels cannot run an arm, as far as is known without loading its model."""
     if reason := k16v8.missing():
         return f"attention={NAME} {reason}"
     try:
@@ -51,7 +51,7 @@ def refusal(arm: Arm) -> str | None:
 
 
 def dequant_refusal(arm: Arm) -> str | None:
-    """Why an arm cannot have its content converted where it asks for it."""
+    """Why an arm's option ``dequant`` cannot be had; ``None`` where it can."""
     options = dict(arm.options)
     if options.get("dequant") != "fused" or options.get("attention") == NAME:
         return None

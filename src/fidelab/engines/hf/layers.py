@@ -1,6 +1,6 @@
-"""What passes through the decoder layers of a Transformers model: hooks that stand while one probe is answered.
+"""Hooks that record what passes through the decoder layers of a Transformers model while one request is answered.
 
-Imported when a probe asks for it, not before: this is where torch and Transformers come in.
+Imported when a request asks for it, not before: this is where torch and Transformers come in.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _Parts = dict[str, Tensor]  # "<layer>.q" and so on
 
 
 def answer_layerwise(model: HFModel, probe: Layerwise, sink: Sink) -> dict[str, Any]:
-    """Answer the probe window by window, in the compute type; the facts: tokens, and how many layers there are.
+    """Answer the request window by window, in the compute type; returns the facts ``tokens`` and ``layers``.
 
     Raises:
         NotSupportedError: the layers are not found, or one of them gives attention no queries, keys and values of its
@@ -70,9 +70,9 @@ def decoder_layers(module: Any, config: Any) -> Sequence[Any]:
 
 
 def jitter(layer: Any, seed: int) -> int:
-    """Flip the last bit of some weights of a layer, chosen by the seed; how many those are.
+    """Flip the last bit of about one in a thousand weights of a layer, chosen by the seed; returns how many.
 
-    About one in a thousand, of every floating-point type of 16 bits and more.
+    Weights of every floating-point type of 16 bits and more count.
 
     Raises:
         NotSupportedError: the layer has no such weights.
@@ -94,7 +94,7 @@ def jitter(layer: Any, seed: int) -> int:
 
 @contextmanager
 def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple[int, Tensor]]]:
-    """(n, rows [rows, d]) as they come: n = 0 entered the first layer, n = 1 … left layer n − 1."""
+    """Record (n, state [rows, d]) in order of execution: n = 0 enters the first layer, n = 1 … leaves layer n − 1."""
     states: list[tuple[int, Tensor]] = []
 
     def keep(number: int, found: Any) -> None:
@@ -117,10 +117,10 @@ def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple
 
 
 def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
-    """States [1 + layers, rows, d].
+    """The recorded states as one tensor [1 + layers, rows, d].
 
     Raises:
-        EngineError: they are not one of each layer, in order.
+        EngineError: the layers did not run once each, in order.
     """
     if [number for number, _ in seen] != list(range(1 + layers)):
         order = ", ".join(str(number - 1) for number, _ in seen[:8] if number)
@@ -133,10 +133,10 @@ def _stacked(seen: Sequence[tuple[int, Tensor]], layers: int) -> Tensor:
 
 @contextmanager
 def _qkv(cache: Any, layers: Sequence[int]) -> Iterator[_Parts]:
-    """Keys and values as the cache is given them, queries as the attention function is, of the layers named.
+    """Record keys and values as passed to the cache, and queries as passed to attention, for ``layers``.
 
-    Whatever function attends, the model gets it from ``AttentionInterface.get_interface``; that, and the ``update`` of
-    this one cache, are exchanged meanwhile.
+    Models get their attention function from ``AttentionInterface.get_interface``; that and the ``update`` of this cache
+    are replaced while the context lasts.
     """
     parts: _Parts = {}
     get_interface, update = AttentionInterface.get_interface, cache.update
@@ -169,10 +169,10 @@ def _qkv(cache: Any, layers: Sequence[int]) -> Iterator[_Parts]:
 
 
 def _checked(parts: _Parts, layers: Sequence[int], tokens: int) -> dict[str, Array]:
-    """The arrays of one window.
+    """The recorded arrays of one window.
 
     Raises:
-        NotSupportedError: a layer showed no queries, or no keys and values to go with them.
+        NotSupportedError: queries, keys or values of a layer are missing or do not fit together.
     """
     for layer in layers:
         tensors = [parts.get(f"{layer}.{part}") for part in "qkv"]

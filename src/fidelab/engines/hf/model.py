@@ -34,11 +34,16 @@ _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding ma
 
 
 class HFModel:
-    """An arm's model, tried out.  ``mark``: told when a phase of opening is over.
+    """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
-    ``module`` is Transformers' own, ``config`` that of its text part; ``cache`` the last one made; ``head`` is set for
-    estimator hidden; ``padding``: sequences of a batch may be padded on the left; ``paged``: k16v8's kernels attend;
-    ``kernels_refused``: why they do not, on a GPU where nothing else was asked for; ``proof``: evidence for formats.
+    Attributes:
+        module: Transformers' model; ``config``: the configuration of its text part.
+        cache: the last cache that was made.
+        head: set for estimator hidden.
+        padding: whether sequences of a batch may be padded on the left.
+        paged: whether k16v8's kernels compute attention.
+        kernels_refused: why they do not, on a GPU where no attention was requested.
+        proof: evidence for the formats.
 
     Raises:
         EngineError: it cannot be loaded, or is not what we take it for.
@@ -66,7 +71,7 @@ class HFModel:
             self._try_out()
 
     def _load(self) -> None:
-        """Tokenizer and model, as the checkpoint has them; whatever Transformers raises becomes one line."""
+        """Load tokenizer and model; exceptions of Transformers become one line."""
         path, attn = self._arm.path, self._options.get("attention")
         if attn == hf_kernels.THEIRS:
             attn = None
@@ -89,7 +94,7 @@ class HFModel:
                 if causal
                 else (transformers.AutoModelForImageTextToText, transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING)
             )
-            mapped.get(type(config), None)  # imports the model's code, which is not the weights' affair
+            mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
             self._mark("import")
             model, report = auto.from_pretrained(
                 path,
@@ -122,7 +127,7 @@ class HFModel:
 
     @property
     def attention(self) -> str:
-        """What attends, for the record: with those kernels their names."""
+        """The attention implementation for the record, with the names of k16v8's kernels where those run."""
         kernels = getattr(self.cache, "kernels", ())  # of pages alone
         return " ".join((self.config._attn_implementation, *kernels))
 
@@ -132,7 +137,7 @@ class HFModel:
         return self._options.get("dequant", "fused") if self.paged else "unpack"
 
     def _kernels_attend(self) -> bool:
-        """On a GPU: whether k16v8's kernels hold this arm's formats and run this model; else Transformers' choice."""
+        """Switch to k16v8's kernels where they support this arm and model, else keep Transformers' attention."""
         default_attention = self.config._attn_implementation
         try:
             if reason := hf_kernels.refusal(self._arm):
@@ -150,15 +155,14 @@ class HFModel:
         return self.paged
 
     def _try_out(self) -> None:
-        """Two small forwards: an impossible spec, or a model that is not what we take it for, is refused now and
-        not in the middle of a probe."""
+        """Run two small forwards, so that an unusable spec or model is refused before any request is answered."""
         kind = self.config.model_type
         self.proof = Proof(self._arm.kv, self._k, self._v)  # of this attention, whatever was tried before
         try:
             logits, states = self.forward(self.tensor([[0, 1]]), self.new_cache(), keep=2)
             if self.hidden:
                 self.head = ReplayedHead(self._lm_head, self.config, self._arm.dtype, states[0], logits[0])
-            plain = self.new_cache() if self.paged else None  # our attention attends to a cache or not at all
+            plain = self.new_cache() if self.paged else None  # k16v8's attention needs a cache
             twins = self.forward(self.tensor([[0, 1], [0, 2]]), plain, keep=2)[0][:, 0].float()
             self._poison()
         except EngineError:
@@ -181,7 +185,7 @@ class HFModel:
         self.padding = "position_ids" in self._takes and not self.cache.has_recurrent_layers
 
     def _poison(self) -> None:
-        """Where attention shows no keys and values: see that it computes with what the cache hands over."""
+        """Where attention's keys and values cannot be compared: check that NaN from the cache reaches the logits."""
         for layer, side in self.proof.unseen():
             cache = self.new_cache()
             with self.proof.poisoned(cache, layer, side):
@@ -192,7 +196,7 @@ class HFModel:
     # ----------------------------------------------------------------------------------------- forward
 
     def new_cache(self, mask: Tensor | None = None) -> EncodedCache | ArmCache:
-        """A fresh cache; the one before goes first, so that only one is ever held."""
+        """A fresh cache; the previous one is released first, so that only one is held."""
         self.cache = None
         if self.paged:
             from fidelab.engines.hf_paged import ArmCache
@@ -207,9 +211,9 @@ class HFModel:
     def forward(
         self, ids: Tensor, cache: EncodedCache | ArmCache | None, *, mask: Tensor | None = None, keep: int = 1
     ) -> tuple[Tensor, Tensor]:
-        """Live logits of the last ``keep`` rows, and the state before the LM head of every row.
+        """Live logits [batch, keep, V] of the last rows, and the state [batch, tokens, d] before the LM head.
 
-        Estimator logprobs has no use for states and gets the logits twice.
+        Estimator logprobs needs no states and gets the logits twice.
         """
         self._states.clear()
         self._keep = keep
@@ -231,9 +235,9 @@ class HFModel:
         return logits, self._states[0]
 
     def _at_head(self, _module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Before the LM head: note what it is given, and let it compute only the rows that are wanted.
+        """Hook before the LM head: record its input, and pass on only the rows that are needed.
 
-        Not by ``logits_to_keep``, which not all models take, and for which some leave out rows of the state as well.
+        ``logits_to_keep`` would not do: not all models take it, and some then drop rows of the state as well.
         """
         self._states.append(args[0])
         return (args[0][:, -self._keep :], *args[1:])
@@ -258,11 +262,11 @@ class HFModel:
 
     @property
     def sentinels(self) -> list[tuple[float, float]]:
-        """Checks of the replay since the probe began."""
+        """Checks of the replay since the request began."""
         return self.head.sentinels if self.head else []
 
     def check_replay(self, states: Tensor, live: Tensor) -> None:
-        """Where there is a head: see that it replays live logits [n, V] from states [n, d].
+        """Check, where there is a head, that it replays live logits [n, V] from states [n, d].
 
         Raises:
             EngineError: it does not.
@@ -271,7 +275,7 @@ class HFModel:
             self.head.check(states, live)
 
     def rows(self, states: Tensor, logits: Tensor) -> Tensor:
-        """What is kept of some rows: states in the compute type, or float16 log-probabilities, off the device."""
+        """What is stored for some rows: states in the compute type, or float16 log-probabilities, off the device."""
         if self.hidden:
             return states.clone()  # not a view, which would keep the states of a whole prompt
         return torch.log_softmax(logits.float(), dim=-1).to(torch.float16).cpu()

@@ -1,14 +1,15 @@
-"""Whether a format reached attention in a Transformers model, seen on sentinel layers while it answers.
+"""Check on sentinel layers of a Transformers model, while it answers, that a format reached attention.
 
-The first, the middle and the last layer with the format are looked at in one forward of each probe.  Three questions:
+The sentinels are the first, the middle and the last layer with the format, observed in one forward of each request.
+Three questions:
 
-- ``stored``: do the parts in the cache hold what the format makes of the keys and values that came to it?
-- ``received``: did attention get what these parts decode to, bit by bit?  It is asked where Transformers calls the
-  attention function, which is no part of any cache.  Where kernels read the parts themselves (k16v8's), their
-  output is compared with attention over the decoded parts and over the keys and values that came.
-- ``named``: in which format are the parts?  Decoding and names are :mod:`fidelab.formats.known`'s, no format's own.
+- ``stored``: does the cache hold the format's encoding of the keys and values that were written?
+- ``received``: did attention get what the cache decodes to, bit by bit?  The arguments of the attention function are
+  compared, outside the cache.  Where kernels read the encoded parts themselves (k16v8's), their output is compared
+  with attention over the decoded parts and over the keys and values that were written.
+- ``named``: in which format are the parts?  Decoders and names are those of :mod:`fidelab.formats.known`.
 
-Each answer is ``shown``, ``open: why`` or ``refuted: why``; what was refuted once stays refuted.
+Each answer is ``shown``, ``open: why`` or ``refuted: why``; a refutation is final.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _PART = "no forward through an empty cache was seen, which alone tells what the 
 
 @dataclass
 class _Evidence:
-    """What one forward showed.  ``formats``: side → names found, one a layer, ``None`` for what has no name."""
+    """Observations of one forward.  ``formats``: for K and V the name found in each layer, ``None`` where unknown."""
 
     layers: list[int] = field(default_factory=list)
     formats: tuple[list[str | None], list[str | None]] = field(default_factory=lambda: ([], []))
@@ -85,7 +86,7 @@ class _Called:
 
 
 class Proof:
-    """Evidence for the formats of an arm.  ``due``: the next forward is to be watched."""
+    """Evidence for the formats of an arm.  ``due``: the next forward is observed."""
 
     def __init__(self, kv: KVSpec, k: Format, v: Format) -> None:
         self.due = True
@@ -101,7 +102,7 @@ class Proof:
     # ------------------------------------------------------------------------------------------- answers
 
     def found(self, side: int) -> str | None:
-        """The format of keys (0) or values (1) that was seen at work: ``None`` where nothing proves one."""
+        """The format of keys (0) or values (1) that was observed; ``None`` where none is proven."""
         names = self._seen.formats[side]
         if not names or None in names or {"stored", "received"} & self._refuted.keys():
             return None
@@ -109,7 +110,7 @@ class Proof:
         return other[0] if other else str(self._asked[side])
 
     def record(self) -> dict[str, Any]:
-        """``proof`` and what it rests on; ``k_changed``: share of the keys that attention got changed."""
+        """``proof`` and its evidence; ``k_changed``: share of the keys that differ between write and read."""
         evidence = self._seen
         shares = [n / of if of else None for n, of in zip(evidence.changed, evidence.numbers, strict=True)]
         return {
@@ -128,20 +129,20 @@ class Proof:
         return f"open: {why}" if why else "shown"
 
     def unseen(self) -> list[tuple[int, int]]:
-        """(layer, side) of the sentinels whose attention was given nothing that can be compared."""
+        """(layer, side) of the sentinels whose attention got no tensors that can be compared with the cache's."""
         if self._seen.opened.get("received") != _UNSEEN:
             return []
         return [(layer, side) for layer in self._seen.layers for side in (0, 1)]
 
     def refute(self, question: str, why: str) -> None:
-        """Note a contradiction; the first one counts."""
+        """Record a contradiction; the first for a question is kept."""
         self._refuted.setdefault(question, why)
 
     # ---------------------------------------------------------------------------------------- observation
 
     @contextmanager
     def watch(self, cache: Any) -> Iterator[None]:
-        """Look at the sentinel layers of one forward through this cache."""
+        """Observe the sentinel layers during one forward through this cache."""
         sentinels = _sentinels(cache)
         evidence = _Evidence()
         given: dict[int, tuple[Tensor, Tensor]] = {}
@@ -182,7 +183,7 @@ class Proof:
 
     @contextmanager
     def poisoned(self, cache: Any, layer: int, side: int) -> Iterator[None]:
-        """NaN in place of what the cache hands over as the keys or values of a layer."""
+        """Replace the keys (0) or values (1) that the cache returns for a layer by NaN."""
 
         def updated(_key: Tensor, _value: Tensor, at: int, update: Callable[[], Any]) -> Any:
             out = [*update()]
@@ -196,7 +197,7 @@ class Proof:
     # ----------------------------------------------------------------------------------------- comparison
 
     def _look(self, evidence: _Evidence, layer: int, held: Any, given: Any, handed: Any) -> None:
-        """Stored parts against what came and what the cache hands over."""
+        """Compare stored parts with what was written and with what the cache returns."""
         for side, (came, out) in enumerate(zip(given, handed, strict=True)):
             store = (held.k, held.v)[side]
             parts, scale = store.parts, store.scale
@@ -226,7 +227,7 @@ class Proof:
         names: list[str],
         out: Tensor,
     ) -> None:
-        """The name, what was stored, and how much of ``out`` differs from what came."""
+        """Record the format's name, whether it was stored, and how much of ``out`` differs from what was written."""
         parts, came, scale = stored
         asked, fresh = self._asked[side], came.shape[2]
         if asked.name not in KNOWN:
@@ -248,7 +249,7 @@ class Proof:
         evidence.numbers[side] += came.numel()
 
     def _compare(self, evidence: _Evidence, layer: int, given: Any, handed: Any, received: Any) -> None:
-        """What attention is given against what the cache handed over."""
+        """Compare what attention is given with what the cache returned."""
         for side, (came, out, got) in enumerate(zip(given, handed, received, strict=True)):
             if got.shape != out.shape:
                 evidence.opened["received"] = _UNSEEN
@@ -258,7 +259,7 @@ class Proof:
         evidence.received.add(layer)
 
     def _look_paged(self, evidence: _Evidence, layer: int, held: Any, given: Any, called: _Called) -> None:
-        """Stored pages against what came, and the output of the kernels against attention over both."""
+        """Compare stored pages with what was written, and the kernels' output with attention over both."""
         row = _whole_row(held.step.mask)
         if row is None:
             return
@@ -322,7 +323,7 @@ def _sentinels(cache: Any) -> dict[int, Any]:
 
 
 def _handed(x: object) -> bool:
-    """Whether a cache of the package k16v8 handed this over in place of keys or values, which its attention reads."""
+    """Whether this is the placeholder that a k16v8 cache returns for keys or values, which its attention reads."""
     attention = sys.modules.get("k16v8.plugins.transformers.attention")  # whose objects these are has been imported
     return attention is not None and isinstance(x, attention.Handed)
 
@@ -360,7 +361,7 @@ def _of_row(pages: Any, side: int, row: int, length: int) -> Parts:
 
 @contextmanager
 def _tapped(cache: Any, updated: Callable[..., Any], attended: Callable[..., Any]) -> Iterator[None]:
-    """What goes into ``cache`` and what attention functions are called with pass through these two meanwhile."""
+    """Route updates of ``cache`` through ``updated`` and calls of attention through ``attended`` meanwhile."""
     get_interface, update, own_update = AttentionInterface.get_interface, cache.update, cache.__dict__.get("update")
 
     def tapped_update(key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> Any:

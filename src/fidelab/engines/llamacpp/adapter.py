@@ -266,7 +266,7 @@ class LlamaCppEngine(Engine):
                 self._seen = context.seen
             return sizes[-1] - sizes[-2], context.state()
 
-    # ------------------------------------------------------------------------------------------ probes
+    # ------------------------------------------------------------------------------------------ requests
 
     def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
         with self._context(max(map(len, probe.windows))) as context:
