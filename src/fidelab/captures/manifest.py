@@ -24,7 +24,7 @@ PROBE = "probe.json.gz"
 
 
 def capture_key(arm: Arm, probe: Probe, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
-    """What finds a capture again: equal keys promise equal content."""
+    """The key of a capture; captures with equal keys have equal content."""
     return {
         "arm": arm.fingerprint(),
         "probe": probe_hash(probe),

@@ -97,7 +97,7 @@ def _match_items(ref: Capture, test: Capture, where: str, subset: bool) -> tuple
 
 
 def comparability_key(capture: Capture) -> dict[str, Any]:
-    """What must agree before two numbers stand in one ranking, for one axis. See docs/metrics.md#comparability."""
+    """Fields that must agree before numbers of one axis are ranked together. See docs/metrics.md#comparability."""
     return {
         "items": digest(*(item["hash"] for item in capture.items)),
         "settings": capture.manifest["settings"],

@@ -108,7 +108,7 @@ class Capture:
         return self.ints(item, "ids") if "ids" in self.names(item) else []
 
     def text(self, ids: Iterable[int]) -> str:
-        """Some token ids as text, special tokens included."""
+        """The text of token ids, special tokens included."""
         return self._detokenizer(ids)
 
     @cached_property
@@ -179,7 +179,11 @@ def find_captures(root: Path) -> Iterator[Path]:
 
 
 def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = True) -> None:
-    """A file is as it was recorded."""
+    """Check size and, with ``content``, hash of a file.
+
+    Raises:
+        CaptureError: they differ from ``record``; ``name`` is what the message calls the file.
+    """
     if not path.is_file() or path.stat().st_size != record["bytes"]:
         raise CaptureError(f"{name} is missing or truncated; delete it and capture again")
     if content:
@@ -190,6 +194,6 @@ def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = Tru
 
 @lru_cache(maxsize=1 << 16)
 def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
-    """Planning, running and scoring all ask; a file that did not change is read once."""
+    """SHA-256 of a file; one that did not change is read once for planning, running and scoring."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,4 +1,4 @@
-"""A folder of captures as a whole: what lies in it, and what can go."""
+"""List the captures of a folder, and remove what is not needed any more."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ def entries(store: Path) -> list[Entry]:
 def collect_garbage(
     store: Path, *, older_than_days: float | None = None, dry_run: bool = False
 ) -> list[tuple[Path, int]]:
-    """Remove what dead writers left, damaged and old captures, then heads and vocabularies without a capture.
+    """Remove files of ended writers, damaged and old captures, then heads and vocabularies without a capture.
 
-    Only what bears the names that fidelab gives, where fidelab puts it, ever goes: the folder may hold other things.
-    Returns the (path, bytes) of what went, or with ``dry_run`` would go.
+    Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.
+    Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
 
     Raises:
         InputError: there is no such folder.
@@ -87,7 +87,7 @@ def _folders(store: Path) -> Iterator[Path]:
 
 
 def _open(folder: Path, content: bool = True) -> Capture | None:
-    """``None`` for a damaged capture.  A head that is missing beside it can still be copied there."""
+    """``None`` for a damaged capture.  A missing head is no damage, since it can still be copied."""
     try:
         capture = Capture(folder, verify=False)
         capture.verify(content=content)

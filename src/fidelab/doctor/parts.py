@@ -33,8 +33,8 @@ _UPGRADE = "upgrade torch: pip install -U torch"
 _SLACK = 1.001  # a GPU may round the bound itself otherwise
 
 
-# In both, ``unusable`` are the required packages that do not work.  Where there are any, they are the reason why the
-# main job cannot run, and what fails here follows from them.
+# ``unusable``: the required packages that do not work.  Where there are any, they already explain why the main job
+# cannot run, and failures here follow from them.
 
 
 def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> list[Check]:
@@ -57,7 +57,7 @@ def axes(unusable: Collection[str]) -> list[Check]:
 
 
 def try_format(name: str, device: str) -> str | None:
-    """Why a small tensor does not survive the format on this device; ``None`` where it does."""
+    """Why a small tensor does not round-trip through the format on this device; ``None`` where it does."""
     import torch
 
     from fidelab.core import FormatSpec
@@ -113,7 +113,7 @@ def _tried(engine: str, formats: Sequence[Check], environment: Environment | Non
 
 
 def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
-    """An engine of another package, in the environment where runs would find it."""
+    """The checks of an engine that needs a package, in the environment where runs would find it."""
     from fidelab.environments.listing import places
 
     candidates = places(name, _LIMIT)

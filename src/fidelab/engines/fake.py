@@ -20,7 +20,7 @@ deterministic: independent Gaussian noise with this standard deviation in nats o
 and Forced, from the operating system's randomness, so new in each process; generated text and its rows keep still).
 ``bend`` (``x`` or ``LABEL:x``: family two-level gives its first half log-odds that are x nats higher, in all arms or in
 those of one KV label: a fault of the path, alone or together with a format).
-Times are not measured but stated: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
+Times are computed, not measured: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
 
 Families over V tokens (parameters of the reference in brackets):
 
@@ -325,6 +325,6 @@ def _first(value: str | None, arm: Arm) -> int | None:
 
 
 def _for(value: str, arm: Arm) -> str | None:
-    """What comes behind ``LABEL:``, if anything does, where that is this arm's KV label."""
+    """The value behind ``LABEL:`` where that is this arm's KV label or is absent; else ``None``."""
     label, _, rest = value.rpartition(":")
     return rest if label in ("", arm.kv.label) else None

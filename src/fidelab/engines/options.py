@@ -8,7 +8,7 @@ from fidelab.errors import UsageError
 
 __all__ = ["NAME", "NUMBER", "SHARE", "SWITCH", "TOKENS", "YES_NO", "Value", "check_options", "is_count", "one_of"]
 
-Value = tuple[Callable[[str], bool], str]  # what is good, and what that is called
+Value = tuple[Callable[[str], bool], str]  # the check of a value, and what valid values are called
 
 
 def is_count(text: str) -> bool:
@@ -37,10 +37,10 @@ YES_NO = one_of("yes", "no")
 
 
 def check_options(engine: str, options: Sequence[tuple[str, str]], known: Mapping[str, Value]) -> None:
-    """Reject options that an engine has not, and values that cannot be.
+    """Reject unknown options and invalid values.
 
     Raises:
-        UsageError: with the options there are, or with what the value should be.
+        UsageError: names the options that exist, or what the value should be.
     """
     for key, value in options:
         if key not in known:

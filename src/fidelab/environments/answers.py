@@ -1,4 +1,4 @@
-"""What an engine says about itself, wherever it lives: in this process, or in a small one of its environment."""
+"""Query an engine's class methods: in this process, or in a small one of the engine's environment."""
 
 from __future__ import annotations
 
@@ -39,10 +39,13 @@ _GRACE = 5.0  # seconds to end by itself
 class About:
     """An engine's installation.
 
-    ``build``: what it is built for (cpu, cuda, hip; none where that shows nowhere), ``device``: the same where such a
-    device is here, else cpu; ``provenance``: for each distribution ``stock``, ``modified: …`` or ``built from …``;
-    ``shims``: folder and hash of what stands on PYTHONPATH besides fidelab; ``variables``: those of its
-    environment that may change what it computes (:func:`~fidelab.engines.variables.variables_of`).
+    Attributes:
+        build: device that it is built for (cpu, cuda, hip); ``None`` where nothing tells.
+        device: the same where the machine has such a device, else cpu.
+        provenance: for each distribution ``stock``, ``modified: …`` or ``built from …``.
+        shims: path and hash of the folders on PYTHONPATH besides fidelab.
+        variables: variables of its environment that may change what it computes
+            (:func:`~fidelab.engines.variables.variables_of`).
     """
 
     estimator: Estimator
@@ -157,7 +160,7 @@ class _There(Asked):
             raise EngineError(f"{self._place} cannot be started: {error.strerror} ({self._command[0]})") from None
 
     def greet(self) -> None:
-        """Hear the process's greeting and check that it is of our kind."""
+        """Read the process' greeting and check its protocol version."""
         greeting = self._hear("start")
         if greeting.get("protocol") != PROTOCOL:
             raise EngineError(
@@ -186,7 +189,7 @@ class _There(Asked):
 
     @property
     def _place(self) -> str:
-        """What error messages call it."""
+        """The environment's name in error messages."""
         words = [*self.environment.prefix, self.environment.python]
         return f"the environment of engine {self.environment.engine} ({shlex.join(words)})"
 

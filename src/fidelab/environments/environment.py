@@ -71,7 +71,7 @@ class Environment:
         return [*self.prefix, self.python, "-m", module]
 
     def variables(self) -> dict[str, str]:
-        """Variables to be set on top of this process' own.  Behind a prefix none: fidelab is installed there.
+        """Variables to set on top of this process' own; none behind a prefix, where fidelab itself is installed.
 
         Raises:
             OutputError: the link folder cannot be made.
@@ -124,7 +124,7 @@ def locate(
 
 
 def provided_here(cls: type[Engine]) -> bool:
-    """Whether this interpreter has the engine: it needs no package of its own, or one that brings it is here."""
+    """Whether this interpreter has the engine: it needs no package, or one that provides it is installed."""
     return not cls.packages or any(map(is_installed, cls.packages))
 
 
@@ -209,7 +209,7 @@ def engines_dir() -> Path:
 
 
 def _finished(folder: Path) -> bool:
-    """A folder of ours that was completed, or one that the user made there."""
+    """Whether the folder is a completed environment of fidelab's, or one that the user made."""
     return not (folder / MARKER).exists() or read_marker(folder) is not None
 
 

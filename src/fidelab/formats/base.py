@@ -20,13 +20,13 @@ Parts = tuple[Tensor, ...]
 
 
 class Format(ABC):
-    """One number format with its options fixed.  Instances hold no content and are safe to share."""
+    """One number format with fixed options.  Instances are stateless and safe to share."""
 
     name: str  # the engine's own word, verbatim: "fp8_e4m3"
 
     @property
     def emulated(self) -> bool:
-        """Whether the parts are larger than the format would be packed: its error is real, its memory is not."""
+        """Whether the parts are larger than packed codes would be: the error is the format's, the memory is not."""
         return False
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:

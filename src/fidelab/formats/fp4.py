@@ -10,7 +10,7 @@ A value is stored as ``E2M1(x / s)``, rounded to nearest, half to even, beyond Â
   ``floor(log2(amax)) - 2``, at least -127, stored as e8m0 (exponent + 127).  amax lies in [4 s, 8 s): what is
   beyond ``6 s`` saturates.
 
-E2M1 has no NaN: a NaN makes the scale NaN (0x7F, 0xFF) and takes its block with it.  An infinity gives its block the
+E2M1 has no NaN: a NaN makes the scale NaN (0x7F, 0xFF), and with it the whole block.  An infinity gives its block the
 largest scale that finite values have and saturates.
 
 Parts: codes uint8 ``[batch, heads, tokens, blocks * size / 2]``, the first of two neighbours in the low half, sign in
@@ -121,7 +121,7 @@ class NVFloat4(Float4):
         return 4 if self.scaling == "per-tensor" else 0
 
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
-        """``e4m3(amax / 6 / g)``; amax hands on NaN, as is meant."""
+        """``e4m3(amax / 6 / g)``; amax propagates NaN on purpose."""
         exact = divide(blocks.abs().amax(-1), _TOP)
         if self.scaling == "per-tensor":
             exact = exact / self._given(scale)

@@ -3,11 +3,11 @@
 ``q = clamp(round_half_even(x / s), -qmax, qmax)``, ``x' = q * s``, with ``qmax = 2^(bits-1) - 1`` and
 ``s = float16(amax / qmax)`` of the group, kept within [2^-24, 65504]: tiny groups decode to 0, values
 beyond ``65504 * qmax`` saturate.  Encoding divides by the stored scale, so no second error comes from its
-rounding.  Groups have ``group`` values (32 unless told); the last one of a head is shorter where that
-does not divide the head.
+rounding.  Groups have ``group`` values (default 32); the last one of a head is shorter where that does not
+divide the head dimension.
 
-Integers have no NaN: a NaN takes its group with it (the scale becomes NaN, the whole group decodes to
-NaN), so that it cannot go unnoticed.  An infinity gives its group the largest scale and saturates.
+Integers have no NaN: a NaN makes the scale, and with it the whole group, NaN.  An infinity gives its group the
+largest scale and saturates.
 
 Parts: packed codes uint8 ``[batch, heads, tokens, ceil(head_dim * bits / 8)]`` and scales float16
 ``[batch, heads, tokens, ceil(head_dim / group)]``.  A byte holds 8 / bits neighbouring codes in two's
@@ -37,7 +37,7 @@ _BITS = {f"int{bits}": bits for bits in range(2, 9)}
 
 
 def create(spec: FormatSpec) -> Format:
-    """``int2`` to ``int8``; option ``group`` (a multiple of 8, 32 unless told)."""
+    """``int2`` to ``int8``; option ``group`` (a multiple of 8, default 32)."""
     options.only(spec, "group")
     return GroupedInt(spec.name, _BITS[spec.name], options.multiple(spec, "group", step=8, default=32))
 
@@ -69,7 +69,7 @@ class GroupedInt(Format):
         groups = grouped(x.float(), self._size(x.shape[-1]))
         scales = self._scales(groups)
         codes = (groups / scales.float().unsqueeze(-1)).round().clamp(-self.qmax, self.qmax)
-        # What a NaN becomes as an integer depends on the machine; under a NaN scale any code will do.
+        # The integer value of a NaN depends on the machine; with a NaN scale any code decodes to NaN.
         whole = torch.nan_to_num(codes, nan=0.0).to(torch.int8)
         return (_pack(ungrouped(whole, x.shape[-1]), self._stored_bits), scales)
 

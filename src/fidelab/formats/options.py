@@ -1,4 +1,4 @@
-"""Reading the options of a format spec: everything that is not understood is refused."""
+"""Parse the options of a format spec; unknown options and invalid values are refused."""
 
 from __future__ import annotations
 

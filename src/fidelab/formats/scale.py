@@ -32,10 +32,10 @@ def ungrouped(x: Tensor, dim: int) -> Tensor:
 
 
 def finite_amax(x: Tensor, dims: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
-    """Largest finite ``|x|`` over ``dims``, which stay with length 1; 0 where nothing counts.
+    """Largest finite ``|x|`` over ``dims``, which are kept with length 1; 0 where there is none.
 
     ``x``: float32 ``[batch, heads, tokens, dim]``; ``mask``: ``[batch, tokens]`` bool, False does not count.
-    NaN and infinities do not count, so that one of them does not take the others' scale with it.
+    NaN and infinities are ignored, so that one of them does not spoil the scale of the others.
     """
     shape = [1 if axis in dims else length for axis, length in enumerate(x.shape)]
     if x.numel() == 0:  # amax refuses dimensions of length 0

@@ -1,4 +1,4 @@
-"""Known messages of engines → likely cause and remedy, so that a failed arm explains itself; where a crash happened."""
+"""Likely causes and remedies for known messages of engines, and the place of a crash."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _CAUSES: tuple[tuple[str, str], ...] = (
         "the port is taken: end the program that listens there, or choose another one",
     ),
 )
-# What engines add to every such end: it counts where nothing better is known.
+# Messages that engines add to every failure: used where no specific one matches.
 _GENERAL: tuple[tuple[str, str], ...] = (
     (
         r"failed to load model|error loading model",
@@ -135,7 +135,7 @@ _GENERAL: tuple[tuple[str, str], ...] = (
 
 
 def explain(lines: list[str]) -> str | None:
-    """The cause behind the last known message in a log, or ``None``."""
+    """The likely cause by the last known message in a log, or ``None``."""
     for table in (_CAUSES, _GENERAL):
         for line in reversed(lines):
             for pattern, cause in table:
@@ -145,7 +145,7 @@ def explain(lines: list[str]) -> str | None:
 
 
 def explain_exit(returncode: int, dump: Sequence[str] = (), fault: str | None = None) -> str:
-    """What an exit status says, and of a crash where it happened.
+    """Describe an exit status, and the place of a crash.
 
     Args:
         returncode: as ``subprocess`` has it: a signal's number is negative.
@@ -186,10 +186,7 @@ _SKEW = 1.0  # seconds by which the clock of the kernel's log may be off
 
 
 def crashed_in_code(returncode: int) -> bool:
-    """Whether wrong machine code or data ended the process.
-
-    What its log says before that is no cause of it.
-    """
+    """Whether a fault in machine code ended the process; its log does not hold the cause then."""
     return -returncode in _WRONG_CODE
 
 
@@ -243,7 +240,7 @@ def _function(folder: Path, library: str, offset: int) -> str | None:
 
 
 def _kernel_log() -> list[str]:
-    """Every record that is kept: ``level,number,µs since boot,…;text``."""
+    """All records of the kernel's log: ``level,number,µs since boot,…;text``."""
     records: list[str] = []
     with contextlib.suppress(OSError):
         log = os.open(_KMSG, os.O_RDONLY | os.O_NONBLOCK)
@@ -257,7 +254,7 @@ def _kernel_log() -> list[str]:
 
 
 def _python_function(dump: Sequence[str]) -> str | None:
-    """The innermost Python function of the crashed thread; of one that is not Python's, that of the main thread."""
+    """The innermost Python function of the crashed thread, or of the main thread where that has none."""
     begins = [i for i, line in enumerate(dump) if line.startswith(("Current thread ", "Thread "))]
     current = [i for i in begins if dump[i].startswith("Current")]
     for line in dump[(current or begins[-1:] or [0])[0] :]:

@@ -7,11 +7,11 @@ Engine options (``--engine-arg``): ``flash-attn`` (on, off; on unless told: V fo
 - **The estimator is** ``logprobs``: float16 rows of the live logits.  llama.cpp multiplies the state after the final
   norm with the blocks of the head in integers, the state rounded to 8 bits: a head in float32 gives other logits
   (SmolLM2-135M, Q8_0 head: cosine 0.99976, KL 7e-4 … 8e-4), beyond what the sentinels allow, and another KL between
-  two caches (0.0036 instead of 0.0050 on the same 12 rows).  It would hide an error that is part of what is served.
+  two caches (0.0036 instead of 0.0050 on the same 12 rows).  It would hide an error that users of llama.cpp get.
 - **The kernel path costs more than the format** on CPUs: f32 and f16 caches take another one than all others, so the
   control of a 16-bit reference is ``bf16``.
 - **Rotation**: builds of 2026 multiply keys and values by a Hadamard matrix before they quantize them;
-  ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  What was done is in ``k_rotated`` and ``v_rotated``.
+  ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  The runtime info has ``k_rotated`` and ``v_rotated``.
 - On CUDA, unequal formats of K and V need a build with all flash-attention kernels, else attention runs on the CPU;
   ``graph_splits`` tells.
 - The compute types are the file's: ``dtype`` is not passed on.
@@ -80,7 +80,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        """The bindings' version; of an own build the hash of its libraries, of a disabled rotation the word."""
+        """The bindings' version, the hash of the libraries of an own build, and whether rotation is disabled."""
         try:
             versions = {_PACKAGE: version(_PACKAGE)}
         except PackageNotFoundError as error:
@@ -121,7 +121,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
-        """llama.cpp makes keys and values in float32, and float16 of them for flash attention, whatever holds them."""
+        """llama.cpp computes keys and values in float32, and converts them to float16 for flash attention."""
         formats = {arm.kv.k.name, arm.kv.v.name}
         return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
 
@@ -226,7 +226,7 @@ class LlamaCppEngine(Engine):
         )
 
     def _try_out(self) -> None:
-        """A few tokens: what cannot run is refused now, and the cache is weighed and read.
+        """Decode a few tokens: refuse what cannot run, measure the bytes per token, and read the cache back.
 
         Raises:
             NotSupportedError: the model keeps no keys and values.
@@ -237,7 +237,7 @@ class LlamaCppEngine(Engine):
         size, state = self._growth(*formats)
         if self._seen is None or not self._seen.layers:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in llama.cpp")
-        # Three caches without blocks tell how many values a token has and what each cell costs beside them.
+        # Three caches of unquantized types give the values per token and the other bytes of a cell.
         try:
             (plain, _), (keys, _), (both, exact) = (
                 self._growth(k, v) for k, v in (("f16", "f16"), ("f32", "f16"), ("f32", "f32"))
@@ -254,7 +254,7 @@ class LlamaCppEngine(Engine):
         self._expected = _size(self._arm.kv.k.name, n_keys) + _size(self._arm.kv.v.name, n_values)
 
     def _growth(self, k: str, v: str) -> tuple[int, bytes]:
-        """Bytes by which the last of a few tokens lets the saved state of a sequence grow, and that state."""
+        """Bytes that one more token adds to the saved state of a sequence, and that state."""
         is_first = (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name) and self._seen is None
         watched = {"cb_eval": self._reads.callback} if is_first else {}
         with self._context(_TRIED, k=k, v=v, **watched) as context:
@@ -373,7 +373,7 @@ def _last(context: LlamaContext, tokens: Sequence[int], sequence: int = 0) -> Fl
 
 
 def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[int]]:
-    """Greedy tokens behind the prompts, a sequence and a call for all each."""
+    """Greedy tokens behind the prompts, one call per step for all sequences, without end."""
     logits = context.read(group)
     while True:
         tokens = logits.argmax(axis=-1).tolist()

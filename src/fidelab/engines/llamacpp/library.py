@@ -1,6 +1,6 @@
-"""libllama through llama-cpp-python's C bindings: a model, its contexts, and what they say about themselves.
+"""libllama through llama-cpp-python's C bindings: a model, its contexts, and their runtime info.
 
-What a context really holds is told by llama.cpp's log alone, so the log is listened to while one is made.
+Only llama.cpp's log tells what a context really holds, so the log is read while a context is made.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 _PAGE = 256  # cells: the unit in which llama.cpp makes caches
 _BLOCK = 64  # rows of logits copied at a time
 _POINTERS = 29  # words of a ggml tensor up to the end of its sources
-_LOOKS = ("VIEW", "PERMUTE", "RESHAPE", "TRANSPOSE", "CPY", "CONT")  # what only hands on what it is given
+_LOOKS = ("VIEW", "PERMUTE", "RESHAPE", "TRANSPOSE", "CPY", "CONT")  # operations that pass their input on
 _CACHE_NAME = re.compile(r"cache_([kv])_l\d+ ")
 _INFO, _ERROR, _CONTINUED = 2, 4, 5  # ggml's log levels; those between are warnings
 _CACHE = re.compile(r"size = .*\(\s*\d+ cells,\s*(\d+) layers.*K \((\w+)\):.*V \((\w+)\):")
@@ -48,7 +48,7 @@ _SPLITS = re.compile(r"graph: nodes = \d+, splits = (\d+)")
 
 
 class _Log:
-    """What llama.cpp says: warnings and worse go to standard error, the rest is kept until the next section."""
+    """llama.cpp's log: warnings and errors go to standard error, lines are kept until the next section."""
 
     def __init__(self) -> None:
         self.lines: list[str] = []
@@ -71,7 +71,7 @@ class _Log:
         self.errors.clear()
 
     def reason(self) -> str:
-        """The first error, which is the cause of those after it."""
+        """The first error of the section, which is the cause of later ones."""
         return " ".join(self.errors[0].split())[:200] if self.errors else "it gives no reason"
 
 
@@ -109,10 +109,11 @@ def can_offload() -> bool:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a context said when it was made; ``None`` where it said nothing, or not one thing.
+    """What the log tells of a context when it is made; ``None`` where it says nothing, or several things.
 
-    ``rotated_k`` / ``rotated_v``: keys or values are multiplied by a Hadamard matrix before they are stored.
-    ``splits``: parts of the graph on different devices; more than a GPU's usual two tell of operations that it lacks.
+    Attributes:
+        rotated_k, rotated_v: whether keys or values are multiplied by a Hadamard matrix before they are stored.
+        splits: parts of the graph on different devices; more than a GPU's usual two mean operations that it lacks.
     """
 
     attention: str | None
@@ -148,10 +149,10 @@ def _only(found: set[_T]) -> _T | None:
 
 
 class CacheReads:
-    """In which types the operations of a graph read keys and values, noted as they come: ``kinds`` by side, k or v.
+    """Records the types in which a graph's operations read keys and values: ``kinds`` by side, ``k`` or ``v``.
 
-    ``callback`` goes into ``cb_eval`` of a context.  Of ggml's tensors nothing is used but the type, which they begin
-    with, and those of their pointers that lead to operations seen before.
+    ``callback`` is passed as ``cb_eval`` of a context.  Of a ggml tensor only its type, which is its first field, and
+    its pointers to earlier operations are read.
     """
 
     def __init__(self) -> None:
@@ -161,7 +162,7 @@ class CacheReads:
         for ask, argument in zip(self._ask, (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int), strict=True):
             ask.restype, ask.argtypes = ctypes.c_char_p, [argument]
         self.kinds: dict[str, set[str]] = {"k": set(), "v": set()}
-        self._sides: dict[int, str | None] = {}  # operations so far → the side of the cache that they only look at
+        self._sides: dict[int, str | None] = {}  # operations so far → the side of the cache that they are a view of
         self.callback = dict(native.llama_context_params._fields_)["cb_eval"](self._see)
 
     def _see(self, tensor: int, ask: bool, _data: Any) -> bool:
@@ -205,7 +206,7 @@ class LlamaModel:
         return bool(native.llama_model_has_decoder(model)) and not native.llama_model_has_encoder(model)
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids [n] of the text; names of special tokens in it are these tokens, none is added."""
+        """Ids [n] of the text; names of special tokens in it become these tokens, and none is added."""
         raw = text.encode()
         room = len(raw) + 16  # a token is at least a byte, but for a space put in front
         ids = (self._native.llama_token * room)()
@@ -228,7 +229,7 @@ class LlamaModel:
 
 
 class LlamaContext:
-    """A KV cache and what computes with it; used as ``with model.context(...) as context``."""
+    """A llama.cpp context, which owns a KV cache; used as ``with model.context(...) as context``."""
 
     def __init__(
         self, native: Any, model: Any, vocabulary: int, cells: int, sequences: int, params: Mapping[str, Any]
@@ -237,7 +238,7 @@ class LlamaContext:
         self._vocabulary = vocabulary
         self._log = _native()[1]
         self._log.section()
-        room = -(-cells // _PAGE) * _PAGE  # as llama.cpp rounds it, which then has nothing to warn of
+        room = -(-cells // _PAGE) * _PAGE  # rounded as llama.cpp does, which avoids its warning
         fields = {"n_ctx": room * sequences, "n_seq_max": sequences, **params}
         context_params = _with(native.llama_context_default_params(), fields)
         self._context = native.llama_init_from_model(model, context_params)
@@ -256,7 +257,7 @@ class LlamaContext:
         self._native.llama_free(self._context)
 
     def clear(self) -> None:
-        """Forget everything, the stored bytes too: a NaN left in a cell would outlive its mask."""
+        """Clear the cache, stored bytes included: a NaN that stays in a cell would survive its mask."""
         self._native.llama_memory_clear(self._native.llama_get_memory(self._context), True)
         self._ends = [0] * len(self._ends)
 
@@ -316,7 +317,11 @@ class LlamaContext:
 
 
 def _with(params: ctypes.Structure, values: Mapping[str, Any]) -> ctypes.Structure:
-    """Set fields; ctypes itself takes any attribute without a word."""
+    """Set fields of a structure; ctypes itself accepts any attribute silently.
+
+    Raises:
+        EngineError: the bindings lack a field.
+    """
     known = {field[0] for field in params._fields_}
     for name, value in values.items():
         if name not in known:

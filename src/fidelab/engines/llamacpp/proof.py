@@ -1,14 +1,14 @@
-"""What llama.cpp's cache holds, from the saved state of a sequence: types, and the numbers of the first layer.
+"""Read types, and the numbers of the first layer, of llama.cpp's cache from the saved state of a sequence.
 
 A state is, behind a header and the positions of its cells: whether values are stored transposed (uint32), how many
 layers there are (uint32); of each layer the keys' ggml type (int32), bytes of a row (uint64) and rows; then the values
 in the same way, or transposed: type (int32), bytes of an element (uint32), elements of a row (uint32) and the numbers.
-Header and cells change from build to build, so the place is searched from which on all of that ends with the state.
+Header and cells differ between builds, so the start is searched from which this layout ends exactly with the state.
 
 ``received`` rests on the graph: its attention must read views of the cache in the asked type.
 
-The first layer's keys and values do not depend on the cache, so that those of an f32 cache are what another one was
-given; where llama.cpp rotates them, after a Hadamard matrix of some power of two.
+The first layer's keys and values do not depend on the cache, so that those of an f32 cache are the input of any other;
+where llama.cpp rotates them, multiplied by a Hadamard matrix whose size is a power of two.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def proof(
 
 
 def _error(found: Floats, given: Floats, name: str) -> float:
-    """The largest error in units of what the format may make of a block; infinite for what is not finite."""
+    """The largest error relative to the bound of the format for its block; infinite for numbers that are not finite."""
     if found.shape != given.shape or not np.isfinite(found).all():
         return float("inf")
     size = _BLOCK if name in _HEADER else 1

@@ -6,7 +6,7 @@ set), ``concurrency`` (requests at a time; the probe's batch, at most 8), ``time
 ``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text; ids where the
 server takes them).
 
-- **The KV format is the server's.**  ``as-served`` claims nothing; any other name has to be what the server itself
+- **The KV format is the server's.**  ``as-served`` claims nothing; any other name must be the one that the server
   reports, else the arm is not engaged.  Only vLLM (/metrics) and SGLang (/server_info) report one.
 - **The estimator is** ``topk``: KL has a lower bound, perplexity the actual tokens' log-probabilities, both only where
   the server gives log-probabilities of prompts.  Entries that name a token by a text which several have are left out:
@@ -14,7 +14,7 @@ server takes them).
 - **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
   generated ids are not compared with a server's own.
 - **Forced probes** are one prefill: the API feeds no token by itself.  ``facts`` says so.
-- Whether a prefix was taken from a cache is the server's business; what it says of that is in ``facts``.
+- Whether a prefix came from the server's cache is not controlled; what the server reports about it is in ``facts``.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class OpenAIEngine(Engine):
 
     @classmethod
     def versions(cls) -> dict[str, str]:
-        """Of the way in which servers are asked; the server's own are known once it is opened."""
+        """The version of this client; the server's own is known once the arm is opened."""
         return {"openai": "1"}
 
     @classmethod
@@ -107,7 +107,7 @@ class OpenAIEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Verdict:
-        for key, value in arm.options:  # what they hold may be a secret: not shown
+        for key, value in arm.options:  # values may be secrets and are not shown
             if "key" in key.lower() and key not in _OPTIONS:
                 raise UsageError(
                     "engine openai takes no key: put it into an environment variable, named by api-key-env=NAME"
@@ -287,7 +287,7 @@ class OpenAIEngine(Engine):
         return int(self._options.get("concurrency", min(batch, _CONCURRENCY)))
 
     def _without_prompt_logprobs(self, probe: Prefill | Forced, sink: Sink) -> dict[str, Any]:
-        """No item has an answer, and the axis is not measurable; those that only generate are."""
+        """Fail every item: the axis is not measurable on this server."""
         reason = f"{self._client.root} {self._dialect.why_not}"
         for index in range(len(probe.items())):
             sink.fail(index, reason)
@@ -334,7 +334,7 @@ def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:
 
 
 def _rows(tops: Sequence[Top]) -> dict[str, Array]:
-    """Arrays [rows, K]: what was reported, the most likely first; the end of shorter rows is id -1."""
+    """Arrays [rows, K] of ids and log-probabilities, the most likely first; shorter rows are padded with id -1."""
     ordered = [sorted(top.items(), key=lambda pair: (-pair[1], pair[0])) for top in tops]
     width = max(1, max(map(len, ordered), default=1))
     ids = np.full((len(tops), width), -1, dtype=np.int32)

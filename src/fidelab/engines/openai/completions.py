@@ -1,8 +1,8 @@
 """``/v1/completions`` in its variants, with as many of vLLM's and llama.cpp's additions as a server takes.
 
-What it can do is tried out once, on a few tokens: whether it takes token ids and returns them, and how it gives
-log-probabilities of prompts.  Sampling settings that servers have defaults of their own for (repetition penalties
-above all) are always sent.
+The server's abilities are tried out once, on a few tokens: whether it takes and returns token ids, and how it gives
+log-probabilities of prompts.  Sampling settings with server-specific defaults (above all repetition penalties) are
+always sent.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Completions(Dialect):
         """Try the server out; ``prompts``: ``ids`` or ``text`` where the user wants one; ``tops``: numbers to try.
 
         Raises:
-            EngineError: it completes neither; says what it said.
+            EngineError: it completes neither; the message has its answer.
         """
         self._client = client
         self._model = model
@@ -54,7 +54,7 @@ class Completions(Dialect):
 
     @property
     def shifted(self) -> bool:
-        """The server's echo gives each token the log-probabilities of the next one; this was put right."""
+        """Whether the server's echo gives each token the log-probabilities of the next one, which is corrected."""
         return any(self._shifts.values())
 
     def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
@@ -173,7 +173,7 @@ class Completions(Dialect):
     # ------------------------------------------------------------------------------------- log-probabilities
 
     def _tops(self, choice: Mapping[str, Any]) -> tuple[list[Top], list[str]]:
-        """What is reported per token, and the tokens' own texts."""
+        """Reported log-probabilities per token, and the tokens' own texts."""
         logprobs = choice.get("logprobs")
         if not isinstance(logprobs, dict):
             return [], []
@@ -207,7 +207,7 @@ class Completions(Dialect):
         return [*rows[1:], after[0] if after else {}]
 
     def _positions(self, ids: Tokens, texts: Sequence[str]) -> list[int]:
-        """Which tokens of a prompt an echo shows: all, or all but BOS, as llama_cpp.server does.
+        """Positions of a prompt's tokens that an echo shows: all, or all but BOS, as llama_cpp.server does.
 
         Raises:
             Refused: the echoed tokens are not those of the prompt.
@@ -222,10 +222,10 @@ class Completions(Dialect):
         raise Refused(f"the server reads the text of a prompt as other tokens than it has, from token {n_equal} on")
 
     def _shift(self, ids: Tokens, positions: Sequence[int], reported: Sequence[Top]) -> int:
-        """1 where the echoed entry of a token describes the distribution behind it, as llama_cpp.server's does.
+        """1 where the echoed entry of a token describes the distribution after it, as llama_cpp.server's does; else 0.
 
-        The distribution behind the whole prompt, asked for without echo, tells: it is the entry of the generated
-        token, or of the last one before it.  Whether a BOS goes first makes a difference there.
+        Found by comparison with the distribution after the whole prompt, requested without echo: it is the entry of
+        the generated token, or of the last one before it.  Determined separately for prompts with and without BOS.
         """
         kind = ids[0] == self._words.bos
         if kind not in self._shifts:
@@ -238,7 +238,7 @@ class Completions(Dialect):
         return self._shifts[kind]
 
     def _aligned(self, ids: Sequence[int], choice: Mapping[str, Any], *, exact: bool) -> list[Top] | None:
-        """What was reported at the position of each id; of a stop token that is not reported, nothing."""
+        """Log-probabilities at the position of each id; empty for a stop token that is not reported."""
         tops, texts = self._tops(choice)
         if len(ids) - len(tops) not in (0, 1):
             return None

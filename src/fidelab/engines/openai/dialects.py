@@ -1,4 +1,4 @@
-"""The ways in which servers are asked, and what their answers have in common."""
+"""The contract of a server's API dialect, and what dialects share."""
 
 from __future__ import annotations
 
@@ -34,10 +34,12 @@ class Completed:
 
 
 class Dialect(ABC):
-    """One way of asking.  ``sends`` and ``returns``: ``ids`` or ``text``.
+    """One API for completions.
 
-    ``top``: tokens per position in log-probabilities of prompts, ``top_generated`` of generated ones; 0 for none.
-    ``why_not``: why there are none of prompts.
+    Attributes:
+        sends, returns: ``ids`` or ``text``.
+        top: log-probabilities per position of prompts, ``top_generated``: of generated tokens; 0 for none.
+        why_not: why there are none of prompts.
     """
 
     sends: str = "ids"
@@ -55,7 +57,7 @@ class Dialect(ABC):
         """Per position [n] what is reported of the distribution that follows it."""
 
     def forget(self) -> None:  # noqa: B027  (most servers are told with each request)
-        """Have the server forget the prompts that it has read, where streams do not ask for that themselves."""
+        """Clear the server's prefix cache, where :meth:`stream` does not bypass it by itself."""
 
     @abstractmethod
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
@@ -63,7 +65,7 @@ class Dialect(ABC):
 
 
 def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list[int]:
-    """A sequence up to its first stop token; where a server stopped and does not show at what, with that put back."""
+    """A sequence up to its first stop token, which is added where the server stopped without returning it."""
     cut = next((list(ids[: at + 1]) for at, token in enumerate(ids) if token in stop), None)
     if cut is not None:
         return cut
@@ -72,11 +74,12 @@ def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list
 
 
 def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
-    """The pairs that name a token and a number."""
+    """Log-probabilities by id, from pairs that have both an id and a number."""
     logprobs = {token: float(value) for token, value in pairs if token is not None and isinstance(value, int | float)}
     return {token: float("-inf") if value <= _ZERO else value for token, value in logprobs.items()}
 
 
-def number(said: Mapping[str, Any], key: str) -> int | None:
-    value = said.get(key)
+def number(answer: Mapping[str, Any], key: str) -> int | None:
+    """An integer field of a server's answer; ``None`` where it is absent or of another type."""
+    value = answer.get(key)
     return value if isinstance(value, int) else None

@@ -1,7 +1,7 @@
 """HTTP to an OpenAI-compatible server: JSON in and out, one keep-alive connection per thread, bounded retries.
 
-Two kinds of failure: :class:`Refused` is one request's affair, the next may succeed; any other ``EngineError`` means
-that nothing more can be asked.  Neither ever holds the key.
+Two kinds of failure: :class:`Refused` concerns one request, and the next may succeed; after any other ``EngineError``
+no request can.  Neither message ever contains the key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BUSY = (429, 502, 503, 504)  # answers after which waiting helps
 _ATTEMPTS = 5
 _FIRST_WAIT = 0.5  # seconds, doubled from attempt to attempt
 _LONGEST_WAIT = 20.0  # whatever Retry-After says
-_MESSAGE = 240  # characters of what a server says
+_MESSAGE = 240  # characters of a server's message
 
 
 class Refused(EngineError):
@@ -111,7 +111,7 @@ class Client:
             connection.close()
 
     def clean(self, text: str) -> str:
-        """Foreign text on one line, cut, without the key."""
+        """A server's text on one line, cut to a maximum length, without the key."""
         if self._key:
             text = text.replace(self._key, "[key]")
         line = " ".join(text.split())
@@ -120,7 +120,7 @@ class Client:
     # ------------------------------------------------------------------------------------------ one request
 
     def _read(self, method: str, path: str, body: Mapping[str, Any] | None, api: bool) -> bytes:
-        """The body of the answer, after as many attempts as it takes, within bounds."""
+        """The body of the answer, after at most ``_ATTEMPTS`` attempts."""
         wait = _FIRST_WAIT
         for left in reversed(range(_ATTEMPTS)):
             connection, fresh = self._connection()
@@ -208,7 +208,7 @@ class Client:
         return Refused(f"{self.root} answers {status}: {text}", status)
 
     def _said(self, text: str) -> str:
-        """What an error answer says, in whichever of the usual forms."""
+        """The message of an error answer, in any of the usual forms."""
         try:
             message: Any = json.loads(text)
         except ValueError:
@@ -236,6 +236,6 @@ class Client:
 
 
 def _retry_after(response: http.client.HTTPResponse, otherwise: float) -> float:
-    """Seconds that the server asks for, within bounds; a date is not read."""
+    """Seconds of the header ``Retry-After``, at most ``_LONGEST_WAIT``; dates are ignored."""
     header = response.getheader("Retry-After") or ""
     return min(_LONGEST_WAIT, float(header) if header.isdigit() else otherwise)

@@ -1,4 +1,4 @@
-"""Which server answers, and what it tells about its KV cache: nothing here is guessed from its behaviour."""
+"""Identify a server and read what it reports about its KV cache; nothing is inferred from its behaviour."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 
 @dataclass(frozen=True)
 class Server:
-    """``model``: the served name; ``kv``: its names for the formats of K and V; ``facts``: what else it says."""
+    """``model``: the served name; ``kv``: its names for the formats of K and V; ``facts``: what else it reports."""
 
     model: str
     kind: str = "unknown"
@@ -29,7 +29,7 @@ class Server:
 
 
 def identify(client: Client, asked: str | None) -> Server:
-    """Ask a server who it is; ``asked``: the served model's name, where the user gave one.
+    """Identify a server; ``asked``: the served model's name, where the user named one.
 
     Raises:
         EngineError: it cannot be reached, refuses the key, or does not serve that model.
@@ -114,7 +114,7 @@ def _llama_server(client: Client, model: str) -> Server:
 
 
 def _optional(client: Client, path: str) -> dict[str, Any]:
-    """What lies there, if anything does."""
+    """The JSON object at a path, or ``{}`` where there is none."""
     try:
         return client.get(path, api=False)
     except EngineError:
@@ -127,10 +127,10 @@ def _text(said: Mapping[str, Any], key: str) -> str | None:
 
 
 def _value(text: str) -> bool | int | str:
-    """What a label means."""
+    """The value of a Prometheus label."""
     return text == "True" if text in ("True", "False") else int(text) if text.isdecimal() else text
 
 
 def _chosen(said: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """Our name → the server's word, where it says one."""
+    """The server's values by our names; ``names`` maps ours to the server's."""
     return {name: said[key] for name, key in names.items() if said.get(key) not in (None, "", "None")}

@@ -66,7 +66,7 @@ class SGLangGenerate(Dialect):
 
 
 def _from_sglang(meta: Mapping[str, Any], side: str) -> list[Top]:
-    """Per position what is reported, the actual token included; entries are [log-probability, id, text]."""
+    """Reported log-probabilities per position, the actual token included; entries are [log-probability, id, text]."""
     logprobs = meta.get(f"{side}_token_logprobs") or []
     tops = meta.get(f"{side}_top_logprobs") or [None] * len(logprobs)
     return [top_of([(e[1], e[0]) for e in [*(top or []), actual]]) for actual, top in zip(logprobs, tops, strict=True)]

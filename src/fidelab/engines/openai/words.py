@@ -1,4 +1,4 @@
-"""The model's own tokenizer, where a server speaks of tokens by their text."""
+"""The model's own tokenizer, for servers that name tokens by their text."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fidelab.errors import EngineError
 __all__ = ["Words"]
 
 _BROKEN = "\ufffd"  # a token that is part of a character
-_TOKEN_ID = "token_id:"  # how vLLM writes a token that it is not to spell
+_TOKEN_ID = "token_id:"  # vLLM's prefix of tokens that are named by id
 
 
 class Words:
@@ -50,33 +50,33 @@ class Words:
         return bos
 
     def ending(self, stop: Sequence[int]) -> int | None:
-        """The id that stands for an end which a server tells without naming the token."""
+        """The id to assume where a server reports a stop without naming the token."""
         eos: int | None = self._tokenizer.eos_token_id
         return eos if eos in stop else next(iter(stop), None)
 
     @cached_property
     def spelled(self) -> list[str]:
-        """The text of each id behind another one (the first of a text may lose its space)."""
+        """The text of each id behind another token; the first token of a text may lose its space."""
         anchor = self.encode("a")[-1:]
         before = len(self.decode(anchor))
         return [self.decode([*anchor, token])[before:] for token in range(len(self._tokenizer))]
 
     @cached_property
     def _ids(self) -> Mapping[str, int]:
-        """Texts that one id alone has."""
+        """Ids by text, for texts that belong to a single id."""
         counts = Counter(self.spelled)
         return {
             text: token for token, text in enumerate(self.spelled) if counts[text] == 1 and text and _BROKEN not in text
         }
 
     def token(self, text: str) -> int | None:
-        """The id that a server means; ``None`` where several, or none, have this text."""
+        """The id with this text; ``None`` where several have it, or none."""
         if text.startswith(_TOKEN_ID) and text[len(_TOKEN_ID) :].isdigit():
             return int(text[len(_TOKEN_ID) :])
         return self._ids.get(text)
 
     def is_spelled(self, token: int, text: str) -> bool:
-        """A server's text may be this token's; what shows no whole character may be any."""
+        """Whether a server's text may be this token's; a partial character may be any token's."""
         known = self.token(text)
         if known is not None:
             return known == token

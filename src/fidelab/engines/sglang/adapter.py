@@ -12,8 +12,7 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
   ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
 - **Forced** continuations go token by token through the cache: the hook replaces what was sampled.
-- A server that is launched elsewhere is the affair of engine ``openai``; requests and answers are apart from this file
-  (``sglang_session.py``), should a server ever be launched per arm.
+- For a server that runs elsewhere there is engine ``openai``.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class SGLangEngine(Engine):
             raise
 
     def _try_out(self, ranks: int) -> None:
-        """Two tokens: what was loaded, what the cache is, and whether the head replays the logits."""
+        """Run two tokens: check what was loaded, read the cache back, and check that the head replays the logits."""
         self._about, first = self._session.describe()
         unfilled = self._about["unfilled_parameters"]
         if unfilled:
@@ -204,7 +203,7 @@ class SGLangEngine(Engine):
         return {"tokens": sum(map(len, probe.items())), "token_by_token": True}
 
     def _batches(self, sizes: Sequence[tuple[int, int]], tokens: int, most: int = 1 << 20) -> Iterator[list[int]]:
-        """Items of (prompt, new) tokens that fit the cache together: SGLang never has to compute one again."""
+        """Split items of (prompt, new) tokens into batches that fit the cache, so that SGLang retracts none."""
         batch: list[int] = []
         room = min(tokens, self._room)
         page = self._about["page_size"]
@@ -221,7 +220,7 @@ class SGLangEngine(Engine):
             yield batch
 
     def _known(self, tokens: Tokens) -> None:
-        """SGLang does not check ids, and one outside the vocabulary ends its scheduler."""
+        """Refuse ids outside the vocabulary, which SGLang does not check and which end its scheduler."""
         if not tokens or not 0 <= min(tokens) <= max(tokens) < self._about["vocabulary"]:
             raise EngineError(
                 f"token ids {min(tokens)} … {max(tokens)} are not all in the vocabulary of {self._about['vocabulary']}"
@@ -241,7 +240,7 @@ class SGLangEngine(Engine):
             )
 
     def _together(self, group: Sequence[Tokens], new: int) -> None:
-        """Prompts that wait for one another are no batch."""
+        """Refuse prompts that could not be answered at the same time."""
         for prompt in group:
             self._known(prompt)
             self._fits(len(prompt), new)
@@ -254,7 +253,7 @@ class SGLangEngine(Engine):
 
     @property
     def _room(self) -> int:
-        """Tokens of the cache that requests can have."""
+        """Tokens of the cache that are available to requests."""
         return int(self._about["cache_tokens"]) - SPARE - int(self._about["page_size"])
 
     # ---------------------------------------------------------------------------------------- distributions
@@ -283,9 +282,9 @@ class SGLangEngine(Engine):
         self._head.check(states, live)
 
     def _ask(self, requests: Sequence[Request]) -> list[Response]:
-        """Answers to some requests; live logits among them are compared with what the stored head makes of the rows.
+        """Responses to some requests; their live logits are compared with the stored head's for the same rows.
 
-        They are those of the last row of a window, or of the first row that was sampled.
+        Live logits are those of the last row of a window, or of the first row that was sampled.
         """
         for request in requests:
             self._known((*request.prompt, *request.force))

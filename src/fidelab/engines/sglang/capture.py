@@ -1,15 +1,16 @@
-"""What fidelab puts into SGLang's scheduler processes: capture of hidden states, forced tokens, a look at the cache.
+"""Code that runs in SGLang's scheduler processes: capture of hidden states, forced tokens, reading the cache back.
 
-SGLang's own door is used: the entry point ``sglang.srt.plugins`` (:func:`register`) is loaded by every SGLang of the
-environment and does nothing unless ``FIDELAB_CAPTURE`` names a folder; hooks are registered with ``HookRegistry``.
-The model runner of a draft worker (EAGLE, NextN, MTP) is left alone: what it computes is no answer of the model.
+SGLang's own extension point is used: the entry point ``sglang.srt.plugins`` (:func:`register`) is loaded by every
+SGLang of the environment and does nothing unless ``FIDELAB_CAPTURE`` names a folder; hooks are registered with
+``HookRegistry``.
+The model runner of a draft worker (EAGLE, NextN, MTP) is left alone: it does not compute the model's answers.
 
 The instructions of request ``RID`` are in ``RID.json`` of the folder, written before the request is sent; requests
 without that file pass untouched::
 
     tokens  tokens of the prompt
     first   rows from this position on are kept (the row of position i predicts token i + 1)
-    live    so many of the engine's own rows of logits are kept beside them
+    live    number of live rows of logits that are kept beside them
     force   token ids that replace the sampled ones, in order
     about   describe model, cache and head as well
 
@@ -74,7 +75,7 @@ class _Capture:
     # ------------------------------------------------------------------------------------------- hooks
 
     def start(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """What ends the start of a scheduler is written down: SGLang itself only logs it and ends all processes."""
+        """Record an exception while a scheduler starts: SGLang itself only logs it and ends all processes."""
         return self._noted(original, *args, **kwargs)
 
     def load(self, original: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +89,7 @@ class _Capture:
         return out
 
     def forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Keep what the requests of this forward ask for."""
+        """Run a forward and capture the rows that its requests ask for."""
         if runner.is_draft_worker or not any(self._requests(batch)):
             return self._noted(original, runner, batch, *args, **kwargs)
         return self._noted(self._captured, original, runner, batch, *args, **kwargs)
@@ -127,7 +128,7 @@ class _Capture:
         return out
 
     def _rows(self, runner: Any, batch: Any, rid: str, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
-        """Append the wanted of the rows ``start`` …, each once."""
+        """Append the requested ones of the rows from position ``start`` on, each once."""
         position = self._next.get(rid, asked["first"])
         end = start + len(states)
         if not start <= position < end:
@@ -208,7 +209,7 @@ class _Capture:
 
 
 class _Stored:
-    """The cache of a runner; what its first attention layer is given in one forward, and what is stored of that."""
+    """The cache of a runner, compared with the keys and values of its first attention layer in one forward."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -223,7 +224,7 @@ class _Stored:
             self._given.append((args[1].detach().clone(), args[2].detach().clone()))
 
     def seen(self, batch: Any) -> dict[str, Any]:
-        """Types, bytes, scales and how much of what was given is found again."""
+        """Types, bytes and scales of the cache, and the share of the recorded numbers that it holds."""
         pools = list(_pools(self._runner.token_to_kv_pool))
         buffers = [(kind, buffer, _slots(pool)) for pool in pools for kind, buffer in _buffers(pool)]
         layer = self._layers[0] if self._layers else None
@@ -246,16 +247,16 @@ class _Stored:
         }
 
     def _read_back(self, pool: Any, layer: Any, batch: Any) -> dict[str, Any]:
-        """What a pool of ours says of itself: it knows its formats."""
+        """The comparison that a k16v8 pool makes itself, since it knows its formats."""
         if not self._given or not hasattr(pool, "read_back"):
             return {}
         comparison: dict[str, Any] = pool.read_back(layer.layer_id, batch.out_cache_loc, *self._given[0])
         return comparison
 
     def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
-        """Share of the first layer's keys and values that lie in the cache, rounded to its type, where they belong.
+        """Share of the first layer's keys and values that the cache holds in their slots, rounded to its type.
 
-        ``None`` where they are stored in another form than element by element.
+        ``None`` where they are not stored element by element.
         """
         keys, values = (getattr(pool, f"{kind}_buffer", None) for kind in "kv")
         if not self._given or not keys or not values:
@@ -277,7 +278,7 @@ class _Stored:
 
 
 def _owner(model: Any) -> Any:
-    """The module that has the head and the processor of its logits: the model, or the text part of it."""
+    """The module with the head and the logits processor: the model or its text part."""
     return next((m for m in model.modules() if hasattr(m, "lm_head") and hasattr(m, "logits_processor")), None)
 
 

@@ -112,7 +112,7 @@ k16v8_of = partial(pair_scaling, engine="SGLang")
 
 
 def k16v8_cannot(arm: Arm) -> str:
-    """What k16v8's plug-in lacks for this arm; models that it cannot serve end the start with a line of their own."""
+    """What k16v8's plug-in lacks for this arm; models that it cannot serve are refused when SGLang starts."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.sglang.plugin import PAGES, refusal
@@ -170,7 +170,7 @@ def arguments(arm: Arm) -> dict[str, Any]:
 
 
 def context(arm: Arm) -> int:
-    """Tokens that a prompt and its continuation may have: what an option says, else what the model was made for.
+    """Maximum tokens of a prompt with its continuation: by option, else by the model's configuration.
 
     Raises:
         EngineError: SGLang cannot read the model's configuration.

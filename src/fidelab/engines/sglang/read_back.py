@@ -1,4 +1,4 @@
-"""What ran in SGLang, from what the capture plug-in saw of its cache, and from the settings that SGLang resolved."""
+"""Runtime info of SGLang, from the capture plug-in's description of the cache and the settings that SGLang resolved."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
 
 
 def _found(asked: str, about: Mapping[str, Any]) -> str | None:
-    """The asked name where the storage proves it, else what was found."""
+    """The arm's format where the storage proves it, else what was found."""
     cache = about["cache"]
     if cache["matches"] is not None and cache["matches"] < 1:
         return None
@@ -97,7 +97,7 @@ def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _expected(arm: Arm, about: Mapping[str, Any]) -> float:
-    """Bytes of a token that the asked format takes in one rank."""
+    """Bytes per token that the arm's format takes in one rank."""
     cache, scaling = about["cache"], k16v8_of(arm.kv)
     if scaling is None:
         size = _BYTES.get(arm.kv.k.name, 4 if about["compute_dtype"] == "float32" else 2)
@@ -106,7 +106,7 @@ def _expected(arm: Arm, about: Mapping[str, Any]) -> float:
 
 
 def _scales(about: Mapping[str, Any]) -> dict[str, Any]:
-    """Where the scales of the cache come from and what shares one."""
+    """Source and granularity of the cache's scales."""
     cache = about["cache"]
     if cache["values_per_scale"] is not None:
         source, granularity = "computed when written", f"{cache['values_per_scale']:g} values"

@@ -1,7 +1,7 @@
 """One running SGLang: requests in, token ids and captured rows out.
 
-``sglang.Engine`` computes in scheduler processes of its own; what :mod:`fidelab.engines.sglang.capture` keeps there
-comes over by files of one folder.  Only this would have to be written again for a server that is launched per arm.
+``sglang.Engine`` computes in scheduler processes of its own; :mod:`fidelab.engines.sglang.capture` runs there and
+exchanges instructions and rows with this module through files in one folder.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt and what is wanted of it: ``first``, ``live``, ``force`` and ``about`` as in the plug-in."""
+    """A prompt and its instructions: ``first``, ``live``, ``force`` and ``about`` as in the plug-in."""
 
     prompt: Tokens
     max_tokens: int = 1
@@ -55,7 +55,7 @@ class Response:
 
 
 class SGLangSession:
-    """Starts SGLang; ``mark``: told when a phase of that is over.
+    """Starts SGLang; ``mark`` is called at the end of each phase of that.
 
     Raises:
         EngineError: it does not start, or the plug-in is not at work in it.
@@ -100,7 +100,7 @@ class SGLangSession:
         return engine
 
     def describe(self) -> tuple[dict[str, Any], Response]:
-        """What the plug-in finds while two tokens pass, and the answer to them."""
+        """Run two tokens; returns the plug-in's description of model and cache, and the response."""
         response = self._send([Request((0, 1), first=1, live=1, about=True)])
         path = self._folder / "about.json"
         if not path.exists():
@@ -138,9 +138,9 @@ class SGLangSession:
         return self._collect(*self._send(requests))
 
     def stream(self, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
-        """``n`` greedy tokens behind each prompt, as those of all come, stop tokens ignored.
+        """Yield ``n`` greedy tokens behind each prompt, each as soon as all prompts have it; stop tokens are ignored.
 
-        Nothing happens before the first.
+        Work starts when the first is requested.
         """
         parameters = {**_GREEDY, "max_new_tokens": n, "ignore_eos": True}
         prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
@@ -162,7 +162,7 @@ class SGLangSession:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _stopping(self, base: type) -> type:
-        """SGLang's signal handler for the time after the start: stop waiting instead of ending this process, too."""
+        """SGLang's signal handler for the time after the start, which stops waiting instead of ending this process."""
         session = self
 
         class Handler(base):  # type: ignore[misc]
@@ -173,13 +173,13 @@ class SGLangSession:
         return Handler
 
     def _alive(self) -> Any:
-        """The engine, for as long as its schedulers live."""
+        """The engine; raises where its schedulers have ended."""
         if self._ended:
             raise self._failed(None)
         return self._engine
 
     def _failed(self, error: Exception | None) -> EngineError:
-        """What SGLang raises, or why its schedulers ended, in one line."""
+        """An error for what SGLang raised, or for the end of its schedulers."""
         if cause := _cause(self._folder):
             return EngineError(cause)
         if self._ended or error is None:
@@ -203,7 +203,7 @@ class SGLangSession:
         return requests, names, [list(answer["output_ids"]) for answer in answers]
 
     def _parameters(self, request: Request) -> dict[str, Any]:
-        """SGLang stops at the stop tokens of the model as well, unless it is told to ignore all."""
+        """Sampling parameters; SGLang also stops at the model's stop tokens unless it ignores all."""
         stops_at_all = bool(request.stop) and self.stops <= set(request.stop)
         stop = {"stop_token_ids": list(request.stop)} if stops_at_all else {"ignore_eos": True}
         return {**_GREEDY, "max_new_tokens": request.max_tokens, **stop}
@@ -246,7 +246,7 @@ _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 
 def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
-    """How long SGLang's processes took to import and to load, of its whole start; by its own count where it has one.
+    """Seconds of import and of loading within SGLang's start, from its own count where it has one.
 
     The schedulers count from the end of their imports.
     """
@@ -274,11 +274,11 @@ def _array(rows: Any, n: int, dtype: str) -> Array | None:
 
 
 def _cause(folder: Path) -> str | None:
-    """What the plug-in wrote down when a scheduler failed."""
+    """The failure of a scheduler, as the plug-in recorded it."""
     path = folder / "failure.txt"
     return f"SGLang's scheduler ended: {path.read_text('utf-8')}" if path.exists() else None
 
 
 def _child_failed(_signal: int, _frame: Any) -> None:
-    """SGLang's schedulers send SIGQUIT when they fail; by itself it would end this process, too."""
+    """Handler for the SIGQUIT that failing schedulers send, which would otherwise end this process too."""
     raise EngineError(_cause(Path(os.environ[FOLDER])) or "SGLang's scheduler ended while it started: see the log")

@@ -1,4 +1,4 @@
-"""vLLM in-process: its scheduler, its kernels and its cache, with the states read where the sampler reads them.
+"""vLLM in-process: its scheduler, kernels and cache; hidden states are read where the sampler reads them.
 
 Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes: compilation takes a minute), ``kv-cache-memory``
 (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no),
@@ -6,8 +6,8 @@ Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes: compilation 
 ``gpu-memory-utilization``, ``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention
 backend says it cannot read).
 
-- **States** are copied in the worker before each sampling (``plugins/vllm_capture``), also of prompts in chunks and
-  with several ranks; prefix caching and asynchronous scheduling are off.
+- **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
+  ranks; prefix caching and asynchronous scheduling are off.
 - **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
@@ -133,7 +133,7 @@ class VLLMEngine(Engine):
         return ran(self._model, self._arm, self._backend, self.versions())
 
     def peak_device_bytes(self) -> int | None:
-        """Of one rank, which lives in this process; several live in others."""
+        """As the contract says, for a single rank, which runs in this process; several run in others."""
         import torch
 
         here = torch.cuda.is_available() and dict(self._arm.options).get("tp", "1") == "1"

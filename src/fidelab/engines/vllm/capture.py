@@ -1,7 +1,7 @@
-"""What fidelab puts into vLLM's workers: capture of hidden states, forced tokens, and a look at the cache.
+"""Code that runs in vLLM's workers: capture of hidden states, forced tokens, and reading the cache back.
 
-Two of vLLM's own doors are used.  The entry point ``vllm.general_plugins`` (:func:`register`) is loaded by every vLLM
-of the environment and does nothing unless ``FIDELAB_CAPTURE`` is set; it refuses models with parameters that no
+Two extension points of vLLM are used.  The entry point ``vllm.general_plugins`` (:func:`register`) is loaded by every
+vLLM of the environment and does nothing unless ``FIDELAB_CAPTURE`` is set; it refuses models with parameters that no
 checkpoint tensor filled.  ``worker_extension_cls`` (:class:`FidelabWorker`) adds methods to each worker, which are
 called by name.
 
@@ -10,10 +10,10 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     key     the name of the request's files under the capture folder
     first   rows from this position on are kept (the row of position i predicts token i + 1)
     last    the last such position; no end where it is absent
-    live    of so many of the first rows the engine's own logits are kept, too
+    live    number of first rows whose live logits are kept as well
     force   token ids that replace the sampled ones, in order
 
-What is kept goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
+Captured data goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
 of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]) and ``KEY.nan`` (index of the first
 generated token whose logits held NaN).  Rank 0 writes; under tensor parallelism all ranks hold the same states.
 """
@@ -41,7 +41,7 @@ _EXACT = 0.999  # share of equal numbers that tells a way of rounding
 
 
 def register() -> None:
-    """From now on, a model with parameters that no checkpoint tensor filled does not load."""
+    """Make loading fail for a model with parameters that no checkpoint tensor filled."""
     if not os.environ.get(FOLDER):
         return
     from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -86,18 +86,18 @@ def _made_by_vllm(model: Any) -> set[str]:
 
 
 class FidelabWorker:
-    """Methods of a vLLM worker, by ``collective_rpc``; what they return is plain data, one answer for each rank."""
+    """Methods of a vLLM worker for ``collective_rpc``; they return plain data, one answer per rank."""
 
     model_runner: Any  # the worker's own, like its rank
     rank: int
 
     def fidelab_install(self, logprobs: bool) -> None:
-        """Watch this worker's model runner from now on; ``logprobs``: keep log-probabilities instead of states."""
+        """Install the capture in this worker's model runner; ``logprobs``: keep log-probabilities instead of states."""
         runner = self.model_runner
         self._fidelab = _Hook(runner, Path(os.environ[FOLDER]), self.rank == 0, logprobs)
 
     def fidelab_model(self) -> dict[str, Any]:
-        """What was loaded; ``unfilled``: parameters that nothing filled, ``None`` where nobody looked."""
+        """The loaded model; ``unfilled``: number of parameters that nothing filled, ``None`` where that is unknown."""
         import torch
 
         model = self.model_runner.get_model()
@@ -130,7 +130,7 @@ class FidelabWorker:
         return {"rows": rows, "width": weight.shape[1], "dtype": dtype_name(weight.dtype), "bias": bias is not None}
 
     def fidelab_cache(self) -> dict[str, Any]:
-        """The cache of this rank, from its tensors; ``read_back`` is what the last :meth:`fidelab_watch` saw."""
+        """The cache of this rank, from its tensors; ``read_back`` is the result of the last :meth:`fidelab_watch`."""
         runner = self.model_runner
         return {
             "layers": _cache_layers(runner),
@@ -139,12 +139,12 @@ class FidelabWorker:
         }
 
     def fidelab_watch(self) -> None:
-        """Compare what the next marked request's first layer is given as keys and values with what is stored."""
+        """Compare keys and values of the first layer, in the next request with instructions, with the cache."""
         self._fidelab.watch()
 
 
 class _Hook:
-    """Stands before the sampling of each step, where states, logits, requests and positions are all at hand."""
+    """Runs before the sampling of each step, when states, logits, requests and positions are available."""
 
     def __init__(self, runner: Any, folder: Path, writes: bool, logprobs: bool) -> None:
         self._runner = runner
@@ -166,7 +166,7 @@ class _Hook:
         return self._sample_tokens(*args, **kwargs)
 
     def sample(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample as vLLM does, then put the forced tokens in place of what was sampled."""
+        """Sample as vLLM does, then replace sampled tokens by forced ones."""
         out = self._sample(logits, *args, **kwargs)
         for index, request in self._requests():
             forced = self._asked(request).get("force")
@@ -220,7 +220,7 @@ class _Hook:
                     path.write_text(str(len(record.output_token_ids)))
 
     def _rows(self, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
-        """Keep what is wanted of the states from position ``start`` on."""
+        """Store the requested rows of the states from position ``start`` on."""
         key, last = asked["key"], asked.get("last")
         position = self._next.get(key, asked["first"])
         end = start + len(states) if last is None else min(start + len(states), last + 1)
@@ -239,7 +239,7 @@ class _Hook:
             self._append(key, "rows", None if logits is None else logits.double().log_softmax(dim=-1).half())
 
     def _logits(self, states: Tensor) -> Tensor | None:
-        """vLLM's own logits, without padding; all ranks compute, not all of them may be given the result."""
+        """vLLM's own logits, without padding; all ranks compute them, and ``None`` is returned on some."""
         logits = self._runner.model.compute_logits(states)
         return None if logits is None else logits.float()
 
@@ -251,9 +251,9 @@ class _Hook:
     # ------------------------------------------------------------------------------------- read back
 
     def _compare(self, record: Any) -> None:
-        """Compare the watched keys and values with the blocks of the request, whatever their layout.
+        """Compare the recorded keys and values with the blocks of the request, in any layout.
 
-        Layouts differ by backend, so the numbers are compared as sorted lists: what is stored must be what was given,
+        Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold what was written,
         rounded to the format, and nothing else (a fresh cache holds zeros).
         """
         self._handle.remove()
@@ -273,9 +273,10 @@ class _Hook:
 
 
 def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str, Any]:
-    """``stored``: how the blocks read; ``matches``: share of the numbers that are what was given, within one step.
+    """Compare the numbers in the blocks with keys and values.
 
-    ``rounding``: nearest, or toward zero (as the x86 kernels cut to e4m3), where one of them gives what is stored.
+    ``stored``: the type in which the blocks are read; ``matches``: share of the numbers that agree within one step;
+    ``rounding``: ``nearest`` or ``toward zero`` (as the x86 kernels truncate to e4m3), where one of them is exact.
     """
     import torch
 
@@ -309,7 +310,7 @@ def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str,
 
 
 def _toward_zero(near: Tensor, given: Tensor) -> Tensor:
-    """The next number of the format toward zero, where the nearest one lies beyond."""
+    """``given`` rounded toward zero: where the nearest number is larger in magnitude, the one below it."""
     import torch
 
     bits = near.view(

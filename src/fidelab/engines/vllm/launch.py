@@ -1,4 +1,4 @@
-"""What the installed vLLM says of itself without loading a model: cache formats, platform, attention backend."""
+"""Properties of the installed vLLM that are known without a model: cache formats, platform, attention backend."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUIET = {  # before vLLM is imported; what the user set stays
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # as many threads as asked for, on whatever core is free
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the requested number of threads, on any core
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
 }
-_OURS = {  # what the capture rests on
+_OURS = {  # required by the capture
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_USE_V2_MODEL_RUNNER": "0",
 }
@@ -48,7 +48,7 @@ class Backend:
 
     platform: str  # cpu, cuda, rocm, …
     name: str
-    formats: tuple[str, ...]  # cache formats it says it can read
+    formats: tuple[str, ...]  # cache formats that it lists
     ok: bool
     reason: str = ""
 
@@ -133,7 +133,7 @@ def backend_for(arm: Arm) -> Backend:
 
 
 def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """Why the package's backend does not run this arm; layers it cannot compute are refused when they are built."""
+    """Why the package is not usable here or does not run this arm; empty where it does."""
     if reason := missing():
         return f"{arm.kv.label} {reason}"
     from k16v8.plugins.vllm.plugin import refusal
@@ -142,7 +142,7 @@ def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
 
 
 def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
-    """What its backend lacks for this arm; layers that it cannot compute say so when they are built."""
+    """What the package's backend lacks for this arm; layers it cannot compute are refused when they are built."""
     if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
         return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
     if shape.get("latent"):
@@ -155,8 +155,8 @@ def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
 def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
     """Bytes for the cache on a CPU, and whether a prompt as long as the model's positions fits.
 
-    vLLM would take its usual share of a GPU's memory of the whole machine.  Here: what one longest prompt needs and a
-    quarter, at least 1 GiB, at most half of what is free.
+    vLLM's default is the share of memory that it takes of a GPU.  Used instead: 1.25 times the need of one prompt of
+    maximum length, at least 1 GiB, at most half of the free memory.
     """
     shape = _shape(arm.path)
     longest = int(dict(arm.options).get("max-model-len", shape.get("positions") or 0))
@@ -167,7 +167,7 @@ def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
 
 
 def _shape(path: str) -> dict[str, Any]:
-    """What the configuration says of the cache: ``values`` per token, ``head_dim``, ``positions``, ``latent``."""
+    """Cache sizes by the model's configuration: ``values`` per token, ``head_dim``, ``positions``, ``latent``."""
     try:
         config = json.loads((Path(path) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -53,7 +53,7 @@ class Request:
     force: Sequence[int] = field(default=())
 
     def instructions(self, key: str) -> dict[str, Any]:
-        """What the capture in the worker is told."""
+        """``SamplingParams.extra_args`` for the capture in the worker."""
         instructions: dict[str, Any] = {"key": key}
         if self.first is not None:
             instructions |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
@@ -63,7 +63,7 @@ class Request:
 
 
 class VLLMModel:
-    """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark``: told when a phase of opening is over.
+    """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark`` is called at the end of each phase of opening.
 
     Raises:
         EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
@@ -146,7 +146,7 @@ class VLLMModel:
         return arguments
 
     def _try_out(self) -> None:
-        """A few tokens: the cache is read back, and the head is found to replay what vLLM computes."""
+        """Run a few tokens: read the cache back, and check that the stored head replays vLLM's logits."""
         self.llm.collective_rpc("fidelab_watch")
         tokens = range(min(_TRIED, self.about["vocabulary"]))
         [(_, _, key)] = self.run([Request(tokens, 1, first=0, last=len(tokens) - 1, sentinel=True)])
@@ -156,7 +156,7 @@ class VLLMModel:
             self._find_head(self._take(key, "rows"), self._take(key, "live"))
 
     def _find_head(self, rows: bytes, live: bytes) -> None:
-        """Read the head from the ranks, each of which holds some of its rows, and the scale of its logits."""
+        """Assemble the head from the ranks' shards, and find the scale of its logits."""
         import torch
 
         from fidelab.engines.hf.head import ReplayedHead
@@ -186,8 +186,8 @@ class VLLMModel:
     ) -> Iterator[tuple[int, list[int], str]]:
         """Run requests in order, at most ``batch`` at once; ``stop`` ids end a sequence and are part of it.
 
-        Yields (index, generated ids, key of what was kept), as they finish; ``progress`` hears of a token of each
-        running request with each step, and of the rest at its end.
+        Yields (index, generated ids, key of the captured data) as requests finish.  ``progress`` is called with one
+        token per running request at each step, and with the remaining tokens of a request at its end.
 
         Raises:
             EngineError: a request is longer than what the arm takes.
@@ -218,7 +218,7 @@ class VLLMModel:
                 self._engine.abort_request(list(running))
 
     def tokens(self, group: Sequence[Sequence[int]], n: int) -> Iterator[list[int]]:
-        """The n tokens behind each prompt, as soon as the engine has handed that of all over; nothing is captured.
+        """Yield the n tokens behind each prompt, each as soon as all prompts have it; nothing is captured.
 
         Raises:
             EngineError: the prompts do not fit the arm, or not all at once.
@@ -258,7 +258,11 @@ class VLLMModel:
             raise EngineError(f"{tokens:,} tokens are more than this arm's {most:,}: raise max-model-len")
 
     def _must_fit_together(self, sizes: Sequence[int]) -> None:
-        """Requests that wait for one another are no batch."""
+        """Refuse requests that could not run at the same time.
+
+        Raises:
+            EngineError: they exceed the length, the number of sequences or the cache of this arm.
+        """
         for tokens in sizes:
             self._must_fit(tokens)
         if len(sizes) > (most := self.config.scheduler_config.max_num_seqs):
@@ -274,10 +278,10 @@ class VLLMModel:
     # -------------------------------------------------------------------------------------------- rows
 
     def rows(self, key: str, n: int) -> Mapping[str, Array]:
-        """The kept rows of a finished request; the replay is checked where it was a sentinel.
+        """The captured rows of a finished request; the replay is checked where it was a sentinel.
 
         Raises:
-            EngineError: there are fewer, or the replay misses the live logits.
+            EngineError: fewer than ``n`` rows, or the replay does not match the live logits.
         """
         raw = self._take(key, "rows")
         if not self._hidden:
@@ -296,7 +300,7 @@ class VLLMModel:
         return int(text) if text else None
 
     def _take(self, key: str, kind: str) -> bytes:
-        """What the workers wrote, which is removed; empty where they wrote nothing."""
+        """Read and remove a file of the workers; empty where they wrote none."""
         path = Path(self._folder.name) / f"{key}.{kind}"
         if not path.exists():
             return b""
@@ -321,7 +325,7 @@ class VLLMModel:
         return list(self.llm.get_tokenizer().encode(text, add_special_tokens=False))
 
     def cache(self) -> list[dict[str, Any]]:
-        """What each rank says of its cache."""
+        """:meth:`FidelabWorker.fidelab_cache` of each rank."""
         ranks: list[dict[str, Any]] = self.llm.collective_rpc("fidelab_cache")
         return ranks
 
@@ -335,9 +339,10 @@ class VLLMModel:
 
 @contextmanager
 def _marked(mark: Callable[[str], None]) -> Iterator[None]:
-    """Marks ``import`` now, and ``weights`` where vLLM has loaded them and turns to profiling, cache and compilation.
+    """Mark ``import`` now, and ``weights`` when vLLM has loaded them and starts profiling, cache and compilation.
 
-    All that happens in one call, and vLLM only logs how long the parts took.  Without that step nothing is told apart.
+    vLLM does all of this in one call and only logs the durations.  Where the step has another name, only ``import`` is
+    marked.
     """
     from vllm.v1.engine.core import EngineCore
 

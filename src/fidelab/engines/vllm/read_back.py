@@ -1,4 +1,4 @@
-"""What ran in vLLM, from its own objects: the cache's tensors, what was read back from them, scales, settings."""
+"""Runtime info of vLLM, from its own objects: the cache's tensors, their comparison with what was written, settings."""
 
 from __future__ import annotations
 
@@ -79,11 +79,11 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
 
 
 def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:
-    """The asked name where the cache proves it, else what was found.
+    """The arm's format where the cache proves it, else what was found.
 
-    Proof: the backend lists the format, all layers have it, and what was read back is what was written, in the type
-    that the name says: a cache called float16 may hold bfloat16.  Formats that
-    cannot be read back (blocks with scales of their own, latents) rest on the first two.
+    Proof: the backend lists the format, all layers have it, and the content read back is what was written, in the type
+    of that name: a cache called float16 may hold bfloat16.  For formats that cannot be read back (blocks with scales
+    of their own, latents) the first two suffice.
     """
     kv_name, dtype = arm.kv.k.name, layers[0]["dtype"]
     if not backend.ok:
