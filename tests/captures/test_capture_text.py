@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from fidelab.captures.text import Detokenizer
+from fidelab.captures.reader import Detokenizer
 
 TEXT = 'He said: "été — 3 naïve cafés",\n\tthen 日本 and 🙂, 12.5% of it.  Two  spaces. ĠA Ā'
 WORDS = ["the quick brown fox jumps over the lazy dog", "a b c 0 1 2 . , : and so on", TEXT]

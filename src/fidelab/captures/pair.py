@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +36,10 @@ class Pair:
         for name in ("kind", "axis"):
             if ref.manifest[name] != test.manifest[name]:
                 raise MismatchError(f"{where}: {name} {test.manifest[name]!r} is not {ref.manifest[name]!r}")
-        _same_settings(ref.manifest["settings"], test.manifest["settings"], where)
+        expected, actual = ref.manifest["settings"], test.manifest["settings"]
+        for name in sorted({*expected, *actual}):
+            if expected.get(name) != actual.get(name):
+                raise MismatchError(f"{where}: {name} {actual.get(name)!r} is not {expected.get(name)!r}")
         _same_vocabulary(ref, test, where)
         if (ref.estimator is Estimator.TOPK) != (test.estimator is Estimator.TOPK):
             raise MismatchError(
@@ -50,12 +52,6 @@ class Pair:
             if rows != other:
                 raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")
         return cls(ref, test, _match_items(ref, test, where, subset))
-
-
-def _same_settings(ref: Mapping[str, Any], test: Mapping[str, Any], where: str) -> None:
-    for name in sorted({*ref, *test}):
-        if ref.get(name) != test.get(name):
-            raise MismatchError(f"{where}: {name} {test.get(name)!r} is not {ref.get(name)!r}")
 
 
 def _same_kind_of_ids(ref: Capture, test: Capture, where: str) -> None:

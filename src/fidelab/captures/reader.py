@@ -5,8 +5,9 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -18,12 +19,14 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
 from fidelab.captures.requests import Probe, probe_from_record
-from fidelab.captures.text import Detokenizer
 from fidelab.captures.writer import PARTIAL
 from fidelab.core import Estimator, Vocabulary, digest
 from fidelab.errors import CaptureError
 
-__all__ = ["Capture", "HeadFile", "find_captures", "is_complete"]
+__all__ = ["Capture", "Detokenizer", "HeadFile", "find_captures", "is_complete"]
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SPACE = "▁"
 
 
 @dataclass(frozen=True)
@@ -197,3 +200,45 @@ def _sha256(path: Path, _inode: int, _size: int, _mtime: int) -> str:
     """SHA-256 of a file; one that did not change is read once for planning, running and scoring."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _stand_ins() -> dict[str, int]:
+    """The character that stands for each byte: itself where it is printable, else the next one from U+0100 on."""
+    plain = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(0x100 + n): byte for n, byte in enumerate(others)}
+
+
+_STAND_INS = _stand_ins()
+
+
+class Detokenizer:
+    """Token ids → text by a vocabulary's pieces (the tokenizer's own string for each id); needs no tokenizer.
+
+    Three notations for a token's bytes cover what decoders use: ``<0x41>`` (byte tokens), the printable stand-ins for
+    bytes of GPT-2's vocabulary (``Ġ`` for a space), and SentencePiece's ``▁`` for a space.  Other pieces are taken
+    literally, as special tokens are.
+    """
+
+    def __init__(self, pieces: Sequence[str]) -> None:
+        self._pieces = pieces
+
+    def __call__(self, ids: Iterable[int]) -> str:
+        """The text of some ids, special tokens included; bytes that are no UTF-8 become U+FFFD, unknown ids nothing."""
+        return b"".join(map(self._bytes, ids)).decode("utf-8", errors="replace")
+
+    @cached_property
+    def _stands_for_bytes(self) -> bool:
+        """More words begin with GPT-2's space than with SentencePiece's; ``Ġ`` is a letter too, but a rare one."""
+        first = [piece[0] for piece in self._pieces if len(piece) > 1]
+        return first.count("Ġ") > first.count(_SPACE)
+
+    def _bytes(self, token: int) -> bytes:
+        piece = self._pieces[token] if 0 <= token < len(self._pieces) else ""
+        if self._stands_for_bytes:
+            if all(char in _STAND_INS for char in piece):
+                return bytes(_STAND_INS[char] for char in piece)
+            return piece.encode("utf-8", errors="replace")
+        if match := _BYTE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return piece.replace(_SPACE, " ").encode("utf-8", errors="replace")

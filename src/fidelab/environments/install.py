@@ -61,10 +61,11 @@ def install(
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _lock(folder).open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-            if _is_current(recipe, folder):
+            marker = read_marker(folder) or {}
+            if marker.get("recipe_sha256") == _digest(recipe) and "failing" in marker:
                 say(f"{recipe.name} is already in {folder}")
                 if pythonpath:  # what it needs may have moved
-                    write_marker(folder, {**(read_marker(folder) or {}), "pythonpath": list(pythonpath)})
+                    write_marker(folder, {**marker, "pythonpath": list(pythonpath)})
                 return environment
             _clear(folder)
             _build(recipe, folder, environment, say, python)
@@ -89,11 +90,6 @@ def remove(folder: Path) -> None:
     except OSError as error:
         raise OutputError(f"cannot remove {folder} ({error.strerror or error})") from error
     _log(folder).unlink(missing_ok=True)
-
-
-def _is_current(recipe: Recipe, folder: Path) -> bool:
-    marker = read_marker(folder)
-    return marker is not None and marker.get("recipe_sha256") == _digest(recipe) and "failing" in marker
 
 
 def _clear(folder: Path) -> None:

@@ -57,10 +57,6 @@ class Format(ABC):
         """Bytes of the fitted scale of one sequence (0 where there is none)."""
         return 0
 
-    def bytes_per_value(self, dim: int) -> float:
-        """``token_bytes / dim``: the storage cost of one number, scales counted."""
-        return self.token_bytes(dim) / dim
-
     @abstractmethod
     def error_bound(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         """Largest possible ``|decode(encode(x)) - x|`` per element (float32 decode), for finite ``x``."""

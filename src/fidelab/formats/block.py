@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -45,11 +46,7 @@ class Block(Format):
     """What ggml's formats with one header per 32 values share: ``x' = code * d + m``."""
 
     name: str
-
-    @property
-    def header_bytes(self) -> int:
-        """Bytes of one block's float16 numbers."""
-        return 2
+    header_bytes: ClassVar[int] = 2  # of one block's float16 numbers
 
     @property
     @abstractmethod
@@ -114,10 +111,7 @@ class Block(Format):
 class Block8(Block):
     """q8_0: ``d = amax / 127``, ``q = round_half_away(x * (1 / d))``, one int8 each."""
 
-    @property
-    def code_bytes(self) -> int:
-        """One byte per value."""
-        return SIZE
+    code_bytes = SIZE
 
     def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """``d``; int8 codes as bytes."""
@@ -177,11 +171,7 @@ class BlockAffine(Block):
     """
 
     bits: int
-
-    @property
-    def header_bytes(self) -> int:
-        """``d`` and ``m``."""
-        return 4
+    header_bytes = 4  # ``d`` and ``m``
 
     @property
     def code_bytes(self) -> int:

@@ -22,6 +22,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -54,11 +55,7 @@ class Float4(Format):
     """E2M1 codes with one scale byte per block."""
 
     name: str
-
-    @property
-    @abstractmethod
-    def size(self) -> int:
-        """Values per block."""
+    size: ClassVar[int]  # values per block
 
     @abstractmethod
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
@@ -102,11 +99,7 @@ class NVFloat4(Float4):
     """nvfp4."""
 
     scaling: str = "none"
-
-    @property
-    def size(self) -> int:
-        """16."""
-        return 16
+    size = 16
 
     def fit(self, x: Tensor, mask: Tensor | None = None) -> Tensor | None:
         """amax / (6 * 448) of each sequence."""
@@ -143,10 +136,7 @@ class NVFloat4(Float4):
 class MXFloat4(Float4):
     """mxfp4."""
 
-    @property
-    def size(self) -> int:
-        """32."""
-        return 32
+    size = 32
 
     def block_scales(self, blocks: Tensor, scale: Tensor | None) -> Tensor:
         """The exponent of amax in float32's own bits, less 2."""

@@ -43,10 +43,7 @@ def create(spec: FormatSpec) -> Format:
 class BlockLevels(Block):
     """iq4_nl."""
 
-    @property
-    def code_bytes(self) -> int:
-        """Two values per byte."""
-        return SIZE // 2
+    code_bytes = SIZE // 2
 
     def quantize(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
         """The fitted ``d``; codes 0 … 15, two to a byte."""

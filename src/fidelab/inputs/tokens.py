@@ -10,7 +10,7 @@ from fidelab.captures.requests import Tokens
 from fidelab.core import Vocabulary, digest
 from fidelab.errors import InputError
 from fidelab.models import Model
-from fidelab.models.foreign import first_line
+from fidelab.models.hub import first_line
 
 __all__ = ["Message", "Template", "Tokenizer"]
 

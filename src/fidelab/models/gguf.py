@@ -14,7 +14,7 @@ from typing import Any
 
 from fidelab.errors import InputError
 from fidelab.models.cache import build_once
-from fidelab.models.foreign import first_line
+from fidelab.models.hub import first_line
 
 __all__ = ["to_safetensors"]
 

@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from fidelab.errors import InputError, UnavailableError
-from fidelab.models.foreign import first_line
 
-__all__ = ["dataset_file", "snapshot"]
+__all__ = ["dataset_file", "first_line", "snapshot"]
 
 _ALLOWED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 _IGNORED = ["*/*", "consolidated*"]  # sub-folders and second copies of the weights in other layouts
@@ -81,3 +80,9 @@ def _refusal(error: Exception, repo: str, revision: str | None) -> str | None:
         case errors.HFValidationError():
             return f"{repo!r} is not a hub id: write owner/name or owner/name@revision"
     return None
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an exception says, without its full stop; its type's name if it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(". ") if lines else type(error).__name__

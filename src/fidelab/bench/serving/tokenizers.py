@@ -8,7 +8,7 @@ from fidelab.errors import InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from fidelab.models.embedded import NAMES
-from fidelab.models.foreign import first_line
+from fidelab.models.hub import first_line
 from fidelab.models.resolve import listing
 
 __all__ = ["find_tokenizer", "load_tokenizer"]

@@ -151,27 +151,14 @@ class _EncodedAttention:
     crop = offload = prefetch = reset = batch_repeat_interleave = activate_past_recording = _unsupported
 
 
-class _EncodedFull(_EncodedAttention, DynamicLayer):
-    pass
-
-
-class _EncodedSliding(_EncodedAttention, DynamicSlidingWindowLayer):
-    pass
-
-
-class _EncodedHybrid(_EncodedAttention, LinearAttentionAndFullAttentionLayer):
-    pass
-
-
-class _EncodedHybridSliding(_EncodedAttention, LinearAttentionAndSlidingWindowAttentionLayer):
-    pass
-
-
+_KINDS = (
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+)
 _ENCODED: dict[type[Any], type[Any]] = {
-    DynamicLayer: _EncodedFull,
-    DynamicSlidingWindowLayer: _EncodedSliding,
-    LinearAttentionAndFullAttentionLayer: _EncodedHybrid,
-    LinearAttentionAndSlidingWindowAttentionLayer: _EncodedHybridSliding,
+    kind: type(f"_Encoded{kind.__name__}", (_EncodedAttention, kind), {}) for kind in _KINDS
 }
 
 

@@ -20,18 +20,19 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.engines.llamacpp.library import GGML_TYPES
+
 __all__ = ["Side", "decoded", "proof", "read_state"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-_TYPES = {0: "f32", 1: "f16", 30: "bf16", 8: "q8_0", 7: "q5_1", 6: "q5_0", 3: "q4_1", 2: "q4_0", 20: "iq4_nl"}
+_TYPES = {number: name for name, (number, _, _) in GGML_TYPES.items()}
 # The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.
 _BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127, "q5_1": 1 / 31, "q5_0": 1 / 16}
 _BOUND |= {"q4_1": 1 / 15, "q4_0": 1 / 8, "iq4_nl": 0.15}
 _SLACK = 1.05  # of headers in float16
 _HEADER = {"q8_0": 1, "q5_1": 2, "q5_0": 1, "q4_1": 2, "q4_0": 1, "iq4_nl": 1}  # float16 numbers of a block
-_SIZE = {"q8_0": 34, "q5_1": 24, "q5_0": 22, "q4_1": 20, "q4_0": 18, "iq4_nl": 18}
 _BLOCK = 32
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
 
@@ -145,9 +146,9 @@ def _turned(x: Floats, size: int) -> Floats:
 
 
 def _bytes(name: str, width: int) -> int:
-    if name in _SIZE:
-        return width // _BLOCK * _SIZE[name] if width % _BLOCK == 0 else -1
-    return width * (4 if name == "f32" else 2)
+    """Bytes of a row of ``width`` values; -1 where they do not fill whole blocks."""
+    _, per_block, size = GGML_TYPES[name]
+    return width // per_block * size if width % per_block == 0 else -1
 
 
 def decoded(rows: Bytes, name: str) -> Floats:
@@ -159,7 +160,7 @@ def decoded(rows: Bytes, name: str) -> Floats:
         return rows.view(np.float16).astype(np.float32)
     if name == "bf16":
         return (rows.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-    blocks = rows.reshape(len(rows), -1, _SIZE[name])
+    blocks = rows.reshape(len(rows), -1, GGML_TYPES[name][2])
     header = 2 * _HEADER[name]
     numbers = np.ascontiguousarray(blocks[..., :header]).view(np.float16).astype(np.float32)
     codes = np.ascontiguousarray(blocks[..., header:])
