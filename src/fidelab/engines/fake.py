@@ -54,24 +54,14 @@ __all__ = ["FakeEngine"]
 Floats = NDArray[np.float64]
 
 
-def _share(text: str) -> bool:
-    return 0.0 < float(text) < 1.0
+def _number(kind: type[float] | type[int], low: float, high: float = math.inf) -> Callable[[str], bool]:
+    """Whether a text is a number of this kind, at least ``low`` and below ``high``."""
+    return lambda text: low <= kind(text) < high
 
 
-def _positive(text: str) -> bool:
-    return 0.0 < float(text) < math.inf
-
-
-def _duration(text: str) -> bool:
-    return 0.0 <= float(text) < math.inf
-
-
-def _index(text: str) -> bool:
-    return int(text) >= 0
-
-
-def _count(text: str) -> bool:
-    return int(text) >= 1
+_ABOVE_0 = math.ulp(0.0)  # the smallest float above 0
+_share, _positive, _duration = _number(float, _ABOVE_0, 1.0), _number(float, _ABOVE_0), _number(float, 0.0)
+_index, _count = _number(int, 0), _number(int, 1)
 
 
 def _place(text: str) -> bool:

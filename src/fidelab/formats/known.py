@@ -203,7 +203,8 @@ def _float8(name: str, parts: Parts, _dim: int, scale: Tensor | None) -> Tensor:
 
 def _float4(name: str, size: int, parts: Parts, dim: int, scale: Tensor | None) -> Tensor:
     """Two E2M1 codes in a byte, the first in its low half; one scale byte per block: e4m3, or a power of two."""
-    values = _looked_up(_nibbles(parts[0]), _float_table(2, 1, 1, 8))
+    nibbles = torch.stack((parts[0] & 15, parts[0] >> 4), -1).flatten(-2)
+    values = _looked_up(nibbles, _float_table(2, 1, 1, 8))
     if name == "nvfp4":
         scales = _looked_up(parts[1], _float_table(*_FLOAT8["fp8_e4m3"]))
         scales = scales if scale is None else scales * scale
@@ -268,7 +269,3 @@ def _block(name: str, parts: Parts, dim: int, _scale: Tensor | None) -> Tensor:
 def _split(x: Tensor, size: int) -> Tensor:
     """``[..., n · size]`` → ``[..., n, size]``."""
     return x.reshape(*x.shape[:-1], -1, size)
-
-
-def _nibbles(codes: Tensor) -> Tensor:
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fidelab.captures.requests import Tokens
-from fidelab.engines.openai.dialects import NO_LOGPROBS, SAMPLE, Completed, Dialect, Top, ended, number, top_of
+from fidelab.engines.openai.dialects import NO_LOGPROBS, SAMPLE, Completed, Dialect, Top, ended, mapping, number, top_of
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 from fidelab.errors import EngineError
@@ -70,8 +70,9 @@ class Completions(Dialect):
         generated = returned_ids if returned_ids is not None else self._words.encode(_text_of(choice))
         ids = ended(generated, stop, choice.get("finish_reason") == "stop", self._words)
         tops = self._aligned(ids, choice, exact=returned_ids is not None) if rows else None
-        usage = _usage(answer)
-        return Completed(ids, tops, number(usage, "prompt_tokens"), _cached(usage))
+        usage = mapping(answer, "usage")
+        cached = mapping(usage, "prompt_tokens_details")
+        return Completed(ids, tops, number(usage, "prompt_tokens"), number(cached, "cached_tokens") or 0)
 
     def score(self, ids: Tokens) -> list[Top]:
         if self._mode == "prompt_logprobs":
@@ -94,7 +95,7 @@ class Completions(Dialect):
         counted = None
         total = 0
         for seconds, event in self._client.stream("/completions", body):
-            counted = number(_usage(event), "completion_tokens") or counted
+            counted = number(mapping(event, "usage"), "completion_tokens") or counted
             choices = event.get("choices")
             choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
             returned_ids = _own_ids(choice)
@@ -116,7 +117,7 @@ class Completions(Dialect):
                 except Refused as error:
                     last = error
                     continue
-                n_read = number(_usage(answer), "prompt_tokens")
+                n_read = number(mapping(answer, "usage"), "prompt_tokens")
                 if self.sends == "ids" and n_read not in (None, len(sample)):
                     last = Refused(f"{self._client.root} reads {n_read} tokens where {len(sample)} ids were sent")
                     continue
@@ -139,7 +140,7 @@ class Completions(Dialect):
                 if mode == "prompt_logprobs":
                     has_prompt = isinstance(choice.get("prompt_logprobs"), list)
                 else:
-                    has_prompt = len(reported) > max(1, number(_usage(answer), "completion_tokens") or 1)
+                    has_prompt = len(reported) > max(1, number(mapping(answer, "usage"), "completion_tokens") or 1)
                 if reported:
                     self.top_generated = top
                 if has_prompt:
@@ -266,13 +267,3 @@ def _text_of(choice: Mapping[str, Any]) -> str:
     if not isinstance(text, str):
         raise Refused("the server answers without text")
     return text
-
-
-def _usage(answer: Mapping[str, Any]) -> dict[str, Any]:
-    usage = answer.get("usage")
-    return usage if isinstance(usage, dict) else {}
-
-
-def _cached(usage: Mapping[str, Any]) -> int:
-    details = usage.get("prompt_tokens_details")
-    return (number(details, "cached_tokens") or 0) if isinstance(details, dict) else 0

@@ -10,7 +10,7 @@ from typing import Any
 from fidelab.captures.requests import Tokens
 from fidelab.engines.openai.words import Words
 
-__all__ = ["NO_LOGPROBS", "SAMPLE", "Completed", "Dialect", "Top", "ended", "number", "top_of"]
+__all__ = ["NO_LOGPROBS", "SAMPLE", "Completed", "Dialect", "Top", "ended", "mapping", "number", "top_of"]
 
 Top = Mapping[int, float]  # log-probabilities (nats) of some tokens at one position
 
@@ -83,3 +83,9 @@ def number(answer: Mapping[str, Any], key: str) -> int | None:
     """An integer field of a server's answer; ``None`` where it is absent or of another type."""
     value = answer.get(key)
     return value if isinstance(value, int) else None
+
+
+def mapping(answer: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """An object field of a server's answer; empty where it is absent or of another type."""
+    value = answer.get(key)
+    return value if isinstance(value, dict) else {}

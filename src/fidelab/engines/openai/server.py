@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.errors import EngineError
 
@@ -107,8 +108,7 @@ def _sglang(client: Client, model: str) -> Server:
 
 def _llama_server(client: Client, model: str) -> Server:
     about = _optional(client, "/props")
-    defaults = about.get("default_generation_settings")
-    both = {**(defaults if isinstance(defaults, dict) else {}), **about}
+    both = {**mapping(about, "default_generation_settings"), **about}
     k, v = _text(both, "cache_type_k"), _text(both, "cache_type_v")  # builds that tell; most do not
     return Server(model, "llama-server", _text(about, "build_info"), (k, v) if k and v else None)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fidelab.captures.requests import Tokens
-from fidelab.engines.openai.dialects import SAMPLE, Completed, Dialect, Top, ended, number, top_of
+from fidelab.engines.openai.dialects import SAMPLE, Completed, Dialect, Top, ended, mapping, number, top_of
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 
@@ -25,8 +25,7 @@ class SGLangGenerate(Dialect):
     def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
         fields = {"return_logprob": True, "top_logprobs_num": self.top} if rows else {}
         answer, meta = self._post(prompt, max_tokens, {"stop_token_ids": list(stop)}, **fields)
-        reason = meta.get("finish_reason")
-        stopped = isinstance(reason, dict) and reason.get("type") == "stop"
+        stopped = mapping(meta, "finish_reason").get("type") == "stop"
         ids = ended([int(token) for token in answer.get("output_ids") or []], stop, stopped, self._words)
         tops = _from_sglang(meta, "output") if rows else []
         missing = len(ids) - len(tops)
@@ -47,7 +46,7 @@ class SGLangGenerate(Dialect):
         body = self._body(prompt, n, {"ignore_eos": True}) | {"stream": True}
         known = 0
         for seconds, event in self._client.stream("/generate", body, api=False):
-            generated = number(_meta(event), "completion_tokens") or known
+            generated = number(mapping(event, "meta_info"), "completion_tokens") or known
             if generated > known:
                 yield seconds, generated - known
             known = generated
@@ -62,7 +61,7 @@ class SGLangGenerate(Dialect):
         answer = self._client.post("/generate", self._body(ids, max_tokens, params or {}) | fields, api=False)
         if not isinstance(answer.get("output_ids"), list):
             raise Refused(f"{self._client.root} returns no output_ids: {self._client.clean(str(answer))}")
-        return answer, _meta(answer)
+        return answer, mapping(answer, "meta_info")
 
 
 def _from_sglang(meta: Mapping[str, Any], side: str) -> list[Top]:
@@ -70,8 +69,3 @@ def _from_sglang(meta: Mapping[str, Any], side: str) -> list[Top]:
     logprobs = meta.get(f"{side}_token_logprobs") or []
     tops = meta.get(f"{side}_top_logprobs") or [None] * len(logprobs)
     return [top_of([(e[1], e[0]) for e in [*(top or []), actual]]) for actual, top in zip(logprobs, tops, strict=True)]
-
-
-def _meta(answer: Mapping[str, Any]) -> dict[str, Any]:
-    meta = answer.get("meta_info")
-    return meta if isinstance(meta, dict) else {}

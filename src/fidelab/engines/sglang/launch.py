@@ -75,7 +75,7 @@ def kv_choices() -> list[str]:
     Raises:
         EngineError: SGLang cannot be imported here, or has no such list.
     """
-    if not _has_gpu():
+    if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
         os.environ.setdefault(_CPU_ENGINE, "1")
     try:
         from sglang.srt.server_args import ServerArgs
@@ -206,7 +206,3 @@ def _cpu_flags() -> frozenset[str]:
     except OSError:
         return frozenset()
     return frozenset(next((line.split(":", 1)[1].split() for line in lines if line.startswith("flags")), ()))
-
-
-def _has_gpu() -> bool:
-    return any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -191,7 +191,9 @@ class SGLangSession:
         self._sent += len(requests)
         for name, request in zip(names, requests, strict=True):
             if request.first is not None:
-                (self._folder / f"{name}.json").write_text(json.dumps(_instructions(request)), "utf-8")
+                instructions = {key: getattr(request, key) for key in ("first", "live", "force", "about")}
+                text = json.dumps({"tokens": len(request.prompt), **instructions})
+                (self._folder / f"{name}.json").write_text(text, "utf-8")
         try:
             answers = self._alive().generate(
                 input_ids=[list(request.prompt) for request in requests],
@@ -214,7 +216,8 @@ class SGLangSession:
     def _response(self, request: Request, name: str, ids: list[int]) -> Response:
         if request.force and tuple(ids) != request.force:
             raise EngineError("SGLang did not take the tokens that were forced on it")
-        ids = _until(ids, request.stop)
+        end = next((i for i, token in enumerate(ids) if token in request.stop), len(ids))
+        ids = ids[: end + 1]  # up to the first stop token, included
         if request.first is None:
             return Response(ids, None, None, None)
         kept = len(request.prompt) + len(ids) - 1
@@ -254,17 +257,6 @@ def _told_apart(engine: Any, seconds: float) -> dict[str, float]:
     if not counted:
         return {}
     return {"import": seconds - counted["scheduler_e2e"], "weights": counted["load_weight"]}
-
-
-def _instructions(request: Request) -> dict[str, Any]:
-    fields = asdict(request) | {"tokens": len(request.prompt)}
-    return {name: fields[name] for name in ("tokens", "first", "live", "force", "about")}
-
-
-def _until(ids: list[int], stop: Tokens) -> list[int]:
-    """Up to the first stop token, which is part of it."""
-    at = next((i for i, token in enumerate(ids) if token in stop), len(ids))
-    return ids[: at + 1]
 
 
 def _array(rows: Any, n: int, dtype: str) -> Array | None:

@@ -101,7 +101,7 @@ class FidelabWorker:
         import torch
 
         model = self.model_runner.get_model()
-        processor = _logits_processor(model)
+        processor = _found(model, "logits_processor")
         return {
             "runner": type(self.model_runner).__qualname__,
             "architecture": type(model).__name__,
@@ -377,17 +377,10 @@ def _language(model: Any) -> Any:
     return model.get_language_model() if hasattr(model, "get_language_model") else model
 
 
-def _logits_processor(model: Any) -> Any:
-    return _found(model, "logits_processor")
-
-
 def _head(model: Any) -> Any:
-    return _found(model, "lm_head") or _embedding(model)
-
-
-def _embedding(model: Any) -> Any:
-    return _found(getattr(_language(model), "model", None), "embed_tokens")
+    return _found(model, "lm_head") or _found(getattr(_language(model), "model", None), "embed_tokens")
 
 
 def _found(model: Any, name: str) -> Any:
+    """A module of the model or of its language model; ``None`` where neither has it."""
     return getattr(model, name, None) or getattr(_language(model), name, None) if model is not None else None
