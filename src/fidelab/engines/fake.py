@@ -291,13 +291,13 @@ class FakeEngine(Engine):
             time.sleep(3600)
 
 
-def _check(owner: str, given: Mapping[str, str], allowed: _Checks) -> None:
+def _check(owner: str, options: Mapping[str, str], allowed: _Checks) -> None:
     """Every key is known and every value possible.
 
     Raises:
         UsageError: names the key, or the value.
     """
-    for key, value in given.items():
+    for key, value in options.items():
         if key not in allowed:
             raise UsageError(f"{owner} has no option {key!r}; it has: {', '.join(allowed) or 'none'}")
         try:

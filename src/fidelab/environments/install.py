@@ -99,7 +99,7 @@ def _clear(folder: Path) -> None:
         raise UsageError(f"{folder} is not empty and was not made by fidelab engines install: pass another --path")
 
 
-def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: str) -> None:
+def _build(recipe: Recipe, folder: Path, environment: Environment, say: Say, python: str) -> None:
     about = {"recipe": recipe.name, "recipe_sha256": _digest(recipe)}
     try:
         folder.mkdir(exist_ok=True)
@@ -109,18 +109,18 @@ def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: s
             _make(python, folder, log)
             for number, step in enumerate(recipe.steps, 1):
                 say(f"step {number} of {len(recipe.steps)}: {_summary(step.requirements())}")
-                _pip(recipe, found, ["install", *step.flags(), *step.requirements()], log)
+                _pip(recipe, environment, ["install", *step.flags(), *step.requirements()], log)
             if recipe.absent:
-                _pip(recipe, found, ["uninstall", "--yes", *recipe.absent], log)
-            versions, failing = _check(recipe, found), _failing(recipe, found, say)
+                _pip(recipe, environment, ["uninstall", "--yes", *recipe.absent], log)
+            versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
             if failing and recipe.fallback and not any(name in os.environ for name in recipe.fallback):
                 say(f"{_first(failing)}; building it again for any CPU")
-                _rebuild(recipe, found, log)
-                versions, failing = _check(recipe, found), _failing(recipe, found, say)
+                _rebuild(recipe, environment, log)
+                versions, failing = _check(recipe, environment), _failing(recipe, environment, say)
         native = ENGINES.load(recipe.engine).native_kv
         if _ALL in failing or native in failing:
             raise EngineError(f"{recipe.name} is not installed: {_first(failing)}")
-        shims = {"pythonpath": list(found.pythonpath)} if found.pythonpath else {}
+        shims = {"pythonpath": list(environment.pythonpath)} if environment.pythonpath else {}
         created = datetime.now(UTC).isoformat(timespec="seconds")
         write_marker(folder, {**about, "versions": versions, "created": created, "failing": failing, **shims})
     except BaseException:  # whole or not at all, Ctrl-C included
@@ -132,9 +132,9 @@ def _build(recipe: Recipe, folder: Path, found: Environment, say: Say, python: s
     say(", ".join(f"{package} {version}" for package, version in versions.items()))
 
 
-def _failing(recipe: Recipe, found: Environment, say: Say) -> dict[str, str]:
+def _failing(recipe: Recipe, environment: Environment, say: Say) -> dict[str, str]:
     """KV formats that do not run in the new environment, and why; with :data:`_ALL` first where none runs."""
-    tried = try_out(found, cache_dir() / "logs", say)
+    tried = try_out(environment, cache_dir() / "logs", say)
     failing = {name: why for name, why in tried.items() if why is not None}
     if len(failing) == len(tried):
         first = next(iter(failing.values()), "the engine can run none of its KV formats on this machine")
@@ -147,11 +147,16 @@ def _first(failing: Mapping[str, str]) -> str:
     return f"KV format {name} does not run: {why}" if name != _ALL else f"the engine does not run: {why}"
 
 
-def _rebuild(recipe: Recipe, found: Environment, log: IO[bytes]) -> None:
+def _rebuild(recipe: Recipe, environment: Environment, log: IO[bytes]) -> None:
     """Build the recipe's own packages once more, with the variables of its fallback."""
     again = replace(recipe, variables=recipe.fallback)
     for step in recipe.steps:
-        _pip(again, found, ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()], log)
+        _pip(
+            again,
+            environment,
+            ["install", "--force-reinstall", "--no-deps", "--no-cache-dir", *step.requirements()],
+            log,
+        )
 
 
 def _make(python: str, folder: Path, log: IO[bytes]) -> None:
@@ -169,12 +174,12 @@ def _make(python: str, folder: Path, log: IO[bytes]) -> None:
     )
 
 
-def _pip(recipe: Recipe, found: Environment, arguments: Sequence[str], log: IO[bytes]) -> None:
+def _pip(recipe: Recipe, environment: Environment, arguments: Sequence[str], log: IO[bytes]) -> None:
     log.flush()
     before = log.tell()
-    if _run([found.python, "-m", "pip", *arguments], log, recipe.variables) == 0:
+    if _run([environment.python, "-m", "pip", *arguments], log, recipe.variables) == 0:
         return
-    path = _log(Path(found.python).parents[1])
+    path = _log(Path(environment.python).parents[1])
     with path.open("rb") as file:
         file.seek(before)
         lines = file.read().decode("utf-8", "replace").splitlines()
@@ -192,9 +197,9 @@ def _run(command: Sequence[str], log: IO[bytes], variables: Mapping[str, str] | 
     return subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, check=False).returncode
 
 
-def _check(recipe: Recipe, found: Environment) -> dict[str, str]:
+def _check(recipe: Recipe, environment: Environment) -> dict[str, str]:
     """Versions of the installed engine, after a check that its build is for the recipe's device."""
-    with ask(found) as asked:
+    with ask(environment) as asked:
         versions, built = asked.versions(), asked.about.build
     if recipe.build and built != recipe.build:
         hint = f": {recipe.hint}" if recipe.hint else ""

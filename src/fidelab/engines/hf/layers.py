@@ -97,8 +97,8 @@ def _states(layers: Sequence[Any], first: int, last: int) -> Iterator[list[tuple
     """Record (n, state [rows, d]) in order of execution: n = 0 enters the first layer, n = 1 … leaves layer n − 1."""
     states: list[tuple[int, Tensor]] = []
 
-    def keep(number: int, found: Any) -> None:
-        x = found[0] if isinstance(found, tuple) else found
+    def keep(number: int, output: Any) -> None:
+        x = output[0] if isinstance(output, tuple) else output
         if not isinstance(x, Tensor) or x.ndim != 3:
             raise NotSupportedError(f"what passes layer {max(0, number - 1)} is no state of every token")
         states.append((number, x[0, first : last + 1].detach().clone()))  # a view would keep all rows

@@ -145,28 +145,28 @@ class Proof:
         """Observe the sentinel layers during one forward through this cache."""
         sentinels = _sentinels(cache)
         evidence = _Evidence()
-        given: dict[int, tuple[Tensor, Tensor]] = {}
-        handed: dict[int, tuple[Tensor, Tensor]] = {}
+        inputs: dict[int, tuple[Tensor, Tensor]] = {}
+        outputs: dict[int, tuple[Tensor, Tensor]] = {}
 
         def updated(key: Tensor, value: Tensor, layer: int, update: Callable[[], Any]) -> Any:
             out = update()
             if layer in sentinels:
-                given[layer], handed[layer] = (key, value), out
+                inputs[layer], outputs[layer] = (key, value), out
                 if not _handed(out[0]):
-                    self._look(evidence, layer, sentinels[layer], given[layer], out)
+                    self._look(evidence, layer, sentinels[layer], inputs[layer], out)
             return out
 
         def attended(
             layer: int | None, query: Tensor, sides: tuple[Tensor, Tensor], call: partial[Any], about: _About
         ) -> Any:
-            if layer not in handed:
+            if layer not in outputs:
                 return call()
-            came, from_cache = given[layer], handed.pop(layer)
+            written, from_cache = inputs[layer], outputs.pop(layer)
             if _handed(sides[0]):
                 out = call()
-                self._look_paged(evidence, layer, sentinels[layer], came, _Called(query, out[0], about))
+                self._look_paged(evidence, layer, sentinels[layer], written, _Called(query, out[0], about))
                 return out
-            self._compare(evidence, layer, came, from_cache, sides)
+            self._compare(evidence, layer, written, from_cache, sides)
             if foreign := _foreign(call):
                 evidence.opened.setdefault(
                     "received", f"attention is computed by {foreign}, which is not Transformers'"
@@ -196,26 +196,26 @@ class Proof:
 
     # ----------------------------------------------------------------------------------------- comparison
 
-    def _look(self, evidence: _Evidence, layer: int, held: Any, given: Any, handed: Any) -> None:
+    def _look(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, outputs: Any) -> None:
         """Compare stored parts with what was written and with what the cache returns."""
-        for side, (came, out) in enumerate(zip(given, handed, strict=True)):
-            store = (held.k, held.v)[side]
+        for side, (written, out) in enumerate(zip(inputs, outputs, strict=True)):
+            store = (storage.k, storage.v)[side]
             parts, scale = store.parts, store.scale
             tokens = min(_POSITIONS, out.shape[2], *(part.shape[2] for part in parts))
             parts, out = tuple(part[:, :, -tokens:] for part in parts), out[:, :, -tokens:]
-            came = came[:, :, -tokens:]
-            names = names_of(parts, came.shape[-1], out, scale)
+            written = written[:, :, -tokens:]
+            names = names_of(parts, written.shape[-1], out, scale)
             decodes = bool(names)
             if self._asked[side].name not in KNOWN:
-                decodes = equal_bits(self._formats[side].decode(parts, came.shape[-1], out.dtype, scale), out)
+                decodes = equal_bits(self._formats[side].decode(parts, written.shape[-1], out.dtype, scale), out)
             if not decodes:
-                fresh = out[:, :, -came.shape[2] :]
-                what = "untouched" if equal_bits(fresh, came) else "other"
+                fresh = out[:, :, -written.shape[2] :]
+                what = "untouched" if equal_bits(fresh, written) else "other"
                 self.refute("received", f"layer {layer} is handed {what} {_WORDS[side]}, not those that are stored")
                 names = names_of(
-                    tuple(p[:, :, -came.shape[2] :] for p in parts), came.shape[-1], came, scale, exact=False
+                    tuple(p[:, :, -written.shape[2] :] for p in parts), written.shape[-1], written, scale, exact=False
                 )
-            self._note(evidence, side, layer, (parts, came, scale), names, out)
+            self._note(evidence, side, layer, (parts, written, scale), names, out)
         evidence.layers.append(layer)
 
     def _note(
@@ -228,55 +228,55 @@ class Proof:
         out: Tensor,
     ) -> None:
         """Record the format's name, whether it was stored, and how much of ``out`` differs from what was written."""
-        parts, came, scale = stored
-        asked, fresh = self._asked[side], came.shape[2]
+        parts, written, scale = stored
+        asked, fresh = self._asked[side], written.shape[2]
         if asked.name not in KNOWN:
             evidence.formats[side].append(str(asked))
             evidence.opened.setdefault("named", f"fidelab knows no other definition of {asked.name}")
             evidence.opened.setdefault("stored", f"fidelab knows no other definition of {asked.name}")
         else:
-            same = canonical(asked, came.shape[-1]) in names
+            same = canonical(asked, written.shape[-1]) in names
             evidence.formats[side].append(str(asked) if same else next(iter(names), None))
             if not same:
                 finding = f"{_WORDS[side]} of layer {layer} are {names[0] if names else 'in no known format'}"
                 self.refute("named", f"{finding}, not {asked}")
-            encoded = self._formats[side].encode(came, scale)
+            encoded = self._formats[side].encode(written, scale)
             if len(encoded) != len(parts) or not all(
                 equal_bits(new, part[:, :, -fresh:]) for new, part in zip(encoded, parts, strict=True)
             ):
                 self.refute("stored", f"layer {layer} does not store what {asked} makes of its {_WORDS[side]}")
-        evidence.changed[side] += int((out[:, :, -fresh:] != came).sum())
-        evidence.numbers[side] += came.numel()
+        evidence.changed[side] += int((out[:, :, -fresh:] != written).sum())
+        evidence.numbers[side] += written.numel()
 
-    def _compare(self, evidence: _Evidence, layer: int, given: Any, handed: Any, received: Any) -> None:
+    def _compare(self, evidence: _Evidence, layer: int, inputs: Any, outputs: Any, received: Any) -> None:
         """Compare what attention is given with what the cache returned."""
-        for side, (came, out, got) in enumerate(zip(given, handed, received, strict=True)):
-            if got.shape != out.shape:
+        for side, (written, out, tensor) in enumerate(zip(inputs, outputs, received, strict=True)):
+            if tensor.shape != out.shape:
                 evidence.opened["received"] = _UNSEEN
-            elif got is not out and not equal_bits(got, out):
-                what = "untouched" if equal_bits(got[:, :, -came.shape[2] :], came) else "other"
+            elif tensor is not out and not equal_bits(tensor, out):
+                what = "untouched" if equal_bits(tensor[:, :, -written.shape[2] :], written) else "other"
                 self.refute("received", f"attention of layer {layer} got {what} {_WORDS[side]}, not the cache's")
         evidence.received.add(layer)
 
-    def _look_paged(self, evidence: _Evidence, layer: int, held: Any, given: Any, called: _Called) -> None:
+    def _look_paged(self, evidence: _Evidence, layer: int, storage: Any, inputs: Any, called: _Called) -> None:
         """Compare stored pages with what was written, and the kernels' output with attention over both."""
-        row = _whole_row(held.step.mask)
+        row = _whole_row(storage.step.mask)
         if row is None:
             return
-        pages, length = held.held, int(held.held.lengths[row])
-        fresh = [x[row : row + 1, :, -length:] for x in given]
+        pages, length = storage.held, int(storage.held.lengths[row])
+        fresh = [x[row : row + 1, :, -length:] for x in inputs]
         decoded, certain = [], True
-        for side, came in enumerate(fresh):
+        for side, written in enumerate(fresh):
             parts = _of_row(pages, side, row, length)
-            new = tuple(part[:, :, -came.shape[2] :] for part in parts)
-            names = names_of(new, came.shape[-1], came, exact=False)
+            new = tuple(part[:, :, -written.shape[2] :] for part in parts)
+            names = names_of(new, written.shape[-1], written, exact=False)
             certain &= bool(names)
-            values = values_of(names[0], parts, came.shape[-1]) if names else came.float()
+            values = values_of(names[0], parts, written.shape[-1]) if names else written.float()
             decoded.append(values)
-            self._note(evidence, side, layer, (parts, came, None), names, values.to(came.dtype))
+            self._note(evidence, side, layer, (parts, written, None), names, values.to(written.dtype))
         evidence.layers.append(layer)
         evidence.received.add(layer)
-        if not (length == given[0].shape[2] == called.query.shape[2]) or not certain:
+        if not (length == inputs[0].shape[2] == called.query.shape[2]) or not certain:
             evidence.opened.setdefault("received", _PART)
             return
         many = min(length, _QUERIES)
@@ -285,7 +285,7 @@ class Proof:
 
         def over(keys: Tensor, values: Tensor) -> Tensor:
             k, v = (x[0, :, :many].transpose(0, 1).float() for x in (keys, values))
-            return called.attend(rows, k, v, held.window)
+            return called.attend(rows, k, v, storage.window)
 
         reference = over(*decoded)
         error = float((kernel - reference).norm() / reference.norm())

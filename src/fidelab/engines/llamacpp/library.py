@@ -144,8 +144,8 @@ class Seen:
         )
 
 
-def _only(found: set[_T]) -> _T | None:
-    return found.pop() if len(found) == 1 else None
+def _only(values: set[_T]) -> _T | None:
+    return values.pop() if len(values) == 1 else None
 
 
 class CacheReads:

@@ -120,14 +120,14 @@ def proof(
     return result
 
 
-def _error(found: Floats, given: Floats, name: str) -> float:
+def _error(values: Floats, original: Floats, name: str) -> float:
     """The largest error relative to the bound of the format for its block; infinite for numbers that are not finite."""
-    if found.shape != given.shape or not np.isfinite(found).all():
+    if values.shape != original.shape or not np.isfinite(values).all():
         return float("inf")
     size = _BLOCK if name in _HEADER else 1
-    blocks = np.abs(given).reshape(len(given), -1, size)
+    blocks = np.abs(original).reshape(len(original), -1, size)
     allowed = _SLACK * _BOUND[name] * blocks.max(-1, keepdims=True) + np.float32(2**-24 if _BOUND[name] else 0)
-    error = np.abs(found - given).reshape(blocks.shape)
+    error = np.abs(values - original).reshape(blocks.shape)
     with np.errstate(divide="ignore", invalid="ignore"):
         return float(np.nan_to_num(error / allowed, nan=0.0, posinf=np.inf).max())
 

@@ -121,8 +121,8 @@ def _optional(client: Client, path: str) -> dict[str, Any]:
         return {}
 
 
-def _text(said: Mapping[str, Any], key: str) -> str | None:
-    value = said.get(key)
+def _text(answer: Mapping[str, Any], key: str) -> str | None:
+    value = answer.get(key)
     return value if isinstance(value, str) and value else None
 
 
@@ -131,6 +131,6 @@ def _value(text: str) -> bool | int | str:
     return text == "True" if text in ("True", "False") else int(text) if text.isdecimal() else text
 
 
-def _chosen(said: Mapping[str, Any], **names: str) -> dict[str, Any]:
+def _chosen(answer: Mapping[str, Any], **names: str) -> dict[str, Any]:
     """The server's values by our names; ``names`` maps ours to the server's."""
-    return {name: said[key] for name, key in names.items() if said.get(key) not in (None, "", "None")}
+    return {name: answer[key] for name, key in names.items() if answer.get(key) not in (None, "", "None")}

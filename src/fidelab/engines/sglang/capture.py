@@ -262,14 +262,14 @@ class _Stored:
         if not self._given or not keys or not values:
             return None
         equal = total = 0
-        for kind, given, buffer in zip("kv", self._given[0], (keys, values), strict=True):
+        for kind, tensor, buffer in zip("kv", self._given[0], (keys, values), strict=True):
             stored = buffer[layer.layer_id - pool.start_layer]
             if stored.dtype != pool.dtype and stored.element_size() == pool.dtype.itemsize:
                 stored = stored.view(pool.dtype)
             if stored.dim() != 3 or stored.dtype != pool.dtype:
                 return None
             stored = stored[batch.out_cache_loc].float().flatten()
-            expected = (given.float() / _scale(layer, kind)).to(pool.dtype).float().flatten()
+            expected = (tensor.float() / _scale(layer, kind)).to(pool.dtype).float().flatten()
             if len(stored) != len(expected):
                 return None
             equal += int((stored == expected).sum())

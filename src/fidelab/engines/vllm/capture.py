@@ -309,14 +309,14 @@ def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str,
     }
 
 
-def _toward_zero(near: Tensor, given: Tensor) -> Tensor:
-    """``given`` rounded toward zero: where the nearest number is larger in magnitude, the one below it."""
+def _toward_zero(near: Tensor, values: Tensor) -> Tensor:
+    """``values`` rounded toward zero: where the nearest number is larger in magnitude, the one below it."""
     import torch
 
     bits = near.view(
         torch.uint8 if near.element_size() == 1 else torch.int16 if near.element_size() == 2 else torch.int32
     )
-    beyond = near.float().abs() > given.abs()
+    beyond = near.float().abs() > values.abs()
     return torch.where(beyond, bits - 1, bits).view(near.dtype).float()
 
 
