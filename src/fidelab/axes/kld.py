@@ -9,7 +9,7 @@ no fewer than six: what is resampled are documents, and a long window rarely tou
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
+from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
 from fidelab.axes.rows import compare_item, estimator_of, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Probe
@@ -26,7 +26,6 @@ from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.divergence import (
-    BinnedMeans,
     RowComparison,
     kl_by_confidence,
     kl_by_position,
@@ -38,33 +37,50 @@ from fidelab.metrics.intervals import standard_error
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
-__all__ = ["KLD"]
+__all__ = ["KLD", "KLD_METRICS", "kl_curve"]
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _LEAST_CONTEXT = 8  # tokens
-_LEAST_WINDOWS = 6  # of a longer context: below six units intervals are wide and verdicts weak
+_LEAST_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
+_QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
-_MEAN = Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position.")
-_STDERR = Definition("std. error", "nats", None, "Standard error of the mean.")
-_QUANTILES = {
+KLD_METRICS = {
+    "mean": Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position."),
+    "stderr": Definition("std. error", "nats", None, "Standard error of the mean."),
     "median": Definition("median", "nats", "lower", "Median KL of a position."),
     "p90": Definition("p90", "nats", "lower", "90th percentile of the KL of a position."),
     "p95": Definition("p95", "nats", "lower", "95th percentile of the KL of a position."),
     "p99": Definition("p99", "nats", "lower", "99th percentile of the KL of a position."),
     "p999": Definition("p99.9", "nats", "lower", "99.9th percentile of the KL of a position."),
     "max": Definition("max", "nats", "lower", "Largest KL of one position."),
+    "top1": Definition("top-1", "share", "higher", "Share of positions whose most likely token is the reference's."),
+    "real_flips": Definition(
+        "real flips",
+        "share",
+        "lower",
+        "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats "
+        "or more.",
+    ),
+    "tokens_to_flip": Definition(
+        "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
+    ),
+    "rms_dp": Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability."),
+    "score": SCORE,
 }
-_TOP1 = Definition("top-1", "share", "higher", "Share of positions whose most likely token is the reference's.")
-_FLIPS = Definition(
-    "real flips",
-    "share",
-    "lower",
-    "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats or more.",
-)
-_TO_FLIP = Definition(
-    "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
-)
-_RMS = Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability.")
+"""The axis's metrics by the field of :class:`KLSummary` or :class:`Flips` that holds the value."""
+
+_PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
+    "position": (
+        "KL by position in the window",
+        "position in the window, tokens",
+        "Rising lines: the cost grows with the context.",
+    ),
+    "confidence": (
+        "KL by the reference's confidence",
+        "reference's largest probability",
+        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
+    ),
+}
 
 
 class KLDSettings(AxisSettings):
@@ -206,24 +222,13 @@ class KLD(Axis):
         )
         documents = pair.ref.manifest["settings"].get("unit") == "document"
         n_units = len(np.unique(score.units[score.usable]))
+        by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
             metrics=_metrics(score, rows, seed),
             plots=(
-                _curve(
-                    kl_by_position(positions, rows.kl),
-                    key="position",
-                    title="KL by position in the window",
-                    x_label="position in the window, tokens",
-                    caption="Rising lines: the cost grows with the context.",
-                ),
-                _curve(
-                    kl_by_confidence(rows.confidence, rows.kl),
-                    key="confidence",
-                    title="KL by the reference's confidence",
-                    x_label="reference's largest probability",
-                    caption="Left: the reference itself is unsure. High lines at the right are the costly ones.",
-                ),
+                kl_curve("position", by_position.edges, by_position.means),
+                kl_curve("confidence", by_confidence.edges, by_confidence.means),
             ),
             facts={
                 "estimator": str(estimator_of(pair)),
@@ -259,8 +264,8 @@ def _measured(score: AxisScore) -> dict[str, object]:
 
 def _by_context(score: AxisScore) -> list[Metric]:
     cell: Coordinates = {"context": _context(score)}
-    found = (metric for name in (_MEAN.name, _TOP1.name) if (metric := score.metric(name)) is not None)
-    return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in found]
+    metrics = (score.metric(KLD_METRICS[field].name) for field in ("mean", "top1"))
+    return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 
 def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
@@ -270,30 +275,36 @@ def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
 
 
 def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:
-    found = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
+    summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
     flips = summarise_flips(rows, score.units, seed)
+    define = KLD_METRICS
     return (
-        _MEAN(found.mean, score.mean_interval(seed), bound=score.bound, headline=True),
-        _STDERR(standard_error(score.items())),
-        *(define(getattr(found, name), bound=score.bound) for name, define in _QUANTILES.items()),
-        _TOP1(found.top1, flips.top1_ci),
-        _FLIPS(flips.real_flips, flips.real_flips_ci),
-        _TO_FLIP(flips.tokens_to_flip, flips.tokens_to_flip_ci),
-        _RMS(found.rms_dp),
+        define["mean"](summary.mean, score.mean_interval(seed), bound=score.bound, headline=True),
+        define["stderr"](standard_error(score.items())),
+        *(define[name](getattr(summary, name), bound=score.bound) for name in _QUANTILES),
+        define["top1"](summary.top1, flips.top1_ci),
+        define["real_flips"](flips.real_flips, flips.real_flips_ci),
+        define["tokens_to_flip"](flips.tokens_to_flip, flips.tokens_to_flip_ci),
+        define["rms_dp"](summary.rms_dp),
         *(() if score.bound else (score.score(seed, headline=False),)),
     )
 
 
-def _curve(bins: BinnedMeans, *, key: str, title: str, x_label: str, caption: str) -> Curve:
-    """Mean KL per bin, at the bins' middles."""
+def kl_curve(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:
+    """Mean KL (nats) per bin, at the middle of each bin.
+
+    ``key``: ``position`` (in the window) or ``confidence`` (the reference's largest probability).  ``edges`` [n + 1],
+    ``means`` [n]: ``None`` for an empty bin.
+    """
+    title, x_label, caption = _PLOT_TEXTS[key]
     return Curve(
         key=key,
         title=title,
         x_label=x_label,
         y_label="mean KL, nats",
         caption=caption,
-        x=tuple((low + high) / 2 for low, high in pairwise(bins.edges)),
-        y=bins.means,
+        x=tuple((low + high) / 2 for low, high in pairwise(edges)),
+        y=tuple(means),
         log_y=True,
         kl=True,
     )

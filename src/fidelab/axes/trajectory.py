@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
+from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -30,25 +30,31 @@ from fidelab.metrics.agreement import (
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve, Plot, TextPair, Texts
 
-__all__ = ["Trajectory"]
+__all__ = ["TRAJECTORY_METRICS", "Trajectory", "survival_plot"]
 
 _SHOWN = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 
-_EXACT = Definition("exact match", "share", "higher", "Share of prompts with equal token ids throughout.")
-_AGREEMENT = Definition(
-    "positional agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
-)
-_FIRST = Definition(
-    "median first divergence",
-    "tokens",
-    None,
-    "Median index of the first differing token over the prompts whose texts diverge.",
-)
-_NEAR_TIES = Definition(
-    "near ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
-)
-_REFRACT = Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition.")
+TRAJECTORY_METRICS = {
+    "score": SCORE,
+    "exact_match_rate": Definition(
+        "exact match", "share", "higher", "Share of prompts with equal token ids throughout."
+    ),
+    "positional_agreement": Definition(
+        "positional agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
+    ),
+    "median_first_divergence": Definition(
+        "median first divergence",
+        "tokens",
+        None,
+        "Median index of the first differing token over the prompts whose texts diverge.",
+    ),
+    "near_tie_share": Definition(
+        "near ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
+    ),
+    "score_refract": Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition."),
+}
+"""The axis's metrics by the name of the function that computes the value."""
 
 
 class TrajectorySettings(AxisSettings):
@@ -130,18 +136,18 @@ class Trajectory(Axis):
             for (r, _), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
             if ok and agreement.first_divergence is not None
         ]
-        asked = pair.ref.manifest["settings"]
+        asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
         return replace(
             score,
             metrics=(
                 score.score(seed),
-                _EXACT(exact_match_rate(good)),
-                _AGREEMENT(positional_agreement(good)),
-                _FIRST(median_first_divergence(good)),
-                _NEAR_TIES(near_tie_share([fork.margin for fork in forks])),
-                _REFRACT(trajectory_score(good, compat="refract")),
+                define["exact_match_rate"](exact_match_rate(good)),
+                define["positional_agreement"](positional_agreement(good)),
+                define["median_first_divergence"](median_first_divergence(good)),
+                define["near_tie_share"](near_tie_share([fork.margin for fork in forks])),
+                define["score_refract"](trajectory_score(good, compat="refract")),
             ),
-            plots=(_survival(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
+            plots=(survival_plot(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
             facts={"n_predict": asked["n_predict"], "template": asked["template"]},
         )
 
@@ -157,7 +163,8 @@ class _Fork:
     test: list[int]
 
 
-def _survival(shares: Sequence[float]) -> Curve:
+def survival_plot(shares: Sequence[float]) -> Curve:
+    """The curve of ``shares`` [n + 1]: prompts whose text still equals the reference's after 0 … n tokens, 0-1."""
     return Curve(
         key="survival",
         title="How long greedy text stays the same",
