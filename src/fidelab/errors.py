@@ -90,9 +90,4 @@ class OutputError(FidelabError):
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
     """All known names, the most similar to ``name`` first, ties in alphabetical order."""
-
-    def distance(candidate: str) -> tuple[float, str]:
-        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        return (-ratio, candidate)
-
-    return sorted(known, key=distance)
+    return sorted(known, key=lambda k: (-difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio(), k))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Final, Literal
 
@@ -11,7 +10,7 @@ from pydantic import AwareDatetime, Field
 from fidelab.metrics.change import Allowance
 from fidelab.results.comparability import Difference
 from fidelab.results.measurement import Better, Limit, Unit
-from fidelab.results.values import Count, Free, Interval, Positive, Record
+from fidelab.results.values import Count, Document, Free, Interval, Positive, Record
 
 __all__ = ["SCHEMA", "Basis", "Diff", "MetricChange", "Outcome", "Refusal", "Side", "Thresholds"]
 
@@ -117,7 +116,7 @@ class Refusal(Record):
     """Metrics that were not compared for it."""
 
 
-class Diff(Record):
+class Diff(Document):
     """A run against a baseline."""
 
     schema_name: Literal["fidelab.diff/0"] = Field(default=SCHEMA, alias="schema")
@@ -151,11 +150,6 @@ class Diff(Record):
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
             found.append(f"not comparable: {groups} (--allow-missing lets that pass)")
         return found
-
-    def to_json(self) -> str:
-        """Strict JSON, indented, ending in a newline."""
-        plain = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _n(count: int, noun: str) -> str:

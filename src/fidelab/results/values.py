@@ -12,6 +12,7 @@ from fidelab.core import Status
 __all__ = [
     "NEEDS_REASON",
     "Count",
+    "Document",
     "Free",
     "FreeDict",
     "Interval",
@@ -37,6 +38,15 @@ class Record(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
     )
+
+
+class Document(Record):
+    """A record that is written to a file of its own, or printed."""
+
+    def to_json(self) -> str:
+        """Strict JSON, indented, ending in a newline."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
