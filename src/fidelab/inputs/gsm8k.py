@@ -6,7 +6,6 @@ fields: ``question``, and ``answer`` ending in ``#### number``.  The worked exam
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.errors import InputError
-from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.files import DATA, json_lines
 
 __all__ = ["Problem", "ask", "extract_answer", "load_problems", "load_shots", "own_words"]
 
@@ -138,15 +137,7 @@ def _from_hub() -> list[dict[str, Any]]:
 def _from_file(path: Path) -> list[tuple[str, int, Any]]:
     if not path.is_file():
         raise InputError(f"no GSM8K problems at {str(path)!r}: write gsm8k or the path of a JSONL file")
-    rows = []
-    for number, line in enumerate(read_utf8(path, "problem file").removeprefix("\ufeff").split("\n"), 1):
-        place = f"problem file {path}, line {number}"
-        if line.strip():
-            try:
-                rows.append((place, number, json.loads(line)))
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{place} is not JSON: {error}") from None
-    return rows
+    return list(json_lines(path, "problem file"))
 
 
 def _problem(place: str, number: int, record: Any) -> Problem:
