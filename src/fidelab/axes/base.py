@@ -11,7 +11,7 @@ implements ``probes`` and ``score_parts``; one whose questions depend on what th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,8 +23,9 @@ from pydantic import BaseModel, ConfigDict
 from fidelab.axes.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Probe, Timed
+from fidelab.captures.requests import Generate, Probe, Timed, Tokens
 from fidelab.core import Status
+from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,
@@ -34,12 +35,12 @@ from fidelab.metrics.intervals import (
     ratio_interval,
 )
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
-from fidelab.results.plots import Plot
+from fidelab.results.plots import Plot, TextPair, Texts
 
 if TYPE_CHECKING:
     from fidelab.inputs.corpus import Text
     from fidelab.inputs.prompts import Prompt
-    from fidelab.inputs.tokens import Tokenizer
+    from fidelab.inputs.tokens import Template, Tokenizer
 
 __all__ = [
     "OVER_CONTROL",
@@ -52,7 +53,9 @@ __all__ = [
     "answer_text",
     "part_name",
     "parts_of",
+    "prompt_ids",
     "spread",
+    "texts",
     "written_text",
 ]
 
@@ -302,6 +305,36 @@ def part_name(axis: str, part: str) -> str:
 def parts_of(axis: str, captures: Mapping[str, Path]) -> dict[str, Path]:
     """The captures of one axis by part."""
     return {name[len(axis) + 1 :]: path for name, path in captures.items() if name.split(".", 1)[0] == axis}
+
+
+def prompt_ids(
+    inputs: AxisInputs, limit: int | None, template: Template, n_predict: int, setting: str
+) -> tuple[Tokens, ...]:
+    """Token ids of the first ``limit`` prompts, each with room for ``n_predict`` generated tokens.
+
+    Raises:
+        InputError: a prompt without tokens, or one that is too long for the model; ``setting`` says what to change.
+    """
+    prompts = inputs.prompts[:limit]
+    ids = tuple(inputs.tokenizer.chat(prompt.messages, template) for prompt in prompts)
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise InputError(f"prompt {prompt.id!r} has no tokens")
+        if inputs.max_positions is not None and len(tokens) + n_predict > inputs.max_positions:
+            raise InputError(
+                f"prompt {prompt.id!r} has {len(tokens)} tokens; with {setting} that is beyond the model's limit of "
+                f"{inputs.max_positions} positions"
+            )
+    return ids
+
+
+def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
+    """A plot of texts side by side; none without pairs, or where captures lack the vocabulary to decode tokens."""
+    try:
+        listed = tuple(pairs)
+    except CaptureError:
+        return ()
+    return (Texts(title=title, pairs=listed),) if listed else ()
 
 
 def written_text(capture: Capture, item: int) -> str:

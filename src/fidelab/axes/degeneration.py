@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, texts
 from fidelab.axes.forced import greedy_probe
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Generate
@@ -265,15 +265,11 @@ def _table(items: Sequence[_Item]) -> TablePlot:
     )
 
 
-def _texts(items: Sequence[_Item], pair: Pair) -> list[Texts]:
+def _texts(items: Sequence[_Item], pair: Pair) -> tuple[Texts, ...]:
     """Some onsets as text, harmed prompts first; nothing where no text degenerates."""
     degenerate = [item for item in items if item.test.onset]
     ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_SHOWN]
-    try:
-        pairs = tuple(_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
-    except CaptureError:  # no vocabulary beside the captures: numbers need none
-        return []
-    return [Texts(title="Around the onset", pairs=pairs)] if pairs else []
+    return texts("Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset))
 
 
 def _around(item: _Item, onset: Onset, pair: Pair) -> TextPair:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
-from fidelab.axes.rows import compare_item, estimator_of, not_measurable
+from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Probe
 from fidelab.core import Estimator
@@ -29,7 +29,6 @@ from fidelab.metrics.divergence import (
     RowComparison,
     kl_by_confidence,
     kl_by_position,
-    kld_score,
     summarise_flips,
     summarise_kl,
 )
@@ -200,16 +199,14 @@ class KLD(Axis):
         order = [r for r, _ in pair.items]
         windows = np.repeat(np.asarray(order, dtype=np.int32), probe.n_rows)
         positions = np.tile(np.arange(probe.first, probe.last + 1, dtype=np.int32), len(order))
-        bound = estimator_of(pair) is Estimator.TOPK
-        score = AxisScore(
-            num=rows.kl,
-            den=np.ones(len(rows)),
-            units=np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order]),
-            usable=~rows.failed,
-            transform=None if bound else kld_score,
-            bounds=(0.0, float("inf")),
-            identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
-            bound=bound,
+        units = np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order])
+        score = kl_score(rows, units, bound=estimator_of(pair) is Estimator.TOPK)
+        documents = pair.ref.manifest["settings"].get("unit") == "document"
+        n_units = len(np.unique(score.units[score.usable]))
+        by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
+        return replace(
+            score,
+            metrics=_metrics(score, rows, seed),
             positions={
                 "window": windows,
                 "position": positions,
@@ -219,13 +216,6 @@ class KLD(Axis):
                 "reference_confidence": rows.confidence,
                 "margin": rows.margin.astype(np.float32),
             },
-        )
-        documents = pair.ref.manifest["settings"].get("unit") == "document"
-        n_units = len(np.unique(score.units[score.usable]))
-        by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
-        return replace(
-            score,
-            metrics=_metrics(score, rows, seed),
             plots=(
                 kl_curve("position", by_position.edges, by_position.means),
                 kl_curve("confidence", by_confidence.edges, by_confidence.means),

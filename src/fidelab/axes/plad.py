@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, spread
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, spread, texts
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Probe, Tokens
@@ -347,23 +347,20 @@ def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> Tab
     )
 
 
-def _texts(pair: Pair, cells: Sequence[_Cell]) -> list[Texts]:
-    """The answers that moved most beyond the reference's; numbers need no vocabulary, so without one there are none."""
+def _texts(pair: Pair, cells: Sequence[_Cell]) -> tuple[Texts, ...]:
+    """The answers with the largest excess drift."""
     moved = [cell for cell in cells if not cell.failed and cell.excess > 0]
     shown = sorted(moved, key=lambda cell: -cell.excess)[:_SHOWN]
-    try:
-        pairs = tuple(
-            TextPair(
-                label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
-                reference=_two_answers(pair.ref, *cell.ref),
-                candidate=_two_answers(pair.test, *cell.test),
-                note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
-            )
-            for cell in shown
+    pairs = (
+        TextPair(
+            label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
+            reference=_two_answers(pair.ref, *cell.ref),
+            candidate=_two_answers(pair.test, *cell.test),
+            note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
         )
-    except CaptureError:
-        return []
-    return [Texts(title="Largest excess drift", pairs=pairs)] if pairs else []
+        for cell in shown
+    )
+    return texts("Largest excess drift", pairs)
 
 
 def _two_answers(capture: Capture, plain: Sequence[int], perturbed: Sequence[int]) -> str:

@@ -19,13 +19,14 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, HeadFile
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
-from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits
+from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits, kld_score
 
 __all__ = [
     "CHUNK",
     "compare_item",
     "estimator_of",
     "item_rows",
+    "kl_score",
     "logits",
     "margin",
     "not_measurable",
@@ -57,6 +58,20 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
         bounds=(0.0, float("inf")),
         identical=False,
         not_measurable=reason,
+    )
+
+
+def kl_score(rows: RowComparison, units: NDArray[np.int64], *, bound: bool) -> AxisScore:
+    """The score of axes whose items are rows ``[n]`` with their KL; ``bound``: the KL is a lower bound."""
+    return AxisScore(
+        num=rows.kl,
+        den=np.ones(len(rows)),
+        units=units,
+        usable=~rows.failed,
+        transform=None if bound else kld_score,
+        bounds=(0.0, float("inf")),
+        identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
+        bound=bound,
     )
 
 

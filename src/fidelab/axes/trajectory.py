@@ -10,12 +10,21 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    SCORE,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    SampleSize,
+    prompt_ids,
+    texts,
+)
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
-from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.agreement import (
     NEAR_TIE,
     PairAgreement,
@@ -28,7 +37,7 @@ from fidelab.metrics.agreement import (
     trajectory_score,
 )
 from fidelab.results.measurement import Definition
-from fidelab.results.plots import Curve, Plot, TextPair, Texts
+from fidelab.results.plots import Curve, TextPair, Texts
 
 __all__ = ["TRAJECTORY_METRICS", "Trajectory", "survival_plot"]
 
@@ -84,27 +93,16 @@ class Trajectory(Axis):
 
     def probe(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
-        prompts = inputs.prompts[: s.limit]
-        ids = tuple(tokenizer.chat(prompt.messages, s.template) for prompt in prompts)
-        for prompt, tokens in zip(prompts, ids, strict=True):
-            if not tokens:
-                raise InputError(f"prompt {prompt.id!r} has no tokens")
-            if inputs.max_positions is not None and len(tokens) + s.n_predict > inputs.max_positions:
-                raise InputError(
-                    f"prompt {prompt.id!r} has {len(tokens)} tokens; with --n-predict {s.n_predict} that is beyond the "
-                    f"model's limit of {inputs.max_positions} positions"
-                )
-        used = "raw" if s.template == "raw" else tokenizer.template
         return Generate(
             axis=self.name,
-            prompts=ids,
+            prompts=prompt_ids(inputs, s.limit, s.template, s.n_predict, f"--n-predict {s.n_predict}"),
             max_tokens=s.n_predict,
             stop=tokenizer.stop_ids,
             batch=s.batch,
             settings=(
                 *((("compat", s.compat),) if s.compat else ()),
                 ("n_predict", s.n_predict),
-                ("template", used),
+                ("template", "raw" if s.template == "raw" else tokenizer.template),
             ),
         )
 
@@ -179,14 +177,10 @@ def survival_plot(shares: Sequence[float]) -> Curve:
     )
 
 
-def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Plot, ...]:
+def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
     """Some divergences as text: a clear preference of the reference tells more than a near tie."""
     ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_SHOWN]
-    try:
-        pairs = tuple(_text(pair, fork) for fork in ranked)
-    except CaptureError:  # no vocabulary beside the captures: numbers need none
-        return ()
-    return (Texts(title="First divergences", pairs=pairs),) if pairs else ()
+    return texts("First divergences", (_text(pair, fork) for fork in ranked))
 
 
 def _text(pair: Pair, fork: _Fork) -> TextPair:

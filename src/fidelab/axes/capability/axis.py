@@ -207,7 +207,7 @@ def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Re
             whole,
             _LOST(lost),
             _GAINED(gained),
-            _PASSED(score.mean(), whole.interval and _shares(whole.interval)),
+            _PASSED(score.mean(), whole.interval and (whole.interval[0] / 100, whole.interval[1] / 100)),
             _REFERENCE(had / n if n else None),
             _DIFFERENCE(change.estimate, change.interval),
             _P(mcnemar_exact(lost, gained)),
@@ -248,10 +248,6 @@ def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
         f"capability checks: {lost} of the {had} that the reference answers right are lost "
         f"({-interval[1]:.0f}–{-interval[0]:.0f} points of all {len(answered)})",
     )
-
-
-def _shares(interval: tuple[float, float]) -> tuple[float, float]:
-    return interval[0] / 100, interval[1] / 100
 
 
 def _plots(results: Sequence[Result]) -> Iterator[Plot]:

@@ -13,7 +13,7 @@ from fidelab.axes.capability import parse
 from fidelab.axes.capability.code import TASKS, Task, run_task
 from fidelab.axes.capability.vision import QUESTIONS
 
-__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "Judged", "Kind", "by_id", "long_prompt"]
+__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "Judged", "Kind", "long_prompt"]
 
 SET_VERSION = "1"
 """Changes with the questions: answers to another set are not scored with this one."""
@@ -203,9 +203,3 @@ CHECKS: tuple[Check, ...] = (
     Check("tool-call", "tool call", _WEATHER, "get_weather(city='Paris')", _weather),
     Check("thinking", "thinking", _TRAIN, "an end, then 43", _number("43")),
 )
-_BY_ID = {check.id: check for check in CHECKS}
-
-
-def by_id(name: str) -> Check | None:
-    """The check of an id, if the set has it."""
-    return _BY_ID.get(name)
