@@ -178,10 +178,10 @@ class AxisScore:
 
         ``None``: no item is usable on both, or one of them is a lower bound alone.
         """
-        theirs = control.at(self.part)
-        if self.bound or theirs is None or len(self.num) != len(theirs.num):
+        other = control.at(self.part)
+        if self.bound or other is None or len(self.num) != len(other.num):
             return None
-        a, b = self.items(theirs.usable), theirs.items(self.usable)
+        a, b = self.items(other.usable), other.items(self.usable)
         if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
             return None
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)

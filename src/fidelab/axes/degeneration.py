@@ -205,8 +205,8 @@ def _at_once(text: _Text) -> bool:
 
 def _sentence(items: Sequence[_Item], n: int) -> str:
     at = round(float(np.median([item.test.onset.at for item in items if item.test.onset])))
-    theirs = [item.ref.onset.at for item in items if item.ref.onset]
-    reference = f"in {len(theirs)} of these, from token ~{round(float(np.median(theirs)))}" if theirs else "none"
+    onsets = [item.ref.onset.at for item in items if item.ref.onset]
+    reference = f"in {len(onsets)} of these, from token ~{round(float(np.median(onsets)))}" if onsets else "none"
     return f"garbage from token ~{at} in {len(items)} of {n} prompts (reference: {reference})"
 
 
@@ -274,10 +274,10 @@ def _texts(items: Sequence[_Item], pair: Pair) -> tuple[Texts, ...]:
 
 def _around(item: _Item, onset: Onset, pair: Pair) -> TextPair:
     span = slice(max(0, onset.at - _BEFORE), onset.at + _AFTER)
-    theirs = "clean" if item.ref.onset is None else f"{item.ref.onset.kind} from token {item.ref.onset.at}"
+    reference = "clean" if item.ref.onset is None else f"{item.ref.onset.kind} from token {item.ref.onset.at}"
     return TextPair(
         label=f"prompt {item.number}, tokens {span.start}–{span.stop - 1}",
         reference=pair.ref.text(item.ref.ids[span]),
         candidate=pair.test.text(item.test.ids[span]),
-        note=f"candidate: {onset.kind} from token {onset.at}; reference: {theirs}",
+        note=f"candidate: {onset.kind} from token {onset.at}; reference: {reference}",
     )

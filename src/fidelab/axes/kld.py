@@ -170,11 +170,11 @@ class KLD(Axis):
         )
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
-        found = {part: self.score(pair, seed) for part, pair in pairs.items()}
-        nothing = next((score for score in found.values() if score.not_measurable), None)
-        if nothing is not None:
-            return nothing
-        parts = dict(sorted(found.items(), key=lambda item: _context(item[1])))
+        scores = {part: self.score(pair, seed) for part, pair in pairs.items()}
+        unmeasurable = next((score for score in scores.values() if score.not_measurable), None)
+        if unmeasurable is not None:
+            return unmeasurable
+        parts = dict(sorted(scores.items(), key=lambda item: _context(item[1])))
         part, worst = max(parts.items(), key=lambda item: _badness(item[1]))
         columns = {name: [score.positions[name] for score in parts.values()] for name in worst.positions}
         by_context = [metric for score in parts.values() for metric in _by_context(score)] if len(parts) > 1 else []

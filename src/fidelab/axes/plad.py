@@ -138,13 +138,13 @@ class PLAD(Axis):
         if not plain:
             raise InputError(f"plad: prompt {prompt.id!r} has no tokens")
         note: dict[str, str | int] = {"prompt": index, "id": prompt.id}
-        found = [(plain, {**note, "perturbation": _UNPERTURBED})]
+        questions = [(plain, {**note, "perturbation": _UNPERTURBED})]
         for name in s.perturbations:
             changed = perturb_prompt(prompt, name, s.seed + index)
             ids = plain if changed is None else tokenizer.chat(changed.messages, s.template)
             if changed is not None and ids != plain:
-                found.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
-        return found if len(found) > 1 else []
+                questions.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
+        return questions if len(questions) > 1 else []
 
     def repeated(self, probe: Probe, share: float) -> Probe | None:
         """A share of the prompts, each with all its perturbations."""
@@ -174,16 +174,16 @@ class PLAD(Axis):
             fails=constant,
         )
         asked = pair.ref.manifest["settings"]
-        whole = _Summary.of(counted, seed)
+        summary = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
         return replace(
             score,
             metrics=(
                 score.score(seed),
-                _EXCESS(whole.excess, whole.interval),
-                _SIGN(whole.p),
-                _REF_DRIFT(whole.ref),
-                _DRIFT(whole.test),
+                _EXCESS(summary.excess, summary.interval),
+                _SIGN(summary.p),
+                _REF_DRIFT(summary.ref),
+                _DRIFT(summary.test),
                 _FREQUENT(_frequent(plain[1])),
                 _UNLIKE_SHARE(_unlike(*plain)),
                 _SKIPPED(sum(skipped.values())),
@@ -224,12 +224,12 @@ def _cells(pair: Pair) -> list[_Cell]:
     """All cells, in the order of the test side's notes: the floor asks only some prompts again."""
     notes = _notes(pair.test)
     places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
-    found = []
+    cells = []
     for note in notes:
         if note["perturbation"] != _UNPERTURBED:
             (r0, t0), (r1, t1) = places[note["prompt"], _UNPERTURBED], places[note["prompt"], note["perturbation"]]
             sides = [pair.ref.items[r0], pair.ref.items[r1], pair.test.items[t0], pair.test.items[t1]]
-            found.append(
+            cells.append(
                 _Cell(
                     prompt=note["prompt"],
                     id=note["id"],
@@ -240,7 +240,7 @@ def _cells(pair: Pair) -> list[_Cell]:
                     failed=any(item["failed"] is not None for item in sides),
                 )
             )
-    return found
+    return cells
 
 
 def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
@@ -329,12 +329,12 @@ class _Summary:
 def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> TablePlot:
     rows = []
     for name, left in skipped.items():
-        mine = [cell for cell in cells if cell.perturbation == name]
-        found = _Summary.of(mine, seed)
-        low, high = found.interval or (None, None)
-        shares = (found.ref, found.test, found.excess, low, high)
+        selected = [cell for cell in cells if cell.perturbation == name]
+        summary = _Summary.of(selected, seed)
+        low, high = summary.interval or (None, None)
+        shares = (summary.ref, summary.test, summary.excess, low, high)
         percent = [None if share is None else 100.0 * share for share in shares]
-        rows.append((name, found.n, found.score, *percent, found.p, len(mine) - found.n, left))
+        rows.append((name, summary.n, summary.score, *percent, summary.p, len(selected) - summary.n, left))
     return TablePlot(
         title="By perturbation",
         columns=(

@@ -146,8 +146,8 @@ class RNIAH(Axis):
             return {}
         asked, first = self._plan(inputs), reference["question"]
         notes = enumerate(_notes(first))
-        found = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
-        style: Style = "question" if found else "cloze"
+        answered = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
+        style: Style = "question" if answered else "cloze"
         return {"main": asked.probe("main", style, asked.lengths)}
 
     def repeated(self, probe: Probe, share: float) -> Probe | None:
@@ -279,7 +279,7 @@ def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str 
 
 def _trials(pair: Pair, compat: str | None) -> list[Trial]:
     """What was asked, and what both sides answered."""
-    notes, found = _notes(pair.ref), []
+    notes, trials = _notes(pair.ref), []
     for ref, test in pair.items:
         note = notes[ref]
         failures = [pair.ref.items[ref]["failed"], pair.test.items[test]["failed"]]
@@ -294,8 +294,8 @@ def _trials(pair: Pair, compat: str | None) -> list[Trial]:
             failed=any(failure is not None for failure in failures),
             same=pair.ref.ids(ref) == pair.test.ids(test),
         )
-        found.append(trial)
-    return found
+        trials.append(trial)
+    return trials
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

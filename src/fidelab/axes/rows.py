@@ -45,7 +45,7 @@ def estimator_of(pair: Pair) -> Estimator:
 def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
     """The score of an axis whose questions an engine cannot answer, where one said so (``facts``)."""
     facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
-    reason = next((str(said["not_measurable"]) for said in facts if "not_measurable" in said), None)
+    reason = next((str(side_facts["not_measurable"]) for side_facts in facts if "not_measurable" in side_facts), None)
     if reason is None:
         return None
     nothing = np.empty(0)
@@ -112,8 +112,8 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64]) -> RowC
     parts = []
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
-        ours, theirs = (logits(capture, item, start, stop) for capture, item in sides)
-        parts.append(compare_rows(ours, theirs, targets[start:stop]))
+        p, q = (logits(capture, item, start, stop) for capture, item in sides)
+        parts.append(compare_rows(p, q, targets[start:stop]))
     return RowComparison.concat(parts)
 
 
@@ -123,8 +123,8 @@ def margin(capture: Capture, item: int, row: int, token: int) -> float:
         return float("nan")
     if capture.estimator is Estimator.TOPK:
         ids, logprobs = (side[0] for side in reported(capture, item, row, row + 1))
-        found = logprobs[ids == token]
-        return float(logprobs[ids >= 0].max() - found[0]) if len(found) else float("nan")
+        chosen = logprobs[ids == token]
+        return float(logprobs[ids >= 0].max() - chosen[0]) if len(chosen) else float("nan")
     scores = torch.log_softmax(logits(capture, item, row, row + 1)[0].double(), dim=-1)
     return float(scores.max() - scores[token]) if token < len(scores) else float("nan")
 

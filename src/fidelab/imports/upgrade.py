@@ -41,13 +41,13 @@ def upgrade(plain: Plain) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, AttributeError, ValueError: it is malformed.
     """
-    found = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
+    report = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
     for name in ("reference", "control", "truth"):
-        if found.get(name) is not None:
-            found[name] = _arm(found[name])
+        if report.get(name) is not None:
+            report[name] = _arm(report[name])
     for name in ("controls", "candidates"):
-        found[name] = [_arm(arm) for arm in found.get(name) or ()]
-    return found
+        report[name] = [_arm(arm) for arm in report.get(name) or ()]
+    return report
 
 
 def _arm(arm: Plain) -> dict[str, Any]:
@@ -57,25 +57,25 @@ def _arm(arm: Plain) -> dict[str, Any]:
     benches = {name: bench for name, bench in (arm.get("benches") or {}).items() if bench is not None}
     timing = benches.pop("timing", None)
     axes = _axes(arm.get("axes") or {}, noise)
-    found = {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
+    record = {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
     if arm.get("composite") is not None:
         counted = [name for name in _COMPOSED if (arm["axes"].get(name) or {}).get("score") is not None]
-        found["composite"] = {**arm["composite"], "axes": counted}
-    return found
+        record["composite"] = {**arm["composite"], "axes": counted}
+    return record
 
 
 def _axes(axes: Plain, noise: float) -> dict[str, Any]:
     """``noise``: what last bits move the arm's KL by (nats)."""
     known = {"kld": _kld, "trajectory": _trajectory}
-    found = {
+    results = {
         name: known.get(name, _other)(name, {**axis, "score_ci": axis.get("ci")})
         for name, axis in axes.items()
         if axis is not None
     }
-    if "kld" in found:
-        shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in found["kld"].metrics)
-        found["kld"] = found["kld"].model_copy(update={"metrics": shaken})
-    return {name: measurement.model_dump(mode="json") for name, measurement in found.items()}
+    if "kld" in results:
+        shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in results["kld"].metrics)
+        results["kld"] = results["kld"].model_copy(update={"metrics": shaken})
+    return {name: measurement.model_dump(mode="json") for name, measurement in results.items()}
 
 
 def _kld(name: str, axis: Plain) -> Measurement:
@@ -113,10 +113,10 @@ def _trajectory(name: str, axis: Plain) -> Measurement:
 
 def _fork(fork: Plain) -> TextPair:
     margin = fork.get("margin")
-    told = "one side ends" if margin is None else f"margin {margin:.3g} nats"
+    margin_text = "one side ends" if margin is None else f"margin {margin:.3g} nats"
     tag = "ended" if margin is None else "near tie" if margin < NEAR_TIE else "real"
     texts = _given(fork, "prompt", "shared", "reference", "candidate")
-    return TextPair(label=f"prompt {fork['item']}, token {fork['at']}: {told}", tag=tag, **texts)
+    return TextPair(label=f"prompt {fork['item']}, token {fork['at']}: {margin_text}", tag=tag, **texts)
 
 
 def _other(name: str, axis: Plain) -> Measurement:

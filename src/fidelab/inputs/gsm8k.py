@@ -107,17 +107,17 @@ def extract_answer(text: str) -> Decimal | None:
     """
     text = _APART.sub(r"\1", text.replace("{,}", ","))  # {,}: LaTeX
     marked = (_NUMBER.match(text, mark.end()) for mark in _MARKED.finditer(text))
-    found = next(filter(None, marked), None)
-    if found is None:
-        found = next(iter(reversed(list(_NUMBER.finditer(text)))), None)
-    return None if found is None else _value(found)
+    number = next(filter(None, marked), None)
+    if number is None:
+        number = next(iter(reversed(list(_NUMBER.finditer(text)))), None)
+    return None if number is None else _value(number)
 
 
-def _value(found: re.Match[str]) -> Decimal:
-    digits, rest = re.sub(rf",|{_GAP}", "", found["digits"]), found["rest"]
+def _value(match: re.Match[str]) -> Decimal:
+    digits, rest = re.sub(rf",|{_GAP}", "", match["digits"]), match["rest"]
     over = rest.removeprefix("/")
     value = Decimal(digits) / Decimal(over) if over != rest else Decimal(f"{digits}{rest}")
-    return -value if _SIGN.search(found[0][: found.start("digits") - found.start()]) else value
+    return -value if _SIGN.search(match[0][: match.start("digits") - match.start()]) else value
 
 
 def _from_hub() -> list[dict[str, Any]]:
@@ -146,7 +146,7 @@ def _problem(place: str, number: int, record: Any) -> Problem:
     if len(texts) < 2:
         raise InputError(f"{place}: write an object with text in 'question' and 'answer'")
     question, answer = texts
-    found = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
-    if found is None:
+    gold = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
+    if gold is None:
         raise InputError(f"{place}: 'answer' must end in #### and a number")
-    return Problem(str(record.get("id", number)), question, answer, _value(found))
+    return Problem(str(record.get("id", number)), question, answer, _value(gold))

@@ -105,25 +105,25 @@ def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
 def _english() -> tuple[str, ...]:
     """The words of the package's own text, each once."""
     text = (DATA / "prose.md").read_text("utf-8")
-    found = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
-    return tuple(sorted(found))
+    words = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
+    return tuple(sorted(words))
 
 
 def _words(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Words that are one token behind a space; common English ones where the vocabulary shows none."""
-    found = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
-    words = sorted(word for word in found if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
+    pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
+    words = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
     return tuple(words) if len(words) >= 64 else _english()
 
 
 def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
     """At most ``count`` words whose first tokens differ."""
-    found: dict[int, str] = {}
+    by_token: dict[int, str] = {}
     for index in rng.permutation(len(words)):
-        if len(found) >= count:
+        if len(by_token) >= count:
             break
-        found.setdefault(tokenizer.encode(words[index])[0], words[index])
-    return list(found.values()) or [words[0]]
+        by_token.setdefault(tokenizer.encode(words[index])[0], words[index])
+    return list(by_token.values()) or [words[0]]
 
 
 def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str], int], rng: np.random.Generator) -> str:

@@ -127,9 +127,9 @@ def part(curve: Curve, floor: Curve | None = None) -> Parting:
     ratios = np.zeros(layers)
     for errors, repeat in ((curve.median, noise.median), (curve.tail, noise.tail)):
         added = added_errors(errors)
-        found = outlier_ratios(added)
+        multiples = outlier_ratios(added)
         audible = added > TIMES * repeat[1:]
-        stand_out |= set(np.flatnonzero((found > TIMES) & (added >= errors[:-1]) & audible).tolist())
+        stand_out |= set(np.flatnonzero((multiples > TIMES) & (added >= errors[:-1]) & audible).tolist())
         begins |= set(np.flatnonzero(audible).tolist())
-        ratios = np.maximum(ratios, found)
+        ratios = np.maximum(ratios, multiples)
     return Parting(min(begins, default=None), tuple(sorted(stand_out)), tuple(ratios.tolist()))

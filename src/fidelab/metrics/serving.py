@@ -97,9 +97,9 @@ def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
 
     See docs/metrics.md#serving-latencies.
     """
-    asked = list(which)
-    found = np.percentile(np.asarray(values, dtype=np.float64), asked)
-    return {f"p{rank:g}": float(value) for rank, value in zip(asked, found, strict=True)}
+    ranks = list(which)
+    quantiles = np.percentile(np.asarray(values, dtype=np.float64), ranks)
+    return {f"p{rank:g}": float(value) for rank, value in zip(ranks, quantiles, strict=True)}
 
 
 def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> int:
@@ -108,11 +108,11 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
     Failed requests met none.  An answer of one token has no TPOT and meets any; where TPOT is not known otherwise (the
     server did not count the tokens, or sent all at once), none is met.  See docs/metrics.md#goodput.
     """
-    found = latencies(requests)
-    good = ~np.isnan(found.ttft)
+    times = latencies(requests)
+    good = ~np.isnan(times.ttft)
     single = np.array([request.output_tokens == 1 for request in requests], dtype=bool)
     for name, limit in targets.items():
-        met = getattr(found, name) <= limit
+        met = getattr(times, name) <= limit
         good &= met | single if name == "tpot" else met
     return int(good.sum())
 

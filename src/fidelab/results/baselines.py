@@ -36,8 +36,8 @@ class Baselines:
 
     def names(self) -> list[str]:
         """All names, in alphabetical order."""
-        found = self.folder.glob("*.json") if self.folder.is_dir() else ()
-        return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
+        files = self.folder.glob("*.json") if self.folder.is_dir() else ()
+        return sorted(path.stem for path in files if _NAME.fullmatch(path.stem))
 
     def save(self, name: str, run: Path, *, force: bool = False) -> Path:
         """Keep a run's report; ``force`` replaces one of the same name.

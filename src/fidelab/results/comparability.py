@@ -42,20 +42,20 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     ``groups`` concerns all axes.  Axes also have to share the reference's KV format, an excess the control's, the floor
     its share of the items, a composite its axes.
     """
-    found: dict[str, Any] = {f"unit of {key.metric}": metric.unit}
+    values: dict[str, Any] = {f"unit of {key.metric}": metric.unit}
     for group in metric.rests_on or (key.group,):
         for name, value in report.comparability_key.items():
             if _concerns(name, group, groups):
-                found |= dict(_flat(name, value))
+                values |= dict(_flat(name, value))
     if key.group != CACHE and not key.group.startswith(BENCH):
-        found["reference.kv"] = _kv(report.reference)
+        values["reference.kv"] = _kv(report.reference)
     if key.metric == OVER_CONTROL:
-        found["control.kv"] = _kv(_control(report, key))
+        values["control.kv"] = _kv(_control(report, key))
     if key.role == "floor":
-        found["floor"] = report.settings.get("floor")
+        values["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
-        found[COUNTED] = sorted(metric.rests_on)
-    return found
+        values[COUNTED] = sorted(metric.rests_on)
+    return values
 
 
 def _control(report: Report, key: Key) -> ArmRecord | None:

@@ -143,13 +143,13 @@ class Diff(Document):
     def faults(self, *, allow_missing: bool = False) -> list[str]:
         """Why the gate fails, one line each: regressions, and what the baseline had and the run lacks."""
         counts = self.counted()
-        found = [f"{_n(counts['regressed'], 'metric')} regressed"] if counts["regressed"] else []
+        faults = [f"{_n(counts['regressed'], 'metric')} regressed"] if counts["regressed"] else []
         if counts["lost"] and not allow_missing:
-            found.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
+            faults.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
         if self.refused and not allow_missing:
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
-            found.append(f"not comparable: {groups} (--allow-missing lets that pass)")
-        return found
+            faults.append(f"not comparable: {groups} (--allow-missing lets that pass)")
+        return faults
 
 
 def _n(count: int, noun: str) -> str:

@@ -409,17 +409,17 @@ def _in_this_schema(path: Path, text: str) -> str:
         raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from error
-    found = plain.get("schema") if isinstance(plain, dict) else None
-    if found is None:
+    schema = plain.get("schema") if isinstance(plain, dict) else None
+    if schema is None:
         raise InputError(f"{path}: not a fidelab report (it names no schema)")
-    if found in READERS.names():
+    if schema in READERS.names():
         try:
-            return json.dumps(READERS.load(found)(plain), ensure_ascii=False)
+            return json.dumps(READERS.load(schema)(plain), ensure_ascii=False)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             fault = _first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-            raise InputError(f"{path}: malformed report of schema {found!r} ({fault})") from error
-    if found != SCHEMA:
-        raise InputError(f"{path}: has schema {found!r}; this fidelab reads {SCHEMA!r}")
+            raise InputError(f"{path}: malformed report of schema {schema!r} ({fault})") from error
+    if schema != SCHEMA:
+        raise InputError(f"{path}: has schema {schema!r}; this fidelab reads {SCHEMA!r}")
     return text
 
 

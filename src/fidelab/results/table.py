@@ -105,8 +105,8 @@ def tabulate(report: Report) -> Table:
     return table
 
 
-def _add(table: Table, place: tuple[str, str], found: Mapping[str, Measurement], *, prefix: str = "") -> None:
-    for name, measurement in found.items():
+def _add(table: Table, place: tuple[str, str], measurements: Mapping[str, Measurement], *, prefix: str = "") -> None:
+    for name, measurement in measurements.items():
         group = prefix + name
         if measurement.status in NEEDS_REASON:
             table.reasons[*place, group] = measurement.reason or ""
@@ -194,14 +194,14 @@ def _frame(report: Report) -> tuple[list[Column], list[Row]]:
     shown = [("reference", report.reference), *([("control", report.control)] if report.control else [])]
     shown += [("candidate", arm) for arm in report.candidates]
     heads = [_arm_cells(report, role, arm) for role, arm in shown]
-    found = [{**arm.axes, **arm.benches} for _, arm in shown]
+    per_arm = [{**arm.axes, **arm.benches} for _, arm in shown]
     if report.floor:
         heads.append([cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _ASKED])
-        found.append(report.floor)
+        per_arm.append(report.floor)
     listed = {column.name: column for column, _ in heads[0]}
     rows = [{column.name: value for column, value in head} for head in heads]
-    for group in dict.fromkeys(group for measurements in found for group in measurements):
-        for row, measurements in zip(rows, found, strict=True):
+    for group in dict.fromkeys(group for measurements in per_arm for group in measurements):
+        for row, measurements in zip(rows, per_arm, strict=True):
             for column, value in _cells(group, measurements.get(group)):
                 known = listed.setdefault(column.name, column)
                 if known.dtype != column.dtype:  # a fact that is a number here and a word there
@@ -249,21 +249,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _cells(group: str, found: Measurement | None) -> Iterator[tuple[Column, Any]]:
+def _cells(group: str, measurement: Measurement | None) -> Iterator[tuple[Column, Any]]:
     """Every number and word of a measurement under its column."""
-    if found is None:
+    if measurement is None:
         return
     for name, dtype, about, value in (
-        ("status", _TEXT, f"How {group} ended.", found.status.value),
-        ("reason", _TEXT, f"Why {group} ended so, in one line.", found.reason),
-        ("n_items", _COUNT, "Items asked.", found.n_items),
-        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", found.n_failed),
+        ("status", _TEXT, f"How {group} ended.", measurement.status.value),
+        ("reason", _TEXT, f"Why {group} ended so, in one line.", measurement.reason),
+        ("n_items", _COUNT, "Items asked.", measurement.n_items),
+        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", measurement.n_failed),
     ):
         yield Column(_named(group, name), dtype, about), value
-    yield from _facts(group, "", found.facts)
-    for metric in found.metrics:
+    yield from _facts(group, "", measurement.facts)
+    for metric in measurement.metrics:
         yield from _metric_cells(group, metric)
-    for cell in found.cells:
+    for cell in measurement.cells:
         at = label(cell.at)
         yield Column(_named(group, "status", at), _TEXT, f"How it ended: {at}."), cell.status.value
         yield Column(_named(group, "valid", at), _FLAG, f"Whether it may stand in a comparison: {at}."), cell.valid
