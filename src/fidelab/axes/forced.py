@@ -2,8 +2,8 @@
 
 See docs/metrics.md#forced-decode-kld.
 
-Prefill KLD reads a cache that one forward filled.  Here every token enters the cache in a forward of its own, as in
-generation, and all arms are given the same tokens: one changed token does not change all that follow.
+Prefill KLD reads a cache that was filled by a single forward pass.  Here every token is added to the cache by its own
+forward pass, as in generation, and all arms receive the same tokens, so a changed token does not alter the rest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _RISES_AT = Definition("rises at token", "tokens", None, "Median token from whic
 
 
 class ForcedSettings(AxisSettings):
-    """Whose text is forced, and how much of it; part of the comparability key, the batch excepted."""
+    """Prompts and length of the forced text; part of the comparability key except for ``batch``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens of the reference's greedy text per prompt")
     limit: int | None = Field(default=16, ge=1, description="first prompts only")

@@ -60,10 +60,10 @@ _REASONING = Definition(
 
 
 class GSM8KSettings(AxisSettings):
-    """Problems and how they are put; part of the comparability key, the batch excepted.
+    """Problems and prompt format; part of the comparability key except for ``batch``.
 
-    ``raw`` is the default template: base and instruct models both go on with worked examples in plain text.  Instruct
-    models answer sooner, and end by themselves, with ``chat``.
+    The default template is ``raw``: base and instruct models both continue worked examples in plain text.  With
+    ``chat`` instruct models answer in fewer tokens and end by themselves.
     """
 
     data: str = Field(default="gsm8k", min_length=1, description="gsm8k (the hub's test set) or a JSONL file")

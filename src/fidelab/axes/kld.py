@@ -2,8 +2,8 @@
 
 See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
 
-``windows`` are those of the shortest context.  A longer one has fewer, so that about as many positions are scored, but
-no fewer than six: what is resampled are documents, and a long window rarely touches more than one.
+``windows`` is the number of windows of the shortest context.  Longer contexts have fewer windows, so that about as many
+positions are scored, but at least six: documents are the resampling clusters, and a long window rarely spans several.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ class KLD(Axis):
         return {part: self._cut(inputs, part, n_ctx, sizes[n_ctx]) for n_ctx, part in parts.items()}
 
     def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
-        """Context → windows, the shortest first; of the default, what there is room for."""
+        """Context → number of windows, shortest first; of the default contexts only those that text and model allow."""
         s = self.settings
         asked = (s.n_ctx,) if isinstance(s.n_ctx, int) else s.n_ctx or _DEFAULT_CONTEXTS
         sizes = {n_ctx: min(s.windows, max(_LEAST_WINDOWS, round(s.windows * asked[0] / n_ctx))) for n_ctx in asked}
@@ -231,7 +231,7 @@ class KLD(Axis):
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:
-    """The band by itself, failed positions included; the upper end of the mean KL (the mean, without an interval)."""
+    """Sort key: the band of this context alone, then the upper end of the mean KL (without an interval, the mean)."""
     mean, interval = score.value("mean"), score.interval("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band
@@ -247,7 +247,7 @@ def _context(score: AxisScore) -> int:
 
 
 def _measured(score: AxisScore) -> dict[str, object]:
-    """What one context was measured over."""
+    """The context, windows, documents and positions that a score was computed from."""
     over = {name: score.facts[name] for name in ("n_ctx", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}
 

@@ -4,7 +4,7 @@
 windows lie one after another from the text's start (``place: start``).
 ``strided``: windows begin every ``stride`` tokens and the last ``stride`` tokens of each are scored, so every token
 counts once and has at least n_ctx − stride tokens before it; the first n_ctx − stride tokens of the text are context
-alone.  Both read the keys and values of their context from the cache, which is what makes the figure see it.
+alone.  Both read the keys and values of their context from the cache, so the figure depends on its format.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ _SKIPPED = Definition("skipped", "count", None, "Perturbations that leave a prom
 
 
 class PLADSettings(AxisSettings):
-    """What is changed in which prompts; part of the comparability key, batch and compat excepted."""
+    """Prompts and perturbations; part of the comparability key except for ``batch`` and ``compat``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens generated per answer")
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
@@ -132,7 +132,7 @@ class PLAD(Axis):
         )
 
     def _questions(self, tokenizer: Tokenizer, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
-        """A prompt as it is and under each perturbation that changes its tokens; nothing where none does."""
+        """Token ids and notes of a prompt, unperturbed and perturbed; empty if no perturbation changes its tokens."""
         s = self.settings
         plain = tokenizer.chat(prompt.messages, s.template)
         if not plain:
@@ -221,7 +221,7 @@ class _Cell:
 
 
 def _cells(pair: Pair) -> list[_Cell]:
-    """All cells, in the order of the test side's notes: the floor asks only some prompts again."""
+    """All cells, in the order of the test side's notes: for the noise floor only some prompts are repeated."""
     notes = _notes(pair.test)
     places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
     cells = []
@@ -244,7 +244,7 @@ def _cells(pair: Pair) -> list[_Cell]:
 
 
 def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
-    """Both sides' answers to the prompts as they are, one of prompts that are alike, failed ones left out."""
+    """Both sides' answers to the unperturbed prompts, without failed ones and without duplicate prompts."""
     probe, notes = _asked(pair.ref), _notes(pair.ref)
     asked = {n["prompt"]: ids for n, ids in zip(notes, probe.prompts, strict=True) if n["perturbation"] == _UNPERTURBED}
     good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
@@ -253,7 +253,7 @@ def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]],
 
 
 def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:
-    """What to say of an arm whose answers do not depend on the prompt."""
+    """The reason for a failure if the candidate's answers do not depend on the prompt."""
     what = (
         f"answers do not depend on the prompt: PLAD finds the same one for {commonest(test)} of {len(test)} prompts "
         f"(reference: {commonest(ref)})"
@@ -282,7 +282,7 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _skipped(ref: Capture) -> dict[str, int]:
-    """How many prompts each perturbation left as they were."""
+    """Perturbation → number of prompts that it does not change."""
     names = [note["perturbation"] for note in _notes(ref)]
     settings = ref.manifest["settings"]
     return {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}

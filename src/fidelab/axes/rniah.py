@@ -64,7 +64,7 @@ _OURS = Definition("score (informative cells)", "points", "higher", "The score o
 
 
 class RNIAHSettings(AxisSettings):
-    """What is hidden where; all of it part of the comparability key, the batch excepted."""
+    """Needles, positions and prompts; part of the comparability key except for ``batch``."""
 
     lengths: Literal["auto"] | tuple[int, ...] = Field(
         default="auto", description="prompt lengths in tokens; auto: 4096, 8192 … that fit, of small models 512 … 4096"
@@ -269,7 +269,7 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
-    """What an answer is worth, 0 … 1; in compat mode with its reasoning."""
+    """Share of the needles that an answer returns, 0 … 1; compat mode includes its reasoning."""
     text = written_text(capture, item) if compat else answer_text(capture, item)
     # What fills a cloze ends with its sentence; a model that goes on repeats the haystack, distractors included.
     if note["wrong"] and note["style"] == "cloze":

@@ -1,4 +1,4 @@
-"""What there is to see of a search for needles: heat map, table, and the answers that lost one."""
+"""Plots of axis rniah: heat map, table, and the answers that lost a needle."""
 
 from __future__ import annotations
 

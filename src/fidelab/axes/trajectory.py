@@ -67,7 +67,7 @@ TRAJECTORY_METRICS = {
 
 
 class TrajectorySettings(AxisSettings):
-    """How prompts are put and how far they are continued; part of the comparability key, the batch excepted."""
+    """Prompt format and length of the continuation; part of the comparability key except for ``batch``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens generated per prompt")
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
@@ -178,7 +178,7 @@ def survival_plot(shares: Sequence[float]) -> Curve:
 
 
 def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
-    """Some divergences as text: a clear preference of the reference tells more than a near tie."""
+    """The divergences with the largest margins as text; near ties are less informative."""
     ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_SHOWN]
     return texts("First divergences", (_text(pair, fork) for fork in ranked))
 

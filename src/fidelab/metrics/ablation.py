@@ -1,4 +1,4 @@
-"""Which factor of a grid moves an outcome: paired shifts between levels, all of them under one error rate.
+"""Ablation: which factor of a grid changes an outcome, by paired shifts with simultaneous intervals.
 
 A *cell* is one combination of levels, one of each *factor*; the *context* of a factor is the levels of all others.
 Every cell has the same outcome (KL in nats, tokens after the onset of degeneration) of the same items, so that cells

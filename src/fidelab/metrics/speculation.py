@@ -38,7 +38,7 @@ class Composed:
 
     @property
     def kind(self) -> Kind:
-        """Named where the whole interval has it; without one, chance alone goes beyond both limits."""
+        """The kind that both ends of the interval agree on; ``cannot tell`` otherwise and without an interval."""
         if self.interval is None:
             return "cannot tell"
         low, high = map(_kind, self.interval)

@@ -1,4 +1,4 @@
-"""What two reports must agree on before a metric of both is compared, and what is only told beside.
+"""What two reports must agree on before a metric is compared, and differences that are only reported.
 
 See docs/metrics.md#comparability.
 """
@@ -84,7 +84,7 @@ def _kv(arm: ArmRecord | None) -> str | None:
 
 
 def beside(baseline: Report, now: Report) -> Iterator[Difference]:
-    """What differs of the arms that both have, and of where they ran."""
+    """Differences of environment, and of settings and runtime info of the arms that both reports have."""
     was, is_ = (
         {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
     )
@@ -104,7 +104,7 @@ def same_place(baseline: Report, now: Report) -> bool:
 
 
 def _told(arm: ArmRecord) -> dict[str, Any]:
-    """What was asked and what ran."""
+    """Settings and runtime info of an arm, flat."""
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
     for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric
         ran.pop(name, None)

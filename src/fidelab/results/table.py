@@ -1,7 +1,7 @@
 """A report as one flat table: every metric of every arm with its place, for comparisons; and as a data frame.
 
-No axis and no bench is known here by name: what is better, how a value is judged and what it is called stand with each
-:class:`~fidelab.results.measurement.Metric`.
+No axis or bench is referred to by name: each :class:`~fidelab.results.measurement.Metric` holds its name, its better
+side and its allowance.
 """
 
 from __future__ import annotations

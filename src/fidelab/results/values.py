@@ -1,4 +1,4 @@
-"""What all records are made of: strict frozen models, intervals, counts, and how something ended."""
+"""Base classes and field types of all records: strict frozen models, intervals, counts, outcomes."""
 
 from __future__ import annotations
 
