@@ -11,7 +11,7 @@ implements ``probes`` and ``score_parts``; an axis with requests that depend on 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -54,7 +54,7 @@ __all__ = [
     "part_name",
     "parts_of",
     "prompt_ids",
-    "spread",
+    "select_groups",
     "texts",
     "written_text",
 ]
@@ -346,6 +346,13 @@ def answer_text(capture: Capture, item: int) -> str:
     probe = capture.probe
     prompt = capture.text(probe.prompts[item][-_TAIL:]) if isinstance(probe, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
+
+
+def select_groups(probe: Probe, groups: Sequence[Hashable], share: float) -> Probe:
+    """A ``share`` (0…1) of the groups, evenly spread, with all their items; ``groups`` [n]: the group of each item."""
+    names = list(dict.fromkeys(groups))
+    kept = {names[index] for index in spread(len(names), share)}
+    return probe.select([index for index, group in enumerate(groups) if group in kept])
 
 
 def spread(n: int, share: float) -> list[int]:

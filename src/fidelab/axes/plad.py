@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, spread, texts
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, select_groups, texts
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Probe, Tokens
@@ -150,10 +150,7 @@ class PLAD(Axis):
         """A share of the prompts, each with all its perturbations."""
         if not isinstance(probe, Generate):
             return super().repeated(probe, share)
-        owners = [json.loads(note)["prompt"] for note in probe.notes]
-        prompts = list(dict.fromkeys(owners))
-        kept = {prompts[index] for index in spread(len(prompts), share)}
-        return probe.select([index for index, owner in enumerate(owners) if owner in kept])
+        return select_groups(probe, [json.loads(note)["prompt"] for note in probe.notes], share)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from fidelab.axes.base import (
     AxisSettings,
     answer_text,
     part_name,
-    spread,
+    select_groups,
     written_text,
 )
 from fidelab.axes.rniah_plots import Trial, needle_plots
@@ -155,9 +156,7 @@ class RNIAH(Axis):
         if isinstance(probe, Timed):
             return None
         places = [(note["length"], note["position"]) for note in map(json.loads, probe.notes)]
-        cells = sorted(set(places))
-        kept = {cells[index] for index in spread(len(cells), share)}
-        return probe.select([index for index, place in enumerate(places) if place in kept])
+        return select_groups(probe, places, share)
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         pair = pairs["main"]
@@ -346,23 +345,21 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
     )
     cells = score.cells()
     informative, all_cells = len(cells.informative().numbers()), len(cells.numbers())
-    reason, harms = "", list[str]()
+    reason, losses = "", list[str]()
     if all_cells and not informative:
         reason = f"the reference found no needle (accuracy 0 in all {all_cells} cells, style {style})"
         reason += ": try style cloze" if style == "question" else ": try shorter lengths or a larger model"
-    difference = accuracy_difference(cells, seed) if all_cells else None
-    if difference is not None and difference.interval is not None and difference.interval[1] < _HARM:
+    difference = accuracy_difference(cells, seed) if all_cells else PairedDifference(math.nan, None, 0)
+    if difference.interval is not None and difference.interval[1] < _HARM:
         lost, least = -difference.estimate, -difference.interval[1]
-        harms = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
-    score = replace(score, not_measurable=reason, lowers=tuple(harms))
+        losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
+    score = replace(score, not_measurable=reason, lowers=tuple(losses))
     share = float(cells.base.mean()) if all_cells else None
     return replace(
         score,
         metrics=(
             score.score(seed),
-            _DIFFERENCE(
-                None if difference is None else difference.estimate, None if difference is None else difference.interval
-            ),
+            _DIFFERENCE(difference.estimate, difference.interval),
             _LOST(int((cells.cand < cells.base).sum())),
             _FOUND(int((cells.base > 0).sum())),
             _CHANCE(None if reason else chance_score(cells, seed, compat=compat)),

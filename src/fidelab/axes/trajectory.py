@@ -39,7 +39,7 @@ from fidelab.metrics.agreement import (
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["TRAJECTORY_METRICS", "Trajectory", "survival_plot"]
+__all__ = ["TRAJECTORY_METRICS", "Trajectory", "divergence_texts", "survival_plot"]
 
 _SHOWN = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
@@ -183,12 +183,21 @@ def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
     return texts("First divergences", (_text(pair, fork) for fork in ranked))
 
 
-def _text(pair: Pair, fork: _Fork) -> TextPair:
-    ended = math.isnan(fork.margin)
-    known = "one side ends" if ended else f"margin {fork.margin:.3g} nats"
+def divergence_texts(item: int, at: int, margin: float, **sides: str) -> TextPair:
+    """The texts around the divergence of prompt ``item`` at token ``at``; ``margin`` in nats, NaN if one side ends."""
+    ended = math.isnan(margin)
     return TextPair(
-        label=f"prompt {fork.item}, token {fork.at}: {known}",
-        tag="ended" if ended else "near tie" if fork.margin < NEAR_TIE else "real",
+        label=f"prompt {item}, token {at}: {'one side ends' if ended else f'margin {margin:.3g} nats'}",
+        tag="ended" if ended else "near tie" if margin < NEAR_TIE else "real",
+        **sides,
+    )
+
+
+def _text(pair: Pair, fork: _Fork) -> TextPair:
+    return divergence_texts(
+        fork.item,
+        fork.at,
+        fork.margin,
         prompt=pair.ref.text(pair.ref.probe.items()[fork.item][-_BEFORE:]),
         shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
         reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),

@@ -6,14 +6,14 @@ said here as it was judged then.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fidelab.axes import AXES
 from fidelab.axes.base import OVER_CONTROL, SCORE
 from fidelab.axes.kld import KLD_METRICS, kl_curve
-from fidelab.axes.trajectory import TRAJECTORY_METRICS, survival_plot
-from fidelab.metrics.agreement import NEAR_TIE
+from fidelab.axes.trajectory import TRAJECTORY_METRICS, divergence_texts, survival_plot
 from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
 from fidelab.results.plots import Curve, TextPair, Texts
 
@@ -112,11 +112,10 @@ def _trajectory(name: str, axis: Plain) -> Measurement:
 
 
 def _fork(fork: Plain) -> TextPair:
-    margin = fork.get("margin")
-    margin_text = "one side ends" if margin is None else f"margin {margin:.3g} nats"
-    tag = "ended" if margin is None else "near tie" if margin < NEAR_TIE else "real"
-    texts = _given(fork, "prompt", "shared", "reference", "candidate")
-    return TextPair(label=f"prompt {fork['item']}, token {fork['at']}: {margin_text}", tag=tag, **texts)
+    margin = math.nan if fork.get("margin") is None else fork["margin"]
+    return divergence_texts(
+        fork["item"], fork["at"], margin, **_given(fork, "prompt", "shared", "reference", "candidate")
+    )
 
 
 def _other(name: str, axis: Plain) -> Measurement:

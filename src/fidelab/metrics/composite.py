@@ -22,7 +22,6 @@ from fidelab.errors import UnknownNameError
 __all__ = [
     "BANDS",
     "Band",
-    "Bands",
     "Composite",
     "Verdict",
     "composite",

@@ -24,8 +24,6 @@ from torch.nn.functional import linear
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_interval
 
 __all__ = [
-    "REAL_FLIP",
-    "BinnedMeans",
     "Flips",
     "Head",
     "KLSummary",

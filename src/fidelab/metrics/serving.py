@@ -26,7 +26,6 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "LATENCIES",
-    "Answered",
     "Latencies",
     "count_good",
     "effective_concurrency",

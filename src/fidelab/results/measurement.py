@@ -21,7 +21,6 @@ from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
 
 __all__ = [
-    "Aggregate",
     "Better",
     "Cell",
     "Coordinates",

@@ -225,11 +225,9 @@ def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Re
 
 def _change(good: Sequence[Result], seed: int) -> PairedDifference:
     """Candidate minus reference, points."""
-    units, ones = np.array([CHECKS.index(result.check) for result in good]), np.ones(len(good))
-    test, ref = (
-        RatioItems(np.array([float(bool(side.passed)) for side in sides]), ones, units)
-        for sides in ([result.test for result in good], [result.ref for result in good])
-    )
+    checks = [CHECKS.index(result.check) for result in good]
+    test = RatioItems.of([bool(result.test.passed) for result in good], 1.0, checks)
+    ref = RatioItems.of([bool(result.ref.passed) for result in good], 1.0, checks)
     return paired_difference(test, ref, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 
