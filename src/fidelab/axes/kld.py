@@ -181,7 +181,7 @@ class KLD(Axis):
         return replace(
             worst,
             metrics=(*worst.metrics, *by_context),
-            facts={**worst.facts, "contexts": [_measured(score) for score in parts.values()]},
+            facts={**worst.facts, "contexts": [_size(score) for score in parts.values()]},
             identical=all(score.identical for score in parts.values()),
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
@@ -246,7 +246,7 @@ def _context(score: AxisScore) -> int:
     return n_ctx
 
 
-def _measured(score: AxisScore) -> dict[str, object]:
+def _size(score: AxisScore) -> dict[str, object]:
     """The context, windows, documents and positions that a score was computed from."""
     over = {name: score.facts[name] for name in ("n_ctx", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}

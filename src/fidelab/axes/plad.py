@@ -181,7 +181,7 @@ class PLAD(Axis):
                 _SIGN(summary.p),
                 _REF_DRIFT(summary.ref),
                 _DRIFT(summary.test),
-                _FREQUENT(_frequent(plain[1])),
+                _FREQUENT(commonest(plain[1]) / len(plain[1]) if plain[1] else None),
                 _UNLIKE_SHARE(_unlike(*plain)),
                 _SKIPPED(sum(skipped.values())),
             ),
@@ -256,10 +256,6 @@ def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str,
         f"(reference: {commonest(ref)})"
     )
     return (what,) if ignores_prompts(ref, test) else ()
-
-
-def _frequent(answers: Sequence[list[int]]) -> float | None:
-    return commonest(answers) / len(answers) if answers else None
 
 
 def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +39,16 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Pr
     if source.suffix not in (".jsonl", ".txt"):
         raise InputError(f"prompt file {source}: the name should end in .jsonl or .txt")
     if source.suffix == ".txt":
-        prompts = tuple(_plain(*line) for line in numbered_lines(source, "prompt file"))
+        lines = numbered_lines(source, "prompt file")
+        prompts = tuple(Prompt(str(number), "user", ({"role": "user", "content": line},)) for number, line in lines)
     else:
         prompts = tuple(_from_json(*line) for line in json_lines(source, "prompt file"))
     if not prompts:
         raise InputError(f"prompt file {source} has no prompt in it")
-    _refuse_twins(source, prompts)
+    ids = Counter(prompt.id for prompt in prompts)
+    if repeated := [name for name, count in ids.items() if count > 1]:
+        raise InputError(f"prompt file {source} has the id {repeated[0]!r} twice")
     return prompts[:limit]
-
-
-def _plain(number: int, text: str) -> Prompt:
-    return Prompt(str(number), "user", ({"role": "user", "content": text},))
 
 
 def _from_json(place: str, number: int, record: Any) -> Prompt:
@@ -71,11 +71,3 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(value.get(key), str) and value[key] for key in ("role", "content")
     )
-
-
-def _refuse_twins(source: Path, prompts: tuple[Prompt, ...]) -> None:
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise InputError(f"prompt file {source} has the id {prompt.id!r} twice")
-        seen.add(prompt.id)

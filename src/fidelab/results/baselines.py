@@ -10,7 +10,7 @@ from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.results.record import Report
 from fidelab.results.store import CONFIG, REPORT, RunFolder
 
-__all__ = ["Baselines", "read_run"]
+__all__ = ["Baselines"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,99}")
 

@@ -216,6 +216,7 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
     modified = ran.modified if ran else ()
+    options = json.dumps(kv.options, ensure_ascii=False) if kv.options else None
     return [
         (Column(name, dtype, about), value)
         for name, dtype, about, value in (
@@ -226,7 +227,7 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
             ("model", _TEXT, "The model as the user knows it.", arm.model),
             ("k", _TEXT, "Format of the keys that was asked for.", kv.k),
             ("v", _TEXT, "Format of the values that was asked for.", kv.v),
-            ("kv_options", _TEXT, "Options of the formats, as JSON.", _json(kv.options) if kv.options else None),
+            ("kv_options", _TEXT, "Options of the formats, as JSON.", options),
             ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
             ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
             ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),
@@ -243,10 +244,6 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
             ("timing_seconds", _FLOAT, "All captures of the arm.", timing and timing.seconds),
         )
     ]
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _cells(group: str, measurement: Measurement | None) -> Iterator[tuple[Column, Any]]:

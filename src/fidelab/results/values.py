@@ -16,7 +16,6 @@ __all__ = [
     "Free",
     "FreeDict",
     "Interval",
-    "Nats",
     "OpenInterval",
     "Outcome",
     "Positive",
@@ -72,7 +71,6 @@ def _strict_json(value: Any) -> Any:
 
 Score = Annotated[float, Field(ge=0, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Nats = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]

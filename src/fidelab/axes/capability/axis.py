@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Judged, Kind, long_prompt
+from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Kind, long_prompt
 from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, Result, read_results
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.captures.pair import Pair
@@ -282,15 +282,12 @@ def _plots(results: Sequence[Result]) -> Iterator[Plot]:
                 label=f"{result.check.id}: {_cell(result.check.prompt) or 'an empty prompt'}",
                 reference=result.answers[0][:_TEXT],
                 candidate=result.answers[1][:_TEXT],
-                note=f"{result.outcome}; expected: {result.check.expected}; {_failing(result).reason[:200]}",
+                note=f"{result.outcome}; expected: {result.check.expected}; "
+                f"{(result.test if result.ref.passed else result.ref).reason[:200]}",
             )
             for result in sorted(changed, key=lambda result: ORDER.index(result.outcome))
         )
         yield Texts(title="Lost and gained", pairs=pairs)
-
-
-def _failing(result: Result) -> Judged:
-    return result.test if result.ref.passed else result.ref
 
 
 def _reason(result: Result) -> str:
