@@ -38,8 +38,7 @@ def compare(
     """
     from fidelab.runs.conduct import execute
 
-    data = {
-        "model": model,
+    fields = {
         "engine": engine,
         "reference": reference or {},
         "control": control,
@@ -47,6 +46,5 @@ def compare(
         "axes": list(axes) if not isinstance(axes, Mapping) else {name: dict(values) for name, values in axes.items()},
         **settings,
     }
-    given = {name: value for name, value in data.items() if name != "model"}
-    call = ", ".join([repr(model), *(f"{name}={value!r}" for name, value in given.items())])
-    return execute(validate(data, "compare"), command=f"fidelab.compare({call})")[0]
+    call = ", ".join([repr(model), *(f"{name}={value!r}" for name, value in fields.items())])
+    return execute(validate({"model": model, **fields}, "compare"), command=f"fidelab.compare({call})")[0]

@@ -1,7 +1,7 @@
 """Shared nouns: arms, KV specs, statuses.  Standard library only.
 
-Everything here is frozen and has a canonical JSON form, because captures are found again by the
-fingerprints of these records, in this process and in engine processes of other environments.
+All records are frozen and have a canonical JSON form: captures are looked up by the fingerprints of these records, in
+this process and in engine processes of other environments.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def digest(*parts: bytes | str) -> str:
 
 
 def slug(text: str) -> str:
-    """Text fit for a file name: of a path the last part; other characters than [A-Za-z0-9._-] as '_'; cut at 60."""
+    """A file name for a text: of an absolute path the last part, ``_`` for other characters, at most 60 characters."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
     return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
 
@@ -100,7 +100,7 @@ def usable_cores() -> int:
 
 _FORMAT = re.compile(r"^(?P<name>[A-Za-z0-9_.\-]+)(?:\[(?P<options>[^\[\]]*)\])?$")
 _LAYERS = re.compile(r"^(?P<first>[0-9]{1,9})(?:-(?P<last>[0-9]{1,9}))?$")
-_MOST_LAYERS = 100_000  # a slip of the finger must not fill the memory
+_MOST_LAYERS = 100_000  # keeps a mistyped range from exhausting memory
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ class Arm:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The strings behind the token ids, by their hash; the list itself lies beside the captures."""
+    """Size and hash of a vocabulary; the list of strings is stored beside the captures."""
 
     size: int
     sha256: str

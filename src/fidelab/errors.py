@@ -1,15 +1,15 @@
 """The error tree.
 
-FidelabError                  anything a user can mend; one line, exit code 2
+FidelabError                  anything a user can fix; one line, exit code 2
 ├── UsageError                a flag, a name or a combination of settings that cannot be
 │   └── UnknownNameError      a name that no table has; lists what exists, nearest first
 ├── ConfigError               a settings file that is not what it should be (with its place)
 ├── InputError                a text, a prompt file or a model that cannot be used
-│   └── UnavailableError      it lies elsewhere and cannot be had now; other axes go on without
+│   └── UnavailableError      a remote resource that cannot be fetched now; other axes continue
 ├── CaptureError              a capture that is damaged, foreign or incomplete
 │   └── MismatchError         two captures that must not be compared
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
-│   └── NotSupportedError     the engine lacks this format or probe (status ``not_supported``)
+│   └── NotSupportedError     the engine lacks this format or request (status ``not_supported``)
 ├── OutputError               an output folder that cannot be written
 └── SandboxUnavailable        (axes/capability/sandbox.py) this machine cannot confine a program; it was not run
 """
@@ -36,7 +36,7 @@ __all__ = [
 
 
 class FidelabError(Exception):
-    """Something the user can mend.  The message is one line: what was wrong, where, what to do."""
+    """An error that the user can fix.  The message is one line: what was wrong, where, what to do."""
 
 
 class UsageError(FidelabError):
@@ -65,7 +65,7 @@ class InputError(FidelabError):
 
 
 class UnavailableError(InputError):
-    """Something that lies elsewhere (on a hub) and cannot be had now: an axis that needs it is not measurable."""
+    """A remote resource (on a hub) that cannot be fetched now: an axis that needs it is not measurable."""
 
 
 class CaptureError(FidelabError):
@@ -81,7 +81,7 @@ class EngineError(FidelabError):
 
 
 class NotSupportedError(EngineError):
-    """The engine lacks this format or probe."""
+    """The engine lacks this format or request."""
 
 
 class OutputError(FidelabError):
@@ -90,9 +90,4 @@ class OutputError(FidelabError):
 
 def nearest_first(name: str, known: Iterable[str]) -> list[str]:
     """All known names, the most similar to ``name`` first, ties in alphabetical order."""
-
-    def distance(candidate: str) -> tuple[float, str]:
-        ratio = difflib.SequenceMatcher(None, name.lower(), candidate.lower()).ratio()
-        return (-ratio, candidate)
-
-    return sorted(known, key=distance)
+    return sorted(known, key=lambda k: (-difflib.SequenceMatcher(None, name.lower(), k.lower()).ratio(), k))

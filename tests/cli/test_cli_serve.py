@@ -16,7 +16,7 @@ import pytest
 
 from fidelab.bench.load.mock_server import MockServer, MockSettings
 from fidelab.cli import bench, bench_serve
-from fidelab.metrics.saturation import saturation
+from fidelab.metrics.serving import saturation
 from tests.engines.openai_server import Served, save_tokenizer, serving
 from tests.runs.harness import Done, cli
 

@@ -14,7 +14,6 @@ from fidelab.metrics.divergence import kld_score
 from fidelab.metrics.intervals import (
     RatioItems,
     binomial_interval,
-    bootstrap_replicates,
     mcnemar_exact,
     paired_difference,
     ratio_estimate,
@@ -76,15 +75,9 @@ def test_each_resample_draws_as_many_units_as_there_are() -> None:
     assert weights.mean() == 1.0
 
 
-def test_replicates_are_the_ratio_under_each_resample() -> None:
-    items = RatioItems.of([1.0, 5.0], [2.0, 4.0], [0, 1])
-    weights = np.array([[2.0, 0.0], [0.0, 2.0], [1.0, 1.0]])
-    np.testing.assert_allclose(bootstrap_replicates(items, weights), [0.5, 1.25, 1.0])
-
-
 def test_resamples_of_another_number_of_units_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
-        bootstrap_replicates(plain([1.0, 2.0]), resample_weights(3))
+        ratio_interval(plain(np.arange(8.0)), resample_weights(3))
 
 
 def test_the_interval_of_equal_items_is_equal_whether_given_seed_or_resamples() -> None:

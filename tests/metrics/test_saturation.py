@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelab.metrics.saturation import saturation
+from fidelab.metrics.serving import saturation
 
 
 def test_the_first_step_that_adds_less_than_the_threshold_saturates() -> None:

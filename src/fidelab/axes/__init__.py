@@ -1,4 +1,4 @@
-"""Axes: each asks every arm and scores pairs of answers.  No axis ever sees an engine."""
+"""Axes: each one builds the requests for all arms and scores pairs of captures.  No axis depends on an engine."""
 
 from fidelab.registry import Registry
 

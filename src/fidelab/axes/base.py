@@ -1,17 +1,17 @@
 """The axis contract, and what all axes share: intervals and the paired excess.
 
-An axis is made from its settings, builds probes, and scores pairs of captures into an :class:`AxisScore`: metrics and
-plots for the report, and items with sufficient statistics from which every interval follows.
+An axis is made from its settings, builds requests, and scores pairs of captures into an :class:`AxisScore`: metrics and
+plots for the report, and per-item sufficient statistics from which all intervals are computed.
 
-Most axes have one probe: they implement ``probe`` and ``score``.  An axis of several *parts* (contexts, styles)
-implements ``probes`` and ``score_parts``; one whose questions depend on what the reference answered adds
+Most axes have one request: they implement ``probe`` and ``score``.  An axis with several *parts* (contexts, styles)
+implements ``probes`` and ``score_parts``; an axis with requests that depend on the reference's answers also implements
 ``follow_up``.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -23,8 +23,9 @@ from pydantic import BaseModel, ConfigDict
 from fidelab.axes.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Probe, Timed
+from fidelab.captures.requests import Generate, Probe, Timed, Tokens
 from fidelab.core import Status
+from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
     PairedDifference,
     RatioItems,
@@ -34,12 +35,12 @@ from fidelab.metrics.intervals import (
     ratio_interval,
 )
 from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
-from fidelab.results.plots import Plot
+from fidelab.results.plots import Plot, TextPair, Texts
 
 if TYPE_CHECKING:
     from fidelab.inputs.corpus import Text
     from fidelab.inputs.prompts import Prompt
-    from fidelab.inputs.tokens import Tokenizer
+    from fidelab.inputs.tokens import Template, Tokenizer
 
 __all__ = [
     "OVER_CONTROL",
@@ -52,7 +53,9 @@ __all__ = [
     "answer_text",
     "part_name",
     "parts_of",
-    "spread",
+    "prompt_ids",
+    "select_groups",
+    "texts",
     "written_text",
 ]
 
@@ -69,7 +72,7 @@ class AxisSettings(BaseModel):
 
 @dataclass(frozen=True)
 class AxisInputs:
-    """What probes are built from."""
+    """What requests are built from; ``max_positions`` is the model's limit in tokens, ``None`` if unknown."""
 
     tokenizer: Tokenizer
     text: Text
@@ -84,10 +87,10 @@ _NO_INTERVAL = "no interval"
 
 @dataclass(frozen=True)
 class SampleSize:
-    """What a sample size of an axis counts, and how it is asked for: ``fidelab plan-size``.
+    """What the sample size of an axis counts and how users set it; read by ``fidelab plan-size``.
 
-    ``items``: the word for what is counted (``windows``).  ``flag`` and ``setting``: of their number.  ``source``: what
-    more of them are cut from.
+    ``items``: the word for what is counted (``windows``).  ``flag`` and ``setting``: the option and the key that set
+    their number.  ``source``: the input that more of them are taken from.
     """
 
     items: str
@@ -100,21 +103,21 @@ class SampleSize:
 class AxisScore:
     """One arm on one axis.
 
-    ``num``, ``den``, ``units`` [n] hold every item, failed ones included; ``usable`` [n] says which count.  The ratio
-    Σnum/Σden is the axis' mean, ``transform`` makes the 0…100 score of it (``None``: the axis has no score),
-    ``scale`` states the paired difference in the unit of :attr:`Axis.excess`.  ``bound``: items are lower bounds, of
-    which there is no upper end and no difference.
+    ``num``, ``den``, ``units`` [n] hold every item, failed ones included; ``units`` are the ids of the resampling
+    clusters; ``usable`` [n] marks the items that did not fail.  The ratio Σnum/Σden is the axis' mean; ``transform``
+    maps it to the score, 0…100 (``None``: the axis has no score); ``scale`` converts the paired difference to the unit
+    of :attr:`Axis.excess`.  ``bound``: items are lower bounds, which have no upper end and no difference.
 
-    ``metrics``, ``plots`` and ``facts`` go into the report.  A metric is computed once, when the axis scores: the
-    verdict and the composite read it there.  ``n_items``, ``n_failed``: where they are not the number of items and of
-    unusable ones.  ``positions`` are columns for ``positions.parquet``, which holds the rows of axis kld.
+    ``metrics``, ``plots`` and ``facts`` go into the report.  A metric is computed once, when the axis scores; the
+    verdict and the composite read it from here.  ``n_items``, ``n_failed``: set where they differ from the number of
+    items and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
 
-    ``parts``: the scores of an axis whose metrics and items are those of one of its parts, ``part``.
+    ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
-    ``onsets`` [n] of axis degeneration: tokens before an item's text degenerates; its budget where it does not.
+    ``onsets`` [n] (axis degeneration): tokens before an item's text degenerates; the token budget if it does not.
 
-    ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: found harms, each
-    as a sentence; they cost the verdict a band.  ``fails``: what makes the output unusable.
+    ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: reasons to
+    downgrade the verdict by one band, a sentence each.  ``fails``: reasons why the output is unusable.
     """
 
     num: Floats
@@ -141,7 +144,7 @@ class AxisScore:
     parts: Mapping[str, AxisScore] = field(default_factory=dict)
 
     def at(self, part: str) -> AxisScore | None:
-        """The score of one part, of an axis that has one for each; else this one."""
+        """The score of one part if the axis scores its parts separately, else this score."""
         return self.parts.get(part) if self.parts else self
 
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
@@ -175,10 +178,10 @@ class AxisScore:
 
         ``None``: no item is usable on both, or one of them is a lower bound alone.
         """
-        theirs = control.at(self.part)
-        if self.bound or theirs is None or len(self.num) != len(theirs.num):
+        other = control.at(self.part)
+        if self.bound or other is None or len(self.num) != len(other.num):
             return None
-        a, b = self.items(theirs.usable), theirs.items(self.usable)
+        a, b = self.items(other.usable), other.items(self.usable)
         if not len(a.num) or a.den.sum() == 0 or b.den.sum() == 0:
             return None
         return paired_difference(a, b, seed, scale=self.scale, bounds=self.bounds, proportion=self.proportion)
@@ -200,7 +203,7 @@ class AxisScore:
         return None if metric is None else metric.interval
 
     def measurement(self, title: str = "", *more: Metric) -> Measurement:
-        """What the report says of it, with ``more`` metrics."""
+        """The record of this score for the report, with ``more`` metrics."""
         status, reason = Status.IDENTICAL if self.identical else Status.OK, None
         if self.not_measurable:
             status, reason = Status.NOT_MEASURABLE, self.not_measurable
@@ -220,7 +223,7 @@ class AxisScore:
 
 
 def _estimated(metric: Metric) -> Metric:
-    """Estimated over items: without an interval it proves no change."""
+    """Add a caveat to a metric estimated over items without an interval: such a value proves no change."""
     sure = metric.ci is not None or metric.exact or metric.caveat or metric.repeats
     return metric if sure else metric.model_copy(update={"caveat": _NO_INTERVAL})
 
@@ -235,23 +238,23 @@ class Axis:
     excess: ClassVar[Definition] = OVER_CONTROL
     """The paired difference to the control: its unit, and which side of it is better."""
     sample: ClassVar[SampleSize | None] = None
-    """What a sample size counts; ``None``: none can be planned."""
+    """What the sample size counts; ``None``: it cannot be planned."""
     in_composite: ClassVar[bool] = False
-    """Its score is one of those that the composite is the mean of."""
+    """The composite includes its score."""
     distributions: ClassVar[bool] = False
-    """It compares distributions over the vocabulary: where those are equal bit by bit, so are the caches."""
+    """It compares distributions over the vocabulary; bit-identical distributions prove identical caches."""
     follows: ClassVar[bool] = False
-    """Some of its questions depend on the reference's answers."""
+    """Some of its requests depend on the reference's answers."""
     quick: ClassVar[Mapping[str, Any]] = {}
     """Settings for a first look: fewer items."""
     reference_only: ClassVar[tuple[str, ...]] = ()
-    """Parts that only the reference answers, for :meth:`follow_up` to build on; nothing of them is compared."""
+    """Parts that only the reference answers, as input of :meth:`follow_up`; they are not compared."""
 
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
     def probe(self, inputs: AxisInputs) -> Probe:
-        """The question put to every arm, of an axis that has only one.
+        """The request sent to every arm, if the axis has only one.
 
         Raises:
             InputError: text or prompts do not suffice; says how much is needed.
@@ -259,21 +262,18 @@ class Axis:
         raise NotImplementedError(f"axis {self.name} has neither a probe nor probes of its own")
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
-        """Compare two captures of the probe."""
+        """Compare two captures of the request."""
         raise NotImplementedError(f"axis {self.name} has neither score nor score_parts of its own")
 
     def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
-        """The questions put to every arm, by part; the part of an axis that has only one is ``""``.
+        """The requests sent to every arm, by part; an axis with a single request names its part ``""``.
 
-        A probe's ``axis`` is :func:`part_name` of its part.
+        The ``axis`` of a request is :func:`part_name` of its part.
         """
         return {"": self.probe(inputs)}
 
     def available(self, inputs: AxisInputs) -> int | None:
-        """How many items a ``limit`` in the settings chooses from, the prompts unless an axis says otherwise.
-
-        ``None``: that cannot be said.
-        """
+        """The number of items that the setting ``limit`` selects from (by default the prompts); ``None``: unknown."""
         return len(inputs.prompts)
 
     def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
@@ -281,9 +281,9 @@ class Axis:
         return {}
 
     def repeated(self, probe: Probe, share: float) -> Probe | None:
-        """What of a probe the reference answers once more for the floor: a share of the items, evenly spread.
+        """The part of a request that the reference answers again for the noise floor; ``None``: nothing.
 
-        ``None``: nothing.
+        By default an evenly spread ``share`` (0…1) of the items.
         """
         if isinstance(probe, Timed):
             return None
@@ -295,7 +295,7 @@ class Axis:
 
 
 def part_name(axis: str, part: str) -> str:
-    """What the captures of a part are called: ``perplexity.2048``, or the axis' name alone."""
+    """The name of the captures of a part: ``perplexity.2048``, or the name of the axis for the part ``""``."""
     return f"{axis}.{part}" if part else axis
 
 
@@ -304,18 +304,55 @@ def parts_of(axis: str, captures: Mapping[str, Path]) -> dict[str, Path]:
     return {name[len(axis) + 1 :]: path for name, path in captures.items() if name.split(".", 1)[0] == axis}
 
 
+def prompt_ids(
+    inputs: AxisInputs, limit: int | None, template: Template, n_predict: int, setting: str
+) -> tuple[Tokens, ...]:
+    """Token ids of the first ``limit`` prompts, each with room for ``n_predict`` generated tokens.
+
+    Raises:
+        InputError: a prompt without tokens, or one that is too long for the model; ``setting`` says what to change.
+    """
+    prompts = inputs.prompts[:limit]
+    ids = tuple(inputs.tokenizer.chat(prompt.messages, template) for prompt in prompts)
+    for prompt, tokens in zip(prompts, ids, strict=True):
+        if not tokens:
+            raise InputError(f"prompt {prompt.id!r} has no tokens")
+        if inputs.max_positions is not None and len(tokens) + n_predict > inputs.max_positions:
+            raise InputError(
+                f"prompt {prompt.id!r} has {len(tokens)} tokens; with {setting} that is beyond the model's limit of "
+                f"{inputs.max_positions} positions"
+            )
+    return ids
+
+
+def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
+    """A plot of texts side by side; none without pairs, or where captures lack the vocabulary to decode tokens."""
+    try:
+        listed = tuple(pairs)
+    except CaptureError:
+        return ()
+    return (Texts(title=title, pairs=listed),) if listed else ()
+
+
 def written_text(capture: Capture, item: int) -> str:
-    """All that was generated, without the token that ended it."""
+    """The generated text without the stop token."""
     ids, probe = capture.ids(item), capture.probe
     ended = isinstance(probe, Generate) and ids and ids[-1] in probe.stop
     return capture.text(ids[:-1] if ended else ids)
 
 
 def answer_text(capture: Capture, item: int) -> str:
-    """What was generated, without the ending token and without reasoning: what an axis reads an answer from."""
+    """The generated text without the stop token and without reasoning."""
     probe = capture.probe
     prompt = capture.text(probe.prompts[item][-_TAIL:]) if isinstance(probe, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
+
+
+def select_groups(probe: Probe, groups: Sequence[Hashable], share: float) -> Probe:
+    """A ``share`` (0…1) of the groups, evenly spread, with all their items; ``groups`` [n]: the group of each item."""
+    names = list(dict.fromkeys(groups))
+    kept = {names[index] for index in spread(len(names), share)}
+    return probe.select([index for index, group in enumerate(groups) if group in kept])
 
 
 def spread(n: int, share: float) -> list[int]:

@@ -1,11 +1,11 @@
-"""Degeneration onset: from which token on a long greedy text is garbage, if any.
+"""Degeneration onset: the first token of the degenerate rest of a long greedy text, if any.
 
 See docs/metrics.md#degeneration.
 
-Small models loop under greedy decoding whatever their cache, so an onset counts as harm only where it lies more than
-32 tokens before the reference's.  Greedy paths are chaotic: a harmless rounding moves a text into a loop, or out of
-one, by chance.  Loops and repetition therefore lower the verdict only when more prompts get worse than get better
-(McNemar's exact test, p ≤ 0.05); a text without connection where the reference has none is never chance.
+Small models loop under greedy decoding with any cache, so an onset counts only if it lies more than 32 tokens before
+the reference's.  Greedy decoding is chaotic: rounding can move a text into or out of a loop by chance.  Loops and
+repetition therefore downgrade the verdict only if more prompts get worse than better (McNemar's exact test,
+p ≤ 0.05).  Noise where the reference has none always downgrades it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, texts
 from fidelab.axes.forced import greedy_probe
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Generate
@@ -74,7 +74,7 @@ _OWN, _REFERENCE = _side_definitions("", "of the arm"), _side_definitions(", ref
 
 
 class DegenerationSettings(AxisSettings):
-    """How prompts are put and how far they are continued; part of the comparability key, the batch excepted."""
+    """Prompt format and length of the continuation; part of the comparability key except for ``batch``."""
 
     n_predict: int = Field(default=1024, ge=1, description="tokens generated per prompt; known failures start at 400")
     limit: int | None = Field(default=8, ge=1, description="first prompts only")
@@ -109,7 +109,7 @@ class _Item:
 
     @property
     def spared(self) -> bool:
-        """The candidate goes on where the reference degenerates."""
+        """The reference degenerates earlier than the candidate."""
         return is_earlier(self.ref.onset, self.test.onset)
 
 
@@ -160,7 +160,10 @@ class Degeneration(Axis):
 
 
 def _judged(pair: Pair) -> list[_Item]:
-    """Both sides' texts, judged by one floor from the prompts and what the reference wrote before it looped, if so."""
+    """Both sides' texts with their onsets.
+
+    The lowest distinct-token ratio comes from the prompts and the reference's texts up to their loops.
+    """
     probe = pair.ref.probe
     if not isinstance(probe, Generate):
         raise CaptureError(f"capture {pair.ref.folder} holds no generated text")
@@ -190,7 +193,7 @@ def _lowers(items: Sequence[_Item]) -> tuple[str, ...]:
 
 
 def _fails(items: Sequence[_Item]) -> tuple[str, ...]:
-    """Most of what the reference begins well is garbage at once."""
+    """The reason for a failure: over half of the texts that the reference begins well degenerate at once."""
     sound = [item for item in items if not _at_once(item.ref)]
     broken = sum(_at_once(item.test) for item in sound)
     what = (
@@ -205,8 +208,8 @@ def _at_once(text: _Text) -> bool:
 
 def _sentence(items: Sequence[_Item], n: int) -> str:
     at = round(float(np.median([item.test.onset.at for item in items if item.test.onset])))
-    theirs = [item.ref.onset.at for item in items if item.ref.onset]
-    reference = f"in {len(theirs)} of these, from token ~{round(float(np.median(theirs)))}" if theirs else "none"
+    onsets = [item.ref.onset.at for item in items if item.ref.onset]
+    reference = f"in {len(onsets)} of these, from token ~{round(float(np.median(onsets)))}" if onsets else "none"
     return f"garbage from token ~{at} in {len(items)} of {n} prompts (reference: {reference})"
 
 
@@ -265,23 +268,19 @@ def _table(items: Sequence[_Item]) -> TablePlot:
     )
 
 
-def _texts(items: Sequence[_Item], pair: Pair) -> list[Texts]:
-    """Some onsets as text, harmed prompts first; nothing where no text degenerates."""
+def _texts(items: Sequence[_Item], pair: Pair) -> tuple[Texts, ...]:
+    """Text around some onsets, prompts that degenerate earlier first."""
     degenerate = [item for item in items if item.test.onset]
     ranked = sorted(degenerate, key=lambda item: (not item.harmed, item.number))[:_SHOWN]
-    try:
-        pairs = tuple(_around(item, item.test.onset, pair) for item in ranked if item.test.onset)
-    except CaptureError:  # no vocabulary beside the captures: numbers need none
-        return []
-    return [Texts(title="Around the onset", pairs=pairs)] if pairs else []
+    return texts("Around the onset", (_around(item, item.test.onset, pair) for item in ranked if item.test.onset))
 
 
 def _around(item: _Item, onset: Onset, pair: Pair) -> TextPair:
     span = slice(max(0, onset.at - _BEFORE), onset.at + _AFTER)
-    theirs = "clean" if item.ref.onset is None else f"{item.ref.onset.kind} from token {item.ref.onset.at}"
+    reference = "clean" if item.ref.onset is None else f"{item.ref.onset.kind} from token {item.ref.onset.at}"
     return TextPair(
         label=f"prompt {item.number}, tokens {span.start}–{span.stop - 1}",
         reference=pair.ref.text(item.ref.ids[span]),
         candidate=pair.test.text(item.test.ids[span]),
-        note=f"candidate: {onset.kind} from token {onset.at}; reference: {theirs}",
+        note=f"candidate: {onset.kind} from token {onset.at}; reference: {reference}",
     )

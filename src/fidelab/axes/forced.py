@@ -2,8 +2,8 @@
 
 See docs/metrics.md#forced-decode-kld.
 
-Prefill KLD reads a cache that one forward filled.  Here every token enters the cache in a forward of its own, as in
-generation, and all arms are given the same tokens: one changed token does not change all that follow.
+Prefill KLD reads a cache that was filled by a single forward pass.  Here every token is added to the cache by its own
+forward pass, as in generation, and all arms receive the same tokens, so a changed token does not alter the rest.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.rows import compare_item, estimator_of, not_measurable
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name, prompt_ids
+from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Forced, Generate, Probe
 from fidelab.core import Estimator
-from fidelab.errors import CaptureError, InputError
+from fidelab.errors import CaptureError
 from fidelab.metrics.degeneration import change_point
-from fidelab.metrics.divergence import RowComparison, kl_by_position, kld_score, summarise_kl
+from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
 from fidelab.results.measurement import Definition
 from fidelab.results.plots import Curve
 
@@ -46,7 +46,7 @@ _RISES_AT = Definition("rises at token", "tokens", None, "Median token from whic
 
 
 class ForcedSettings(AxisSettings):
-    """Whose text is forced, and how much of it; part of the comparability key, the batch excepted."""
+    """Prompts and length of the forced text; part of the comparability key except for ``batch``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens of the reference's greedy text per prompt")
     limit: int | None = Field(default=16, ge=1, description="first prompts only")
@@ -102,16 +102,8 @@ class ForcedDecode(Axis):
         parts = [compare_item(pair, r, t, _targets(pair.ref.probe, r)) for r, t in pair.items]
         bound = estimator_of(pair) is Estimator.TOPK
         rows, lengths = RowComparison.concat(parts), [len(part) for part in parts]
-        score = AxisScore(
-            num=rows.kl,
-            den=np.ones(len(rows)),
-            units=np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths),
-            usable=~rows.failed,
-            transform=None if bound else kld_score,
-            bounds=(0.0, float("inf")),
-            identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
-            bound=bound,
-        )
+        units = np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths)
+        score = kl_score(rows, units, bound=bound)
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
@@ -142,20 +134,10 @@ def greedy_probe(
         InputError: a prompt without tokens, or one that is too long for the model; names the setting to change.
     """
     tokenizer = inputs.tokenizer
-    prompts = inputs.prompts[:limit]
-    ids = tuple(tokenizer.chat(prompt.messages, template) for prompt in prompts)
-    for prompt, tokens in zip(prompts, ids, strict=True):
-        if not tokens:
-            raise InputError(f"prompt {prompt.id!r} has no tokens")
-        if inputs.max_positions is not None and len(tokens) + n_predict > inputs.max_positions:
-            setting = f"axes.{axis.split('.', 1)[0]}.n_predict={n_predict}"
-            raise InputError(
-                f"prompt {prompt.id!r} has {len(tokens)} tokens; with {setting} that is beyond the model's limit of "
-                f"{inputs.max_positions} positions"
-            )
+    setting = f"axes.{axis.split('.', 1)[0]}.n_predict={n_predict}"
     return Generate(
         axis=axis,
-        prompts=ids,
+        prompts=prompt_ids(inputs, limit, template, n_predict, setting),
         max_tokens=n_predict,
         stop=tokenizer.stop_ids,
         batch=batch,

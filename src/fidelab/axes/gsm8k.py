@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
@@ -60,10 +61,10 @@ _REASONING = Definition(
 
 
 class GSM8KSettings(AxisSettings):
-    """Problems and how they are put; part of the comparability key, the batch excepted.
+    """Problems and prompt format; part of the comparability key except for ``batch``.
 
-    ``raw`` is the default template: base and instruct models both go on with worked examples in plain text.  Instruct
-    models answer sooner, and end by themselves, with ``chat``.
+    The default template is ``raw``: base and instruct models both continue worked examples in plain text.  With
+    ``chat`` instruct models answer in fewer tokens and end by themselves.
     """
 
     data: str = Field(default="gsm8k", min_length=1, description="gsm8k (the hub's test set) or a JSONL file")
@@ -134,7 +135,7 @@ class GSM8K(Axis):
             proportion=True,
             scale=100.0,
         )
-        difference = None
+        difference = PairedDifference(math.nan, None, 0)
         if usable:
             ref = RatioItems.of([item.ref.right for item in usable], 1.0, score.units[score.usable])
             difference = paired_difference(
@@ -222,13 +223,12 @@ def _accuracy(right: Sequence[bool]) -> tuple[float | None, tuple[float, float] 
     return (sum(right) / len(right), wilson_interval(sum(right), len(right))) if right else (None, None)
 
 
-def _metrics(usable: Sequence[_Item], difference: PairedDifference | None, *, weak: bool) -> tuple[Metric, ...]:
+def _metrics(usable: Sequence[_Item], difference: PairedDifference, *, weak: bool) -> tuple[Metric, ...]:
     """``weak``: the reference solves too few problems for a score."""
     own, reference = (_accuracy([getattr(item, side).right for item in usable]) for side in ("test", "ref"))
     share, ends = (None, None) if weak else own
     lost, gained = (sum(item.outcome == outcome for item in usable) for outcome in ("lost", "gained"))
-    change = difference.estimate if difference else None
-    interval = difference.interval if difference else None
+    interval = difference.interval
     return (
         SCORE(
             None if share is None else 100.0 * share,
@@ -237,7 +237,7 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference | None, *, we
         ),
         _ACCURACY(*own),
         _REFERENCE(*reference),
-        _DIFFERENCE(change, interval),
+        _DIFFERENCE(difference.estimate, interval),
         _MARGIN((interval[1] - interval[0]) / 2 if interval else None),
         _P(mcnemar_exact(lost, gained) if usable else None),
         _LOST(lost),
@@ -248,8 +248,8 @@ def _metrics(usable: Sequence[_Item], difference: PairedDifference | None, *, we
     )
 
 
-def _harm(difference: PairedDifference | None) -> tuple[str, ...]:
-    if difference is None or difference.interval is None or difference.interval[1] >= _HARM:
+def _harm(difference: PairedDifference) -> tuple[str, ...]:
+    if difference.interval is None or difference.interval[1] >= _HARM:
         return ()
     most, least = (-end for end in difference.interval)
     return (f"GSM8K accuracy falls by {-difference.estimate:.1f} points (95%: {least:.1f} to {most:.1f})",)

@@ -2,14 +2,14 @@
 
 See docs/metrics.md#mean-kl-divergence and docs/metrics.md#windows-and-contexts.
 
-``windows`` are those of the shortest context.  A longer one has fewer, so that about as many positions are scored, but
-no fewer than six: what is resampled are documents, and a long window rarely touches more than one.
+``windows`` is the number of windows of the shortest context.  Longer contexts have fewer windows, so that about as many
+positions are scored, but at least six: documents are the resampling clusters, and a long window rarely spans several.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any, ClassVar, Literal
@@ -18,19 +18,17 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
-from fidelab.axes.rows import compare_item, estimator_of, not_measurable
+from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
+from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Prefill, Probe
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
 from fidelab.metrics.divergence import (
-    BinnedMeans,
     RowComparison,
     kl_by_confidence,
     kl_by_position,
-    kld_score,
     summarise_flips,
     summarise_kl,
 )
@@ -38,33 +36,50 @@ from fidelab.metrics.intervals import standard_error
 from fidelab.results.measurement import Coordinates, Definition, Metric
 from fidelab.results.plots import Curve
 
-__all__ = ["KLD"]
+__all__ = ["KLD", "KLD_METRICS", "kl_curve"]
 
 _DEFAULT_CONTEXTS = (512, 2048)
 _LEAST_CONTEXT = 8  # tokens
-_LEAST_WINDOWS = 6  # of a longer context: below six units intervals are wide and verdicts weak
+_LEAST_WINDOWS = 6  # of a longer context: with fewer resampling clusters intervals are wide and verdicts weak
+_QUANTILES = ("median", "p90", "p95", "p99", "p999", "max")
 
-_MEAN = Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position.")
-_STDERR = Definition("std. error", "nats", None, "Standard error of the mean.")
-_QUANTILES = {
+KLD_METRICS = {
+    "mean": Definition("mean", "nats", "lower", "Mean KL divergence from the reference per scored position."),
+    "stderr": Definition("std. error", "nats", None, "Standard error of the mean."),
     "median": Definition("median", "nats", "lower", "Median KL of a position."),
     "p90": Definition("p90", "nats", "lower", "90th percentile of the KL of a position."),
     "p95": Definition("p95", "nats", "lower", "95th percentile of the KL of a position."),
     "p99": Definition("p99", "nats", "lower", "99th percentile of the KL of a position."),
     "p999": Definition("p99.9", "nats", "lower", "99.9th percentile of the KL of a position."),
     "max": Definition("max", "nats", "lower", "Largest KL of one position."),
+    "top1": Definition("top-1", "share", "higher", "Share of positions whose most likely token is the reference's."),
+    "real_flips": Definition(
+        "real flips",
+        "share",
+        "lower",
+        "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats "
+        "or more.",
+    ),
+    "tokens_to_flip": Definition(
+        "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
+    ),
+    "rms_dp": Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability."),
+    "score": SCORE,
 }
-_TOP1 = Definition("top-1", "share", "higher", "Share of positions whose most likely token is the reference's.")
-_FLIPS = Definition(
-    "real flips",
-    "share",
-    "lower",
-    "Share of positions whose most likely token changed although the reference prefers its own by 0.1 nats or more.",
-)
-_TO_FLIP = Definition(
-    "tokens to flip", "tokens", None, "Expected tokens until the first changed most likely token, 1/(1 - top-1)."
-)
-_RMS = Definition("RMS Δp", "share", "lower", "Root mean square change of the actual next token's probability.")
+"""The axis's metrics by the field of :class:`KLSummary` or :class:`Flips` that holds the value."""
+
+_PLOT_TEXTS = {  # key of the curve: title, label of the x axis, caption
+    "position": (
+        "KL by position in the window",
+        "position in the window, tokens",
+        "Rising lines: the cost grows with the context.",
+    ),
+    "confidence": (
+        "KL by the reference's confidence",
+        "reference's largest probability",
+        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
+    ),
+}
 
 
 class KLDSettings(AxisSettings):
@@ -120,7 +135,7 @@ class KLD(Axis):
         return {part: self._cut(inputs, part, n_ctx, sizes[n_ctx]) for n_ctx, part in parts.items()}
 
     def _sizes(self, inputs: AxisInputs) -> dict[int, int]:
-        """Context → windows, the shortest first; of the default, what there is room for."""
+        """Context → number of windows, shortest first; of the default contexts only those that text and model allow."""
         s = self.settings
         asked = (s.n_ctx,) if isinstance(s.n_ctx, int) else s.n_ctx or _DEFAULT_CONTEXTS
         sizes = {n_ctx: min(s.windows, max(_LEAST_WINDOWS, round(s.windows * asked[0] / n_ctx))) for n_ctx in asked}
@@ -155,18 +170,18 @@ class KLD(Axis):
         )
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
-        found = {part: self.score(pair, seed) for part, pair in pairs.items()}
-        nothing = next((score for score in found.values() if score.not_measurable), None)
-        if nothing is not None:
-            return nothing
-        parts = dict(sorted(found.items(), key=lambda item: _context(item[1])))
+        scores = {part: self.score(pair, seed) for part, pair in pairs.items()}
+        unmeasurable = next((score for score in scores.values() if score.not_measurable), None)
+        if unmeasurable is not None:
+            return unmeasurable
+        parts = dict(sorted(scores.items(), key=lambda item: _context(item[1])))
         part, worst = max(parts.items(), key=lambda item: _badness(item[1]))
         columns = {name: [score.positions[name] for score in parts.values()] for name in worst.positions}
         by_context = [metric for score in parts.values() for metric in _by_context(score)] if len(parts) > 1 else []
         return replace(
             worst,
             metrics=(*worst.metrics, *by_context),
-            facts={**worst.facts, "contexts": [_measured(score) for score in parts.values()]},
+            facts={**worst.facts, "contexts": [_size(score) for score in parts.values()]},
             identical=all(score.identical for score in parts.values()),
             positions={name: np.concatenate(values) for name, values in columns.items()},
             part=part,
@@ -184,16 +199,14 @@ class KLD(Axis):
         order = [r for r, _ in pair.items]
         windows = np.repeat(np.asarray(order, dtype=np.int32), probe.n_rows)
         positions = np.tile(np.arange(probe.first, probe.last + 1, dtype=np.int32), len(order))
-        bound = estimator_of(pair) is Estimator.TOPK
-        score = AxisScore(
-            num=rows.kl,
-            den=np.ones(len(rows)),
-            units=np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order]),
-            usable=~rows.failed,
-            transform=None if bound else kld_score,
-            bounds=(0.0, float("inf")),
-            identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
-            bound=bound,
+        units = np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order])
+        score = kl_score(rows, units, bound=estimator_of(pair) is Estimator.TOPK)
+        documents = pair.ref.manifest["settings"].get("unit") == "document"
+        n_units = len(np.unique(score.units[score.usable]))
+        by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
+        return replace(
+            score,
+            metrics=_metrics(score, rows, seed),
             positions={
                 "window": windows,
                 "position": positions,
@@ -203,27 +216,9 @@ class KLD(Axis):
                 "reference_confidence": rows.confidence,
                 "margin": rows.margin.astype(np.float32),
             },
-        )
-        documents = pair.ref.manifest["settings"].get("unit") == "document"
-        n_units = len(np.unique(score.units[score.usable]))
-        return replace(
-            score,
-            metrics=_metrics(score, rows, seed),
             plots=(
-                _curve(
-                    kl_by_position(positions, rows.kl),
-                    key="position",
-                    title="KL by position in the window",
-                    x_label="position in the window, tokens",
-                    caption="Rising lines: the cost grows with the context.",
-                ),
-                _curve(
-                    kl_by_confidence(rows.confidence, rows.kl),
-                    key="confidence",
-                    title="KL by the reference's confidence",
-                    x_label="reference's largest probability",
-                    caption="Left: the reference itself is unsure. High lines at the right are the costly ones.",
-                ),
+                kl_curve("position", by_position.edges, by_position.means),
+                kl_curve("confidence", by_confidence.edges, by_confidence.means),
             ),
             facts={
                 "estimator": str(estimator_of(pair)),
@@ -236,7 +231,7 @@ class KLD(Axis):
 
 
 def _badness(score: AxisScore) -> tuple[int, float]:
-    """The band by itself, failed positions included; the upper end of the mean KL (the mean, without an interval)."""
+    """Sort key: the band of this context alone, then the upper end of the mean KL (without an interval, the mean)."""
     mean, interval = score.value("mean"), score.interval("mean")
     upper = interval[1] if interval is not None else math.inf if mean is None else mean
     band = verdict(upper, int((~score.usable).sum()), len(score.usable)).band
@@ -251,16 +246,16 @@ def _context(score: AxisScore) -> int:
     return n_ctx
 
 
-def _measured(score: AxisScore) -> dict[str, object]:
-    """What one context was measured over."""
+def _size(score: AxisScore) -> dict[str, object]:
+    """The context, windows, documents and positions that a score was computed from."""
     over = {name: score.facts[name] for name in ("n_ctx", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}
 
 
 def _by_context(score: AxisScore) -> list[Metric]:
     cell: Coordinates = {"context": _context(score)}
-    found = (metric for name in (_MEAN.name, _TOP1.name) if (metric := score.metric(name)) is not None)
-    return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in found]
+    metrics = (score.metric(KLD_METRICS[field].name) for field in ("mean", "top1"))
+    return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 
 def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
@@ -270,30 +265,36 @@ def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
 
 
 def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:
-    found = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
+    summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
     flips = summarise_flips(rows, score.units, seed)
+    define = KLD_METRICS
     return (
-        _MEAN(found.mean, score.mean_interval(seed), bound=score.bound, headline=True),
-        _STDERR(standard_error(score.items())),
-        *(define(getattr(found, name), bound=score.bound) for name, define in _QUANTILES.items()),
-        _TOP1(found.top1, flips.top1_ci),
-        _FLIPS(flips.real_flips, flips.real_flips_ci),
-        _TO_FLIP(flips.tokens_to_flip, flips.tokens_to_flip_ci),
-        _RMS(found.rms_dp),
+        define["mean"](summary.mean, score.mean_interval(seed), bound=score.bound, headline=True),
+        define["stderr"](standard_error(score.items())),
+        *(define[name](getattr(summary, name), bound=score.bound) for name in _QUANTILES),
+        define["top1"](summary.top1, flips.top1_ci),
+        define["real_flips"](flips.real_flips, flips.real_flips_ci),
+        define["tokens_to_flip"](flips.tokens_to_flip, flips.tokens_to_flip_ci),
+        define["rms_dp"](summary.rms_dp),
         *(() if score.bound else (score.score(seed, headline=False),)),
     )
 
 
-def _curve(bins: BinnedMeans, *, key: str, title: str, x_label: str, caption: str) -> Curve:
-    """Mean KL per bin, at the bins' middles."""
+def kl_curve(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:
+    """Mean KL (nats) per bin, at the middle of each bin.
+
+    ``key``: ``position`` (in the window) or ``confidence`` (the reference's largest probability).  ``edges`` [n + 1],
+    ``means`` [n]: ``None`` for an empty bin.
+    """
+    title, x_label, caption = _PLOT_TEXTS[key]
     return Curve(
         key=key,
         title=title,
         x_label=x_label,
         y_label="mean KL, nats",
         caption=caption,
-        x=tuple((low + high) / 2 for low, high in pairwise(bins.edges)),
-        y=bins.means,
+        x=tuple((low + high) / 2 for low, high in pairwise(edges)),
+        y=tuple(means),
         log_y=True,
         kl=True,
     )

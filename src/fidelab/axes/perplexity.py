@@ -4,7 +4,7 @@
 windows lie one after another from the text's start (``place: start``).
 ``strided``: windows begin every ``stride`` tokens and the last ``stride`` tokens of each are scored, so every token
 counts once and has at least n_ctx − stride tokens before it; the first n_ctx − stride tokens of the text are context
-alone.  Both read the keys and values of their context from the cache, which is what makes the figure see it.
+alone.  Both read the keys and values of their context from the cache, so the figure depends on its format.
 """
 
 from __future__ import annotations
@@ -92,23 +92,23 @@ class Perplexity(Axis):
         if (nothing := not_measurable(pairs.values())) is not None:
             return nothing
         parts = {int(part): _Rows.of(pairs[part]) for part in sorted(pairs, key=int, reverse=True)}
-        found = {n_ctx: compare_nll(rows.ref, rows.test, rows.units, seed) for n_ctx, rows in parts.items()}
+        comparisons = {n_ctx: compare_nll(rows.ref, rows.test, rows.units, seed) for n_ctx, rows in parts.items()}
         longest = next(iter(parts.values()))
         settings = next(iter(pairs.values())).ref.manifest["settings"]
         lost = sum(rows.unreported for rows in parts.values())
         total = sum(len(rows.ref) for rows in parts.values())
         return AxisScore(
-            metrics=tuple(metric for n_ctx, pair in found.items() for metric in _metrics(n_ctx, pair)),
+            metrics=tuple(metric for n_ctx, pair in comparisons.items() for metric in _metrics(n_ctx, pair)),
             plots=tuple(_curve(n_ctx, rows) for n_ctx, rows in sorted(parts.items())),
             facts={
                 "mode": settings["mode"],
                 "contexts": [
                     {"n_ctx": n_ctx, "n_positions": pair.n_rows, "n_failed": pair.n_failed}
-                    for n_ctx, pair in sorted(found.items())
+                    for n_ctx, pair in sorted(comparisons.items())
                 ],
             },
-            n_items=sum(pair.n_rows for pair in found.values()),
-            n_failed=sum(pair.n_failed for pair in found.values()),
+            n_items=sum(pair.n_rows for pair in comparisons.values()),
+            n_failed=sum(pair.n_failed for pair in comparisons.values()),
             num=longest.test - longest.ref,
             den=np.ones(len(longest.ref)),
             units=longest.units,

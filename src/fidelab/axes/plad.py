@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field, field_validator
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, spread
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, select_groups, texts
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate, Probe, Tokens
@@ -60,7 +60,7 @@ _SKIPPED = Definition("skipped", "count", None, "Perturbations that leave a prom
 
 
 class PLADSettings(AxisSettings):
-    """What is changed in which prompts; part of the comparability key, batch and compat excepted."""
+    """Prompts and perturbations; part of the comparability key except for ``batch`` and ``compat``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens generated per answer")
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
@@ -132,28 +132,25 @@ class PLAD(Axis):
         )
 
     def _questions(self, tokenizer: Tokenizer, index: int, prompt: Prompt) -> list[tuple[Tokens, dict[str, str | int]]]:
-        """A prompt as it is and under each perturbation that changes its tokens; nothing where none does."""
+        """Token ids and notes of a prompt, unperturbed and perturbed; empty if no perturbation changes its tokens."""
         s = self.settings
         plain = tokenizer.chat(prompt.messages, s.template)
         if not plain:
             raise InputError(f"plad: prompt {prompt.id!r} has no tokens")
         note: dict[str, str | int] = {"prompt": index, "id": prompt.id}
-        found = [(plain, {**note, "perturbation": _UNPERTURBED})]
+        questions = [(plain, {**note, "perturbation": _UNPERTURBED})]
         for name in s.perturbations:
             changed = perturb_prompt(prompt, name, s.seed + index)
             ids = plain if changed is None else tokenizer.chat(changed.messages, s.template)
             if changed is not None and ids != plain:
-                found.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
-        return found if len(found) > 1 else []
+                questions.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
+        return questions if len(questions) > 1 else []
 
     def repeated(self, probe: Probe, share: float) -> Probe | None:
         """A share of the prompts, each with all its perturbations."""
         if not isinstance(probe, Generate):
             return super().repeated(probe, share)
-        owners = [json.loads(note)["prompt"] for note in probe.notes]
-        prompts = list(dict.fromkeys(owners))
-        kept = {prompts[index] for index in spread(len(prompts), share)}
-        return probe.select([index for index, owner in enumerate(owners) if owner in kept])
+        return select_groups(probe, [json.loads(note)["prompt"] for note in probe.notes], share)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)
@@ -174,17 +171,17 @@ class PLAD(Axis):
             fails=constant,
         )
         asked = pair.ref.manifest["settings"]
-        whole = _Summary.of(counted, seed)
+        summary = _Summary.of(counted, seed)
         skipped = _skipped(pair.ref)
         return replace(
             score,
             metrics=(
                 score.score(seed),
-                _EXCESS(whole.excess, whole.interval),
-                _SIGN(whole.p),
-                _REF_DRIFT(whole.ref),
-                _DRIFT(whole.test),
-                _FREQUENT(_frequent(plain[1])),
+                _EXCESS(summary.excess, summary.interval),
+                _SIGN(summary.p),
+                _REF_DRIFT(summary.ref),
+                _DRIFT(summary.test),
+                _FREQUENT(commonest(plain[1]) / len(plain[1]) if plain[1] else None),
                 _UNLIKE_SHARE(_unlike(*plain)),
                 _SKIPPED(sum(skipped.values())),
             ),
@@ -221,15 +218,15 @@ class _Cell:
 
 
 def _cells(pair: Pair) -> list[_Cell]:
-    """All cells, in the order of the test side's notes: the floor asks only some prompts again."""
+    """All cells, in the order of the test side's notes: for the noise floor only some prompts are repeated."""
     notes = _notes(pair.test)
     places = {(note["prompt"], note["perturbation"]): place for note, place in zip(notes, pair.items, strict=True)}
-    found = []
+    cells = []
     for note in notes:
         if note["perturbation"] != _UNPERTURBED:
             (r0, t0), (r1, t1) = places[note["prompt"], _UNPERTURBED], places[note["prompt"], note["perturbation"]]
             sides = [pair.ref.items[r0], pair.ref.items[r1], pair.test.items[t0], pair.test.items[t1]]
-            found.append(
+            cells.append(
                 _Cell(
                     prompt=note["prompt"],
                     id=note["id"],
@@ -240,11 +237,11 @@ def _cells(pair: Pair) -> list[_Cell]:
                     failed=any(item["failed"] is not None for item in sides),
                 )
             )
-    return found
+    return cells
 
 
 def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
-    """Both sides' answers to the prompts as they are, one of prompts that are alike, failed ones left out."""
+    """Both sides' answers to the unperturbed prompts, without failed ones and without duplicate prompts."""
     probe, notes = _asked(pair.ref), _notes(pair.ref)
     asked = {n["prompt"]: ids for n, ids in zip(notes, probe.prompts, strict=True) if n["perturbation"] == _UNPERTURBED}
     good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
@@ -253,16 +250,12 @@ def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]],
 
 
 def _constant(ref: Sequence[list[int]], test: Sequence[list[int]]) -> tuple[str, ...]:
-    """What to say of an arm whose answers do not depend on the prompt."""
+    """The reason for a failure if the candidate's answers do not depend on the prompt."""
     what = (
         f"answers do not depend on the prompt: PLAD finds the same one for {commonest(test)} of {len(test)} prompts "
         f"(reference: {commonest(ref)})"
     )
     return (what,) if ignores_prompts(ref, test) else ()
-
-
-def _frequent(answers: Sequence[list[int]]) -> float | None:
-    return commonest(answers) / len(answers) if answers else None
 
 
 def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None:
@@ -282,7 +275,7 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _skipped(ref: Capture) -> dict[str, int]:
-    """How many prompts each perturbation left as they were."""
+    """Perturbation → number of prompts that it does not change."""
     names = [note["perturbation"] for note in _notes(ref)]
     settings = ref.manifest["settings"]
     return {name: settings["prompts"] - names.count(name) for name in settings["perturbations"].split(",")}
@@ -329,12 +322,12 @@ class _Summary:
 def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> TablePlot:
     rows = []
     for name, left in skipped.items():
-        mine = [cell for cell in cells if cell.perturbation == name]
-        found = _Summary.of(mine, seed)
-        low, high = found.interval or (None, None)
-        shares = (found.ref, found.test, found.excess, low, high)
+        selected = [cell for cell in cells if cell.perturbation == name]
+        summary = _Summary.of(selected, seed)
+        low, high = summary.interval or (None, None)
+        shares = (summary.ref, summary.test, summary.excess, low, high)
         percent = [None if share is None else 100.0 * share for share in shares]
-        rows.append((name, found.n, found.score, *percent, found.p, len(mine) - found.n, left))
+        rows.append((name, summary.n, summary.score, *percent, summary.p, len(selected) - summary.n, left))
     return TablePlot(
         title="By perturbation",
         columns=(
@@ -347,23 +340,20 @@ def _table(cells: Sequence[_Cell], skipped: Mapping[str, int], seed: int) -> Tab
     )
 
 
-def _texts(pair: Pair, cells: Sequence[_Cell]) -> list[Texts]:
-    """The answers that moved most beyond the reference's; numbers need no vocabulary, so without one there are none."""
+def _texts(pair: Pair, cells: Sequence[_Cell]) -> tuple[Texts, ...]:
+    """The answers with the largest excess drift."""
     moved = [cell for cell in cells if not cell.failed and cell.excess > 0]
     shown = sorted(moved, key=lambda cell: -cell.excess)[:_SHOWN]
-    try:
-        pairs = tuple(
-            TextPair(
-                label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
-                reference=_two_answers(pair.ref, *cell.ref),
-                candidate=_two_answers(pair.test, *cell.test),
-                note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
-            )
-            for cell in shown
+    pairs = (
+        TextPair(
+            label=f"prompt {cell.prompt} ({cell.id}), {cell.perturbation}",
+            reference=_two_answers(pair.ref, *cell.ref),
+            candidate=_two_answers(pair.test, *cell.test),
+            note=f"{cell.change}; drift {cell.ref_drift:.0%} in the reference, {cell.test_drift:.0%} here",
         )
-    except CaptureError:
-        return []
-    return [Texts(title="Largest excess drift", pairs=pairs)] if pairs else []
+        for cell in shown
+    )
+    return texts("Largest excess drift", pairs)
 
 
 def _two_answers(capture: Capture, plain: Sequence[int], perturbed: Sequence[int]) -> str:

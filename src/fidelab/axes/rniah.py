@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,7 @@ from fidelab.axes.base import (
     AxisSettings,
     answer_text,
     part_name,
-    spread,
+    select_groups,
     written_text,
 )
 from fidelab.axes.rniah_plots import Trial, needle_plots
@@ -64,7 +65,7 @@ _OURS = Definition("score (informative cells)", "points", "higher", "The score o
 
 
 class RNIAHSettings(AxisSettings):
-    """What is hidden where; all of it part of the comparability key, the batch excepted."""
+    """Needles, positions and prompts; part of the comparability key except for ``batch``."""
 
     lengths: Literal["auto"] | tuple[int, ...] = Field(
         default="auto", description="prompt lengths in tokens; auto: 4096, 8192 … that fit, of small models 512 … 4096"
@@ -146,8 +147,8 @@ class RNIAH(Axis):
             return {}
         asked, first = self._plan(inputs), reference["question"]
         notes = enumerate(_notes(first))
-        found = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
-        style: Style = "question" if found else "cloze"
+        answered = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
+        style: Style = "question" if answered else "cloze"
         return {"main": asked.probe("main", style, asked.lengths)}
 
     def repeated(self, probe: Probe, share: float) -> Probe | None:
@@ -155,9 +156,7 @@ class RNIAH(Axis):
         if isinstance(probe, Timed):
             return None
         places = [(note["length"], note["position"]) for note in map(json.loads, probe.notes)]
-        cells = sorted(set(places))
-        kept = {cells[index] for index in spread(len(cells), share)}
-        return probe.select([index for index, place in enumerate(places) if place in kept])
+        return select_groups(probe, places, share)
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         pair = pairs["main"]
@@ -269,7 +268,7 @@ def _notes(capture: Capture) -> list[dict[str, Any]]:
 
 
 def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
-    """What an answer is worth, 0 … 1; in compat mode with its reasoning."""
+    """Share of the needles that an answer returns, 0 … 1; compat mode includes its reasoning."""
     text = written_text(capture, item) if compat else answer_text(capture, item)
     # What fills a cloze ends with its sentence; a model that goes on repeats the haystack, distractors included.
     if note["wrong"] and note["style"] == "cloze":
@@ -279,7 +278,7 @@ def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str 
 
 def _trials(pair: Pair, compat: str | None) -> list[Trial]:
     """What was asked, and what both sides answered."""
-    notes, found = _notes(pair.ref), []
+    notes, trials = _notes(pair.ref), []
     for ref, test in pair.items:
         note = notes[ref]
         failures = [pair.ref.items[ref]["failed"], pair.test.items[test]["failed"]]
@@ -294,8 +293,8 @@ def _trials(pair: Pair, compat: str | None) -> list[Trial]:
             failed=any(failure is not None for failure in failures),
             same=pair.ref.ids(ref) == pair.test.ids(test),
         )
-        found.append(trial)
-    return found
+        trials.append(trial)
+    return trials
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -346,23 +345,21 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
     )
     cells = score.cells()
     informative, all_cells = len(cells.informative().numbers()), len(cells.numbers())
-    reason, harms = "", list[str]()
+    reason, losses = "", list[str]()
     if all_cells and not informative:
         reason = f"the reference found no needle (accuracy 0 in all {all_cells} cells, style {style})"
         reason += ": try style cloze" if style == "question" else ": try shorter lengths or a larger model"
-    difference = accuracy_difference(cells, seed) if all_cells else None
-    if difference is not None and difference.interval is not None and difference.interval[1] < _HARM:
+    difference = accuracy_difference(cells, seed) if all_cells else PairedDifference(math.nan, None, 0)
+    if difference.interval is not None and difference.interval[1] < _HARM:
         lost, least = -difference.estimate, -difference.interval[1]
-        harms = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
-    score = replace(score, not_measurable=reason, lowers=tuple(harms))
+        losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
+    score = replace(score, not_measurable=reason, lowers=tuple(losses))
     share = float(cells.base.mean()) if all_cells else None
     return replace(
         score,
         metrics=(
             score.score(seed),
-            _DIFFERENCE(
-                None if difference is None else difference.estimate, None if difference is None else difference.interval
-            ),
+            _DIFFERENCE(difference.estimate, difference.interval),
             _LOST(int((cells.cand < cells.base).sum())),
             _FOUND(int((cells.base > 0).sum())),
             _CHANCE(None if reason else chance_score(cells, seed, compat=compat)),

@@ -1,4 +1,4 @@
-"""What there is to see of a search for needles: heat map, table, and the answers that lost one."""
+"""Plots of axis rniah: heat map, table, and the answers that lost a needle."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Trial:
 
 def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
     """Accuracies by length and position, by length, and what was answered where a needle was lost."""
-    found: dict[Place, tuple[float, float]] = {}
+    shares: dict[Place, tuple[float, float]] = {}
     for place in {trial.place for trial in trials if not trial.failed}:
         both = [(t.base, t.cand) for t in trials if t.place == place and not t.failed]
         base, cand = np.mean(both, axis=0).tolist()
-        found[place] = base, cand
+        shares[place] = base, cand
     lengths = sorted({trial.length for trial in trials})
     positions = sorted({trial.position for trial in trials})
-    plots: list[Plot] = [_heatmap(found, lengths, positions), _table(found, lengths, style)]
+    plots: list[Plot] = [_heatmap(shares, lengths, positions), _table(shares, lengths, style)]
     lost = [t for t in trials if t.cand < t.base and not t.failed]
     if lost:
         shown = f"{len(lost)}" if len(lost) <= _SHOWN else f"first {_SHOWN} of {len(lost)}"
@@ -53,11 +53,13 @@ def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
     return tuple(plots)
 
 
-def _heatmap(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], positions: Sequence[float]) -> Heatmap:
+def _heatmap(
+    shares: Mapping[Place, tuple[float, float]], lengths: Sequence[int], positions: Sequence[float]
+) -> Heatmap:
     def grid(name: str, side: int | None) -> Grid:
         def value(place: Place) -> float | None:
-            base, cand = found.get(place, (0.0, 0.0))
-            if place not in found or (side is None and not base):
+            base, cand = shares.get(place, (0.0, 0.0))
+            if place not in shares or (side is None and not base):
                 return None
             return cand - base if side is None else (base, cand)[side]
 
@@ -77,13 +79,13 @@ def _heatmap(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int],
     )
 
 
-def _table(found: Mapping[Place, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePlot:
+def _table(shares: Mapping[Place, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePlot:
     rows = []
     for length in lengths:
-        here = np.array([both for (of, _), both in found.items() if of == length]).reshape(-1, 2)
-        base, cand = here.mean(axis=0).tolist() if len(here) else (None, None)
+        sides = np.array([both for (of, _), both in shares.items() if of == length]).reshape(-1, 2)
+        base, cand = sides.mean(axis=0).tolist() if len(sides) else (None, None)
         difference = None if base is None or cand is None else 100 * (cand - base)
-        rows.append((length, f"{int((here[:, 0] > 0).sum())} of {len(here)}", base, cand, difference))
+        rows.append((length, f"{int((sides[:, 0] > 0).sum())} of {len(sides)}", base, cand, difference))
     asked = "as a sentence to complete" if style == "cloze" else "as a question"
     return TablePlot(
         title="Accuracy by prompt length",

@@ -1,7 +1,7 @@
-"""Rows of next-token distributions out of captures, in chunks, whatever the estimator.
+"""Rows of next-token distributions read from captures, in chunks, for every estimator.
 
-Full-vocabulary rows give KL; rows of the top tokens alone give a lower bound of it, from which nothing follows that
-rests on an upper end, on a difference or on equality.  See docs/metrics.md#estimators.
+Full-vocabulary rows give the KL.  Rows of the top tokens give a lower bound of it, which supports no upper end, no
+difference and no statement of equality.  See docs/metrics.md#estimators.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture, HeadFile
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
-from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits
+from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits, kld_score
 
 __all__ = [
     "CHUNK",
     "compare_item",
     "estimator_of",
     "item_rows",
+    "kl_score",
     "logits",
     "margin",
     "not_measurable",
@@ -36,15 +37,15 @@ CHUNK = 256  # rows at a time: 50 MB of float32 per side at 49,152 tokens
 
 
 def estimator_of(pair: Pair) -> Estimator:
-    """The weaker one of the two sides."""
+    """The weaker estimator of the two sides."""
     estimators = {pair.ref.estimator, pair.test.estimator}
     return next(e for e in (Estimator.TOPK, Estimator.LOGPROBS, Estimator.HIDDEN) if e in estimators)
 
 
 def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
-    """The score of an axis whose questions an engine cannot answer, where one said so (``facts``)."""
+    """The score of an axis whose requests an engine reported as not measurable (``facts``); else ``None``."""
     facts = (side.manifest["facts"] for pair in pairs for side in (pair.ref, pair.test))
-    reason = next((str(said["not_measurable"]) for said in facts if "not_measurable" in said), None)
+    reason = next((str(side_facts["not_measurable"]) for side_facts in facts if "not_measurable" in side_facts), None)
     if reason is None:
         return None
     nothing = np.empty(0)
@@ -60,8 +61,22 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
     )
 
 
+def kl_score(rows: RowComparison, units: NDArray[np.int64], *, bound: bool) -> AxisScore:
+    """The score of axes whose items are rows ``[n]`` with their KL; ``bound``: the KL is a lower bound."""
+    return AxisScore(
+        num=rows.kl,
+        den=np.ones(len(rows)),
+        units=units,
+        usable=~rows.failed,
+        transform=None if bound else kld_score,
+        bounds=(0.0, float("inf")),
+        identical=not bound and not rows.failed.any() and bool((rows.kl == 0.0).all()),
+        bound=bound,
+    )
+
+
 def item_rows(capture: Capture, item: int) -> int:
-    """How many rows one item stores; 0 for a failed one."""
+    """The number of rows stored for an item; 0 if it failed."""
     name = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
     return capture.array_shape(item, name)[0] if name in capture.names(item) else 0
 
@@ -85,7 +100,7 @@ def reported(capture: Capture, item: int, start: int, stop: int) -> tuple[NDArra
 
 
 def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64]) -> RowComparison:
-    """All rows of one item, as many as ``targets``; all failed where a side has not as many."""
+    """All rows of one item; ``targets`` [n]: the actual next tokens.  All fail if a side does not have n rows."""
     n = len(targets)
     if n == 0 or item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
         nothing = torch.full((max(n, 1), 2), float("nan"))
@@ -97,19 +112,19 @@ def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64]) -> RowC
     parts = []
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
-        ours, theirs = (logits(capture, item, start, stop) for capture, item in sides)
-        parts.append(compare_rows(ours, theirs, targets[start:stop]))
+        p, q = (logits(capture, item, start, stop) for capture, item in sides)
+        parts.append(compare_rows(p, q, targets[start:stop]))
     return RowComparison.concat(parts)
 
 
 def margin(capture: Capture, item: int, row: int, token: int) -> float:
-    """Top-1 minus a token at one row, nats; NaN where that is not known."""
+    """Log-probability of the top token minus that of ``token`` at one row, nats; NaN if unknown."""
     if row >= item_rows(capture, item):
         return float("nan")
     if capture.estimator is Estimator.TOPK:
         ids, logprobs = (side[0] for side in reported(capture, item, row, row + 1))
-        found = logprobs[ids == token]
-        return float(logprobs[ids >= 0].max() - found[0]) if len(found) else float("nan")
+        chosen = logprobs[ids == token]
+        return float(logprobs[ids >= 0].max() - chosen[0]) if len(chosen) else float("nan")
     scores = torch.log_softmax(logits(capture, item, row, row + 1)[0].double(), dim=-1)
     return float(scores.max() - scores[token]) if token < len(scores) else float("nan")
 

@@ -10,12 +10,21 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    SCORE,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    SampleSize,
+    prompt_ids,
+    texts,
+)
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Generate
-from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.agreement import (
     NEAR_TIE,
     PairAgreement,
@@ -28,31 +37,37 @@ from fidelab.metrics.agreement import (
     trajectory_score,
 )
 from fidelab.results.measurement import Definition
-from fidelab.results.plots import Curve, Plot, TextPair, Texts
+from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["Trajectory"]
+__all__ = ["TRAJECTORY_METRICS", "Trajectory", "divergence_texts", "survival_plot"]
 
 _SHOWN = 16  # divergences per arm whose text the report shows
 _BEFORE, _AFTER = 32, 48  # tokens of it before and after the fork
 
-_EXACT = Definition("exact match", "share", "higher", "Share of prompts with equal token ids throughout.")
-_AGREEMENT = Definition(
-    "positional agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
-)
-_FIRST = Definition(
-    "median first divergence",
-    "tokens",
-    None,
-    "Median index of the first differing token over the prompts whose texts diverge.",
-)
-_NEAR_TIES = Definition(
-    "near ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
-)
-_REFRACT = Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition.")
+TRAJECTORY_METRICS = {
+    "score": SCORE,
+    "exact_match_rate": Definition(
+        "exact match", "share", "higher", "Share of prompts with equal token ids throughout."
+    ),
+    "positional_agreement": Definition(
+        "positional agreement", "share", "higher", "Share of positions with equal tokens, also after a divergence."
+    ),
+    "median_first_divergence": Definition(
+        "median first divergence",
+        "tokens",
+        None,
+        "Median index of the first differing token over the prompts whose texts diverge.",
+    ),
+    "near_tie_share": Definition(
+        "near ties", "share", None, f"Share of divergences where the reference's margin is under {NEAR_TIE} nats."
+    ),
+    "score_refract": Definition("score (REFRACT)", "points", "higher", "The score by REFRACT's definition."),
+}
+"""The axis's metrics by the name of the function that computes the value."""
 
 
 class TrajectorySettings(AxisSettings):
-    """How prompts are put and how far they are continued; part of the comparability key, the batch excepted."""
+    """Prompt format and length of the continuation; part of the comparability key except for ``batch``."""
 
     n_predict: int = Field(default=64, ge=1, description="tokens generated per prompt")
     limit: int | None = Field(default=None, ge=1, description="first prompts only")
@@ -78,27 +93,16 @@ class Trajectory(Axis):
 
     def probe(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
-        prompts = inputs.prompts[: s.limit]
-        ids = tuple(tokenizer.chat(prompt.messages, s.template) for prompt in prompts)
-        for prompt, tokens in zip(prompts, ids, strict=True):
-            if not tokens:
-                raise InputError(f"prompt {prompt.id!r} has no tokens")
-            if inputs.max_positions is not None and len(tokens) + s.n_predict > inputs.max_positions:
-                raise InputError(
-                    f"prompt {prompt.id!r} has {len(tokens)} tokens; with --n-predict {s.n_predict} that is beyond the "
-                    f"model's limit of {inputs.max_positions} positions"
-                )
-        used = "raw" if s.template == "raw" else tokenizer.template
         return Generate(
             axis=self.name,
-            prompts=ids,
+            prompts=prompt_ids(inputs, s.limit, s.template, s.n_predict, f"--n-predict {s.n_predict}"),
             max_tokens=s.n_predict,
             stop=tokenizer.stop_ids,
             batch=s.batch,
             settings=(
                 *((("compat", s.compat),) if s.compat else ()),
                 ("n_predict", s.n_predict),
-                ("template", used),
+                ("template", "raw" if s.template == "raw" else tokenizer.template),
             ),
         )
 
@@ -130,18 +134,18 @@ class Trajectory(Axis):
             for (r, _), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
             if ok and agreement.first_divergence is not None
         ]
-        asked = pair.ref.manifest["settings"]
+        asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
         return replace(
             score,
             metrics=(
                 score.score(seed),
-                _EXACT(exact_match_rate(good)),
-                _AGREEMENT(positional_agreement(good)),
-                _FIRST(median_first_divergence(good)),
-                _NEAR_TIES(near_tie_share([fork.margin for fork in forks])),
-                _REFRACT(trajectory_score(good, compat="refract")),
+                define["exact_match_rate"](exact_match_rate(good)),
+                define["positional_agreement"](positional_agreement(good)),
+                define["median_first_divergence"](median_first_divergence(good)),
+                define["near_tie_share"](near_tie_share([fork.margin for fork in forks])),
+                define["score_refract"](trajectory_score(good, compat="refract")),
             ),
-            plots=(_survival(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
+            plots=(survival_plot(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
             facts={"n_predict": asked["n_predict"], "template": asked["template"]},
         )
 
@@ -157,7 +161,8 @@ class _Fork:
     test: list[int]
 
 
-def _survival(shares: Sequence[float]) -> Curve:
+def survival_plot(shares: Sequence[float]) -> Curve:
+    """The curve of ``shares`` [n + 1]: prompts whose text still equals the reference's after 0 … n tokens, 0-1."""
     return Curve(
         key="survival",
         title="How long greedy text stays the same",
@@ -172,22 +177,27 @@ def _survival(shares: Sequence[float]) -> Curve:
     )
 
 
-def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Plot, ...]:
-    """Some divergences as text: a clear preference of the reference tells more than a near tie."""
+def _texts(pair: Pair, forks: Sequence[_Fork]) -> tuple[Texts, ...]:
+    """The divergences with the largest margins as text; near ties are less informative."""
     ranked = sorted(forks, key=lambda fork: (math.isnan(fork.margin), -fork.margin, fork.item))[:_SHOWN]
-    try:
-        pairs = tuple(_text(pair, fork) for fork in ranked)
-    except CaptureError:  # no vocabulary beside the captures: numbers need none
-        return ()
-    return (Texts(title="First divergences", pairs=pairs),) if pairs else ()
+    return texts("First divergences", (_text(pair, fork) for fork in ranked))
+
+
+def divergence_texts(item: int, at: int, margin: float, **sides: str) -> TextPair:
+    """The texts around the divergence of prompt ``item`` at token ``at``; ``margin`` in nats, NaN if one side ends."""
+    ended = math.isnan(margin)
+    return TextPair(
+        label=f"prompt {item}, token {at}: {'one side ends' if ended else f'margin {margin:.3g} nats'}",
+        tag="ended" if ended else "near tie" if margin < NEAR_TIE else "real",
+        **sides,
+    )
 
 
 def _text(pair: Pair, fork: _Fork) -> TextPair:
-    ended = math.isnan(fork.margin)
-    known = "one side ends" if ended else f"margin {fork.margin:.3g} nats"
-    return TextPair(
-        label=f"prompt {fork.item}, token {fork.at}: {known}",
-        tag="ended" if ended else "near tie" if fork.margin < NEAR_TIE else "real",
+    return divergence_texts(
+        fork.item,
+        fork.at,
+        fork.margin,
         prompt=pair.ref.text(pair.ref.probe.items()[fork.item][-_BEFORE:]),
         shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
         reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),

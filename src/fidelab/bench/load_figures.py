@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from fidelab.bench.base import CellResult, Point, complete, curves, doubt_of, joined
 from fidelab.core import Status
-from fidelab.metrics.saturation import saturation
-from fidelab.metrics.serving import percentiles
+from fidelab.metrics.serving import percentiles, saturation
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, label
 from fidelab.results.plots import Curve
 

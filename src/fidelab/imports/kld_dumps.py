@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from fidelab.axes.kld import KLD_METRICS, kl_curve
 from fidelab.core import Estimator, Status
 from fidelab.errors import UsageError
 from fidelab.imports.dump_folder import DumpFolder, open_dump, pair_windows
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run, window_blocks
-from fidelab.imports.upgrade import KLD, binned, metrics_of
+from fidelab.imports.upgrade import metrics_of
 from fidelab.metrics.composite import cost_alike
 from fidelab.metrics.divergence import (
     RowComparison,
@@ -213,10 +214,10 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
     by_position, by_confidence = kl_by_position(places["position"], rows.kl), kl_by_confidence(rows.confidence, rows.kl)
     return Measurement(
         status=Status.IDENTICAL if (rows.kl == 0.0).all() else Status.OK,
-        metrics=tuple(metrics_of(figures, KLD)),
+        metrics=tuple(metrics_of(figures, KLD_METRICS)),
         plots=(
-            binned("position", by_position.edges, by_position.means),
-            binned("confidence", by_confidence.edges, by_confidence.means),
+            kl_curve("position", by_position.edges, by_position.means),
+            kl_curve("confidence", by_confidence.edges, by_confidence.means),
         ),
         facts={
             **facts,

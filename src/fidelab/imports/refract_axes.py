@@ -14,11 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from fidelab.axes.base import SCORE
+from fidelab.axes.kld import KLD_METRICS
+from fidelab.axes.trajectory import TRAJECTORY_METRICS, survival_plot
 from fidelab.core import Estimator, Status
 from fidelab.imports.json_file import Node
 from fidelab.imports.leave import window_blocks
 from fidelab.imports.refract_file import RefractFile
-from fidelab.imports.upgrade import KLD, SCORE, TRAJECTORY, metrics_of, survival
+from fidelab.imports.upgrade import metrics_of
 from fidelab.metrics.agreement import (
     PairAgreement,
     exact_match_rate,
@@ -105,8 +108,8 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
     record = Measurement(
         status=Status.OK if usable.any() else Status.FAILED,
         reason=None if usable.any() else "no prompt has a token on either side",
-        metrics=tuple(metrics_of(figures, TRAJECTORY)),
-        plots=(survival(survival_curve(pairs).tolist()), _prompts_plot(prompts, pairs)),
+        metrics=tuple(metrics_of(figures, TRAJECTORY_METRICS)),
+        plots=(survival_plot(survival_curve(pairs).tolist()), _prompts_plot(prompts, pairs)),
         n_items=len(pairs),
         n_failed=int((~usable).sum()),
         facts={"n_predict": n_predict},
@@ -195,7 +198,7 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
     }
     record = Measurement(
         status=Status.OK,
-        metrics=tuple(metrics_of(figures, KLD)),
+        metrics=tuple(metrics_of(figures, KLD_METRICS)),
         facts={
             "n_units": len(np.unique(chunks.units)) if chunks else None,
             "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,

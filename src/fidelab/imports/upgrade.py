@@ -6,43 +6,21 @@ said here as it was judged then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from fidelab.axes import AXES
+from fidelab.axes.base import OVER_CONTROL, SCORE
+from fidelab.axes.kld import KLD_METRICS, kl_curve
+from fidelab.axes.trajectory import TRAJECTORY_METRICS, divergence_texts, survival_plot
 from fidelab.results.measurement import Better, Coordinates, Definition, Measurement, Metric, Unit
 from fidelab.results.plots import Curve, TextPair, Texts
 
-__all__ = ["KLD", "SCORE", "TRAJECTORY", "binned", "metrics_of", "survival", "upgrade"]
-
+__all__ = ["metrics_of", "upgrade"]
 
 Plain = Mapping[str, Any]
 
-# Field → metric; its interval is in the field ``<field>_ci``.  Imports make metrics of them, too.
-SCORE = Definition("score", "points", "higher")
-KLD = {
-    "mean": Definition("mean", "nats", "lower"),
-    "stderr": Definition("std. error", "nats"),
-    "median": Definition("median", "nats", "lower"),
-    "p90": Definition("p90", "nats", "lower"),
-    "p95": Definition("p95", "nats", "lower"),
-    "p99": Definition("p99", "nats", "lower"),
-    "p999": Definition("p99.9", "nats", "lower"),
-    "max": Definition("max", "nats", "lower"),
-    "top1": Definition("top-1", "share", "higher"),
-    "real_flips": Definition("real flips", "share", "lower"),
-    "tokens_to_flip": Definition("tokens to flip", "tokens"),
-    "rms_dp": Definition("RMS Δp", "share", "lower"),
-    "score": SCORE,
-}
-TRAJECTORY = {
-    "score": SCORE,
-    "exact_match_rate": Definition("exact match", "share", "higher"),
-    "positional_agreement": Definition("positional agreement", "share", "higher"),
-    "median_first_divergence": Definition("median first divergence", "tokens"),
-    "near_tie_share": Definition("near ties", "share"),
-    "score_refract": Definition("score (REFRACT)", "points", "higher"),
-}
 # Axis → figures whose better side was known; of perplexity, the context stood behind the name.
 _BETTER: Mapping[str, Mapping[str, Better]] = {
     "perplexity": {"ln ratio": "lower", "PPL change": "lower"},
@@ -53,29 +31,8 @@ _BETTER: Mapping[str, Mapping[str, Better]] = {
     "plad": {"excess drift": "lower", "drift of the candidate": "lower"},
     "capability": {"passed": "higher", "difference": "higher"},
 }
-# Axis → the paired excess over the control.
-_NATS = Definition("over control", "nats", "lower")
-_POINTS = Definition("over control", "points", "higher")
-_EXCESS = {
-    **dict.fromkeys(("kld", "forced", "perplexity"), _NATS),
-    **dict.fromkeys(("trajectory", "rniah", "plad", "gsm8k", "capability"), _POINTS),
-    "degeneration": Definition("over control", "share", "lower"),
-}
 _COMPOSED = ("trajectory", "kld", "rniah", "plad")
 _BOUND = ", at least"  # behind the name of a figure that is a lower bound
-_NEAR_TIE = 0.1  # nats
-_BINNED = {
-    "position": (
-        "KL by position in the window",
-        "position in the window, tokens",
-        "Rising lines: the cost grows with the context.",
-    ),
-    "confidence": (
-        "KL by the reference's confidence",
-        "reference's largest probability",
-        "Left: the reference itself is unsure. High lines at the right are the costly ones.",
-    ),
-}
 
 
 def upgrade(plain: Plain) -> dict[str, Any]:
@@ -84,13 +41,13 @@ def upgrade(plain: Plain) -> dict[str, Any]:
     Raises:
         KeyError, TypeError, AttributeError, ValueError: it is malformed.
     """
-    found = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
+    report = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
     for name in ("reference", "control", "truth"):
-        if found.get(name) is not None:
-            found[name] = _arm(found[name])
+        if report.get(name) is not None:
+            report[name] = _arm(report[name])
     for name in ("controls", "candidates"):
-        found[name] = [_arm(arm) for arm in found.get(name) or ()]
-    return found
+        report[name] = [_arm(arm) for arm in report.get(name) or ()]
+    return report
 
 
 def _arm(arm: Plain) -> dict[str, Any]:
@@ -100,36 +57,36 @@ def _arm(arm: Plain) -> dict[str, Any]:
     benches = {name: bench for name, bench in (arm.get("benches") or {}).items() if bench is not None}
     timing = benches.pop("timing", None)
     axes = _axes(arm.get("axes") or {}, noise)
-    found = {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
+    record = {**arm, "axes": axes, "timing": timing, "benches": upgrade_benches(benches)}
     if arm.get("composite") is not None:
         counted = [name for name in _COMPOSED if (arm["axes"].get(name) or {}).get("score") is not None]
-        found["composite"] = {**arm["composite"], "axes": counted}
-    return found
+        record["composite"] = {**arm["composite"], "axes": counted}
+    return record
 
 
 def _axes(axes: Plain, noise: float) -> dict[str, Any]:
     """``noise``: what last bits move the arm's KL by (nats)."""
     known = {"kld": _kld, "trajectory": _trajectory}
-    found = {
+    results = {
         name: known.get(name, _other)(name, {**axis, "score_ci": axis.get("ci")})
         for name, axis in axes.items()
         if axis is not None
     }
-    if "kld" in found:
-        shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in found["kld"].metrics)
-        found["kld"] = found["kld"].model_copy(update={"metrics": shaken})
-    return {name: measurement.model_dump(mode="json") for name, measurement in found.items()}
+    if "kld" in results:
+        shaken = tuple(m.model_copy(update={"noise": noise}) if m.unit == "nats" else m for m in results["kld"].metrics)
+        results["kld"] = results["kld"].model_copy(update={"metrics": shaken})
+    return {name: measurement.model_dump(mode="json") for name, measurement in results.items()}
 
 
 def _kld(name: str, axis: Plain) -> Measurement:
     bound = axis.get("estimator") == "topk"
-    metrics = list(metrics_of(axis, KLD, bound))
+    metrics = list(metrics_of(axis, KLD_METRICS, bound))
     contexts = axis.get("contexts") or ()
     for context in contexts if len(contexts) > 1 else ():
         cell = {"context": context["n_ctx"]}
-        metrics += metrics_of(context, {field: KLD[field] for field in ("mean", "top1")}, bound, cell)
-    drawn = {key: bins for key in _BINNED if (bins := axis.get(f"by_{key}")) and any(bins["mean"])}
-    plots = [binned(key, bins["edges"], bins["mean"]) for key, bins in drawn.items()]
+        metrics += metrics_of(context, {field: KLD_METRICS[field] for field in ("mean", "top1")}, bound, cell)
+    drawn = {key: bins for key in ("position", "confidence") if (bins := axis.get(f"by_{key}")) and any(bins["mean"])}
+    plots = [kl_curve(key, bins["edges"], bins["mean"]) for key, bins in drawn.items()]
     about = ("n_ctx", "n_positions", "n_documents", "windows")
     return _measurement(
         name,
@@ -147,19 +104,18 @@ def _kld(name: str, axis: Plain) -> Measurement:
 def _trajectory(name: str, axis: Plain) -> Measurement:
     plots: list[Curve | Texts] = []
     if shares := axis.get("survival"):
-        plots.append(survival(shares))
+        plots.append(survival_plot(shares))
     if forks := axis.get("divergences"):
         plots.append(Texts(title="First divergences", pairs=tuple(map(_fork, forks))))
     facts = _given(axis, "n_predict", "template")
-    return _measurement(name, axis, list(metrics_of(axis, TRAJECTORY)), plots=plots, facts=facts)
+    return _measurement(name, axis, list(metrics_of(axis, TRAJECTORY_METRICS)), plots=plots, facts=facts)
 
 
 def _fork(fork: Plain) -> TextPair:
-    margin = fork.get("margin")
-    told = "one side ends" if margin is None else f"margin {margin:.3g} nats"
-    tag = "ended" if margin is None else "near tie" if margin < _NEAR_TIE else "real"
-    texts = _given(fork, "prompt", "shared", "reference", "candidate")
-    return TextPair(label=f"prompt {fork['item']}, token {fork['at']}: {told}", tag=tag, **texts)
+    margin = math.nan if fork.get("margin") is None else fork["margin"]
+    return divergence_texts(
+        fork["item"], fork["at"], margin, **_given(fork, "prompt", "shared", "reference", "candidate")
+    )
 
 
 def _other(name: str, axis: Plain) -> Measurement:
@@ -189,7 +145,8 @@ def _measurement(name: str, axis: Plain, metrics: list[Metric], *, bound: bool =
     """What all axes have in common; ``bound``: the figures in nats are lower bounds."""
     if excess := axis.get("excess_over_control"):
         # the difference of two lower bounds bounds nothing
-        over = _EXCESS.get(name, Definition("over control"))(excess.get("mean"), excess.get("ci"))
+        definition = AXES.load(name).excess if name in AXES.built_in else OVER_CONTROL
+        over = definition(excess.get("mean"), excess.get("ci"))
         unjudged = bound or any(metric.bound for metric in metrics)
         metrics.append(over.model_copy(update={"better": None}) if unjudged else over)
     fields = {**_given(axis, "status", "reason", "n_items", "n_failed"), **more}
@@ -214,36 +171,6 @@ def metrics_of(
         if value is not None or ci is not None:
             lower = bound and definition.unit == "nats"
             yield definition(value, ci, cell=cell, bound=lower, headline=number == 0 and not cell)
-
-
-def binned(key: str, edges: Sequence[float], means: Sequence[float | None]) -> Curve:
-    """Mean KL by ``position`` or by ``confidence``, at the middle of each bin."""
-    title, x_label, caption = _BINNED[key]
-    return Curve(
-        key=key,
-        title=title,
-        x_label=x_label,
-        y_label="mean KL, nats",
-        x=tuple((low + high) / 2 for low, high in pairwise(edges)),
-        y=tuple(means),
-        log_y=True,
-        kl=True,
-        caption=caption,
-    )
-
-
-def survival(shares: Sequence[float]) -> Curve:
-    """Share of prompts whose text is still the reference's after 0, 1, … tokens."""
-    return Curve(
-        key="survival",
-        title="How long greedy text stays the same",
-        x_label="tokens generated",
-        y_label="still identical",
-        x=tuple(range(len(shares))),
-        y=tuple(shares),
-        stairs=True,
-        percent=True,
-    )
 
 
 def _given(plain: Plain, *names: str) -> dict[str, Any]:

@@ -34,8 +34,8 @@ def upgrade_benches(plain: Plain) -> dict[str, dict[str, Any]]:
     Raises:
         KeyError, TypeError, ValueError: it is malformed.
     """
-    given = {name: plain[name] for name in _UPGRADES if plain.get(name) is not None}
-    return {name: _UPGRADES[name](bench).model_dump(mode="json") for name, bench in given.items()}
+    benches = {name: plain[name] for name in _UPGRADES if plain.get(name) is not None}
+    return {name: _UPGRADES[name](bench).model_dump(mode="json") for name, bench in benches.items()}
 
 
 def _ended(plain: Plain) -> dict[str, Any]:
@@ -75,8 +75,8 @@ def _startup(plain: Plain) -> Measurement:
             metrics += _spread(TOTAL, split["total"], {"start": kind})
             for name, spread in split["parts"].items():
                 metrics += _spread(part(name), spread, {"start": kind})
-    found = Measurement(**_ended(plain), title=Startup.title, metrics=tuple(metrics))
-    return startup_complete(found) if metrics else found
+    measurement = Measurement(**_ended(plain), title=Startup.title, metrics=tuple(metrics))
+    return startup_complete(measurement) if metrics else measurement
 
 
 def _memory(plain: Plain) -> Measurement:
@@ -87,7 +87,7 @@ def _memory(plain: Plain) -> Measurement:
 
 
 def _serving(plain: Plain) -> Measurement:
-    told = _ended(plain)
+    outcome = _ended(plain)
     facts = {name: plain.get(name) for name in ("target", "model", "endpoint", "settings")}
     points = (
         saturated(
@@ -99,24 +99,24 @@ def _serving(plain: Plain) -> Measurement:
         for point in plain.get("saturation") or ()
     )
     loads = list(apart(map(_load, plain.get("cells") or ())))
-    return serving_measurement(loads, facts, told.pop("flags", ()), apart(points), **told)
+    return serving_measurement(loads, facts, outcome.pop("flags", ()), apart(points), **outcome)
 
 
 def _load(cell: Plain) -> CellResult:
     n, good, server = cell["n_requests"], cell.get("goodput") or {}, cell.get("server") or {}
     at = load_at(cell["arrival"], cell["context"], cell["output"], cell["concurrency"], cell["request_rate"])
     latencies = [
-        Latency(name, found["n"], found["mean"], found["percentiles"])
+        Latency(name, figure["n"], figure["mean"], figure["percentiles"])
         for name in _LATENCIES
-        if (found := cell.get(name))
+        if (figure := cell.get(name))
     ]
     recorded = {name: tuple(values) for name, values in (cell.get("repeats") or {}).items()}
     repeats = {name.replace("_", " "): values for name, values in recorded.items()}
     repeats |= {
-        make.name: recorded[f"{one.name}_{of}"]
-        for one in latencies
-        for make, of in zip(one.values(), ("mean", *one.percentiles), strict=True)
-        if f"{one.name}_{of}" in recorded
+        make.name: recorded[f"{latency.name}_{of}"]
+        for latency in latencies
+        for make, of in zip(latency.values(), ("mean", *latency.percentiles), strict=True)
+        if f"{latency.name}_{of}" in recorded
     }
     metrics = load_metrics(
         at,
@@ -140,11 +140,11 @@ def _load(cell: Plain) -> CellResult:
         repeats,
     )
     measured = {name: cell.get(name) for name in ("seconds", "input_tokens", "output_tokens")}
-    told = {name: value for name, value in server.items() if name != "ratio"}
+    server_facts = {name: value for name, value in server.items() if name != "ratio"}
     facts = load_facts(
         {**measured, "completed": cell["n_completed"]},
         cell["errors"],
-        told or None,
+        server_facts or None,
         server.get("ratio"),
         cell.get("client"),
     )

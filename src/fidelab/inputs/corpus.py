@@ -234,7 +234,7 @@ def _spread(ranks: Mapping[int, int], n_tokens: int, n_ctx: int, n: int) -> list
         return [i * (n_tokens - n_ctx) // max(1, n - 1) for i in range(n)]
     chosen: list[int] = []
     for rank in sorted({*ranks.values()}):
-        places = sorted(at for at, found in ranks.items() if found == rank)
+        places = sorted(at for at, at_rank in ranks.items() if at_rank == rank)
         count = min(len(places), n - len(chosen))
         chosen += [places[(2 * i + 1) * len(places) // (2 * count)] for i in range(count)]
     return sorted(chosen)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from fidelab.errors import InputError
 
-__all__ = ["DATA", "read_utf8"]
+__all__ = ["DATA", "json_lines", "numbered_lines", "read_utf8"]
 
 DATA = Path(__file__).parent / "data"
 
@@ -29,3 +32,23 @@ def read_utf8(path: Path, what: str) -> str:
             f"{what} {path} is not UTF-8: byte 0x{raw[error.start]:02x} in line {line} "
             f"(byte {error.start} of the file); save it as UTF-8"
         ) from None
+
+
+def numbered_lines(path: Path, what: str) -> list[tuple[int, str]]:
+    """The lines of a file that are not blank, without the space around them, and their numbers from 1."""
+    lines = enumerate(read_utf8(path, what).removeprefix("\ufeff").split("\n"), 1)
+    return [(number, line.strip()) for number, line in lines if line.strip()]
+
+
+def json_lines(path: Path, what: str) -> Iterator[tuple[str, int, Any]]:
+    """The values of a JSON-lines file, each after its place for messages and its line number.
+
+    Raises:
+        InputError: the file cannot be read, or a line is not JSON (with its number).
+    """
+    for number, line in numbered_lines(path, what):
+        place = f"{what} {path}, line {number}"
+        try:
+            yield place, number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{place} is not JSON: {error}") from None

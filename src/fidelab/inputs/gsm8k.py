@@ -6,7 +6,6 @@ fields: ``question``, and ``answer`` ending in ``#### number``.  The worked exam
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fidelab.errors import InputError
-from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.files import DATA, json_lines
 
 __all__ = ["Problem", "ask", "extract_answer", "load_problems", "load_shots", "own_words"]
 
@@ -108,17 +107,17 @@ def extract_answer(text: str) -> Decimal | None:
     """
     text = _APART.sub(r"\1", text.replace("{,}", ","))  # {,}: LaTeX
     marked = (_NUMBER.match(text, mark.end()) for mark in _MARKED.finditer(text))
-    found = next(filter(None, marked), None)
-    if found is None:
-        found = next(iter(reversed(list(_NUMBER.finditer(text)))), None)
-    return None if found is None else _value(found)
+    number = next(filter(None, marked), None)
+    if number is None:
+        number = next(iter(reversed(list(_NUMBER.finditer(text)))), None)
+    return None if number is None else _value(number)
 
 
-def _value(found: re.Match[str]) -> Decimal:
-    digits, rest = re.sub(rf",|{_GAP}", "", found["digits"]), found["rest"]
+def _value(match: re.Match[str]) -> Decimal:
+    digits, rest = re.sub(rf",|{_GAP}", "", match["digits"]), match["rest"]
     over = rest.removeprefix("/")
     value = Decimal(digits) / Decimal(over) if over != rest else Decimal(f"{digits}{rest}")
-    return -value if _SIGN.search(found[0][: found.start("digits") - found.start()]) else value
+    return -value if _SIGN.search(match[0][: match.start("digits") - match.start()]) else value
 
 
 def _from_hub() -> list[dict[str, Any]]:
@@ -138,15 +137,7 @@ def _from_hub() -> list[dict[str, Any]]:
 def _from_file(path: Path) -> list[tuple[str, int, Any]]:
     if not path.is_file():
         raise InputError(f"no GSM8K problems at {str(path)!r}: write gsm8k or the path of a JSONL file")
-    rows = []
-    for number, line in enumerate(read_utf8(path, "problem file").removeprefix("\ufeff").split("\n"), 1):
-        place = f"problem file {path}, line {number}"
-        if line.strip():
-            try:
-                rows.append((place, number, json.loads(line)))
-            except (ValueError, RecursionError) as error:
-                raise InputError(f"{place} is not JSON: {error}") from None
-    return rows
+    return list(json_lines(path, "problem file"))
 
 
 def _problem(place: str, number: int, record: Any) -> Problem:
@@ -155,7 +146,7 @@ def _problem(place: str, number: int, record: Any) -> Problem:
     if len(texts) < 2:
         raise InputError(f"{place}: write an object with text in 'question' and 'answer'")
     question, answer = texts
-    found = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
-    if found is None:
+    gold = _NUMBER.fullmatch(answer.rpartition(_MARK)[2].strip()) if _MARK in answer else None
+    if gold is None:
         raise InputError(f"{place}: 'answer' must end in #### and a number")
-    return Problem(str(record.get("id", number)), question, answer, _value(found))
+    return Problem(str(record.get("id", number)), question, answer, _value(gold))

@@ -1,4 +1,4 @@
-"""The haystack: plain prose as token ids, with the places where a sentence begins.
+"""The haystack: plain prose as token ids, with its sentence boundaries.
 
 Text is tokenized sentence by sentence, so that ids can be cut and joined at sentence boundaries without another
 tokenization of what stands beside them.  The package's own text is followed by generated paragraphs for as long as

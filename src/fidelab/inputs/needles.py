@@ -65,11 +65,11 @@ def draw_needles(trials: int, needles: int, distractors: int, seed: int) -> tupl
     rng = random.Random(seed)
     size = needles + distractors
     drawn = rng.sample(CODES, trials * size)
-    found = []
+    draws = []
     for trial in range(trials):
         codes = tuple(drawn[trial * size : (trial + 1) * size])
-        found.append(Needles(codes[:needles], codes[needles:], tuple(rng.sample(OTHERS, distractors))))
-    return tuple(found)
+        draws.append(Needles(codes[:needles], codes[needles:], tuple(rng.sample(OTHERS, distractors))))
+    return tuple(draws)
 
 
 def sentence(style: Style, thing: str, code: str, *, several: bool = False) -> str:
@@ -103,23 +103,23 @@ def build_prompt(
     """
     head, tail = _frame(tokenizer, style, several=len(needles.codes) > 1)
     lead, several = space_before(tokenizer), len(needles.codes) > 1
-    told = [sentence(style, "rare paint", code, several=several) for code in needles.codes]
-    shares = [(position + i / len(told)) % 1.0 if i else position for i in range(len(told))]
+    lines = [sentence(style, "rare paint", code, several=several) for code in needles.codes]
+    shares = [(position + i / len(lines)) % 1.0 if i else position for i in range(len(lines))]
     pairs = zip(needles.others, needles.wrong, strict=True)
-    told += [sentence(style, thing, code, several=several) for thing, code in pairs]
+    lines += [sentence(style, thing, code, several=several) for thing, code in pairs]
     shares += [(i + 0.5) / len(needles.wrong) for i in range(len(needles.wrong))]
-    inserts = [tokenizer.encode(lead + text) for text in told]
+    inserts = [tokenizer.encode(lead + text) for text in lines]
     room = length - len(head) - len(tail) - sum(map(len, inserts))
     if room < _LEAST_HAYSTACK:
         raise InputError(
-            f"length {length} leaves {max(0, room)} tokens for the haystack beside {len(told)} needle sentences and "
+            f"length {length} leaves {max(0, room)} tokens for the haystack beside {len(lines)} needle sentences and "
             f"the question: at least {length - room + _LEAST_HAYSTACK} tokens"
         )
     stretch = haystack.stretch(length, room, trial, trials)
     at = [stretch.nearest(min(max(share * length - len(head), 0), room)) for share in shares]
     ids, places = _insert(stretch.ids, inserts, at)
     prompt = NeedlePrompt((*head, *ids, *tail), tuple(len(head) + place for place in places[: len(needles.codes)]))
-    _read_back(tokenizer, prompt.ids, told, needles)
+    _read_back(tokenizer, prompt.ids, lines, needles)
     return prompt
 
 
@@ -142,8 +142,8 @@ def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens
     if style == "question" and tokenizer.template == "chat":
         mark = "HAYSTACK"
         asked = f"{mark}\n\nWhat {be} the rare paint color{s}?"
-        head, found, tail = tokenizer.backend.render([{"role": "user", "content": asked}]).partition(mark)
-        if not found or mark in tail:
+        head, marker, tail = tokenizer.backend.render([{"role": "user", "content": asked}]).partition(mark)
+        if not marker or mark in tail:
             raise InputError(
                 f"the chat template of {tokenizer.model.name} does not hold the user's text once: use style cloze"
             )
@@ -155,10 +155,10 @@ def _frame(tokenizer: Tokenizer, style: Style, *, several: bool) -> tuple[Tokens
     return bos, tokenizer.encode(f"\n\n{asked}")
 
 
-def _read_back(tokenizer: Tokenizer, ids: Tokens, told: Sequence[str], needles: Needles) -> None:
+def _read_back(tokenizer: Tokenizer, ids: Tokens, lines: Sequence[str], needles: Needles) -> None:
     text = tokenizer.decode(ids)
     lowered = text.lower()
-    for line, code in zip(told, (*needles.codes, *needles.wrong), strict=True):
+    for line, code in zip(lines, (*needles.codes, *needles.wrong), strict=True):
         if line not in text:
             raise InputError(f"the tokenizer of {tokenizer.model.name} does not give the sentence {line!r} back")
         if lowered.count(code.lower()) != 1:

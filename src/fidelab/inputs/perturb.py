@@ -70,8 +70,8 @@ def differences(before: Prompt, after: Prompt, most: int = 3) -> str:
     """What a perturbation did, for people: ``What → Waht``, the first ``most`` words that differ."""
     words = [
         _change(old, new)
-        for ours, theirs in zip(before.messages, after.messages, strict=True)
-        for old, new in zip(ours["content"].split(), theirs["content"].split(), strict=False)
+        for old_message, new_message in zip(before.messages, after.messages, strict=True)
+        for old, new in zip(old_message["content"].split(), new_message["content"].split(), strict=False)
         if old != new
     ]
     return ", ".join([*words[:most], *(["…"] if len(words) > most else [])])
@@ -86,16 +86,16 @@ def stop_words() -> frozenset[str]:
 @cache
 def synonyms() -> Mapping[str, str]:
     """Word → what may stand for it, both in small letters."""
-    found: dict[str, str] = {}
+    table: dict[str, str] = {}
     for line in _lines("synonyms.txt"):
         match = _SYNONYM.fullmatch(line)
         if match is None:
             raise InputError(f"synonyms.txt: {line!r} is neither 'a = b' nor 'a > b'")
         first, relation, second = match.groups()
         for word, other in ((first, second), (second, first))[: 2 if relation == "=" else 1]:
-            if found.setdefault(word, other) != other:
-                raise InputError(f"synonyms.txt: {word!r} has two synonyms, {found[word]!r} and {other!r}")
-    return found
+            if table.setdefault(word, other) != other:
+                raise InputError(f"synonyms.txt: {word!r} has two synonyms, {table[word]!r} and {other!r}")
+    return table
 
 
 # ---------------------------------------------------------------------------------------- perturbations

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fidelab.errors import InputError, UsageError
-from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.files import DATA, json_lines, numbered_lines
 
 __all__ = ["Prompt", "load_prompts"]
 
@@ -38,26 +38,20 @@ def load_prompts(path: Path | None = None, limit: int | None = None) -> tuple[Pr
     source = path if path is not None else DATA / "prompts.jsonl"
     if source.suffix not in (".jsonl", ".txt"):
         raise InputError(f"prompt file {source}: the name should end in .jsonl or .txt")
-    lines = read_utf8(source, "prompt file").removeprefix("\ufeff").split("\n")
-    numbered = [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
-    if not numbered:
-        raise InputError(f"prompt file {source} has no prompt in it")
     if source.suffix == ".txt":
-        return tuple(_plain(number, line) for number, line in numbered[:limit])
-    prompts = tuple(_from_json(f"prompt file {source}, line {number}", number, line) for number, line in numbered)
-    _refuse_twins(source, prompts)
+        lines = numbered_lines(source, "prompt file")
+        prompts = tuple(Prompt(str(number), "user", ({"role": "user", "content": line},)) for number, line in lines)
+    else:
+        prompts = tuple(_from_json(*line) for line in json_lines(source, "prompt file"))
+    if not prompts:
+        raise InputError(f"prompt file {source} has no prompt in it")
+    ids = Counter(prompt.id for prompt in prompts)
+    if repeated := [name for name, count in ids.items() if count > 1]:
+        raise InputError(f"prompt file {source} has the id {repeated[0]!r} twice")
     return prompts[:limit]
 
 
-def _plain(number: int, text: str, kind: str = "user") -> Prompt:
-    return Prompt(str(number), kind, ({"role": "user", "content": text},))
-
-
-def _from_json(place: str, number: int, line: str) -> Prompt:
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{place} is not JSON: {error}") from None
+def _from_json(place: str, number: int, record: Any) -> Prompt:
     if not isinstance(record, dict) or ("prompt" in record) == ("messages" in record):
         raise InputError(f"{place}: write an object with either 'prompt' or 'messages'")
     if "prompt" in record:
@@ -77,11 +71,3 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and all(
         isinstance(value.get(key), str) and value[key] for key in ("role", "content")
     )
-
-
-def _refuse_twins(source: Path, prompts: tuple[Prompt, ...]) -> None:
-    seen: set[str] = set()
-    for prompt in prompts:
-        if prompt.id in seen:
-            raise InputError(f"prompt file {source} has the id {prompt.id!r} twice")
-        seen.add(prompt.id)

@@ -197,10 +197,10 @@ class _HuggingFace:
 
     def stop_ids(self) -> Tokens:
         """EOS of the tokenizer and of the generation config, and what the template puts behind an answer."""
-        found = {self._hf.eos_token_id, self._end_of_turn()}
+        ids = {self._hf.eos_token_id, self._end_of_turn()}
         listed = getattr(self._generation, "eos_token_id", None)
-        found.update(listed if isinstance(listed, list) else [listed])
-        return tuple(sorted(i for i in found if i is not None))
+        ids.update(listed if isinstance(listed, list) else [listed])
+        return tuple(sorted(i for i in ids if i is not None))
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template puts right behind an assistant's answer, if it does."""

@@ -6,10 +6,10 @@ gives the same traffic.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import cycle
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError
-from fidelab.inputs.files import DATA, read_utf8
+from fidelab.inputs.files import DATA, json_lines
 from fidelab.inputs.tokens import Tokenizer
 
 __all__ = ["Trace", "arrivals", "mixed_prompts", "random_prompts", "read_trace", "text_prompts", "word_prompts"]
@@ -88,7 +88,7 @@ def text_prompts(tokenizer: Tokenizer, lengths: Sequence[int], seed: int, *, cha
         raise InputError(f"a prompt of {min(lengths)} tokens cannot be made: {what} {least} tokens")
     starts = _starts(tokenizer, words, len(lengths), rng)
     return tuple(
-        _fit(start, length, words, measure, rng) for start, length in zip(_again(starts), lengths, strict=False)
+        _fit(start, length, words, measure, rng) for start, length in zip(cycle(starts), lengths, strict=False)
     )
 
 
@@ -105,30 +105,25 @@ def word_prompts(counts: Sequence[int], seed: int) -> tuple[str, ...]:
 def _english() -> tuple[str, ...]:
     """The words of the package's own text, each once."""
     text = (DATA / "prose.md").read_text("utf-8")
-    found = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
-    return tuple(sorted(found))
+    words = {word for word in text.lower().split() if word.isascii() and word.isalpha() and 2 <= len(word) <= 8}
+    return tuple(sorted(words))
 
 
 def _words(tokenizer: Tokenizer) -> tuple[str, ...]:
     """Words that are one token behind a space; common English ones where the vocabulary shows none."""
-    found = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
-    words = sorted(word for word in found if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
+    pieces = {piece[1:] for piece in tokenizer.pieces() if piece[:1] and piece[0] in _SPACES}
+    words = sorted(word for word in pieces if word.isascii() and word.isalpha() and word.islower() and len(word) > 1)
     return tuple(words) if len(words) >= 64 else _english()
 
 
 def _starts(tokenizer: Tokenizer, words: Sequence[str], count: int, rng: np.random.Generator) -> list[str]:
     """At most ``count`` words whose first tokens differ."""
-    found: dict[int, str] = {}
+    by_token: dict[int, str] = {}
     for index in rng.permutation(len(words)):
-        if len(found) >= count:
+        if len(by_token) >= count:
             break
-        found.setdefault(tokenizer.encode(words[index])[0], words[index])
-    return list(found.values()) or [words[0]]
-
-
-def _again(starts: Sequence[str]) -> Iterator[str]:
-    while True:
-        yield from starts
+        by_token.setdefault(tokenizer.encode(words[index])[0], words[index])
+    return list(by_token.values()) or [words[0]]
 
 
 def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str], int], rng: np.random.Generator) -> str:
@@ -181,8 +176,7 @@ def read_trace(path: Path, *, unit: Unit = "ms", limit: int | None = None) -> Tr
     Raises:
         InputError: unreadable, no request in it, or a line that is not what it should be (with its number).
     """
-    lines = read_utf8(path, "trace").removeprefix("\ufeff").split("\n")
-    rows = [_row(f"trace {path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()][:limit]
+    rows = [_row(place, record) for place, _, record in json_lines(path, "trace")][:limit]
     if not rows:
         raise InputError(f"trace {path} has no request in it")
     rows.sort(key=lambda row: row[0])
@@ -190,11 +184,7 @@ def read_trace(path: Path, *, unit: Unit = "ms", limit: int | None = None) -> Tr
     return Trace(seconds - seconds[0], tuple(int(row[1]) for row in rows), tuple(int(row[2]) for row in rows))
 
 
-def _row(place: str, line: str) -> tuple[float, int, int]:
-    try:
-        record: Any = json.loads(line)
-    except ValueError as error:
-        raise InputError(f"{place} is not JSON: {error}") from None
+def _row(place: str, record: Any) -> tuple[float, int, int]:
     if not isinstance(record, dict):
         raise InputError(f"{place}: expected an object with timestamp, input_length and output_length")
     when = record.get("timestamp")

@@ -1,4 +1,4 @@
-"""Which factor of a grid moves an outcome: paired shifts between levels, all of them under one error rate.
+"""Ablation: which factor of a grid changes an outcome, by paired shifts with simultaneous intervals.
 
 A *cell* is one combination of levels, one of each *factor*; the *context* of a factor is the levels of all others.
 Every cell has the same outcome (KL in nats, tokens after the onset of degeneration) of the same items, so that cells
@@ -125,8 +125,8 @@ class Effect:
     @property
     def size(self) -> float:
         """The largest shift that moves; 0 where none does."""
-        found = [*self.where, *([self.mean] if self.mean is not None and self.mean.moves else [])]
-        return max((abs(shift.estimate) for shift in found), default=0.0)
+        shifts = [*self.where, *([self.mean] if self.mean is not None and self.mean.moves else [])]
+        return max((abs(shift.estimate) for shift in shifts), default=0.0)
 
 
 @dataclass(frozen=True)
@@ -178,11 +178,11 @@ def isolate(grid: Grid, floor: float = 0.0, *, seed: int = 0, level: float = 0.9
     weights = [row for pair in pairs for row in pair.rows]
     if not weights or not n_items:
         return Findings(tuple(Effect(factor, "unmeasured") for factor in grid.factors), n_items, len(units), 0)
-    found = _simultaneous(np.array(weights), sums, counts, len(pairs), grid.width, seed, level)
+    estimates = _simultaneous(np.array(weights), sums, counts, len(pairs), grid.width, seed, level)
     effects = []
     for factor in grid.factors:
-        mine = [_measured(pair, found, start, floor) for pair, start in _places(pairs) if pair.factor == factor]
-        effects.append(_effect(factor, mine))
+        measured = [_measured(pair, estimates, start, floor) for pair, start in _places(pairs) if pair.factor == factor]
+        effects.append(_effect(factor, measured))
     return Findings(tuple(effects), n_items, len(units), len(weights))
 
 
@@ -199,10 +199,10 @@ def common_levels(
         names = dict.fromkeys(name for context in contexts for name in context)
         return {name: tuple(dict.fromkeys(context[name] for context in contexts)) for name in names}
 
-    mine, every = levels(chosen), levels(among)
-    said = {name: found for name, found in mine.items() if set(found) != set(every[name])}
-    fitting = [context for context in among if all(context[name] in found for name, found in said.items())]
-    return said if chosen and len(fitting) == len(chosen) else None
+    selected, every = levels(chosen), levels(among)
+    restrictions = {name: allowed for name, allowed in selected.items() if set(allowed) != set(every[name])}
+    fitting = [context for context in among if all(context[name] in allowed for name, allowed in restrictions.items())]
+    return restrictions if chosen and len(fitting) == len(chosen) else None
 
 
 # ------------------------------------------------------------------------------------------------ contrasts

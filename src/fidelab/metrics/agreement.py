@@ -121,8 +121,8 @@ def median_first_divergence(pairs: Sequence[PairAgreement]) -> float | None:
 
     See docs/metrics.md#trajectory.
     """
-    found = [pair.first_divergence for pair in pairs if pair.first_divergence is not None]
-    return float(np.median(found)) if found else None
+    indices = [pair.first_divergence for pair in pairs if pair.first_divergence is not None]
+    return float(np.median(indices)) if indices else None
 
 
 def near_tie_share(margins: ArrayLike, threshold: float = NEAR_TIE) -> float | None:

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 from scipy import special
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "judge_log_ratio",
     "judge_values",
     "log_ratio",
+    "welch_reach",
 ]
 
 Interval = tuple[float, float]
@@ -88,15 +90,21 @@ def log_ratio(baseline: Sequence[float], now: Sequence[float], level: float = 0.
     if min(len(baseline), len(now)) < 2 or min(*baseline, *now) <= 0:
         return None
     logs = [np.log(np.asarray(repeats, dtype=np.float64)) for repeats in (baseline, now)]
-    center = float(logs[1].mean() - logs[0].mean())
-    parts = [float(log.var(ddof=1)) / len(log) for log in logs]
-    total = sum(parts)
-    # equal repeats: rounding of the mean leaves a variance of the order 1e-33 or exactly none
-    spread = sum(part**2 / (len(log) - 1) for part, log in zip(parts, logs, strict=True))
-    if spread == 0:
-        return Change(center, (center, center))
-    reach = float(special.stdtrit(total**2 / spread, 0.5 + level / 2)) * math.sqrt(total)
+    center, reach = float(logs[1].mean() - logs[0].mean()), welch_reach(logs, level)
     return Change(center, (center - reach, center + reach))
+
+
+def welch_reach(samples: Sequence[NDArray[np.float64]], level: float = 0.95) -> float:
+    """Half-width of the interval of a sum or difference of the means of independent samples, two values or more each.
+
+    Student's t with the degrees of freedom of Welch and Satterthwaite; 0 where no sample has a spread.
+    See docs/metrics.md#changes-between-runs.
+    """
+    counts = np.array([len(sample) for sample in samples])
+    variances = np.array([sample.var(ddof=1) for sample in samples]) / counts
+    total, spread = float(variances.sum()), float((variances**2 / (counts - 1)).sum())
+    # equal values: rounding of the mean leaves a variance of the order 1e-33 or exactly none
+    return float(special.stdtrit(total**2 / spread, 0.5 + level / 2)) * math.sqrt(total) if spread else 0.0
 
 
 def difference_interval(a: Estimate, b: Estimate) -> Interval:

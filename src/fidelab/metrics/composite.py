@@ -2,9 +2,9 @@
 
 See docs/metrics.md#composite-and-bands and docs/metrics.md#verdicts.
 
-The composite is REFRACT's summary of some axes; it is shown and never decides.  The verdict is ours: the
-upper 95% bound of the mean KL, lowered where something else shows harm.  Without such a bound the mean itself, or a
-lower bound of it, still says what the verdict is at best, and where it is FAIL.
+The composite is REFRACT's summary of some axes and does not affect the verdict.  The verdict follows from the upper
+95% bound of the mean KL and is downgraded by one band if another axis shows a loss.  Without such a bound the mean, or
+a lower bound of it, still gives the best possible verdict, and may prove FAIL.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from fidelab.errors import UnknownNameError
 __all__ = [
     "BANDS",
     "Band",
-    "Bands",
     "Composite",
     "Verdict",
     "composite",
@@ -201,8 +200,8 @@ def verdict(
         kld_upper: upper 95% bound of the mean KL, nats, from an estimator over the full vocabulary; None
             without one.
         n_failed: positions with NaN, +inf or Q = 0 under P > 0, out of ``n_positions`` scored ones.
-        lowered_because: found harms that cost a band (R-NIAH or task loss, perplexity against KLD, earlier
-            degeneration).  They cost one band together, however many there are.
+        lowered_because: reasons for a downgrade by one band (R-NIAH or task loss, perplexity against KLD, earlier
+            degeneration).  Several reasons together downgrade by one band only.
         failed_because: what makes the output unusable (garbage).
         kld_least: the mean KL itself, or a lower bound of it (``topk``), nats: no upper bound can lie below it.
             Without ``kld_upper`` it can rule bands out, and give none but FAIL.

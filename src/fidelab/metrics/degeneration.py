@@ -74,7 +74,7 @@ def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, f
         vocab: size of the vocabulary.
         floor: lowest distinct-token ratio of a window, of :func:`distinct_floor`.
     """
-    found: Onset | None = None
+    onset: Onset | None = None
     end = len(ids)
     while end:
         left = ids[:end]
@@ -90,8 +90,8 @@ def degeneration_onset(ids: Sequence[int], context: Sequence[int], vocab: int, f
         if starts.get("loop", math.inf) - starts[kind] <= EARLIER:
             kind = "loop"  # windows see a loop before it begins; its own onset is exact
         end = starts[kind]
-        found = Onset(end, kind)
-    return found
+        onset = Onset(end, kind)
+    return onset
 
 
 def is_earlier(this: Onset | None, other: Onset | None) -> bool:

@@ -24,8 +24,6 @@ from torch.nn.functional import linear
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_interval
 
 __all__ = [
-    "REAL_FLIP",
-    "BinnedMeans",
     "Flips",
     "Head",
     "KLSummary",
@@ -168,19 +166,19 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
     work = _Work(block, vocab, device)
     top1 = torch.empty(n, dtype=torch.bool, device=device)
     # per row: KL; log-sum-exp of a_P and of a_Q; a_P and a_Q of the actual token; a_P of Q's most likely token
-    found = torch.empty((6, n), dtype=torch.float64, device=device)
+    columns = torch.empty((6, n), dtype=torch.float64, device=device)
     for start in range(0, n, block):
         at = slice(start, min(start + block, n))
         best_q, sum_q = work.load(work.q, test_logits[at, :vocab])
         best_p, sum_p = work.load(work.p, ref_logits[at, :vocab])
         rows = len(best_p)
         top1[at] = best_p == best_q
-        found[1, at], found[2, at] = sum_p.log(), sum_q.log()
-        found[3, at] = work.p[:rows].gather(1, pick[at])[:, 0].double()
-        found[4, at] = work.q[:rows].gather(1, pick[at])[:, 0].double()
-        found[5, at] = work.p[:rows].gather(1, best_q[:, None])[:, 0].double()
-        found[0, at] = work.expected_gap(rows) / sum_p + found[2, at] - found[1, at]
-    kl, norm_p, norm_q, score_p, score_q, flipped = found.cpu().numpy()
+        columns[1, at], columns[2, at] = sum_p.log(), sum_q.log()
+        columns[3, at] = work.p[:rows].gather(1, pick[at])[:, 0].double()
+        columns[4, at] = work.q[:rows].gather(1, pick[at])[:, 0].double()
+        columns[5, at] = work.p[:rows].gather(1, best_q[:, None])[:, 0].double()
+        columns[0, at] = work.expected_gap(rows) / sum_p + columns[2, at] - columns[1, at]
+    kl, norm_p, norm_q, score_p, score_q, flipped = columns.cpu().numpy()
     failed = ~np.isfinite(kl)
     no_goal = ~has_goal.cpu().numpy()
     nll_ref, nll_test = (np.where(no_goal, np.nan, norm - a) for norm, a in ((norm_p, score_p), (norm_q, score_q)))
@@ -406,16 +404,16 @@ def summarise_flips(rows: RowComparison, units: NDArray[Any], seed: int = 0) -> 
     agree, margin, units = rows.top1[usable], rows.margin[usable], units[usable]
     same = RatioItems.of(agree, 1.0, units)
     ci = ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True)
-    found = Flips(
+    flips = Flips(
         top1_ci=ci,
         tokens_to_flip=_tokens_to_flip(float(agree.mean())),
         tokens_to_flip_ci=None if ci is None else (_tokens_to_flip(ci[0]) or 1.0, _tokens_to_flip(ci[1])),
     )
     if np.isnan(margin).any():
-        return found
+        return flips
     real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, units)
     return replace(
-        found,
+        flips,
         real_flips=float(real.num.mean()),
         real_flips_ci=ratio_interval(real, seed, bounds=(0.0, 1.0), proportion=True),
     )

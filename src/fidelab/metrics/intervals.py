@@ -47,7 +47,6 @@ __all__ = [
     "PairedDifference",
     "RatioItems",
     "binomial_interval",
-    "bootstrap_replicates",
     "critical_value",
     "mcnemar_exact",
     "paired_difference",
@@ -131,18 +130,6 @@ def resample_weights(n_units: int, n_resamples: int = _RESAMPLES, seed: int = 0)
     rng = np.random.default_rng([seed, n_units])
     draws = rng.multinomial(n_units, np.full(n_units, 1.0 / n_units), size=n_resamples)
     return draws.astype(np.float64)
-
-
-def bootstrap_replicates(items: RatioItems, resamples: Floats | int = 0) -> Floats:
-    """The ratio under each resample ``[R]``; NaN where a resample has no denominator.
-
-    ``resamples``: the matrix of :func:`resample_weights`, or the seed to make it with.  See docs/metrics.md#intervals.
-    """
-    units = items.by_unit()
-    weights = _weights(resamples, len(units.num))
-    num, den = weights @ units.num, weights @ units.den
-    ratios: Floats = np.divide(num, den, out=np.full(len(num), np.nan), where=den > 0)
-    return ratios
 
 
 def _weights(resamples: Floats | int, n_units: int) -> Floats:

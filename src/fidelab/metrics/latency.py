@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["STEADY", "Rate", "decode_rate_by_subtraction", "decode_rate_isolated", "is_steady", "prefill_rate"]
+__all__ = ["Rate", "decode_rate_by_subtraction", "decode_rate_isolated", "is_steady", "prefill_rate"]
 
 Floats = NDArray[np.float64]
 

@@ -1,4 +1,4 @@
-"""Layer bisect: where along a model's layers two arms part.
+"""Layer diff: the layer from which on two arms differ.
 
 h_l is a row's state (the residual stream) behind layer l, h_in what entered the first one.  Of each row
 ``e_l = ‖h_l − h_l,ref‖ / ‖h_l,ref‖``: relative per row, because a few rows (attention sinks) have states a hundred
@@ -60,7 +60,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Parting:
-    """Where two arms part, by layer numbers from 0.
+    """The layers at which two arms differ, numbered from 0.
 
     ``begins``: the first layer that adds any error beyond the floor; ``None``: no layer does.  ``stand_out``: the
     layers that do so by the rule, in order.  ``ratios``: each layer's larger multiple of the other layers' added error.
@@ -127,9 +127,9 @@ def part(curve: Curve, floor: Curve | None = None) -> Parting:
     ratios = np.zeros(layers)
     for errors, repeat in ((curve.median, noise.median), (curve.tail, noise.tail)):
         added = added_errors(errors)
-        found = outlier_ratios(added)
+        multiples = outlier_ratios(added)
         audible = added > TIMES * repeat[1:]
-        stand_out |= set(np.flatnonzero((found > TIMES) & (added >= errors[:-1]) & audible).tolist())
+        stand_out |= set(np.flatnonzero((multiples > TIMES) & (added >= errors[:-1]) & audible).tolist())
         begins |= set(np.flatnonzero(audible).tolist())
-        ratios = np.maximum(ratios, found)
+        ratios = np.maximum(ratios, multiples)
     return Parting(min(begins, default=None), tuple(sorted(stand_out)), tuple(ratios.tolist()))

@@ -42,13 +42,13 @@ def row_nll(logits: Tensor, targets: Tensor | NDArray[Any]) -> Floats:
     goal = torch.as_tensor(targets).to(device=logits.device, dtype=torch.int64)
     if goal.shape != (n,):
         raise ValueError(f"{n} rows do not fit targets of shape {tuple(goal.shape)}")
-    found = torch.full((n,), math.nan, dtype=torch.float64, device=logits.device)
+    losses = torch.full((n,), math.nan, dtype=torch.float64, device=logits.device)
     block = max(1, _BLOCK // vocab)
     for start in range(0, n, block):
         at = slice(start, start + block)
         rows, pick = logits[at].double(), goal[at, None].clamp(0, vocab - 1)
-        found[at] = torch.logsumexp(rows, dim=-1) - rows.gather(1, pick)[:, 0]
-    nll: Floats = found.where((goal >= 0) & (goal < vocab), math.nan).cpu().numpy()
+        losses[at] = torch.logsumexp(rows, dim=-1) - rows.gather(1, pick)[:, 0]
+    nll: Floats = losses.where((goal >= 0) & (goal < vocab), math.nan).cpu().numpy()
     return np.where(np.isfinite(nll), nll, np.nan)
 
 

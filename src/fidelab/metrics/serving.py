@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Protocol
 
 import numpy as np
@@ -25,13 +26,13 @@ from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
     "LATENCIES",
-    "Answered",
     "Latencies",
     "count_good",
     "effective_concurrency",
     "fill",
     "latencies",
     "percentiles",
+    "saturation",
     "sent_rate",
 ]
 
@@ -95,9 +96,9 @@ def percentiles(values: ArrayLike, which: Iterable[float]) -> dict[str, float]:
 
     See docs/metrics.md#serving-latencies.
     """
-    asked = list(which)
-    found = np.percentile(np.asarray(values, dtype=np.float64), asked)
-    return {f"p{rank:g}": float(value) for rank, value in zip(asked, found, strict=True)}
+    ranks = list(which)
+    quantiles = np.percentile(np.asarray(values, dtype=np.float64), ranks)
+    return {f"p{rank:g}": float(value) for rank, value in zip(ranks, quantiles, strict=True)}
 
 
 def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> int:
@@ -106,11 +107,11 @@ def count_good(requests: Sequence[Answered], targets: Mapping[str, float]) -> in
     Failed requests met none.  An answer of one token has no TPOT and meets any; where TPOT is not known otherwise (the
     server did not count the tokens, or sent all at once), none is met.  See docs/metrics.md#goodput.
     """
-    found = latencies(requests)
-    good = ~np.isnan(found.ttft)
+    times = latencies(requests)
+    good = ~np.isnan(times.ttft)
     single = np.array([request.output_tokens == 1 for request in requests], dtype=bool)
     for name, limit in targets.items():
-        met = getattr(found, name) <= limit
+        met = getattr(times, name) <= limit
         good &= met | single if name == "tpot" else met
     return int(good.sum())
 
@@ -146,3 +147,26 @@ def sent_rate(requests: Sequence[Answered]) -> float | None:
     sent = [request.sent for request in requests]
     span = max(sent, default=0.0) - min(sent, default=0.0)
     return (len(sent) - 1) / span if span > 0 else None
+
+
+def saturation(
+    concurrency: Sequence[int], rate: Sequence[float], threshold: float = 0.05
+) -> tuple[int | None, float | None]:
+    """The smallest concurrency whose next step adds less than ``threshold`` to the output rate, and that gain.
+
+    ``concurrency`` and ``rate`` (tok/s) belong together, in any order; the gain is relative (0.009: +0.9%), negative
+    where the rate falls.  Without such a step: ``None`` and the gain of the last one; with fewer than two points, two
+    ``None``.  See docs/metrics.md#saturation.
+
+    Raises:
+        ValueError: lengths differ, a concurrency occurs twice, or a rate is not above zero.
+    """
+    points = sorted(zip(concurrency, rate, strict=True))
+    if len({at for at, _ in points}) < len(points) or any(not value > 0 for _, value in points):
+        raise ValueError(f"saturation needs rates above zero, one per concurrency; found {points}")
+    gain = None
+    for (at, here), (_, there) in pairwise(points):
+        gain = there / here - 1
+        if gain < threshold:
+            return at, gain
+    return None, gain

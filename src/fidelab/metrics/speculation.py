@@ -14,14 +14,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
-from scipy import special
 
-__all__ = ["ARMS", "SUB", "SUPER", "Composed", "Kind", "compose"]
+from fidelab.metrics.change import welch_reach
+
+__all__ = ["ARMS", "Composed", "Kind", "compose"]
 
 Kind = Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
 
 ARMS = ("plain", "quantized", "speculative", "both")
-SUB, SUPER = 0.9, 1.1  # below and above: the speed-ups do not multiply
+_SUB, _SUPER = 0.9, 1.1  # below and above: the speed-ups do not multiply
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Composed:
 
     @property
     def kind(self) -> Kind:
-        """Named where the whole interval has it; without one, chance alone goes beyond both limits."""
+        """The kind that both ends of the interval agree on; ``cannot tell`` otherwise and without an interval."""
         if self.interval is None:
             return "cannot tell"
         low, high = map(_kind, self.interval)
@@ -61,21 +62,13 @@ def compose(
         if not len(rates) or not all(rate > 0 and math.isfinite(rate) for rate in rates):
             raise ValueError(f"the rates of {arm} are positive and finite, not {list(rates)}")
         logs.append(np.log(np.asarray(rates, dtype=np.float64)))
-    means = [float(values.mean()) for values in logs]
-    center = means[0] - means[1] - means[2] + means[3]
-    first, second, third, fourth = map(math.exp, means)
-    rho = math.exp(center)
-    counts = np.array([len(values) for values in logs])
-    if (counts < 2).any():
-        return Composed(rho, None, (first, second, third, fourth))
-    variances = np.array([values.var(ddof=1) for values in logs]) / counts
-    total = float(variances.sum())
-    reach = 0.0
-    if total > 0:
-        freedom = total**2 / float((variances**2 / (counts - 1)).sum())
-        reach = float(special.stdtrit(freedom, 0.975)) * math.sqrt(total)
-    return Composed(rho, (math.exp(center - reach), math.exp(center + reach)), (first, second, third, fourth))
+    a, b, c, d = (float(values.mean()) for values in logs)
+    center, rates = a - b - c + d, (math.exp(a), math.exp(b), math.exp(c), math.exp(d))
+    if min(map(len, logs)) < 2:
+        return Composed(math.exp(center), None, rates)
+    reach = welch_reach(logs)
+    return Composed(math.exp(center), (math.exp(center - reach), math.exp(center + reach)), rates)
 
 
 def _kind(rho: float) -> Kind:
-    return "sub-multiplicative" if rho < SUB else "super-multiplicative" if rho > SUPER else "multiplicative"
+    return "sub-multiplicative" if rho < _SUB else "super-multiplicative" if rho > _SUPER else "multiplicative"

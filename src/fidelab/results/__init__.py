@@ -1,6 +1,6 @@
-"""Results: what a run found, as one strict record (``report.json``), and how it is read and written.
+"""Results: the strict record of a run (``report.json``), reading, writing and comparing it.
 
-Nothing here measures or judges: the axes bring the numbers, the conductor the verdicts.
+This package neither measures nor judges: axes compute the metrics, ``runs`` the verdicts.
 """
 
 from fidelab.registry import Registry
@@ -12,7 +12,7 @@ FACES = Registry(
         "markdown": "fidelab.report.markdown:render_markdown",
     },
 )
-"""How a report shows itself in Python: the room ``report`` knows how, and this one does not import it."""
+"""Renderings of a report in Python, implemented in ``report``, which this package does not import."""
 
 READERS = Registry("report schema", {"fidelab.report/0": "fidelab.imports.upgrade:upgrade"})
-"""Older schemas, and what makes today's record of them."""
+"""Older schema → function that converts its reports to the current schema."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from fidelab.metrics.ablation import Reach
-from fidelab.results.values import Count, Interval, Record
+from fidelab.results.values import Count, Interval, Positive, Record
 
 __all__ = ["FactorEffect", "Isolation", "IsolationCell", "LevelShift", "Outcome"]
 
@@ -71,7 +71,7 @@ class Outcome(Record):
     that does not degenerate."""
     unit: Literal["nats", "tokens"]
     """Of values, shifts and floor."""
-    floor: Annotated[float, Field(ge=0)]
+    floor: Positive
     """A shift that is not beyond it counts as none."""
     floor_from: str
     """What sets the floor."""

@@ -10,7 +10,7 @@ from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.results.record import Report
 from fidelab.results.store import CONFIG, REPORT, RunFolder
 
-__all__ = ["Baselines", "read_run"]
+__all__ = ["Baselines"]
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+@=-]{0,99}")
 
@@ -36,8 +36,8 @@ class Baselines:
 
     def names(self) -> list[str]:
         """All names, in alphabetical order."""
-        found = self.folder.glob("*.json") if self.folder.is_dir() else ()
-        return sorted(path.stem for path in found if _NAME.fullmatch(path.stem))
+        files = self.folder.glob("*.json") if self.folder.is_dir() else ()
+        return sorted(path.stem for path in files if _NAME.fullmatch(path.stem))
 
     def save(self, name: str, run: Path, *, force: bool = False) -> Path:
         """Keep a run's report; ``force`` replaces one of the same name.

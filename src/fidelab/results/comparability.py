@@ -1,4 +1,4 @@
-"""What two reports must agree on before a metric of both is compared, and what is only told beside.
+"""What two reports must agree on before a metric is compared, and differences that are only reported.
 
 See docs/metrics.md#comparability.
 """
@@ -42,20 +42,20 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     ``groups`` concerns all axes.  Axes also have to share the reference's KV format, an excess the control's, the floor
     its share of the items, a composite its axes.
     """
-    found: dict[str, Any] = {f"unit of {key.metric}": metric.unit}
+    values: dict[str, Any] = {f"unit of {key.metric}": metric.unit}
     for group in metric.rests_on or (key.group,):
         for name, value in report.comparability_key.items():
             if _concerns(name, group, groups):
-                found |= dict(_flat(name, value))
+                values |= dict(_flat(name, value))
     if key.group != CACHE and not key.group.startswith(BENCH):
-        found["reference.kv"] = _kv(report.reference)
+        values["reference.kv"] = _kv(report.reference)
     if key.metric == OVER_CONTROL:
-        found["control.kv"] = _kv(_control(report, key))
+        values["control.kv"] = _kv(_control(report, key))
     if key.role == "floor":
-        found["floor"] = report.settings.get("floor")
+        values["floor"] = report.settings.get("floor")
     if key.group == COMPOSITE:
-        found[COUNTED] = sorted(metric.rests_on)
-    return found
+        values[COUNTED] = sorted(metric.rests_on)
+    return values
 
 
 def _control(report: Report, key: Key) -> ArmRecord | None:
@@ -84,7 +84,7 @@ def _kv(arm: ArmRecord | None) -> str | None:
 
 
 def beside(baseline: Report, now: Report) -> Iterator[Difference]:
-    """What differs of the arms that both have, and of where they ran."""
+    """Differences of environment, and of settings and runtime info of the arms that both reports have."""
     was, is_ = (
         {"fidelab": report.fidelab_version, **dict(_flat("", report.environment))} for report in (baseline, now)
     )
@@ -104,7 +104,7 @@ def same_place(baseline: Report, now: Report) -> bool:
 
 
 def _told(arm: ArmRecord) -> dict[str, Any]:
-    """What was asked and what ran."""
+    """Settings and runtime info of an arm, flat."""
     ran = {} if arm.ran is None else arm.ran.model_dump(mode="json")
     for name in (*_VOLATILE, "cache_bytes_per_token"):  # the latter is a metric
         ran.pop(name, None)

@@ -20,6 +20,7 @@ A metric that is the same on both sides to the last digit, interval and repeats 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any, Literal
@@ -231,23 +232,19 @@ class _Refusals:
     """What had to agree and does not, each once, with the groups and the number of metrics behind it."""
 
     def __init__(self) -> None:
-        self.groups: dict[tuple[str, str], dict[str, int]] = {}
-        self.values: dict[tuple[str, str], tuple[str, Any, Any]] = {}
+        self.entries: dict[tuple[str, str], tuple[Any, Any, Counter[str]]] = {}
 
     def add(self, key: Key, was: Mapping[str, Any], now: Mapping[str, Any]) -> None:
         names = [name for name in dict.fromkeys((*was, *now)) if was.get(name) != now.get(name)]
         for name in [COUNTED] if COUNTED in names else names:  # of other axes, the settings differ anyway
             old, new = was.get(name), now.get(name)
-            place = name, canonical_json([old, new])
-            self.values[place] = name, old, new
-            groups = self.groups.setdefault(place, {})
-            groups[key.group] = groups.get(key.group, 0) + 1
+            *_, groups = self.entries.setdefault((name, canonical_json([old, new])), (old, new, Counter()))
+            groups[key.group] += 1
 
     def listed(self) -> list[Refusal]:
         return [
-            Refusal(groups=tuple(groups), field=name, baseline=old, now=new, n_metrics=sum(groups.values()))
-            for place, groups in self.groups.items()
-            for name, old, new in [self.values[place]]
+            Refusal(groups=tuple(groups), field=name, baseline=old, now=new, n_metrics=groups.total())
+            for (name, _), (old, new, groups) in self.entries.items()
         ]
 
 

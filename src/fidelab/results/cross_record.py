@@ -5,21 +5,17 @@ Units: KL divergences in nats, scores 0-100, intervals 95%, rates in tok/s, memo
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from statistics import median
-from typing import Annotated, Final, Literal, Self
+from typing import ClassVar, Final, Literal, Self
 
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
-from fidelab.metrics.latency import Rate, is_steady
-from fidelab.results.record import Composite, Ran, Verdict, write_atomically
-from fidelab.results.values import Count, FreeDict, Interval, Outcome, Positive, Record, Score
+from fidelab.metrics.latency import Rate
+from fidelab.results.record import Composite, ExperimentReport, Ran, Verdict
+from fidelab.results.values import Count, Interval, Outcome, Positive, Record, Score, Share
 
-__all__ = ["CROSS", "SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed", "Spread"]
+__all__ = ["SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed", "Spread"]
 
 SCHEMA: Final = "fidelab.cross-engine/0"
-CROSS = "cross-engine.json"
 
 
 class Spread(Record):
@@ -39,10 +35,8 @@ class Spread(Record):
     @classmethod
     def of(cls, rate: Rate) -> Self:
         """The record of a measured rate."""
-        repeats = tuple(map(float, rate.repeats))
-        return cls(
-            median=median(repeats), low=min(repeats), high=max(repeats), steady=is_steady(repeats), repeats=repeats
-        )
+        low, high = rate.spread
+        return cls(median=rate.median, low=low, high=high, steady=rate.steady, repeats=rate.repeats)
 
 
 class Speed(Outcome):
@@ -146,7 +140,7 @@ class Agreement(Outcome):
     """Mean KL(P ‖ Q), nats."""
     ci: Interval | None = None
     """Its 95% interval."""
-    top1: Annotated[float, Field(ge=0, le=1)] | None = None
+    top1: Share | None = None
     """Share of positions with the same most likely token."""
     n_positions: Count | None = None
     """Positions compared."""
@@ -154,35 +148,14 @@ class Agreement(Outcome):
     """Of these, positions that gave no number."""
 
 
-class CrossReport(Record):
+class CrossReport(ExperimentReport):
     """Everything a cross-engine experiment found."""
+
+    file_name: ClassVar[str] = "cross-engine.json"
 
     schema_name: Literal["fidelab.cross-engine/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
-    run_id: str
-    """Name of the experiment's folder."""
-    created: AwareDatetime
-    """When it was started."""
-    fidelab_version: str
-    """Version that made it."""
-    command: str
-    """The command that started it."""
-    settings: FreeDict = Field(default_factory=dict)
-    """The experiment, defaults included."""
     engines: tuple[EngineRow, ...] = ()
     """One row per engine that was tried so far, in their order."""
     agreement: tuple[Agreement, ...] = ()
     """Every ordered pair of references that answered the KLD axis."""
-
-    def to_json(self) -> str:
-        """Strict JSON, indented, ending in a newline."""
-        plain = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-    def write(self, folder: Path) -> Path:
-        """Write ``cross-engine.json`` into a folder.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        return write_atomically(folder / CROSS, self.to_json())

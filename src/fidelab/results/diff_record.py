@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from typing import Final, Literal
 
@@ -11,7 +10,7 @@ from pydantic import AwareDatetime, Field
 from fidelab.metrics.change import Allowance
 from fidelab.results.comparability import Difference
 from fidelab.results.measurement import Better, Limit, Unit
-from fidelab.results.values import Count, Free, Interval, Positive, Record
+from fidelab.results.values import Count, Document, Free, Interval, Positive, Record
 
 __all__ = ["SCHEMA", "Basis", "Diff", "MetricChange", "Outcome", "Refusal", "Side", "Thresholds"]
 
@@ -117,7 +116,7 @@ class Refusal(Record):
     """Metrics that were not compared for it."""
 
 
-class Diff(Record):
+class Diff(Document):
     """A run against a baseline."""
 
     schema_name: Literal["fidelab.diff/0"] = Field(default=SCHEMA, alias="schema")
@@ -144,18 +143,13 @@ class Diff(Record):
     def faults(self, *, allow_missing: bool = False) -> list[str]:
         """Why the gate fails, one line each: regressions, and what the baseline had and the run lacks."""
         counts = self.counted()
-        found = [f"{_n(counts['regressed'], 'metric')} regressed"] if counts["regressed"] else []
+        faults = [f"{_n(counts['regressed'], 'metric')} regressed"] if counts["regressed"] else []
         if counts["lost"] and not allow_missing:
-            found.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
+            faults.append(f"{_n(counts['lost'], 'metric')} of the baseline lost (--allow-missing lets that pass)")
         if self.refused and not allow_missing:
             groups = ", ".join(dict.fromkeys(group for refusal in self.refused for group in refusal.groups))
-            found.append(f"not comparable: {groups} (--allow-missing lets that pass)")
-        return found
-
-    def to_json(self) -> str:
-        """Strict JSON, indented, ending in a newline."""
-        plain = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
+            faults.append(f"not comparable: {groups} (--allow-missing lets that pass)")
+        return faults
 
 
 def _n(count: int, noun: str) -> str:

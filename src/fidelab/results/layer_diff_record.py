@@ -6,31 +6,26 @@ where they are not finite, because the candidate's states are not.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import ClassVar, Final, Literal
 
-from pydantic import AwareDatetime, Field
+from pydantic import Field
 
-from fidelab.results.record import KVFormats, Ran, write_atomically
-from fidelab.results.values import Count, FreeDict, Outcome, Record
+from fidelab.results.record import ExperimentReport, KVFormats, Ran
+from fidelab.results.values import Count, Outcome, Positive, Record
 
-__all__ = ["BISECT", "SCHEMA", "BisectArm", "BisectReport", "Errors", "LayerRow"]
+__all__ = ["SCHEMA", "BisectArm", "BisectReport", "Errors", "LayerRow"]
 
 SCHEMA: Final = "fidelab.bisect/0"
-BISECT = "bisect.json"
-
-Size = Annotated[float, Field(ge=0)]
 
 
 class Errors(Record):
     """Relative errors of the rows behind one layer."""
 
-    median: Size | None
+    median: Positive | None
     """Of the rows; null: not finite."""
-    tail: Size | None
+    tail: Positive | None
     """Their 90th percentile."""
-    rms: Size | None
+    rms: Positive | None
     """Their root mean square; a single row can move it."""
 
 
@@ -41,11 +36,11 @@ class LayerRow(Record):
     """Number, from 0."""
     error: Errors
     """Candidate against reference, behind this layer."""
-    added: Size | None
+    added: Positive | None
     """What the layer adds to the median: the root of the difference of squares."""
-    added_tail: Size | None
+    added_tail: Positive | None
     """The same of the 90th percentile."""
-    ratio: Size | None
+    ratio: Positive | None
     """Added error over the other layers' root mean square, the larger of median's and tail's; null: infinite."""
     floor: Errors | None = None
     """The reference against itself in another process; null where that was not captured."""
@@ -72,21 +67,13 @@ class BisectArm(Outcome):
     """What ran; null where nothing was opened."""
 
 
-class BisectReport(Record):
+class BisectReport(ExperimentReport):
     """Where along the layers two arms part."""
+
+    file_name: ClassVar[str] = "bisect.json"
 
     schema_name: Literal["fidelab.bisect/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
-    run_id: str
-    """Name of the folder."""
-    created: AwareDatetime
-    """When it was started."""
-    fidelab_version: str
-    """Version that made it."""
-    command: str
-    """The command that started it."""
-    settings: FreeDict = Field(default_factory=dict)
-    """The experiment, defaults included."""
     reference: BisectArm
     """The arm that is taken as right."""
     candidate: BisectArm
@@ -107,16 +94,3 @@ class BisectReport(Record):
     """The first layer that adds any error beyond the floor; null: none does."""
     first: Count | None = None
     """The first layer that stands out; null: none does."""
-
-    def to_json(self) -> str:
-        """Strict JSON, indented, ending in a newline."""
-        plain = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
-
-    def write(self, folder: Path) -> Path:
-        """Write ``bisect.json`` into a folder.
-
-        Raises:
-            OutputError: it cannot be written.
-        """
-        return write_atomically(folder / BISECT, self.to_json())

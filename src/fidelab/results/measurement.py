@@ -21,7 +21,6 @@ from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
 
 __all__ = [
-    "Aggregate",
     "Better",
     "Cell",
     "Coordinates",
@@ -152,22 +151,15 @@ class Definition:
     ) -> Metric:
         """The metric of a value measured once, or estimated over items with its 95% interval."""
         return Metric(
-            name=self.name,
+            **vars(self) | {"better": None if bound else self.better},
             value=None if value is None or not np.isfinite(value) else float(value),
-            unit=self.unit,
-            better=None if bound else self.better,
             cell=cell or {},
             ci=ci,
             repeats=tuple(map(float, repeats)),
-            aggregate=self.aggregate,
-            limit=self.limit,
-            exact=self.exact,
             bound=bound,
-            optional=self.optional,
             headline=headline,
             caveat=caveat,
             flags=tuple(flags),
-            about=self.about,
         )
 
     def repeated(
@@ -232,8 +224,7 @@ class Measurement(Outcome):
 
     def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
         """The metric of a name: of a cell, or the first one."""
-        found = (m for m in self.metrics if m.name == name and (cell is None or m.cell == cell))
-        return next(found, None)
+        return next((m for m in self.metrics if m.name == name and (cell is None or m.cell == cell)), None)
 
     def value(self, name: str, cell: Coordinates | None = None) -> float | None:
         """The value of a metric; ``None`` where it is not there."""
@@ -252,10 +243,8 @@ class Measurement(Outcome):
 
     def shapes(self) -> list[Coordinates]:
         """The shapes of work, in the order of the metrics, then of the cells without one."""
-        found: dict[str, Coordinates] = {}
-        for at in (*(metric.cell for metric in self.metrics), *(cell.at for cell in self.cells)):
-            found.setdefault(repr(at), at)
-        return list(found.values())
+        cells = (*(metric.cell for metric in self.metrics), *(cell.at for cell in self.cells))
+        return list({repr(at): at for at in cells}.values())
 
     def cell(self, at: Coordinates) -> Cell | None:
         """The outcome of a shape of work, where it has one."""

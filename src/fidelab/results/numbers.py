@@ -1,4 +1,4 @@
-"""Numbers and text as a person reads them: every format is here, and only here."""
+"""Formatting of numbers and text for people, shared by all reports."""
 
 from __future__ import annotations
 

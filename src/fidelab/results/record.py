@@ -10,23 +10,16 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, Self
 
-from pydantic import (
-    AwareDatetime,
-    ConfigDict,
-    Field,
-    ValidationError,
-    field_validator,
-    model_validator,
-)
+from pydantic import AwareDatetime, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fidelab.core import FormatSpec, KVSpec, Status
+from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES, READERS
 from fidelab.results.ablation_record import Isolation
 from fidelab.results.measurement import Measurement
-from fidelab.results.values import Free, FreeDict, Interval, Outcome, Record, Score
+from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,6 +33,7 @@ __all__ = [
     "Comparison",
     "Composite",
     "Contrast",
+    "ExperimentReport",
     "Floor",
     "KVFormats",
     "Part",
@@ -76,11 +70,7 @@ class KVFormats(Record):
     @classmethod
     def from_spec(cls, spec: KVSpec) -> KVFormats:
         """The record of a KV spec."""
-
-        def given(side: FormatSpec) -> dict[str, str]:
-            return dict(side.options)
-
-        options = {"k": given(spec.k), "v": given(spec.v), "skip_layers": list(spec.skip_layers)}
+        options = {"k": dict(spec.k.options), "v": dict(spec.v.options), "skip_layers": list(spec.skip_layers)}
         return cls(k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value})
 
 
@@ -96,7 +86,7 @@ class Ran(Record):
     """Type of the stored values."""
     attention: str | None = None
     """Attention backend or kernel."""
-    cache_bytes_per_token: Annotated[float, Field(ge=0)] | None = None
+    cache_bytes_per_token: Positive | None = None
     """Bytes of KV cache per token, all layers, scales included."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
@@ -160,11 +150,11 @@ class Floor(Record):
 
     of: str
     """Name of the candidate whose twin was computed: the first one of the same engine, checkpoint and formats."""
-    mean: Annotated[float, Field(ge=0)] | None = None
+    mean: Positive | None = None
     """Nats per position; null where it was not measured."""
     ci: Interval | None = None
     """95% interval of the mean."""
-    n_positions: Annotated[int, Field(ge=0)] | None = None
+    n_positions: Count | None = None
     """Positions scored."""
     reason: str | None = None
     """Why there is no mean."""
@@ -173,9 +163,9 @@ class Floor(Record):
 class Timing(Record):
     """How long an arm's worker took over its captures."""
 
-    load_seconds: Annotated[float, Field(ge=0)] | None = None
+    load_seconds: Positive | None = None
     """From the job's arrival in the worker to the loaded model."""
-    seconds: Annotated[float, Field(ge=0)] | None = None
+    seconds: Positive | None = None
     """The whole job."""
 
 
@@ -281,7 +271,7 @@ class Attribution(Record):
     """What last bits alone move the candidate by; a part below it tells nothing."""
 
 
-class Report(Record):
+class Report(Document):
     """Everything a run found."""
 
     schema_name: Literal["fidelab.report/1"] = Field(default=SCHEMA, alias="schema")
@@ -326,11 +316,6 @@ class Report(Record):
         if twice:
             raise ValueError(f"two candidates are named {twice[0]!r}")
         return self
-
-    def to_json(self) -> str:
-        """Strict JSON, indented, ending in a newline."""
-        plain = self.model_dump(mode="json", by_alias=True)
-        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
     def to_pandas(self) -> pd.DataFrame:
         """One row per arm: reference, control, candidates, floor; :mod:`fidelab.results.table` names the columns.
@@ -386,6 +371,32 @@ class Report(Record):
         return {**head, **schema, "title": SCHEMA}
 
 
+class ExperimentReport(Document):
+    """What the records of experiments that are no run have in common."""
+
+    file_name: ClassVar[str]
+    schema_name: str = Field(alias="schema")
+    """Name and version of this schema."""
+    run_id: str
+    """Name of the experiment's folder."""
+    created: AwareDatetime
+    """When it was started."""
+    fidelab_version: str
+    """Version that made it."""
+    command: str
+    """The command that started it."""
+    settings: FreeDict = Field(default_factory=dict)
+    """The experiment, defaults included."""
+
+    def write(self, folder: Path) -> Path:
+        """Write :attr:`file_name` into a folder.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        return write_atomically(folder / self.file_name, self.to_json())
+
+
 def _in_this_schema(path: Path, text: str) -> str:
     """The JSON of a report of this schema; of an older one, what it is in this one."""
 
@@ -398,17 +409,17 @@ def _in_this_schema(path: Path, text: str) -> str:
         raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: {error}") from error
-    found = plain.get("schema") if isinstance(plain, dict) else None
-    if found is None:
+    schema = plain.get("schema") if isinstance(plain, dict) else None
+    if schema is None:
         raise InputError(f"{path}: not a fidelab report (it names no schema)")
-    if found in READERS.names():
+    if schema in READERS.names():
         try:
-            return json.dumps(READERS.load(found)(plain), ensure_ascii=False)
+            return json.dumps(READERS.load(schema)(plain), ensure_ascii=False)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             fault = _first_fault(error) if isinstance(error, ValidationError) else f"{type(error).__name__}: {error}"
-            raise InputError(f"{path}: malformed report of schema {found!r} ({fault})") from error
-    if found != SCHEMA:
-        raise InputError(f"{path}: has schema {found!r}; this fidelab reads {SCHEMA!r}")
+            raise InputError(f"{path}: malformed report of schema {schema!r} ({fault})") from error
+    if schema != SCHEMA:
+        raise InputError(f"{path}: has schema {schema!r}; this fidelab reads {SCHEMA!r}")
     return text
 
 

@@ -1,4 +1,4 @@
-"""``requests.jsonl``: one line per request of a load, so that every figure can be computed again."""
+"""``requests.jsonl``: one line per request of a load, from which all figures can be recomputed."""
 
 from __future__ import annotations
 

@@ -132,8 +132,8 @@ def _changes(arm: ArmFacts) -> list[str]:
     if changed == 0:
         return ["no top token changes"]
     odds = format_odds(changed)
-    said = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
-    return [said if arm.real_flips is None else f"{said}, {format_odds(arm.real_flips)} beyond a near tie"]
+    text = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
+    return [text if arm.real_flips is None else f"{text}, {format_odds(arm.real_flips)} beyond a near tie"]
 
 
 def _reach(arm: ArmFacts) -> list[str]:

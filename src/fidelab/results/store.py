@@ -1,4 +1,4 @@
-"""The folder of a run: where its files lie, and how they are written (whole or not at all)."""
+"""The folder of a run: paths of its files and atomic writing."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class RunFolder:
             file.write(line + "\n")
 
     def write_outcomes(self, record: Mapping[str, Any]) -> None:
-        """What became of every arm: all that scoring needs besides the captures."""
+        """Write the outcome of every arm: all that scoring needs besides the captures."""
         write_atomically(self.path / OUTCOMES, json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
     def read_outcomes(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class RunFolder:
             ) from None
 
     def sweep(self) -> None:
-        """Remove what a killed process was writing."""
+        """Remove temporary files left by a killed process."""
         for left in self.path.glob(".*.tmp"):
             left.unlink(missing_ok=True)
 

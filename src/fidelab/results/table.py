@@ -1,7 +1,7 @@
 """A report as one flat table: every metric of every arm with its place, for comparisons; and as a data frame.
 
-No axis and no bench is known here by name: what is better, how a value is judged and what it is called stand with each
-:class:`~fidelab.results.measurement.Metric`.
+No axis or bench is referred to by name: each :class:`~fidelab.results.measurement.Metric` holds its name, its better
+side and its allowance.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def tabulate(report: Report) -> Table:
     return table
 
 
-def _add(table: Table, place: tuple[str, str], found: Mapping[str, Measurement], *, prefix: str = "") -> None:
-    for name, measurement in found.items():
+def _add(table: Table, place: tuple[str, str], measurements: Mapping[str, Measurement], *, prefix: str = "") -> None:
+    for name, measurement in measurements.items():
         group = prefix + name
         if measurement.status in NEEDS_REASON:
             table.reasons[*place, group] = measurement.reason or ""
@@ -194,14 +194,14 @@ def _frame(report: Report) -> tuple[list[Column], list[Row]]:
     shown = [("reference", report.reference), *([("control", report.control)] if report.control else [])]
     shown += [("candidate", arm) for arm in report.candidates]
     heads = [_arm_cells(report, role, arm) for role, arm in shown]
-    found = [{**arm.axes, **arm.benches} for _, arm in shown]
+    per_arm = [{**arm.axes, **arm.benches} for _, arm in shown]
     if report.floor:
         heads.append([cell for cell in _arm_cells(report, "floor", report.reference) if cell[0].name in _ASKED])
-        found.append(report.floor)
+        per_arm.append(report.floor)
     listed = {column.name: column for column, _ in heads[0]}
     rows = [{column.name: value for column, value in head} for head in heads]
-    for group in dict.fromkeys(group for measurements in found for group in measurements):
-        for row, measurements in zip(rows, found, strict=True):
+    for group in dict.fromkeys(group for measurements in per_arm for group in measurements):
+        for row, measurements in zip(rows, per_arm, strict=True):
             for column, value in _cells(group, measurements.get(group)):
                 known = listed.setdefault(column.name, column)
                 if known.dtype != column.dtype:  # a fact that is a number here and a word there
@@ -216,6 +216,7 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
     kv, ran, verdict, composite, timing = arm.kv, arm.ran, arm.verdict, arm.composite, arm.timing
     low, high = (composite and composite.ci) or (None, None)
     modified = ran.modified if ran else ()
+    options = json.dumps(kv.options, ensure_ascii=False) if kv.options else None
     return [
         (Column(name, dtype, about), value)
         for name, dtype, about, value in (
@@ -226,7 +227,7 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
             ("model", _TEXT, "The model as the user knows it.", arm.model),
             ("k", _TEXT, "Format of the keys that was asked for.", kv.k),
             ("v", _TEXT, "Format of the values that was asked for.", kv.v),
-            ("kv_options", _TEXT, "Options of the formats, as JSON.", _json(kv.options) if kv.options else None),
+            ("kv_options", _TEXT, "Options of the formats, as JSON.", options),
             ("k_dtype", _TEXT, "Type of the stored keys.", ran and ran.k_dtype),
             ("v_dtype", _TEXT, "Type of the stored values.", ran and ran.v_dtype),
             ("cache_bytes_per_token", _FLOAT, "Bytes of KV cache per token.", ran and ran.cache_bytes_per_token),
@@ -245,25 +246,21 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
     ]
 
 
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _cells(group: str, found: Measurement | None) -> Iterator[tuple[Column, Any]]:
+def _cells(group: str, measurement: Measurement | None) -> Iterator[tuple[Column, Any]]:
     """Every number and word of a measurement under its column."""
-    if found is None:
+    if measurement is None:
         return
     for name, dtype, about, value in (
-        ("status", _TEXT, f"How {group} ended.", found.status.value),
-        ("reason", _TEXT, f"Why {group} ended so, in one line.", found.reason),
-        ("n_items", _COUNT, "Items asked.", found.n_items),
-        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", found.n_failed),
+        ("status", _TEXT, f"How {group} ended.", measurement.status.value),
+        ("reason", _TEXT, f"Why {group} ended so, in one line.", measurement.reason),
+        ("n_items", _COUNT, "Items asked.", measurement.n_items),
+        ("n_failed", _COUNT, "Items that a failure made unusable; they are in no metric.", measurement.n_failed),
     ):
         yield Column(_named(group, name), dtype, about), value
-    yield from _facts(group, "", found.facts)
-    for metric in found.metrics:
+    yield from _facts(group, "", measurement.facts)
+    for metric in measurement.metrics:
         yield from _metric_cells(group, metric)
-    for cell in found.cells:
+    for cell in measurement.cells:
         at = label(cell.at)
         yield Column(_named(group, "status", at), _TEXT, f"How it ended: {at}."), cell.status.value
         yield Column(_named(group, "valid", at), _FLAG, f"Whether it may stand in a comparison: {at}."), cell.valid

@@ -1,4 +1,4 @@
-"""What all records are made of: strict frozen models, intervals, counts, and how something ended."""
+"""Base classes and field types of all records: strict frozen models, intervals, counts, outcomes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fidelab.core import Status
 __all__ = [
     "NEEDS_REASON",
     "Count",
+    "Document",
     "Free",
     "FreeDict",
     "Interval",
-    "Nats",
     "OpenInterval",
     "Outcome",
     "Positive",
@@ -37,6 +37,15 @@ class Record(BaseModel):
         validate_by_name=True,
         validate_by_alias=True,
     )
+
+
+class Document(Record):
+    """A record that is written to a file of its own, or printed."""
+
+    def to_json(self) -> str:
+        """Strict JSON, indented, ending in a newline."""
+        plain = self.model_dump(mode="json", by_alias=True)
+        return json.dumps(plain, indent=2, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def _ordered(interval: tuple[float, float]) -> tuple[float, float]:
@@ -62,7 +71,6 @@ def _strict_json(value: Any) -> Any:
 
 Score = Annotated[float, Field(ge=0, le=100)]
 Share = Annotated[float, Field(ge=0, le=1)]
-Nats = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(ge=0)]
 Count = Annotated[int, Field(ge=0)]
 Interval = Annotated[tuple[float, float], AfterValidator(_ordered)]

@@ -16,7 +16,7 @@ import numpy as np
 from pydantic import Field
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Judged, Kind, long_prompt
+from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Kind, long_prompt
 from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, Result, read_results
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.captures.pair import Pair
@@ -207,7 +207,7 @@ def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Re
             whole,
             _LOST(lost),
             _GAINED(gained),
-            _PASSED(score.mean(), whole.interval and _shares(whole.interval)),
+            _PASSED(score.mean(), whole.interval and (whole.interval[0] / 100, whole.interval[1] / 100)),
             _REFERENCE(had / n if n else None),
             _DIFFERENCE(change.estimate, change.interval),
             _P(mcnemar_exact(lost, gained)),
@@ -225,11 +225,9 @@ def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Re
 
 def _change(good: Sequence[Result], seed: int) -> PairedDifference:
     """Candidate minus reference, points."""
-    units, ones = np.array([CHECKS.index(result.check) for result in good]), np.ones(len(good))
-    test, ref = (
-        RatioItems(np.array([float(bool(side.passed)) for side in sides]), ones, units)
-        for sides in ([result.test for result in good], [result.ref for result in good])
-    )
+    checks = [CHECKS.index(result.check) for result in good]
+    test = RatioItems.of([bool(result.test.passed) for result in good], 1.0, checks)
+    ref = RatioItems.of([bool(result.ref.passed) for result in good], 1.0, checks)
     return paired_difference(test, ref, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 
@@ -248,10 +246,6 @@ def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
         f"capability checks: {lost} of the {had} that the reference answers right are lost "
         f"({-interval[1]:.0f}–{-interval[0]:.0f} points of all {len(answered)})",
     )
-
-
-def _shares(interval: tuple[float, float]) -> tuple[float, float]:
-    return interval[0] / 100, interval[1] / 100
 
 
 def _plots(results: Sequence[Result]) -> Iterator[Plot]:
@@ -288,15 +282,12 @@ def _plots(results: Sequence[Result]) -> Iterator[Plot]:
                 label=f"{result.check.id}: {_cell(result.check.prompt) or 'an empty prompt'}",
                 reference=result.answers[0][:_TEXT],
                 candidate=result.answers[1][:_TEXT],
-                note=f"{result.outcome}; expected: {result.check.expected}; {_failing(result).reason[:200]}",
+                note=f"{result.outcome}; expected: {result.check.expected}; "
+                f"{(result.test if result.ref.passed else result.ref).reason[:200]}",
             )
             for result in sorted(changed, key=lambda result: ORDER.index(result.outcome))
         )
         yield Texts(title="Lost and gained", pairs=pairs)
-
-
-def _failing(result: Result) -> Judged:
-    return result.test if result.ref.passed else result.ref
 
 
 def _reason(result: Result) -> str:

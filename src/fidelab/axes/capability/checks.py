@@ -13,7 +13,7 @@ from fidelab.axes.capability import parse
 from fidelab.axes.capability.code import TASKS, Task, run_task
 from fidelab.axes.capability.vision import QUESTIONS
 
-__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "Judged", "Kind", "by_id", "long_prompt"]
+__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "Judged", "Kind", "long_prompt"]
 
 SET_VERSION = "1"
 """Changes with the questions: answers to another set are not scored with this one."""
@@ -53,8 +53,8 @@ class Check:
 
 def _number(value: str) -> Judge:
     def judge(text: str) -> Judged:
-        found = parse.first_number(text)
-        return Judged(found == Decimal(value), "no number" if found is None else f"read {found}")
+        number = parse.first_number(text)
+        return Judged(number == Decimal(value), "no number" if number is None else f"read {number}")
 
     return judge
 
@@ -63,24 +63,24 @@ def _name(right: str, *wrong: str) -> Judge:
     """The answer names the right one, and none of the wrong ones beside it."""
 
     def judge(text: str) -> Judged:
-        found = parse.named(text, (right, *wrong))
-        return Judged(found == [right], f"read {' and '.join(found)}" if found else "no answer recognised")
+        names = parse.named(text, (right, *wrong))
+        return Judged(names == [right], f"read {' and '.join(names)}" if names else "no answer recognised")
 
     return judge
 
 
 def _line(expected: str) -> Judge:
     def judge(text: str) -> Judged:
-        found = expected in parse.lines_of(text)
-        return Judged(found, "" if found else "no line equals it")
+        matches = expected in parse.lines_of(text)
+        return Judged(matches, "" if matches else "no line equals it")
 
     return judge
 
 
 def _json(expected: str) -> Judge:
     def judge(text: str) -> Judged:
-        found = parse.json_value(text)
-        return Judged(found == json.loads(expected), "no JSON" if found is None else f"read {found!r:.60}")
+        value = parse.json_value(text)
+        return Judged(value == json.loads(expected), "no JSON" if value is None else f"read {value!r:.60}")
 
     return judge
 
@@ -97,10 +97,10 @@ def _words(text: str) -> Judged:
 
 
 def _weather(text: str) -> Judged:
-    found = parse.tool_call(text)
-    if found is None:
+    call = parse.tool_call(text)
+    if call is None:
         return Judged(False, "no call")
-    name, arguments = found
+    name, arguments = call
     right = name == "get_weather" and [*arguments] == ["city"] and parse.named(str(arguments["city"]), ["Paris"])
     return Judged(bool(right), f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})"[:80])
 
@@ -203,9 +203,3 @@ CHECKS: tuple[Check, ...] = (
     Check("tool-call", "tool call", _WEATHER, "get_weather(city='Paris')", _weather),
     Check("thinking", "thinking", _TRAIN, "an end, then 43", _number("43")),
 )
-_BY_ID = {check.id: check for check in CHECKS}
-
-
-def by_id(name: str) -> Check | None:
-    """The check of an id, if the set has it."""
-    return _BY_ID.get(name)

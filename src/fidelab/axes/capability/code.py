@@ -122,10 +122,10 @@ def run_task(task: Task, answer: str) -> tuple[bool | None, str]:
     """Run the program in an answer on the task's inputs: passed, or ``None`` where it cannot be run, and the reason."""
     if reason := sandbox.unavailable():
         return None, reason
-    found = python_source(answer, task.name)
-    if found is None:
+    program = python_source(answer, task.name)
+    if program is None:
         return False, "no code"
-    source, complete = found
+    source, complete = program
     request = json.dumps([source, complete, task.name, [arguments for arguments, _ in task.cases]])
     try:
         outcome = sandbox.run(_HARNESS.format(request=request))

@@ -65,9 +65,9 @@ def first_number(text: str) -> Decimal | None:
     """
     for paragraph in re.split(r"\n\s*\n", text):
         opening = _LEADING.match(paragraph)
-        found = [opening[1]] if opening else re.findall(_NUMBER, paragraph)
-        if found:
-            return Decimal(re.sub(f"[{_MINUS}]", "-", re.sub(_GAP, "", found[-1])))
+        numbers = [opening[1]] if opening else re.findall(_NUMBER, paragraph)
+        if numbers:
+            return Decimal(re.sub(f"[{_MINUS}]", "-", re.sub(_GAP, "", numbers[-1])))
     return None
 
 
@@ -80,8 +80,8 @@ def named(text: str, names: Sequence[str]) -> list[str]:
         folded = _fold(sentence)
         places = [(match.start(), name) for name in names for match in re.finditer(_whole(name), folded)]
         if places:
-            said = [name for at, name in sorted(places) if not _NEGATED.search(folded[:at])]
-            return list(dict.fromkeys(said))
+            matches = [name for at, name in sorted(places) if not _NEGATED.search(folded[:at])]
+            return list(dict.fromkeys(matches))
     return []
 
 
@@ -147,17 +147,17 @@ def after_thinking(text: str, end: str) -> str | None:
 
 
 def _json_values(text: str) -> list[Any]:
-    found, at, decoder = [], 0, json.JSONDecoder()
+    values, at, decoder = [], 0, json.JSONDecoder()
     for _ in range(_ATTEMPTS):
         match = _BRACKET.search(text, at)
         if match is None:
             break
         try:
             value, at = decoder.raw_decode(text, match.start())
-            found.append(value)
+            values.append(value)
         except (ValueError, RecursionError):
             at = match.end()
-    return found
+    return values
 
 
 def _fold(text: str) -> str:

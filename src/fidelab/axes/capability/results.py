@@ -70,18 +70,18 @@ def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
         raise CaptureError(
             f"captures hold check set {settings.get('set')}, this version scores set {SET_VERSION}; capture again"
         )
-    found: dict[str, dict[str, tuple[Pair, int, int, dict[str, str]]]] = {}
+    places: dict[str, dict[str, tuple[Pair, int, int, dict[str, str]]]] = {}
     asked: set[str] = set()
     for part, pair in pairs.items():
         probe = pair.ref.probe
         notes = [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
         asked.update(note["id"] for note in notes)
         for r, t in pair.items:
-            found.setdefault(notes[r]["id"], {})[part] = (pair, r, t, notes[r])
+            places.setdefault(notes[r]["id"], {})[part] = (pair, r, t, notes[r])
     results = []
     for check in CHECKS:
-        if check.id in found:
-            results.append(_judged(check, found[check.id]))
+        if check.id in places:
+            results.append(_judged(check, places[check.id]))
         elif check.id not in asked and check.kind in settings["kinds"].split(", "):
             unasked = None if "limit" in settings else "not asked in these captures"
             if reason := settings.get(f"{WITHOUT}{check.id}", unasked):

@@ -79,19 +79,21 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
                 )
             except OSError as error:
                 raise SandboxUnavailable(f"the sandbox does not start: {error}") from None
-            late = not _ends(process, program.encode(errors="replace"), limits.wall_s)
-        printed, said = (_text(path, limits.output) for path in (out, err))
-    first, _, error_line = said.partition("\n")
+            timed_out = not _ends(process, program.encode(errors="replace"), limits.wall_s)
+        output, log = (_text(path, limits.output) for path in (out, err))
+    first, _, error_line = log.partition("\n")
     if first != READY:
-        why = "it was not ready in time" if late else said.strip().rpartition("\n")[2] or f"exit {process.returncode}"
+        why = (
+            "it was not ready in time" if timed_out else log.strip().rpartition("\n")[2] or f"exit {process.returncode}"
+        )
         raise SandboxUnavailable(f"the sandbox cannot confine a program here: {why}")
-    if late or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return Outcome("timed out", printed, f"over {limits.cpu_s} s of CPU time or {limits.wall_s} s in all")
+    if timed_out or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
+        return Outcome("timed out", output, f"over {limits.cpu_s} s of CPU time or {limits.wall_s} s in all")
     if process.returncode < 0:
-        return Outcome("failed", printed, f"killed by signal {-process.returncode}")
+        return Outcome("failed", output, f"killed by signal {-process.returncode}")
     if process.returncode:
-        return Outcome("failed", printed, error_line.strip() or f"exit {process.returncode}")
-    return Outcome("finished", printed)
+        return Outcome("failed", output, error_line.strip() or f"exit {process.returncode}")
+    return Outcome("finished", output)
 
 
 @lru_cache(maxsize=1)
