@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fidelab.bench.load.drive import Load, Target, drive
 from fidelab.bench.load.exchange import DriveResult, Exchange, Request
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.errors import EngineError, UsageError
 
 __all__ = ["GOAL_P50", "GOAL_P99", "Accuracy", "Calibration", "Delay", "Latency", "Speed", "calibrate", "compare"]
