@@ -10,7 +10,7 @@ from typing import Any
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, probe_record
+from fidelab.captures.requests import Generate, Probe, probe_record
 from fidelab.core import Arm
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
@@ -24,7 +24,6 @@ __all__ = [
     "PlannedCapture",
     "PlannedJob",
     "build_plan",
-    "expected_bytes",
     "follow_ups",
     "with_probes",
 ]
@@ -172,16 +171,3 @@ def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mappin
             folder = capture_folder(settings.captures_dir, job.arm, probe, key)
             captures.append(PlannedCapture(probe.axis, probe, key, folder))
     return replace(job, captures=tuple(captures))
-
-
-def expected_bytes(capture: PlannedCapture, row: int) -> int:
-    """Disk that a capture takes whose rows have so many bytes."""
-    match capture.probe:
-        case Prefill() as probe:
-            return len(probe.windows) * probe.n_rows * row
-        case Generate() as probe:
-            return len(probe.prompts) * probe.max_tokens * row if probe.rows else 0
-        case Forced() as probe:
-            return sum(map(len, probe.continuations)) * row
-        case _:
-            return 0

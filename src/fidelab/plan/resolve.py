@@ -7,19 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis
 from fidelab.bench import BENCHES
 from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
-from fidelab.config.load import explain_validation
+from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Verdict
 from fidelab.engines.k16v8 import versions_for
-from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
+from fidelab.errors import EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
 from fidelab.plan.arms import (
     ATTENTION,
@@ -36,7 +34,7 @@ from fidelab.plan.arms import (
 )
 from fidelab.plan.deploy import Deployed, Engines, engine_class
 
-__all__ = ["CONTROL", "EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_experiment"]
+__all__ = ["CONTROL", "EXACT", "TRUTH", "Settings", "load_axis", "refuse_same_server", "resolve_experiment"]
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -89,8 +87,8 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
     configs = (*experiment.candidates, *experiment.cells())
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
         engine_class(config)
-    axes = {name: _axis(name, values) for name, values in experiment.axes.items()}
-    benches = {name: _bench(name, values) for name, values in experiment.benches.items()}
+    axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
+    benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
     with Engines() as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, axes, benches, engines, created).settings()
@@ -398,20 +396,19 @@ def _refuse_namesakes(arms: Sequence[Arm]) -> None:
             raise UsageError(f"two different arms are named {arm.name!r}; give one of them another 'name'")
 
 
-def _axis(name: str, values: Mapping[str, object]) -> Axis:
+def load_axis(name: str, values: Mapping[str, object]) -> Axis:
+    """An axis with its settings.
+
+    Raises:
+        UnknownNameError: there is no such axis.  ConfigError: it has no such setting, or not of this value.
+    """
     cls: type[Axis] = AXES.load(name)
-    try:
-        return cls(cls.Settings.model_validate(dict(values)))
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"axes.{name}")) from None
+    return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
 
 
-def _bench(name: str, values: Mapping[str, object]) -> Bench:
+def _load_bench(name: str, values: Mapping[str, object]) -> Bench:
     cls: type[Bench] = BENCHES.load(name)
-    try:
-        return cls(cls.Settings.model_validate(dict(values)))
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"benches.{name}")) from None
+    return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))
 
 
 def _folder(path: Path, what: str) -> Path:

@@ -22,8 +22,7 @@ from typing import Any
 import fidelab
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, load
-from fidelab.config.paths import expand
+from fidelab.config.load import dump, expand, expand_existing, load
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, InputError
@@ -315,10 +314,7 @@ def _absolute(experiment: Experiment) -> Experiment:
     """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
     updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
     words = {"text": ("default", "wikitext-2"), "prompts": ("default",), "model": ("fake", *NAMES)}
-    for name, reserved in words.items():
-        value = getattr(experiment, name)
-        if value not in reserved and expand(value).exists():
-            updates[name] = str(expand(value))
+    updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
     if experiment.captures_dir is not None:
         updates["captures_dir"] = str(expand(experiment.captures_dir))
     return experiment.model_copy(update=updates)

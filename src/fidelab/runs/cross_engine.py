@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 import fidelab
 from fidelab.axes import AXES
@@ -27,11 +26,10 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Timed
 from fidelab.config.cross import CrossEngine, EngineLine
 from fidelab.config.cross import Timing as TimingConfig
-from fidelab.config.load import dump, explain_validation
-from fidelab.config.paths import expand
+from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Status, slug, usable_cores
-from fidelab.errors import ConfigError, FidelabError, InputError
+from fidelab.errors import FidelabError, InputError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
@@ -41,6 +39,7 @@ from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
+from fidelab.plan.resolve import load_axis
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed, Spread
 from fidelab.results.record import Ran, Report
 from fidelab.results.store import RunFolder
@@ -380,24 +379,9 @@ def _filled(cross: CrossEngine) -> CrossEngine:
     axes = cross.axes or {name: dict(AXES.load(name).quick) for name in _AXES}
     return cross.model_copy(
         update={
-            "axes": {name: _axis_settings(name, values) for name, values in axes.items()},
+            "axes": {name: load_axis(name, values).settings.model_dump(mode="json") for name, values in axes.items()},
             "threads": cross.threads or usable_cores(),
-            "model": _absolute(cross.model),
-            "text": _absolute(cross.text),
-            "prompts": _absolute(cross.prompts),
+            **{name: expand_existing(getattr(cross, name), _RESERVED) for name in ("model", "text", "prompts")},
             "output_dir": str(expand(cross.output_dir)),
         }
     )
-
-
-def _axis_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    cls = AXES.load(name)
-    try:
-        found: dict[str, Any] = cls.Settings.model_validate(dict(values)).model_dump(mode="json")
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"axes.{name}")) from None
-    return found
-
-
-def _absolute(value: str) -> str:
-    return str(expand(value)) if value not in _RESERVED and expand(value).exists() else value

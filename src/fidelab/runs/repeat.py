@@ -9,7 +9,6 @@ its own, so none finds the answers of an earlier one.
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, digest, slug
 from fidelab.errors import InputError, OutputError, UsageError
-from fidelab.plan.disk import needed_bytes
+from fidelab.plan.disk import check_disk
 from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import RunFolder
@@ -219,13 +218,7 @@ def repeat_experiment(
         raise UsageError(f"--runs {runs}: a spread needs at least 2 runs")
     prepared = prepare(experiment, replicate=STRIDE)
     settings = prepared.settings
-    place = next(path for path in (settings.captures_dir, *settings.captures_dir.parents) if path.exists())
-    need, free = runs * needed_bytes(prepared.plan), shutil.disk_usage(place).free
-    if need > free:
-        raise OutputError(
-            f"captures of {runs} runs need about {need / 2**30:.2f} GiB in {settings.captures_dir}, "
-            f"{free / 2**30:.2f} GiB are free: use fewer --runs, or another output_dir"
-        )
+    check_disk(prepared.plan, runs)
     folder = _new_folder(settings.output_dir / "repeats", slug(experiment.model))
     record = Repeat(
         repeat_id=folder.name,
