@@ -43,7 +43,7 @@ from fidelab.plan.resolve import load_axis
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed, Spread
 from fidelab.results.record import Ran, Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Prepared, capture, execute, prepare
+from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
 from fidelab.runs.runner import Listener, Silent
 
@@ -145,8 +145,7 @@ class _Line:
     def _measure(self) -> tuple[EngineRow, ArmResult]:
         line, cross = self._line, self._cross
         report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
-        results = [ArmResult.from_record(arm, run.path) for arm in run.read_outcomes()["arms"]]
-        reference = next(result for result in results if result.role == "reference")
+        reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
         well = report.reference.status is Status.OK
         floor = report.floor.get("kld")
         row = EngineRow(
