@@ -139,16 +139,16 @@ def follow_ups(
     settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
 ) -> tuple[dict[str, Mapping[str, Probe]], dict[str, str]]:
     """The questions that the reference's answers lead to, by axis; and why some axes have none."""
-    found: dict[str, Mapping[str, Probe]] = {}
+    requests: dict[str, Mapping[str, Probe]] = {}
     failures: dict[str, str] = {}
     for name, axis in settings.axes.items():
         if axis.follows and parts_of(name, reference):
             try:
                 captures = {part: Capture(folder) for part, folder in parts_of(name, reference).items()}
-                found[name] = axis.follow_up(inputs, captures)
+                requests[name] = axis.follow_up(inputs, captures)
             except FidelabError as error:
                 failures[name] = str(error)
-    return found, failures
+    return requests, failures
 
 
 def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mapping[str, Probe]]) -> PlannedJob:

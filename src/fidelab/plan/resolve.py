@@ -169,24 +169,24 @@ class _Resolver:
         """The arms of the grid.  A level that one engine lacks is a cell that is not supported; one that no cell can
         have is a mistake."""
         experiment = self._experiment
-        found: list[Arm] = []
+        arms: list[Arm] = []
         refused: list[UsageError | None] = []
         grid = levels_of(experiment.vary)
         for config in experiment.cells():
             config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
             try:
-                found.append(self._candidate(config))
+                arms.append(self._candidate(config))
                 refused.append(None)
             except UsageError as error:
-                found.append(self._bare(config, self._model))
-                self._unsupported[found[-1].name] = str(error)
+                arms.append(self._bare(config, self._model))
+                self._unsupported[arms[-1].name] = str(error)
                 refused.append(error)
         for key, values in experiment.vary.items():
             for value in values:
                 errors = [error for levels, error in zip(grid, refused, strict=True) if levels[key] == value]
                 if errors[0] is not None and all(errors):
                     raise errors[0]
-        return found
+        return arms
 
     def _arm(self, config: ArmConfig) -> Arm:
         """One arm with nothing optional left, and where it runs."""
@@ -252,50 +252,50 @@ class _Resolver:
 
         None for cells of a grid, which tells what its factors cost by itself.
         """
-        experiment, found = self._experiment, dict[str, Arm]()
+        experiment, controls = self._experiment, dict[str, Arm]()
         if experiment.control not in ("auto", "full"):
-            return found
+            return controls
         kv = (control or reference).kv
         for arm in candidates:
             attention = other_attention(reference, arm)
-            if attention is None or f"{CONTROL}:{attention}" in found or arm.name in self._unsupported:
+            if attention is None or f"{CONTROL}:{attention}" in controls or arm.name in self._unsupported:
                 continue
             options = {key: text for key, text in experiment.reference.engine_args.items() if key != ATTENTION}
             config = _with_cache(experiment.reference, kv, f"{kv.label} {ATTENTION}={attention}")
             named = options if attention == AUTO else {**options, ATTENTION: attention}
             nearest = self._arm(config.model_copy(update={"engine_args": named}))
             if nearest.fingerprint() != arm.fingerprint():
-                found[f"{CONTROL}:{attention}"] = nearest
-        return found
+                controls[f"{CONTROL}:{attention}"] = nearest
+        return controls
 
     def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
         """Arms that are compared with each other, by their names; the record of each says why it lacks k16v8's."""
         able = [arm for arm in arms if arm.name not in self._unsupported]
-        found = {arm.name: arm for arm in arms}
+        by_name = {arm.name: arm for arm in arms}
         chosen, refused = same_attention(able)
         for arm in chosen:
-            if found[arm.name] != arm:
+            if by_name[arm.name] != arm:
                 deployed = self._deployed[arm.name]
                 about = {**deployed.about, "kernels_refused": f"one attention for all arms; {refused}"}
                 self._deployed[arm.name] = replace(deployed, about=about)
-                found[arm.name] = arm
-        return found
+                by_name[arm.name] = arm
+        return by_name
 
     def _witnesses(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
-        found: dict[str, Arm] = {}
+        diagnostics: dict[str, Arm] = {}
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
         if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
-            found[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
+            diagnostics[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
         if reference.engine in (_EXACT_ENGINE.name, "fake"):  # computes attention exactly itself
-            return found
+            return diagnostics
         known = set(self._engines.ask(_EXACT_ENGINE).kv_names())
         for arm in candidates:
             if {arm.kv.k.name, arm.kv.v.name} <= known and arm.model == reference.model:
-                found[f"{EXACT}:{arm.name}"] = self._exact(arm.kv, f"{arm.name} (exact attention)")
-        if any(role.startswith(EXACT) for role in found):
-            found = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **found}
-        return found
+                diagnostics[f"{EXACT}:{arm.name}"] = self._exact(arm.kv, f"{arm.name} (exact attention)")
+        if any(role.startswith(EXACT) for role in diagnostics):
+            diagnostics = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **diagnostics}
+        return diagnostics
 
     def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))

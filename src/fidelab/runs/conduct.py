@@ -292,8 +292,8 @@ def _stored_facts(folder: RunFolder) -> RunFacts:
     """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
     with contextlib.suppress(Exception):
         return RunFacts(**folder.read_outcomes()["facts"])
-    head = _head(folder)
-    return RunFacts(folder.run_id, head.get("created", _now()), head.get("command", ""), _environment())
+    head_lines = _head(folder)
+    return RunFacts(folder.run_id, head_lines.get("created", _now()), head_lines.get("command", ""), _environment())
 
 
 def _head(folder: RunFolder) -> dict[str, str]:

@@ -93,8 +93,8 @@ def run_cross(cross: CrossEngine, *, command: str, watch: Watch = lambda _what: 
             report = report.model_copy(update={"engines": (*report.engines, row)})
             report.write(folder)
         if "kld" in (cross.axes or {}):
-            found = agreement(_experiment(cross, cross.engines[0], folder), references)
-            report = report.model_copy(update={"agreement": found})
+            pairs = agreement(_experiment(cross, cross.engines[0], folder), references)
+            report = report.model_copy(update={"agreement": pairs})
             report.write(folder)
     except KeyboardInterrupt:  # the folder of the engine's own run is no place to go on from
         raise KeyboardInterrupt from None
@@ -255,8 +255,8 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | N
     axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
     captures = {part: Capture(path) for part, path in parts.items()}
     score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
-    found = (metric for metric in score.metrics if metric.name == "reference PPL")
-    return {str(metric.cell["context"]): metric.value for metric in found}
+    perplexities = (metric for metric in score.metrics if metric.name == "reference PPL")
+    return {str(metric.cell["context"]): metric.value for metric in perplexities}
 
 
 def _candidate(kv: str, report: Report) -> Candidate:
@@ -292,11 +292,13 @@ def _speed_of(result: ArmResult, timing: TimingConfig) -> Speed:
 
 def _seconds(folder: Path) -> Floats:
     """Timestamps [repeats, 1 + n] of a Timed capture."""
-    found = Capture(folder)
-    failed = next((item["failed"] for item in found.items if item["failed"]), None)
+    capture = Capture(folder)
+    failed = next((item["failed"] for item in capture.items if item["failed"]), None)
     if failed is not None:
         raise InputError(f"a timed prompt failed: {failed}")
-    return np.stack([np.asarray(found.array(item, "seconds"), dtype=np.float64) for item in range(len(found.items))])
+    return np.stack(
+        [np.asarray(capture.array(item, "seconds"), dtype=np.float64) for item in range(len(capture.items))]
+    )
 
 
 def _long_model(engine: EngineConfig, tokens: int) -> str:
@@ -313,13 +315,13 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
     status, reason = engaged(result)
     if "kld" not in result.captures:
         return LongCell(status=status, reason=reason or "no capture", tokens=tokens)
-    ran, found = result.ran or {}, Capture(result.captures["kld"])
-    counted, held = found.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
-    rows = sum(found.array_shape(item, str(found.estimator))[0] for item in range(len(found.items)))
+    ran, capture = result.ran or {}, Capture(result.captures["kld"])
+    counted, held = capture.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
+    rows = sum(capture.array_shape(item, str(capture.estimator))[0] for item in range(len(capture.items)))
     if status is Status.OK and counted not in (None, tokens):
         status, reason = Status.FAILED, f"the engine processed {counted} tokens, not {tokens}"
-    if status is Status.OK and isinstance(found.probe, Prefill) and rows != found.probe.n_rows:
-        status, reason = Status.FAILED, f"{rows} rows were stored, not {found.probe.n_rows}"
+    if status is Status.OK and isinstance(capture.probe, Prefill) and rows != capture.probe.n_rows:
+        status, reason = Status.FAILED, f"{rows} rows were stored, not {capture.probe.n_rows}"
     return LongCell(
         status=status,
         reason=reason,
@@ -330,7 +332,7 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
         by_hand=_bytes_by_hand(model, ran),
         kv_bytes=None if held is None else held * tokens,
         peak_host_bytes=ran.get("peak_host_bytes"),
-        seconds=found.manifest["facts"].get("seconds"),
+        seconds=capture.manifest["facts"].get("seconds"),
     )
 
 

@@ -184,15 +184,15 @@ class Repeat(Record):
 
     def with_reports(self, reports: Sequence[Report]) -> Repeat:
         """The same with the finished runs' scores."""
-        found = spreads(reports)
-        measured = [spread for spread in found if spread.verdict is not None]
+        axis_spreads = spreads(reports)
+        measured = [spread for spread in axis_spreads if spread.verdict is not None]
         return self.model_copy(
             update={
                 "runs": tuple(report.run_id for report in reports),
                 "verdict": max((spread.verdict for spread in measured), key=_SEVERITY.__getitem__, default=None),
-                "exact": bool(found) and all(spread.exact for spread in found),
-                "sentence": _sentence(found, len(reports)),
-                "spreads": found,
+                "exact": bool(axis_spreads) and all(spread.exact for spread in axis_spreads),
+                "sentence": _sentence(axis_spreads, len(reports)),
+                "spreads": axis_spreads,
             }
         )
 
@@ -259,8 +259,8 @@ def spreads(reports: Sequence[Report]) -> tuple[AxisSpread, ...]:
         if [arm.name for arm in report.candidates] != names or list(report.settings["axes"]) != axes:
             raise InputError(f"run {report.run_id} has other candidates or axes than run {first.run_id}; repeat anew")
     arms = {name: [report.candidates[index] for report in reports] for index, name in enumerate(names)}
-    found = [_spread(name, axis, arms[name]) for name in names for axis in axes]
-    return tuple(spread for spread in found if spread is not None)
+    axis_spreads = [_spread(name, axis, arms[name]) for name in names for axis in axes]
+    return tuple(spread for spread in axis_spreads if spread is not None)
 
 
 # ----------------------------------------------------------------------------------------------- inside
@@ -344,15 +344,15 @@ def _spread(name: str, axis: str, arms: Sequence[ArmRecord]) -> AxisSpread | Non
     )
 
 
-def _sentence(found: Sequence[AxisSpread], runs: int) -> str:
-    measured = [(spread.score.sd, spread) for spread in found if spread.score.sd is not None]
+def _sentence(axis_spreads: Sequence[AxisSpread], runs: int) -> str:
+    measured = [(spread.score.sd, spread) for spread in axis_spreads if spread.score.sd is not None]
     if not measured:
         return "not measurable: nothing has a score in two runs"
-    if all(spread.exact for spread in found):
+    if all(spread.exact for spread in axis_spreads):
         return f"HEALTHY: {runs} runs repeat exactly"
     sd, worst = max(measured, key=lambda pair: pair[0])
     lacking: dict[str, set[int]] = {}
-    for spread in found:
+    for spread in axis_spreads:
         lacking.setdefault(spread.candidate, set()).update(one.run for one in spread.lost)
     tail = "".join(f"; {name} lacks scores in {len(lost)} of {runs} runs" for name, lost in lacking.items() if lost)
     if sd == 0:

@@ -1,8 +1,8 @@
-"""Getting to know a server before load is put on it: who it is, which requests it takes, how it counts tokens.
+"""Probes a server before it is loaded: its identity, the requests it accepts, how it counts tokens.
 
-One short streamed request settles most: whether it takes token ids, which of vLLM's additions it refuses, how many
-tokens it adds to a prompt (a BOS, a template).  Without a tokenizer two of them, of different length, calibrate how
-many of its tokens a word makes.  A server whose streams carry no usage is asked once more without streaming.
+One short streamed request shows whether the server accepts token ids, which of vLLM's additional fields it refuses, and
+how many tokens it adds to a prompt (a BOS, a template).  Without a tokenizer, two requests of different length
+calibrate the number of tokens per word.  A server whose streams carry no usage gets one more request, not streamed.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class Contact:
-    """What was found out.  A prompt of u tokens (words) counts ``added + per_unit * u`` tokens at the server."""
+    """A server's properties.  A prompt of u tokens (words) counts ``added + per_unit * u`` tokens at the server."""
 
     server: Server
     settings: ServingSettings
@@ -184,10 +184,10 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
 def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer)
-    found = find_tokenizer(settings.model or server.model)
-    if found is None and settings.prompts == "ids":
+    tokenizer = find_tokenizer(settings.model or server.model)
+    if tokenizer is None and settings.prompts == "ids":
         raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
-    return found
+    return tokenizer
 
 
 def _limit(client: Client, model: str) -> int | None:
@@ -197,8 +197,8 @@ def _limit(client: Client, model: str) -> int | None:
     except Refused:
         return None
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    found = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
-    return found if isinstance(found, int) and found > 0 else None
+    limit = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
+    return limit if isinstance(limit, int) and limit > 0 else None
 
 
 class _Trial:
@@ -211,36 +211,36 @@ class _Trial:
 
     def settle(self) -> Contact:
         """The contact, with all that the trials told."""
-        units, said = self._streamed(_UNITS[0])
-        counted, by_finish = said, False
-        if said.prompt_tokens is None or said.output_tokens is None:
+        units, answer = self._streamed(_UNITS[0])
+        counted, by_finish = answer, False
+        if answer.prompt_tokens is None or answer.output_tokens is None:
             counted = self._retried(lambda: self._whole(units))
             by_finish = (
                 counted.prompt_tokens is not None
                 and (counted.finish, counted.output_tokens) == ("length", _OUTPUT)
-                and said.finish == "length"
+                and answer.finish == "length"
             )
-        found = replace(self._contact, counts=counted.prompt_tokens is not None, by_finish=by_finish)
+        contact = replace(self._contact, counts=counted.prompt_tokens is not None, by_finish=by_finish)
         if counted.prompt_tokens is None:
-            return found
-        if found.form != "words":
-            return replace(found, added=float(counted.prompt_tokens - units))
-        return self._calibrated(found, units, counted.prompt_tokens, streamed=counted is said)
+            return contact
+        if contact.form != "words":
+            return replace(contact, added=float(counted.prompt_tokens - units))
+        return self._calibrated(contact, units, counted.prompt_tokens, streamed=counted is answer)
 
-    def _calibrated(self, found: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
+    def _calibrated(self, contact: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
         """Words → tokens, from two trials of different length."""
         longer = _UNITS[1]
         if streamed:
-            longer, said = self._streamed(longer)
+            longer, answer = self._streamed(longer)
         else:
-            said = self._retried(lambda: self._whole(longer))
-        if said.prompt_tokens is None or said.prompt_tokens <= tokens:
+            answer = self._retried(lambda: self._whole(longer))
+        if answer.prompt_tokens is None or answer.prompt_tokens <= tokens:
             raise EngineError(
-                f"{self._client.root} counts {tokens} tokens in {units} words and {said.prompt_tokens} in {longer}: "
+                f"{self._client.root} counts {tokens} tokens in {units} words and {answer.prompt_tokens} in {longer}: "
                 "name the model's tokenizer by --tokenizer NAME_OR_FOLDER"
             )
-        per_unit = (said.prompt_tokens - tokens) / (longer - units)
-        return replace(found, per_unit=per_unit, added=tokens - per_unit * units)
+        per_unit = (answer.prompt_tokens - tokens) / (longer - units)
+        return replace(contact, per_unit=per_unit, added=tokens - per_unit * units)
 
     def _streamed(self, units: int) -> tuple[int, _Said]:
         """The answer to a streamed trial, and the units of its prompt: a template may need more than were asked."""
@@ -256,14 +256,14 @@ class _Trial:
 
     def _without(self, error: Refused) -> Contact | None:
         """The contact without what was refused; ``None``: it was nothing that we could leave out."""
-        here, said = self._contact, str(error)
-        named = [name for name in here.additions if name in said]
-        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(said)) and here.additions:
-            dropped = tuple(named) or here.additions
-            kept = tuple(name for name in here.additions if name not in dropped)
-            return replace(here, additions=kept, refused=(*here.refused, *dropped))
-        if here.form == "ids" and here.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
-            return replace(here, form="text", refused=(*here.refused, "prompts of token ids"))
+        contact, message = self._contact, str(error)
+        named = [name for name in contact.additions if name in message]
+        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
+            dropped = tuple(named) or contact.additions
+            kept = tuple(name for name in contact.additions if name not in dropped)
+            return replace(contact, additions=kept, refused=(*contact.refused, *dropped))
+        if contact.form == "ids" and contact.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
+            return replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
         return None
 
     def _prompt(self, units: int) -> tuple[int, Tokens | str]:
