@@ -12,19 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import orjson
 
 from fidelab.bench.load.exchange import Request, Target
 from fidelab.bench.serving.settings import ServingSettings
-from fidelab.bench.serving.tokenizers import find_tokenizer, load_tokenizer
 from fidelab.captures.requests import Tokens
 from fidelab.engines.openai.http import Client, Refused, split_url
 from fidelab.engines.openai.server import Server, identify
 from fidelab.errors import EngineError, InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
+from fidelab.models import Model, resolve
+from fidelab.models.embedded import NAMES
+from fidelab.models.foreign import first_line
+from fidelab.models.resolve import listing
 
 __all__ = ["Contact", "reach"]
 
@@ -39,6 +43,7 @@ _LONGEST = 30.0  # seconds for a single question
 _ATTEMPTS = 3
 _PATIENCE = 5.0  # seconds of attempts
 _NOT_TAKEN = (400, 422)
+_TOKENIZER_FILES = ["*token*", "*.model", "vocab*", "merges*", "*.jinja", "config.json", "generation_config.json"]
 _UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|unsupported", re.IGNORECASE)
 
 
@@ -183,8 +188,8 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
 
 def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
     if settings.tokenizer is not None:
-        return load_tokenizer(settings.tokenizer)
-    tokenizer = find_tokenizer(settings.model or server.model)
+        return _load_tokenizer(settings.tokenizer)
+    tokenizer = _find_tokenizer(settings.model or server.model)
     if tokenizer is None and settings.prompts == "ids":
         raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
     return tokenizer
@@ -199,6 +204,60 @@ def _limit(client: Client, model: str) -> int | None:
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
     limit = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
     return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of an embedded name, a folder, a ``.gguf`` file, or a hub id, of which no weights are fetched.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return Tokenizer.load(resolve(name))
+    return _of_hub(name, fetch=True)
+
+
+def _find_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer if it is on this machine, else ``None``; nothing is fetched."""
+    present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
+    try:
+        if present:
+            return _load_tokenizer(name)
+        return _of_hub(name, fetch=False) if name.count("/") == 1 else None
+    except InputError:
+        return None
+
+
+def _of_hub(name: str, *, fetch: bool) -> Tokenizer:
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = name.partition("@")
+    try:
+        path = snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=_TOKENIZER_FILES,
+            ignore_patterns=["*/*"],
+            local_files_only=not fetch,
+        )
+    except Exception as error:  # huggingface_hub lets errors of several HTTP libraries through
+        raise InputError(
+            f"cannot fetch the tokenizer of {name} from the hub ({first_line(error)}); name a folder"
+        ) from error
+    files = Model(
+        name=name,
+        path=Path(path),
+        kind="folder",
+        weights="",
+        revision=revision or None,
+        vocab_size=0,
+        hidden_size=0,
+        max_positions=None,
+        parameters=0,
+        native="bf16",
+        architecture="",
+    )
+    return Tokenizer.load(files)
 
 
 class _Trial:
