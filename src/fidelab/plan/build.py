@@ -1,4 +1,4 @@
-"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus twins and the floor."""
+"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus twins and the noise floor."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ __all__ = [
 
 FLOOR = "floor"
 TWIN = "twin"  # "twin:NAME": that candidate with other last bits
-_WITNESSED = ("kld",)  # the axes that witnesses and twins are asked
+_DIAGNOSED = ("kld",)  # the axes of diagnostic arms and twins
 _FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 
 
 @dataclass(frozen=True)
 class PlannedCapture:
-    """One capture of one arm: the probe, the replicate, and where it lies or will lie.
+    """One capture of one arm: the request, the replicate, and the folder.
 
-    ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
+    ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).
     """
 
     axis: str
@@ -52,7 +52,7 @@ class PlannedCapture:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the engine has to process, at most."""
+        """Upper bound of the tokens that the engine has to process."""
         extra = len(self.probe.prompts) * self.probe.max_tokens if isinstance(self.probe, Generate) else 0
         return sum(map(len, self.probe.items())) + extra
 
@@ -67,18 +67,17 @@ class PlannedJob:
     replicate: int = 0
 
     def missing(self) -> list[PlannedCapture]:
-        """Captures that no earlier run left, undamaged, in the store."""
+        """Captures of which the store has no undamaged copy."""
         return [capture for capture in self.captures if not is_complete(capture.folder, capture.key)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a run, in order: reference, control, candidates, witnesses, twins, floor.
+    """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, noise floor.
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
-    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose questions cannot be made,
-    because what they are made from lies elsewhere, and why.  ``remarks``: what else is to be said before the run, one
-    line each.
+    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made because
+    their data are not available, and why.  ``remarks``: further lines to show before the run.
     """
 
     settings: Settings
@@ -98,7 +97,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     so that "identical" is seen in two real captures.
     """
     jobs = [PlannedJob(role, arm, ()) for role, arm in settings.roles() if arm.name not in settings.unsupported]
-    if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _WITNESSED):
+    if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _DIAGNOSED):
         able = [arm for arm in settings.candidates if arm.name not in settings.unsupported]
         jobs += [PlannedJob(f"{TWIN}:{name}", arm, ()) for name, arm in twins_of(able).items()]
     if settings.experiment.floor > 0 and settings.axes:
@@ -118,7 +117,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
 
 
 def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
-    """What to say of a limit that was asked for and lies above what there is; of the axis' own ones nothing."""
+    """A remark on a requested limit above the number of items there are; empty for the axis' own limits."""
     limit = getattr(axis.settings, "limit", None)
     if limit is None or "limit" not in axis.settings.model_fields_set or limit == axis.quick.get("limit"):
         return ""
@@ -138,7 +137,7 @@ def _offset(settings: Settings, job: PlannedJob) -> int:
 def follow_ups(
     settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
 ) -> tuple[dict[str, Mapping[str, Probe]], dict[str, str]]:
-    """The questions that the reference's answers lead to, by axis; and why some axes have none."""
+    """The requests that follow from the reference's answers, by axis; and why some axes have none."""
     requests: dict[str, Mapping[str, Probe]] = {}
     failures: dict[str, str] = {}
     for name, axis in settings.axes.items():
@@ -152,14 +151,14 @@ def follow_ups(
 
 
 def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mapping[str, Probe]]) -> PlannedJob:
-    """The job with further questions, by axis and part."""
+    """The job with further requests, by axis and part."""
     captures = list(job.captures)
     for axis, parts in probes.items():
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
             kind = job.role.partition(":")[0]
-            if kind in (TRUTH, EXACT, TWIN) and axis not in _WITNESSED:
+            if kind in (TRUTH, EXACT, TWIN) and axis not in _DIAGNOSED:
                 continue
             share = {FLOOR: settings.experiment.floor, TWIN: settings.experiment.twins}.get(kind)
             probe = asked if share is None else settings.axes[axis].repeated(asked, share)

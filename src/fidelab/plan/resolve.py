@@ -48,8 +48,8 @@ _EXACT_ENGINE = EngineConfig(name="hf")
 class Settings:
     """A resolved experiment.
 
-    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → arm that tells
-    format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's name: where it
+    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → diagnostic arm, which
+    separates format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's name: where it
     runs, and why it cannot.
     """
 
@@ -79,7 +79,7 @@ class Settings:
 
 
 def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
-    """Look everything up; ``created`` names the run where answers hold for one run alone.
+    """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
 
     Raises:
         FidelabError: one line naming what was wrong and what to do.
@@ -95,7 +95,7 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
 
 
 class _Resolver:
-    """Arms, and where each of them runs."""
+    """Resolves the arms, and where each of them runs."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class _Resolver:
         return self._models[name]
 
     def _candidate(self, config: ArmConfig) -> Arm:
-        """A candidate whose own engine or model is not to be had does not take the others down."""
+        """A candidate; one whose own engine or model is unavailable is unsupported and does not affect the others."""
         try:
             return self._arm(config)
         except (EngineError, UnavailableError) as error:
@@ -220,11 +220,11 @@ class _Resolver:
         return arm
 
     def _today(self, engine: EngineConfig) -> dict[str, str]:
-        """Whoever stands behind a URL may be another tomorrow: no other run finds these answers again."""
+        """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
         return {"asked": self._created} if engine_class(engine).served else {}
 
     def _forced(self, arm: Arm, engine: EngineConfig, verdict: Verdict) -> tuple[Arm, Verdict]:
-        """The arm as its engine takes it in spite of what it knows, where it has a way."""
+        """The arm with option ``force``, if its engine then accepts what it otherwise refuses."""
         forced = replace(arm, options=tuple(sorted({**dict(arm.options), "force": "yes"}.items())))
         try:
             again = self._engines.ask(engine).supports(forced)
@@ -235,7 +235,7 @@ class _Resolver:
     def _bare(self, config: ArmConfig, model: Model) -> Arm:
         return resolve_arm(self._experiment, config, model, self._asked_dtype)
 
-    # ----------------------------------------------------------------------------- control and witnesses
+    # ------------------------------------------------------------------------ control and diagnostic arms
 
     def _control(self, reference: Arm) -> Arm | None:
         experiment = self._experiment
@@ -248,9 +248,9 @@ class _Resolver:
         return None if name is None else self._arm(_with_cache(experiment.reference, KVSpec.parse(name), name))
 
     def _path_controls(self, reference: Arm, control: Arm | None, candidates: Sequence[Arm]) -> dict[str, Arm]:
-        """For each attention that a candidate asks for and the reference does not: what costs nothing, run by that.
+        """A control for each attention that a candidate asks for and the reference does not.
 
-        None for cells of a grid, which tells what its factors cost by itself.
+        None for the cells of a grid, which measures the effects of its factors itself.
         """
         experiment, controls = self._experiment, dict[str, Arm]()
         if experiment.control not in ("auto", "full"):
@@ -269,7 +269,7 @@ class _Resolver:
         return controls
 
     def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
-        """Arms that are compared with each other, by their names; the record of each says why it lacks k16v8's."""
+        """Arms that are compared with each other, by name; their records say why they lack k16v8's kernels."""
         able = [arm for arm in arms if arm.name not in self._unsupported]
         by_name = {arm.name: arm for arm in arms}
         chosen, refused = same_attention(able)
@@ -302,7 +302,7 @@ class _Resolver:
 
 
 def refuse_same_server(settings: Settings) -> None:
-    """Whoever asks a server twice measures how well it repeats itself, whatever the arm is called.
+    """Refuse a candidate that is the reference's server: the two would measure repeatability.
 
     Raises:
         UsageError: a candidate asks the reference's server and model with the same settings.
@@ -324,7 +324,7 @@ def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
 
 
 def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
-    """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
+    """The experiment with every default and "auto" resolved, as the resolved file shows it."""
     reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
     return experiment.model_copy(
         update={
@@ -356,7 +356,7 @@ def _device(asked: str, model: Model) -> str:
 
 
 def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
-    """Unknown names are found before a model is fetched."""
+    """Refuse unknown format names before a model is fetched."""
     for config in _configs(experiment):
         engine = config.engine or experiment.engine
         try:
@@ -389,7 +389,7 @@ def _refuse_twins(candidates: tuple[Arm, ...]) -> None:
 
 
 def _refuse_namesakes(arms: Sequence[Arm]) -> None:
-    """Reports and verdicts know an arm by its name."""
+    """Refuse two different arms of one name: reports refer to arms by name."""
     prints: dict[str, str] = {}
     for arm in arms:
         if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():

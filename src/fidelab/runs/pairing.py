@@ -153,7 +153,7 @@ class Scorer:
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
-        """Why distributions equal to the reference's refute engagement (lossy formats must change them), or ``None``."""
+        """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
         rows = [score for name, score in scores.items() if self.axes[name].distributions]
         reference = self.by_role[self._role]
         if not rows or not all(score.identical for score in rows):
