@@ -89,7 +89,7 @@ def main() -> None:
 def _measure(
     options: argparse.Namespace, clients: list[str], folder: Path, tokens: int, small: int, large: int
 ) -> dict[str, Any]:
-    from fidelab.bench.load.mock_server import MockServer, MockSettings
+    from fidelab.bench.load.mock import MockServer, MockSettings
 
     runs: dict[str, list[dict[str, Any]]] = {client: [] for client in clients}
     with MockServer(MockSettings(itl=options.itl / 1e3, coalesce=options.coalesce)) as mock:

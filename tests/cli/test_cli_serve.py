@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli import bench, bench_serve
 from fidelab.metrics.serving import saturation
 from tests.engines.openai_server import Served, save_tokenizer, serving

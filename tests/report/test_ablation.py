@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from fidelab.report.ablation import isolation_of, sentence_of
+from fidelab.report.ablation import isolation_of
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
-from fidelab.results.ablation_record import FactorEffect, Isolation, IsolationCell, LevelShift, Outcome
+from fidelab.results.ablation_record import FactorEffect, Isolation, IsolationCell, LevelShift, Outcome, sentence_of
 from fidelab.results.record import Report
 from tests.report.sample import HOSTILE, sample_report
 

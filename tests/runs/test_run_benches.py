@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from tests.engines.openai_server import save_model
 from tests.runs.harness import Done, cli, compare, same_report
 

@@ -1,7 +1,7 @@
-"""The bench contract: a bench puts timed questions and turns the answers into metrics and plots.
+"""The bench interface: a bench defines timed questions and turns the answers into metrics and plots.
 
-Each question is asked of every arm in turn, again and again with fresh prompts, so that drift of the machine hits all
-alike; what an arm answered before it was steady is thrown away.  A bench never sees an engine.
+Each question is put to every arm in turn and repeated with fresh prompts, so that drift of the machine affects all arms
+equally; answers from before an arm was steady are discarded.  A bench never sees an engine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ __all__ = [
     "doubt_of",
     "joined",
     "largest",
-    "limit_of",
     "outcome_of",
     "unsteady",
 ]
@@ -105,10 +104,12 @@ class Question:
 
     @classmethod
     def make(cls, inputs: BenchInputs, settings: LiveSettings, bench: str, **shape: Any) -> Question:
-        """With prompts for all answers; or impossible, where the model's positions do not suffice."""
+        """A question with prompts for all answers; impossible where the model's positions do not suffice."""
         shape = {"repeats": settings.repeats, "max_warmup": settings.max_warmup, **shape}
         tokens, n = max(1, shape["tokens"]), shape["n"]  # at depth 0 a prompt has one token all the same
-        impossible = limit_of(inputs, tokens + n)
+        limit = inputs.max_positions
+        beyond = limit is not None and tokens + n > limit
+        impossible = f"{tokens + n} tokens are beyond the model's {limit} positions" if beyond else ""
         wanted = shape["batch"] * (shape["repeats"] + shape["max_warmup"])
         prompts = () if impossible else inputs.prompts(tokens, wanted, settings.seed)
         return cls(bench, prompts=prompts, impossible=impossible, **shape)
@@ -122,14 +123,8 @@ class Question:
         """The answer of this number; negative numbers are warm-ups."""
         at = (number if number >= 0 else self.repeats - 1 - number) * self.batch
         settings = tuple(sorted({"tokens": self.tokens, "number": number}.items()))
-        mine = self.prompts[at : at + self.batch]
-        return Timed(self.name, mine, n=self.n, warmup=0, batch=self.batch, settings=settings)
-
-
-def limit_of(inputs: BenchInputs, tokens: int) -> str:
-    """Why so many tokens cannot be; empty where they can."""
-    limit = inputs.max_positions
-    return f"{tokens} tokens are beyond the model's {limit} positions" if limit is not None and tokens > limit else ""
+        prompts = self.prompts[at : at + self.batch]
+        return Timed(self.name, prompts, n=self.n, warmup=0, batch=self.batch, settings=settings)
 
 
 @dataclass(frozen=True)
@@ -152,8 +147,8 @@ class Answers:
 
     def cell(self, at: Coordinates, flags: Sequence[Flag] = (), **facts: Any) -> Cell:
         """How this shape of work ended."""
-        told = {} if self.seconds is None else {"warmups": self.warmups, **facts}
-        return Cell(status=self.status, reason=self.reason, at=at, flags=tuple(flags), facts=told)
+        facts = {} if self.seconds is None else {"warmups": self.warmups, **facts}
+        return Cell(status=self.status, reason=self.reason, at=at, flags=tuple(flags), facts=facts)
 
 
 @dataclass(frozen=True)
@@ -204,19 +199,19 @@ class Bench(ABC):
 
 
 def unsteady(what: str, steady: bool | None, loads: int) -> tuple[Flag, ...]:
-    """What must be known to read repeats."""
-    found = []
+    """Flags that a reader of the repeats must know."""
+    flags = []
     if steady is False:
-        found.append(Flag(kind="unsteady", text=f"{what}: the last three repeats differ by 5% or more"))
+        flags.append(Flag(kind="unsteady", text=f"{what}: the last three repeats differ by 5% or more"))
     if loads > 1:
-        found.append(Flag(kind="loads", text=f"{what}: repeats are spread over {loads} loads of the model"))
-    return tuple(found)
+        flags.append(Flag(kind="loads", text=f"{what}: repeats are spread over {loads} loads of the model"))
+    return tuple(flags)
 
 
 def outcome_of(cells: Sequence[Outcome]) -> dict[str, Any]:
-    """Status and reason of the whole: fine where some cell is and none failed; else as the first that did not end well.
+    """Status and reason of a measurement: OK where some cell is OK and none failed; else those of the first bad cell.
 
-    Cells that cannot be (longer than the model's positions) do not spoil the others.
+    Impossible cells (longer than the model's positions) do not affect the others.
     """
     failed = next((cell for cell in cells if cell.status is Status.FAILED), None)
     other = failed or next((cell for cell in cells if cell.status is not Status.OK), None)
@@ -283,11 +278,11 @@ def curves(series: Mapping[str, Sequence[Point]], **shape: Any) -> list[Curve]:
     """A curve per series, ``shape`` being what they share."""
     above = [point.x for points in series.values() for point in points if point.x > 0]
     log = bool(above) and max(above) / min(above) >= _LOG_FROM
-    found = []
-    for name, given in series.items():
-        points = sorted(given, key=lambda point: point.x)
+    plotted = []
+    for name, unsorted in series.items():
+        points = sorted(unsorted, key=lambda point: point.x)
         spans = [point.span or (None, None) for point in points] if any(point.span for point in points) else []
-        found.append(
+        plotted.append(
             Curve(
                 series=name,
                 x=tuple(point.x for point in points),
@@ -300,7 +295,7 @@ def curves(series: Mapping[str, Sequence[Point]], **shape: Any) -> list[Curve]:
                 **shape,
             )
         )
-    return found
+    return plotted
 
 
 def against(found: Measurement, name: str, length: str = "tokens", *, scale: float = 1.0, **shape: Any) -> list[Curve]:

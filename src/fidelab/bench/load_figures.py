@@ -166,13 +166,13 @@ def load_facts(
     :class:`~fidelab.bench.load.server_metrics.ServerReading`; ``ratio``: the client's output rate over its own.
     ``client``: the load generator's own part (lag in ms).
     """
-    told, own = server or {}, client or {}
+    reported, generator = server or {}, client or {}
     return {
         "client over server": ratio,
-        "server running": told.get("running_mean"),
-        "server queued": told.get("waiting_max"),
-        "KV used": told.get("kv_usage_max"),
-        "lag ms p99": own.get("lag_p99"),
+        "server running": reported.get("running_mean"),
+        "server queued": reported.get("waiting_max"),
+        "KV used": reported.get("kv_usage_max"),
+        "lag ms p99": generator.get("lag_p99"),
         "errors": dict(errors),
         "measured": dict(measured),
         "client": client,
@@ -207,8 +207,8 @@ def serving_measurement(
     and reason.
     """
     every = [*loads, *(_saturations(loads) if saturations is None else saturations)]
-    found = joined(every, TITLE, **{"status": Status.OK, **outcome}, flags=tuple(flags), facts=dict(facts))
-    return complete(found, [_head(loads)], _plots(loads))
+    measurement = joined(every, TITLE, **{"status": Status.OK, **outcome}, flags=tuple(flags), facts=dict(facts))
+    return complete(measurement, [_head(loads)], _plots(loads))
 
 
 def _saturations(loads: Sequence[CellResult]) -> Iterator[CellResult]:
@@ -286,12 +286,12 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
 
 def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[Point]]:
     """Points by context; ``x``: a coordinate of the load, or a metric as ``y`` is."""
-    found: dict[str, list[Point]] = {}
+    series: dict[str, list[Point]] = {}
     for shape, load in _by_context(loads):
         at = load.cell.at
         abscissa, value, limit = at.get(x, load.value(x)), load.value(y), at.get("rate", at.get("concurrency"))
         if abscissa is not None and value is not None:
             name = f"{float(limit):g}" if named and limit is not None else ""
             point = Point(float(abscissa), value, doubt=doubt_of(load.cell), name=name)
-            found.setdefault(label(shape), []).append(point)
-    return found
+            series.setdefault(label(shape), []).append(point)
+    return series

@@ -1,4 +1,4 @@
-"""What makes the figures of a load doubtful: one check per kind of flag, which gives a sentence with figures."""
+"""Flags of a load: one check per kind, each of which returns a sentence with figures, or ``None``."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from fidelab.bench.load_pool import Pool
 from fidelab.metrics.serving import fill, sent_rate
 from fidelab.results.measurement import Flag
 
-__all__ = ["DEPTH", "FAILED", "FILLED", "LAG", "MISMATCH", "RATE", "SPOILS", "find_flags"]
+__all__ = ["FAILED", "SPOILS", "find_flags"]
 
-DEPTH = 0.05  # what prompts may differ in length from what was asked, relative
-FILLED = 0.9  # of the requests asked to be in flight
+_DEPTH = 0.05  # relative difference of the prompts' length from the requested one
+_FILLED = 0.9  # of the requested concurrency
 FAILED = 0.05  # of all requests, beyond which a cell is invalid
-LAG = 0.1  # of the median gap between events
-RATE = 0.95  # of the requests per second asked
-MISMATCH = (0.9, 1.1)  # client's over server's output rate
+_LAG = 0.1  # of the median gap between events
+_RATE = 0.95  # of the requested requests per second
+_MISMATCH = (0.9, 1.1)  # client's over server's output rate
 
 SPOILS = frozenset({"depth", "underfilled", "errors", "no-usage", "rate"})
 """Kinds for which a cell may be invalid; the others make it doubtful."""
 
 
 def find_flags(pool: Pool) -> tuple[Flag, ...]:
-    """All that is doubtful about a cell."""
+    """All flags of a cell."""
     checks: tuple[tuple[str, Callable[[Pool], str | None]], ...] = (
         ("depth", _depth),
         ("underfilled", _underfilled),
@@ -40,7 +40,7 @@ def find_flags(pool: Pool) -> tuple[Flag, ...]:
 
 
 def _depth(pool: Pool) -> str | None:
-    """All prompts together: single ones may be off where words stand for tokens."""
+    """Over all prompts together: single prompts may differ where words are used for tokens."""
     read = wanted = 0
     for drive in pool.drives:
         asked = {request.index: request.prompt_tokens for request in drive.requests}
@@ -48,19 +48,19 @@ def _depth(pool: Pool) -> str | None:
             length = asked[exchange.index]
             if exchange.error is None and exchange.prompt_tokens is not None and length is not None:
                 read, wanted = read + exchange.prompt_tokens, wanted + length
-    if not wanted or abs(read - wanted) <= DEPTH * wanted:
+    if not wanted or abs(read - wanted) <= _DEPTH * wanted:
         return None
     return f"the server counted {read:,} prompt tokens, {read / wanted:.2f} times the {wanted:,} that were asked"
 
 
 def _underfilled(pool: Pool) -> str | None:
-    """Until the last request was sent: behind that none can take the place of those that end."""
+    """Up to the last request sent: after it, no request can replace those that end."""
     wanted = pool.asked.concurrency
     if pool.asked.arrival != "closed" or wanted is None or not pool.done:
         return None
     results = [(drive.measured, drive.result) for drive in pool.drives]
     least = min(fill(sent, result.started + pool.asked.ramp, result.ended) for sent, result in results)
-    if least >= FILLED * wanted:
+    if least >= _FILLED * wanted:
         return None
     return f"{least:.1f} requests were in flight, not {wanted}"
 
@@ -98,18 +98,18 @@ def _no_usage(pool: Pool) -> str | None:
 
 def _lag(pool: Pool) -> str | None:
     gaps, lag = pool.latencies.of("itl"), pool.lag(99).get("p99")
-    if lag is None or not len(gaps) or lag <= LAG * (gap := float(np.median(gaps))):
+    if lag is None or not len(gaps) or lag <= _LAG * (gap := float(np.median(gaps))):
         return None
     return f"the client's own lag (p99 {lag:.2f} ms) is over 10% of the gaps that it measured (p50 {gap:.2f} ms)"
 
 
 def _rate(pool: Pool) -> str | None:
-    """Against the schedule of the requests that were sent: random gaps are not the client's fault."""
+    """Against the schedule of the sent requests, because random gaps are not the client's fault."""
     for drive in pool.drives:
         due = [exchange.due for exchange in drive.measured if exchange.due is not None]
         span = max(due, default=0.0) - min(due, default=0.0)
         reached, planned = sent_rate(drive.measured), (len(due) - 1) / span if span > 0 else None
-        slow = reached is not None and planned is not None and reached < RATE * planned
+        slow = reached is not None and planned is not None and reached < _RATE * planned
         if pool.asked.arrival != "closed" and (slow or drive.result.behind):
             limit = pool.asked.concurrency
             why = f"; no more than {limit} were to be in flight" if limit is not None else ""
@@ -120,7 +120,7 @@ def _rate(pool: Pool) -> str | None:
 
 def _mismatch(pool: Pool) -> str | None:
     ours, ratio = pool.output_rate(), pool.ratio()
-    if ours is None or ratio is None or MISMATCH[0] <= ratio <= MISMATCH[1]:
+    if ours is None or ratio is None or _MISMATCH[0] <= ratio <= _MISMATCH[1]:
         return None
     return f"the client saw {_rounded(ours)} tok/s, the server counted {_rounded(ours / ratio)}: ratio {ratio:.2f}"
 

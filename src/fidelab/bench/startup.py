@@ -60,9 +60,9 @@ class Startup(Bench):
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
         [answer] = answers.values()
-        found = Measurement(status=answer.status, reason=answer.reason, title=self.title)
+        measurement = Measurement(status=answer.status, reason=answer.reason, title=self.title)
         if answer.seconds is None:
-            return found
+            return measurement
         starts = {kind: [parts for of, parts in facts.starts if of == kind] for kind in (COLD, WARM)}
         metrics = [metric for kind, known in starts.items() for metric in _times(kind, known)]
         warm = next((m for m in metrics if m.name == TOTAL.name and m.cell["start"] == WARM), None)
@@ -70,7 +70,7 @@ class Startup(Bench):
         if self.settings.cold and not starts[COLD]:
             text = "no cold start: the weight files could not be put out of the page cache"
             flags = (*flags, Flag(kind="cache", text=text))
-        return startup_complete(found.model_copy(update={"metrics": tuple(metrics), "flags": flags}))
+        return startup_complete(measurement.model_copy(update={"metrics": tuple(metrics), "flags": flags}))
 
 
 def startup_complete(found: Measurement) -> Measurement:

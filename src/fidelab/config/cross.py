@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fidelab.config.load import explain_validation
-from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat
-from fidelab.errors import ConfigError
+from fidelab.config.load import validate_as
+from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat, Options
 
-__all__ = ["KIND", "CrossEngine", "EngineLine", "Long", "Timing", "validate_cross"]
+__all__ = ["KIND", "CrossEngine", "EngineLine", "Timing", "validate_cross"]
 
 KIND = "cross-engine"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -26,18 +25,8 @@ class EngineLine(BaseModel):
     name: str | None = Field(default=None, description="how tables call the line; the engine's name by default")
     reference: KVFormat | None = Field(default=None, description="KV format of the reference; the engine's native one")
     candidate: KVFormat = Field(description="KV format of the candidate: the engine's 8-bit cache")
-    engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of both arms")
+    engine_args: Options = Field(default_factory=dict, description="engine options of both arms")
     dtype: Dtype = Field(default="auto", description="compute type of both arms")
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _short_engine(cls, value: Any) -> Any:
-        return {"name": value} if isinstance(value, str) else value
-
-    @field_validator("engine_args", mode="before")
-    @classmethod
-    def _text_values(cls, value: Any) -> Any:
-        return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     @property
     def label(self) -> str:
@@ -125,12 +114,5 @@ class CrossEngine(BaseModel):
 
 
 def validate_cross(data: Mapping[str, Any], where: str) -> CrossEngine:
-    """Plain data → experiment.
-
-    Raises:
-        ConfigError: one line for the first thing that is wrong, with its place.
-    """
-    try:
-        return CrossEngine.model_validate(dict(data))
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, where, CrossEngine)) from None
+    """Plain data → experiment; raises as :func:`~fidelab.config.load.validate_as`."""
+    return validate_as(CrossEngine, data, where)

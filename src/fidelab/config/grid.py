@@ -1,4 +1,4 @@
-"""The grid of an isolation matrix: keys of an arm with several values each, and the arms that their product gives."""
+"""The grid of an ablation: keys of an arm with several values each, and the arms of their Cartesian product."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from fidelab.config.arms import arm_fields, split_commas
 
-__all__ = ["MOST_CELLS", "cell_fields", "cell_name", "check_vary", "levels_of", "parse_vary"]
+__all__ = ["cell_fields", "cell_name", "check_vary", "levels_of", "parse_vary"]
 
-MOST_CELLS = 64
+_MOST_CELLS = 64
 _NO_LEVELS = ("name", "python", "prefix", "pythonpath")
 
 Levels = dict[str, str]
@@ -24,15 +24,15 @@ def parse_vary(texts: list[Any]) -> dict[str, list[str]]:
     Raises:
         ValueError: no key, or a key that is given twice.
     """
-    found: dict[str, list[str]] = {}
+    vary: dict[str, list[str]] = {}
     for text in texts:
         key, eq, values = (piece.strip() for piece in str(text).partition("="))
         if not eq or not key:
             raise ValueError(f"{text!r}: write KEY=a,b,…")
-        if key.replace("_", "-") in found:
+        if key.replace("_", "-") in vary:
             raise ValueError(f"{key} is given twice; write all its values behind one {key}=")
-        found[key.replace("_", "-")] = [value.strip() for value in split_commas(values)]
-    return found
+        vary[key.replace("_", "-")] = [value.strip() for value in split_commas(values)]
+    return vary
 
 
 def check_vary(vary: Mapping[str, list[str]]) -> None:
@@ -55,8 +55,8 @@ def check_vary(vary: Mapping[str, list[str]]) -> None:
     if vary and all(len(values) == 1 for values in vary.values()):
         raise ValueError(f"{next(iter(vary))} has a single value: nothing varies; give two, or use --candidate")
     cells = math.prod(map(len, vary.values()))
-    if cells > MOST_CELLS:
-        raise ValueError(f"the grid has {cells} cells, more than {MOST_CELLS}; vary fewer keys or values")
+    if cells > _MOST_CELLS:
+        raise ValueError(f"the grid has {cells} cells, more than {_MOST_CELLS}; vary fewer keys or values")
 
 
 def levels_of(vary: Mapping[str, list[str]]) -> list[Levels]:
@@ -74,7 +74,7 @@ def cell_fields(levels: Mapping[str, str]) -> dict[str, Any]:
     fields: dict[str, Any] = {"name": cell_name(levels)}
     options: dict[str, str] = {}
     for key, value in levels.items():
-        found = arm_fields(f"{key}={value}")
-        options |= found.pop("engine_args", {})
-        fields |= found
+        level = arm_fields(f"{key}={value}")
+        options |= level.pop("engine_args", {})
+        fields |= level
     return {**fields, **({"engine_args": options} if options else {})}

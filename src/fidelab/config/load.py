@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
 from fidelab.config.schema import Experiment
-from fidelab.errors import ConfigError, nearest_first
+from fidelab.errors import ConfigError, InputError, nearest_first
 
-__all__ = ["apply_overrides", "dump", "explain_validation", "load", "read_yaml", "validate"]
+__all__ = [
+    "apply_overrides",
+    "dump",
+    "expand",
+    "expand_existing",
+    "explain_validation",
+    "load",
+    "read_yaml",
+    "validate",
+    "validate_as",
+]
+
+Model = TypeVar("Model", bound=BaseModel)
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -71,35 +83,58 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
 
 
 def _inside(node: Any, name: str) -> Any:
-    """The group of that name, made where there is none; ``None`` where there can be none."""
+    """The group of that name, created if it is missing; ``None`` if ``node`` cannot have one."""
     if isinstance(node, list):
         return node[int(name)] if name.isdecimal() and int(name) < len(node) else None
     return node.setdefault(name, {}) if isinstance(node, dict) else None
 
 
 def validate(data: Mapping[str, Any], where: str) -> Experiment:
-    """Plain data → experiment.
+    """Plain data → experiment; raises as :func:`validate_as`."""
+    return validate_as(Experiment, data, where)
+
+
+def validate_as(model: type[Model], data: Mapping[str, Any], where: str, prefix: str = "") -> Model:
+    """Plain data → settings of this class.
 
     Raises:
-        ConfigError: one line for the first thing that is wrong, with its place.
+        ConfigError: one line for the first error, with its place in ``where``, below ``prefix``.
     """
     try:
-        return Experiment.model_validate(dict(data))
+        return model.model_validate(dict(data))
     except ValidationError as error:
-        raise ConfigError(explain_validation(error, where, Experiment)) from None
+        raise ConfigError(explain_validation(error, where, model, prefix)) from None
+
+
+def expand(path: str) -> Path:
+    """The absolute path of a path that users write.
+
+    Raises:
+        InputError: it names the home of a user who does not exist.
+    """
+    try:
+        return Path(path).expanduser().absolute()
+    except RuntimeError as error:  # "~nobody"
+        raise InputError(f"{path}: {error}") from None
+
+
+def expand_existing(value: str, reserved: Collection[str]) -> str:
+    """The absolute path where ``value`` names a file or folder; any other value, and a reserved name, as it is."""
+    return str(expand(value)) if value not in reserved and expand(value).exists() else value
 
 
 def explain_validation(error: ValidationError, where: str, model: type[BaseModel], prefix: str = "") -> str:
     """One line for a pydantic error: place, what was wrong, and for an unknown key the nearest known one."""
     first = error.errors()[0]
-    # pydantic puts the alternatives it tried into the place; users wrote none of them
+    # pydantic adds the alternatives of a union to the place; users did not write them
     tried = ("literal[", "function-", "ArmConfig", "EngineConfig")
     names = [str(part) for part in first["loc"] if not str(part).startswith(tried)]
     place = ".".join(([prefix] if prefix else []) + names)
     if first["type"] == "extra_forbidden":
         parent = model
         for name in names[:-1]:
-            parent = _field_model(parent, name) or parent
+            field = parent.model_fields.get(name)
+            parent = (_settings_in(field.annotation) if field else None) or parent
         known = nearest_first(names[-1], parent.model_fields)
         return f"{where}: unknown key {place!r}; did you mean {known[0]!r}? Known: {', '.join(known)}"
     if first["type"] == "missing":
@@ -109,13 +144,8 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
     return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
 
 
-def _field_model(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    """The settings that a field holds, alone or several of them."""
-    field = model.model_fields.get(name)
-    return None if field is None else _settings_in(field.annotation)
-
-
 def _settings_in(annotation: Any) -> type[BaseModel] | None:
+    """The settings class in a field's annotation, such as that of a list's items."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _settings_in(part))), None)

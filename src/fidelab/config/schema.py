@@ -1,4 +1,4 @@
-"""The experiment as users write it (pydantic).  Optional layers stay optional here; ``plan`` resolves them."""
+"""The experiment as users write it (pydantic).  Optional fields stay optional here; ``plan`` resolves them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     InstanceOf,
@@ -23,7 +24,7 @@ from fidelab.config.grid import cell_fields, check_vary, levels_of, parse_vary
 from fidelab.core import KVSpec
 from fidelab.errors import UsageError
 
-__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat"]
+__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options"]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -45,19 +46,28 @@ class EngineConfig(BaseModel):
     prefix: str | None = Field(default=None, description="command before it: docker run …, ssh host, srun …")
     pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules go before the engine's own")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_alone(cls, value: Any) -> Any:
+        return {"name": value} if isinstance(value, str) else value
+
     @model_serializer
     def _short(self) -> str | dict[str, Any]:
-        given = {"python": self.python, "prefix": self.prefix, "pythonpath": list(self.pythonpath)}
-        given = {key: value for key, value in given.items() if value}
-        return {"name": self.name, **given} if given else self.name
+        environment = {"python": self.python, "prefix": self.prefix, "pythonpath": list(self.pythonpath)}
+        environment = {key: value for key, value in environment.items() if value}
+        return {"name": self.name, **environment} if environment else self.name
 
 
-def _engine(value: Any) -> Any:
-    return {"name": value} if isinstance(value, str) else value
+def _text_values(value: Any) -> Any:
+    return {key: str(text) for key, text in value.items()} if isinstance(value, dict) else value
+
+
+Options = Annotated[dict[str, str], BeforeValidator(_text_values)]
+"""Engine options; files may hold numbers and booleans."""
 
 
 def _kv(value: Any, handler: ValidatorFunctionWrapHandler) -> KVSpec:
-    """The format that a text means; what is parsed already stays."""
+    """Parse a format's text; a parsed format stays as it is."""
     if isinstance(value, KVSpec):
         return value
     if not isinstance(value, str):
@@ -82,17 +92,7 @@ class ArmConfig(BaseModel):
     engine: EngineConfig | None = Field(default=None, description="engine of this arm alone")
     model: str | None = Field(default=None, description="checkpoint of this arm alone, of the same tokenizer")
     dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
-    engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of this arm alone")
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _short_engine(cls, value: Any) -> Any:
-        return _engine(value)
-
-    @field_validator("engine_args", mode="before")
-    @classmethod
-    def _text_values(cls, value: Any) -> Any:
-        return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
+    engine_args: Options = Field(default_factory=dict, description="engine options of this arm alone")
 
 
 class Experiment(BaseModel):
@@ -104,7 +104,7 @@ class Experiment(BaseModel):
     engine: EngineConfig = Field(
         default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all arms"
     )
-    engine_args: dict[str, str] = Field(default_factory=dict, description="engine options of all arms")
+    engine_args: Options = Field(default_factory=dict, description="engine options of all arms")
     reference: ArmConfig = Field(default_factory=ArmConfig, description="the arm all others are compared with")
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
@@ -140,11 +140,6 @@ class Experiment(BaseModel):
     fail_under: float | None = Field(default=None, ge=0, le=100, description="gate on the lower bound of the KLD score")
     output_dir: str = Field(default="runs", description="where runs are written")
     captures_dir: str | None = Field(default=None, description="where captures lie; <output_dir>/captures by default")
-
-    @field_validator("engine", mode="before")
-    @classmethod
-    def _short_engine(cls, value: Any) -> Any:
-        return _engine(value)
 
     @field_validator("reference", mode="before")
     @classmethod
@@ -194,11 +189,6 @@ class Experiment(BaseModel):
         if isinstance(value, dict):
             return {k: {} if v is None else v for k, v in value.items()}
         return value
-
-    @field_validator("engine_args", mode="before")
-    @classmethod
-    def _text_values(cls, value: Any) -> Any:
-        return {k: str(v) for k, v in value.items()} if isinstance(value, dict) else value
 
     @model_validator(mode="after")
     def _some_question(self) -> Experiment:

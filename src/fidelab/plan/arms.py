@@ -82,14 +82,14 @@ def _name(config: ArmConfig) -> str:
     """What the arm differs in, where nobody named it."""
     if config.name:
         return config.name
-    said = [
+    differences = [
         Path(config.model).name if config.model else None,
         config.engine.name if config.engine else None,
         config.kv.label if config.kv else None,
         config.dtype,
         *(f"{key}={value}" for key, value in config.engine_args.items()),
     ]
-    return " ".join(filter(None, said))
+    return " ".join(filter(None, differences))
 
 
 def native_kv(engine: EngineConfig) -> KVSpec:
@@ -99,9 +99,9 @@ def native_kv(engine: EngineConfig) -> KVSpec:
 
 def inherited_kv(arm: ArmConfig, reference: ArmConfig, experiment: Experiment) -> KVSpec:
     """The KV format of an arm that names none: the reference's, on another engine that engine's native one."""
-    mine, its = (config.engine or experiment.engine for config in (arm, reference))
-    same = mine.name == its.name and reference.kv
-    return reference.kv if same and reference.kv else native_kv(mine)
+    own, base = (config.engine or experiment.engine for config in (arm, reference))
+    same = own.name == base.name and reference.kv
+    return reference.kv if same and reference.kv else native_kv(own)
 
 
 def with_kv(arm: ArmConfig, kv: KVSpec) -> ArmConfig:
@@ -168,8 +168,8 @@ def other_attention(reference: Arm, arm: Arm) -> str | None:
     """
     if not arm.engine == reference.engine == _HF:
         return None
-    mine, its = (dict(one.options).get(ATTENTION) for one in (arm, reference))
-    return (mine or AUTO) if mine != its else None
+    asked, base = (dict(one.options).get(ATTENTION) for one in (arm, reference))
+    return (asked or AUTO) if asked != base else None
 
 
 def _chooses(arm: Arm) -> bool:

@@ -1,4 +1,4 @@
-"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus twins and the floor."""
+"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus twins and the noise floor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, probe_record
+from fidelab.captures.requests import Generate, Probe, probe_record
 from fidelab.core import Arm
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
@@ -24,22 +24,21 @@ __all__ = [
     "PlannedCapture",
     "PlannedJob",
     "build_plan",
-    "expected_bytes",
     "follow_ups",
     "with_probes",
 ]
 
 FLOOR = "floor"
 TWIN = "twin"  # "twin:NAME": that candidate with other last bits
-_WITNESSED = ("kld",)  # the axes that witnesses and twins are asked
+_DIAGNOSED = ("kld",)  # the axes of diagnostic arms and twins
 _FLOOR_REPLICATE, _TWIN_REPLICATE = 1, 2
 
 
 @dataclass(frozen=True)
 class PlannedCapture:
-    """One capture of one arm: the probe, the replicate, and where it lies or will lie.
+    """One capture of one arm: the request, the replicate, and the folder.
 
-    ``axis``: the axis that asks, or one of its parts (``perplexity.2048``).
+    ``axis``: the axis that makes the request, or one of its parts (``perplexity.2048``).
     """
 
     axis: str
@@ -53,7 +52,7 @@ class PlannedCapture:
 
     @property
     def tokens(self) -> int:
-        """Tokens that the engine has to process, at most."""
+        """Upper bound of the tokens that the engine has to process."""
         extra = len(self.probe.prompts) * self.probe.max_tokens if isinstance(self.probe, Generate) else 0
         return sum(map(len, self.probe.items())) + extra
 
@@ -68,18 +67,17 @@ class PlannedJob:
     replicate: int = 0
 
     def missing(self) -> list[PlannedCapture]:
-        """Captures that no earlier run left, undamaged, in the store."""
+        """Captures of which the store has no undamaged copy."""
         return [capture for capture in self.captures if not is_complete(capture.folder, capture.key)]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All jobs of a run, in order: reference, control, candidates, witnesses, twins, floor.
+    """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, noise floor.
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
-    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose questions cannot be made,
-    because what they are made from lies elsewhere, and why.  ``remarks``: what else is to be said before the run, one
-    line each.
+    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made because
+    their data are not available, and why.  ``remarks``: further lines to show before the run.
     """
 
     settings: Settings
@@ -99,7 +97,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
     so that "identical" is seen in two real captures.
     """
     jobs = [PlannedJob(role, arm, ()) for role, arm in settings.roles() if arm.name not in settings.unsupported]
-    if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _WITNESSED):
+    if settings.experiment.twins > 0 and any(axis in settings.axes for axis in _DIAGNOSED):
         able = [arm for arm in settings.candidates if arm.name not in settings.unsupported]
         jobs += [PlannedJob(f"{TWIN}:{name}", arm, ()) for name, arm in twins_of(able).items()]
     if settings.experiment.floor > 0 and settings.axes:
@@ -119,7 +117,7 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
 
 
 def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
-    """What to say of a limit that was asked for and lies above what there is; of the axis' own ones nothing."""
+    """A remark on a requested limit above the number of items there are; empty for the axis' own limits."""
     limit = getattr(axis.settings, "limit", None)
     if limit is None or "limit" not in axis.settings.model_fields_set or limit == axis.quick.get("limit"):
         return ""
@@ -139,28 +137,28 @@ def _offset(settings: Settings, job: PlannedJob) -> int:
 def follow_ups(
     settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
 ) -> tuple[dict[str, Mapping[str, Probe]], dict[str, str]]:
-    """The questions that the reference's answers lead to, by axis; and why some axes have none."""
-    found: dict[str, Mapping[str, Probe]] = {}
+    """The requests that follow from the reference's answers, by axis; and why some axes have none."""
+    requests: dict[str, Mapping[str, Probe]] = {}
     failures: dict[str, str] = {}
     for name, axis in settings.axes.items():
         if axis.follows and parts_of(name, reference):
             try:
                 captures = {part: Capture(folder) for part, folder in parts_of(name, reference).items()}
-                found[name] = axis.follow_up(inputs, captures)
+                requests[name] = axis.follow_up(inputs, captures)
             except FidelabError as error:
                 failures[name] = str(error)
-    return found, failures
+    return requests, failures
 
 
 def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mapping[str, Probe]]) -> PlannedJob:
-    """The job with further questions, by axis and part."""
+    """The job with further requests, by axis and part."""
     captures = list(job.captures)
     for axis, parts in probes.items():
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
             kind = job.role.partition(":")[0]
-            if kind in (TRUTH, EXACT, TWIN) and axis not in _WITNESSED:
+            if kind in (TRUTH, EXACT, TWIN) and axis not in _DIAGNOSED:
                 continue
             share = {FLOOR: settings.experiment.floor, TWIN: settings.experiment.twins}.get(kind)
             probe = asked if share is None else settings.axes[axis].repeated(asked, share)
@@ -172,16 +170,3 @@ def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mappin
             folder = capture_folder(settings.captures_dir, job.arm, probe, key)
             captures.append(PlannedCapture(probe.axis, probe, key, folder))
     return replace(job, captures=tuple(captures))
-
-
-def expected_bytes(capture: PlannedCapture, row: int) -> int:
-    """Disk that a capture takes whose rows have so many bytes."""
-    match capture.probe:
-        case Prefill() as probe:
-            return len(probe.windows) * probe.n_rows * row
-        case Generate() as probe:
-            return len(probe.prompts) * probe.max_tokens * row if probe.rows else 0
-        case Forced() as probe:
-            return sum(map(len, probe.continuations)) * row
-        case _:
-            return 0

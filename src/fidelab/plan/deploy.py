@@ -71,8 +71,8 @@ class Engines:
     def versions(self, config: EngineConfig) -> dict[str, str]:
         """Of the engine and what it computes with; raises as :meth:`ask`."""
         asked = self.ask(config)
-        found = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
-        return asked.versions() | found | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
+        builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
+        return asked.versions() | builds | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
 
     def variables(self, config: EngineConfig, threads: int) -> dict[str, str]:
         """Variables that a worker with so many threads will see there, as far as numbers may depend on them.

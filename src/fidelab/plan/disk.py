@@ -4,44 +4,58 @@ from __future__ import annotations
 
 import shutil
 
+from fidelab.captures.requests import Forced, Generate, Prefill, Probe
 from fidelab.core import Estimator
 from fidelab.errors import OutputError
 from fidelab.models import Model
-from fidelab.plan.build import Plan, expected_bytes
+from fidelab.plan.build import Plan
 
 __all__ = ["check_disk", "needed_bytes"]
 
-_TOPK_BYTES = 20 * 8  # ids and log-probabilities of as many tokens as servers tell
+_TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
 
-def check_disk(plan: Plan) -> None:
-    """Whether the captures will fit.
+def check_disk(plan: Plan, runs: int = 1) -> None:
+    """Check that the captures of a plan, or of several runs of it, will fit.
 
     Raises:
         OutputError: they will not; says what is needed and what is free.
     """
-    settings = plan.settings
-    need = needed_bytes(plan)
-    place = next(path for path in (settings.captures_dir, *settings.captures_dir.parents) if path.exists())
-    free = shutil.disk_usage(place).free
+    folder = plan.settings.captures_dir
+    need = runs * needed_bytes(plan)
+    free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
     if need > free:
-        raise OutputError(
-            f"captures need about {need / 2**30:.2f} GiB in {settings.captures_dir}, {free / 2**30:.2f} GiB are free: "
-            "use fewer --windows, or another --output-dir"
-        )
+        what, remedy = "captures", "fewer --windows, or another --output-dir"
+        if runs > 1:
+            what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
+        sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
+        raise OutputError(f"{what} need {sizes}: use {remedy}")
 
 
 def needed_bytes(plan: Plan) -> int:
-    """Disk that the captures still to be made will take, heads included."""
+    """Bytes that the captures still to be made will take, output heads included."""
     need, heads = 0, {}
     for job in plan.jobs:
         deployed = plan.settings.deployed[job.arm.name]
         row = _row_bytes(deployed.model, deployed.estimator, job.arm.dtype)
-        here = sum(expected_bytes(capture, row) for capture in job.missing())
+        here = sum(_expected_rows(capture.probe) for capture in job.missing()) * row
         need += here
         if here and deployed.estimator is Estimator.HIDDEN:
             heads[deployed.model.weights] = deployed.model.head_bytes
     return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
+
+
+def _expected_rows(probe: Probe) -> int:
+    """Rows that a request's capture holds, at most."""
+    match probe:
+        case Prefill():
+            return len(probe.windows) * probe.n_rows
+        case Generate():
+            return len(probe.prompts) * probe.max_tokens if probe.rows else 0
+        case Forced():
+            return sum(map(len, probe.continuations))
+        case _:
+            return 0
 
 
 def _row_bytes(model: Model, estimator: Estimator, dtype: str) -> int:

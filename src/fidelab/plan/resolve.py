@@ -7,19 +7,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from fidelab.axes import AXES
 from fidelab.axes.base import Axis
 from fidelab.bench import BENCHES
 from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
-from fidelab.config.load import explain_validation
+from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Verdict
 from fidelab.engines.k16v8 import versions_for
-from fidelab.errors import ConfigError, EngineError, OutputError, UnavailableError, UsageError
+from fidelab.errors import EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
 from fidelab.plan.arms import (
     ATTENTION,
@@ -36,7 +34,7 @@ from fidelab.plan.arms import (
 )
 from fidelab.plan.deploy import Deployed, Engines, engine_class
 
-__all__ = ["CONTROL", "EXACT", "TRUTH", "Settings", "refuse_same_server", "resolve_experiment"]
+__all__ = ["CONTROL", "EXACT", "TRUTH", "Settings", "load_axis", "refuse_same_server", "resolve_experiment"]
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -50,8 +48,8 @@ _EXACT_ENGINE = EngineConfig(name="hf")
 class Settings:
     """A resolved experiment.
 
-    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → arm that tells
-    format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's name: where it
+    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → diagnostic arm, which
+    separates format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's name: where it
     runs, and why it cannot.
     """
 
@@ -81,7 +79,7 @@ class Settings:
 
 
 def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
-    """Look everything up; ``created`` names the run where answers hold for one run alone.
+    """Resolve names, formats, models and environments; ``created`` marks captures that only this run may use.
 
     Raises:
         FidelabError: one line naming what was wrong and what to do.
@@ -89,15 +87,15 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
     configs = (*experiment.candidates, *experiment.cells())
     for config in (experiment.engine, *(arm.engine for arm in configs if arm.engine)):
         engine_class(config)
-    axes = {name: _axis(name, values) for name, values in experiment.axes.items()}
-    benches = {name: _bench(name, values) for name, values in experiment.benches.items()}
+    axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
+    benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
     with Engines() as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, axes, benches, engines, created).settings()
 
 
 class _Resolver:
-    """Arms, and where each of them runs."""
+    """Resolves the arms, and where each of them runs."""
 
     def __init__(
         self,
@@ -157,7 +155,7 @@ class _Resolver:
         return self._models[name]
 
     def _candidate(self, config: ArmConfig) -> Arm:
-        """A candidate whose own engine or model is not to be had does not take the others down."""
+        """A candidate; one whose own engine or model is unavailable is unsupported and does not affect the others."""
         try:
             return self._arm(config)
         except (EngineError, UnavailableError) as error:
@@ -171,24 +169,24 @@ class _Resolver:
         """The arms of the grid.  A level that one engine lacks is a cell that is not supported; one that no cell can
         have is a mistake."""
         experiment = self._experiment
-        found: list[Arm] = []
+        arms: list[Arm] = []
         refused: list[UsageError | None] = []
         grid = levels_of(experiment.vary)
         for config in experiment.cells():
             config = with_kv(config, inherited_kv(config, experiment.reference, experiment))
             try:
-                found.append(self._candidate(config))
+                arms.append(self._candidate(config))
                 refused.append(None)
             except UsageError as error:
-                found.append(self._bare(config, self._model))
-                self._unsupported[found[-1].name] = str(error)
+                arms.append(self._bare(config, self._model))
+                self._unsupported[arms[-1].name] = str(error)
                 refused.append(error)
         for key, values in experiment.vary.items():
             for value in values:
                 errors = [error for levels, error in zip(grid, refused, strict=True) if levels[key] == value]
                 if errors[0] is not None and all(errors):
                     raise errors[0]
-        return found
+        return arms
 
     def _arm(self, config: ArmConfig) -> Arm:
         """One arm with nothing optional left, and where it runs."""
@@ -222,11 +220,11 @@ class _Resolver:
         return arm
 
     def _today(self, engine: EngineConfig) -> dict[str, str]:
-        """Whoever stands behind a URL may be another tomorrow: no other run finds these answers again."""
+        """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
         return {"asked": self._created} if engine_class(engine).served else {}
 
     def _forced(self, arm: Arm, engine: EngineConfig, verdict: Verdict) -> tuple[Arm, Verdict]:
-        """The arm as its engine takes it in spite of what it knows, where it has a way."""
+        """The arm with option ``force``, if its engine then accepts what it otherwise refuses."""
         forced = replace(arm, options=tuple(sorted({**dict(arm.options), "force": "yes"}.items())))
         try:
             again = self._engines.ask(engine).supports(forced)
@@ -237,7 +235,7 @@ class _Resolver:
     def _bare(self, config: ArmConfig, model: Model) -> Arm:
         return resolve_arm(self._experiment, config, model, self._asked_dtype)
 
-    # ----------------------------------------------------------------------------- control and witnesses
+    # ------------------------------------------------------------------------ control and diagnostic arms
 
     def _control(self, reference: Arm) -> Arm | None:
         experiment = self._experiment
@@ -250,61 +248,61 @@ class _Resolver:
         return None if name is None else self._arm(_with_cache(experiment.reference, KVSpec.parse(name), name))
 
     def _path_controls(self, reference: Arm, control: Arm | None, candidates: Sequence[Arm]) -> dict[str, Arm]:
-        """For each attention that a candidate asks for and the reference does not: what costs nothing, run by that.
+        """A control for each attention that a candidate asks for and the reference does not.
 
-        None for cells of a grid, which tells what its factors cost by itself.
+        None for the cells of a grid, which measures the effects of its factors itself.
         """
-        experiment, found = self._experiment, dict[str, Arm]()
+        experiment, controls = self._experiment, dict[str, Arm]()
         if experiment.control not in ("auto", "full"):
-            return found
+            return controls
         kv = (control or reference).kv
         for arm in candidates:
             attention = other_attention(reference, arm)
-            if attention is None or f"{CONTROL}:{attention}" in found or arm.name in self._unsupported:
+            if attention is None or f"{CONTROL}:{attention}" in controls or arm.name in self._unsupported:
                 continue
             options = {key: text for key, text in experiment.reference.engine_args.items() if key != ATTENTION}
             config = _with_cache(experiment.reference, kv, f"{kv.label} {ATTENTION}={attention}")
             named = options if attention == AUTO else {**options, ATTENTION: attention}
             nearest = self._arm(config.model_copy(update={"engine_args": named}))
             if nearest.fingerprint() != arm.fingerprint():
-                found[f"{CONTROL}:{attention}"] = nearest
-        return found
+                controls[f"{CONTROL}:{attention}"] = nearest
+        return controls
 
     def _same_attention(self, arms: Sequence[Arm]) -> dict[str, Arm]:
-        """Arms that are compared with each other, by their names; the record of each says why it lacks k16v8's."""
+        """Arms that are compared with each other, by name; their records say why they lack k16v8's kernels."""
         able = [arm for arm in arms if arm.name not in self._unsupported]
-        found = {arm.name: arm for arm in arms}
+        by_name = {arm.name: arm for arm in arms}
         chosen, refused = same_attention(able)
         for arm in chosen:
-            if found[arm.name] != arm:
+            if by_name[arm.name] != arm:
                 deployed = self._deployed[arm.name]
                 about = {**deployed.about, "kernels_refused": f"one attention for all arms; {refused}"}
                 self._deployed[arm.name] = replace(deployed, about=about)
-                found[arm.name] = arm
-        return found
+                by_name[arm.name] = arm
+        return by_name
 
     def _witnesses(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
-        found: dict[str, Arm] = {}
+        diagnostics: dict[str, Arm] = {}
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)
         if _BITS32.label in answers.kv_names() and reference.kv.k != _BITS32.k:
-            found[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
+            diagnostics[TRUTH] = self._arm(_with_cache(self._experiment.reference, _BITS32, f"{_BITS32.label} (truth)"))
         if reference.engine in (_EXACT_ENGINE.name, "fake"):  # computes attention exactly itself
-            return found
+            return diagnostics
         known = set(self._engines.ask(_EXACT_ENGINE).kv_names())
         for arm in candidates:
             if {arm.kv.k.name, arm.kv.v.name} <= known and arm.model == reference.model:
-                found[f"{EXACT}:{arm.name}"] = self._exact(arm.kv, f"{arm.name} (exact attention)")
-        if any(role.startswith(EXACT) for role in found):
-            found = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **found}
-        return found
+                diagnostics[f"{EXACT}:{arm.name}"] = self._exact(arm.kv, f"{arm.name} (exact attention)")
+        if any(role.startswith(EXACT) for role in diagnostics):
+            diagnostics = {EXACT: self._exact(_BITS32, f"{_BITS32.label} (exact attention)"), **diagnostics}
+        return diagnostics
 
     def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
 
 
 def refuse_same_server(settings: Settings) -> None:
-    """Whoever asks a server twice measures how well it repeats itself, whatever the arm is called.
+    """Refuse a candidate that is the reference's server: the two would measure repeatability.
 
     Raises:
         UsageError: a candidate asks the reference's server and model with the same settings.
@@ -326,7 +324,7 @@ def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:
 
 
 def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benches: Mapping[str, Bench]) -> Experiment:
-    """Every default and "auto" replaced by what it means here, so that the resolved file says it."""
+    """The experiment with every default and "auto" resolved, as the resolved file shows it."""
     reference = with_kv(experiment.reference, native_kv(experiment.reference.engine or experiment.engine))
     return experiment.model_copy(
         update={
@@ -358,7 +356,7 @@ def _device(asked: str, model: Model) -> str:
 
 
 def _check_kv_names(experiment: Experiment, engines: Engines) -> None:
-    """Unknown names are found before a model is fetched."""
+    """Refuse unknown format names before a model is fetched."""
     for config in _configs(experiment):
         engine = config.engine or experiment.engine
         try:
@@ -391,27 +389,26 @@ def _refuse_twins(candidates: tuple[Arm, ...]) -> None:
 
 
 def _refuse_namesakes(arms: Sequence[Arm]) -> None:
-    """Reports and verdicts know an arm by its name."""
+    """Refuse two different arms of one name: reports refer to arms by name."""
     prints: dict[str, str] = {}
     for arm in arms:
         if prints.setdefault(arm.name, arm.fingerprint()) != arm.fingerprint():
             raise UsageError(f"two different arms are named {arm.name!r}; give one of them another 'name'")
 
 
-def _axis(name: str, values: Mapping[str, object]) -> Axis:
+def load_axis(name: str, values: Mapping[str, object]) -> Axis:
+    """An axis with its settings.
+
+    Raises:
+        UnknownNameError: there is no such axis.  ConfigError: it has no such setting, or not of this value.
+    """
     cls: type[Axis] = AXES.load(name)
-    try:
-        return cls(cls.Settings.model_validate(dict(values)))
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"axes.{name}")) from None
+    return cls(validate_as(cls.Settings, values, "settings", f"axes.{name}"))
 
 
-def _bench(name: str, values: Mapping[str, object]) -> Bench:
+def _load_bench(name: str, values: Mapping[str, object]) -> Bench:
     cls: type[Bench] = BENCHES.load(name)
-    try:
-        return cls(cls.Settings.model_validate(dict(values)))
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"benches.{name}")) from None
+    return cls(validate_as(cls.Settings, values, "settings", f"benches.{name}"))
 
 
 def _folder(path: Path, what: str) -> Path:

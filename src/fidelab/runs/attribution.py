@@ -1,9 +1,9 @@
 """Attribution: how much of a candidate's KL is its format's, and how much the path that its kernel takes.
 
-Three KLs on the same rows, each over a reference of its own: the candidate on its engine (format and kernel), the
+Three KLs on the same rows, each against its own reference: the candidate on its engine (format and kernel), the
 control on its engine (kernel alone), the candidate's format under exact attention on the same weights (format alone).
-KL is not additive, so no sum is claimed; what can be said are the paired differences.  Of several contexts all three
-are at the one in which the candidate is worst.
+KL is not additive, so the report gives paired differences and no sum.  With several contexts, all three are taken at
+the context in which the candidate is worst.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _AXIS = "kld"
 
 
 def is_witness(role: str) -> bool:
-    """An arm that only tells where a loss comes from, or how far last bits reach."""
+    """Whether a role is that of a diagnostic arm: one that shows where a loss comes from, or the noise floor."""
     return role.partition(":")[0] in (EXACT, TRUTH, TWIN)
 
 
@@ -39,45 +39,49 @@ def attribute(
     witnesses: Sequence[ArmResult],
     floors: Mapping[str, Floor],
 ) -> tuple[Attribution, ...]:
-    """One record per candidate; none where the run has no witnesses.
+    """One record per candidate; none where the run has no diagnostic arms.
 
-    ``measured``: role → what was measured against the run's reference, control and candidates among them.  ``floors``:
-    those of the candidates, by name.
+    ``measured``: role → scores against the run's reference, control and candidates among them.  ``floors``: the
+    candidates' noise floors, by name.
     """
     witnesses = [result for result in witnesses if result.role.partition(":")[0] in (EXACT, TRUTH)]
     if not witnesses or _AXIS not in experiment.axes:
         return ()
-    found = _measure(experiment, witnesses)
+    exact: dict[str, Measured] = {}  # against the 32-bit cache under exact attention
+    if any(result.role == EXACT for result in witnesses):
+        scorer = Scorer(_kld_alone(experiment), witnesses, {}, strict=False, reference=EXACT)
+        exact = {arm.role: scorer.measure(arm) for arm in witnesses if arm.role.startswith(f"{EXACT}:")}
     return tuple(
-        _attribution(this, control_of(this, measured), found, floors.get(this.result.arm.name), experiment.seed)
-        for role, this in measured.items()
+        _attribution(arm, control_of(arm, measured), exact, floors.get(arm.result.arm.name), experiment.seed)
+        for role, arm in measured.items()
         if role.startswith("candidate:")
     )
 
 
 def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, Floor]:
-    """By candidate what last bits move it by: the KL of its family's twin over the arm that this is the twin of."""
+    """Each candidate's noise floor: the KL of its family's twin against the arm whose twin it is."""
     if not experiment.twins or _AXIS not in experiment.axes:
         return {}
     by_role = {result.role: result for result in results}
-    found: dict[tuple[str, ...], Floor] = {}
-    for role, twin in by_role.items():
-        if role.startswith(f"{TWIN}:"):
-            found[family(twin.arm)] = _floor(experiment, by_role[role.replace(TWIN, "candidate", 1)], twin)
+    floors = {
+        family(twin.arm): _floor(experiment, by_role[role.replace(TWIN, "candidate", 1)], twin)
+        for role, twin in by_role.items()
+        if role.startswith(f"{TWIN}:")
+    }
     candidates = [result.arm for result in results if result.role.startswith("candidate:")]
-    return {arm.name: found.get(family(arm)) or Floor(of=arm.name, reason=_no_twin(arm)) for arm in candidates}
+    return {arm.name: floors.get(family(arm)) or Floor(of=arm.name, reason=_no_twin(arm)) for arm in candidates}
 
 
 def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Floor:
     name = candidate.arm.name
     pair = [candidate, replace(twin, role=TWIN)]
     try:
-        this = Scorer(_alone(experiment), pair, {}, strict=False, reference=candidate.role).measure(pair[1])
+        arm = Scorer(_kld_alone(experiment), pair, {}, strict=False, reference=candidate.role).measure(pair[1])
     except FidelabError as error:  # a capture that is gone or damaged
         return Floor(of=name, reason=str(error))
-    score = _score(this)
+    score = _score(arm)
     if score is None or score.value("mean") is None:
-        return Floor(of=name, reason=this.reason or "no full-vocabulary KLD")
+        return Floor(of=name, reason=arm.reason or "no full-vocabulary KLD")
     return Floor(of=name, mean=score.value("mean"), ci=score.interval("mean"), n_positions=len(score.num))
 
 
@@ -87,46 +91,35 @@ def _no_twin(arm: Arm) -> str:
 
 
 def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:
-    """The control that took an arm's kernel path, else the run's; ``None`` for a control itself."""
-    arm = this.result.arm
+    """The control on an arm's kernel path, else the run's control; ``None`` for a control itself."""
+
+    def path(arm: Arm) -> tuple[str, str | None]:
+        return arm.engine, dict(arm.options).get(ATTENTION)
+
     if this.result.role.partition(":")[0] in (CONTROL, TRUTH):
         return None
-    for role, other in measured.items():
-        theirs = other.result.arm
-        if role.startswith(f"{CONTROL}:") and theirs.engine == arm.engine and _asked(theirs) == _asked(arm):
-            return other
+    for role, control in measured.items():
+        if role.startswith(f"{CONTROL}:") and path(control.result.arm) == path(this.result.arm):
+            return control
     return measured.get(CONTROL)
 
 
-def _asked(arm: Arm) -> str | None:
-    return dict(arm.options).get(ATTENTION)
-
-
 def measure_truth(experiment: Experiment, reference: ArmResult, truth: ArmResult) -> Measured:
-    """The reference's 32-bit twin over the reference."""
-    return Scorer(_alone(experiment), [reference, truth], {}, strict=False).measure(truth)
+    """Score the reference's 32-bit twin against the reference, on KLD."""
+    return Scorer(_kld_alone(experiment), [reference, truth], {}, strict=False).measure(truth)
 
 
-def _alone(experiment: Experiment) -> Experiment:
+def _kld_alone(experiment: Experiment) -> Experiment:
     axes = {name: values for name, values in experiment.axes.items() if name == _AXIS}
     return experiment.model_copy(update={"axes": axes})
 
 
-def _measure(experiment: Experiment, witnesses: Sequence[ArmResult]) -> dict[str, Measured]:
-    """The exact arms against the 32-bit cache under exact attention."""
-    roles = {result.role for result in witnesses}
-    if EXACT not in roles:
-        return {}
-    scorer = Scorer(_alone(experiment), witnesses, {}, strict=False, reference=EXACT)
-    return {result.role: scorer.measure(result) for result in witnesses if result.role.startswith(f"{EXACT}:")}
-
-
 def _attribution(
-    this: Measured, control: Measured | None, exact: Mapping[str, Measured], floor: Floor | None, seed: int
+    candidate: Measured, control: Measured | None, exact: Mapping[str, Measured], floor: Floor | None, seed: int
 ) -> Attribution:
-    name = this.result.arm.name
-    arms = {"here": this, "kernel": control, "format": exact.get(f"{EXACT}:{name}")}
-    here = _score(this)
+    name = candidate.result.arm.name
+    arms = {"here": candidate, "kernel": control, "format": exact.get(f"{EXACT}:{name}")}
+    here = _score(candidate)
     scores = {part: _score(arm, None if here is None else here.part) for part, arm in arms.items()}
 
     def contrast(a: str, b: str) -> Contrast | None:
@@ -136,7 +129,7 @@ def _attribution(
 
     return Attribution(
         candidate=name,
-        here=_part(this, scores["here"]),
+        here=_part(candidate, scores["here"]),
         kernel=_part(control, scores["kernel"]),
         format=_part(arms["format"], scores["format"]),
         here_minus_kernel=contrast("here", "kernel"),
@@ -146,17 +139,17 @@ def _attribution(
     )
 
 
-def _score(this: Measured | None, part: str | None = None) -> AxisScore | None:
-    """An arm's KLD, at one part of it where that is named."""
-    score = this.scores.get(_AXIS) if this is not None else None
+def _score(arm: Measured | None, part: str | None = None) -> AxisScore | None:
+    """An arm's KLD, at one part (context) of it where that is named."""
+    score = arm.scores.get(_AXIS) if arm is not None else None
     if score is None or score.bound:
         return None  # lower bounds have no differences
     return score if part is None else score.at(part)
 
 
-def _part(this: Measured | None, score: AxisScore | None) -> Part | None:
-    if this is None:
+def _part(arm: Measured | None, score: AxisScore | None) -> Part | None:
+    if arm is None:
         return None
     if score is None:
-        return Part(arm=this.result.arm.name, reason=this.reason or "no full-vocabulary KLD")
-    return Part(arm=this.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))
+        return Part(arm=arm.result.arm.name, reason=arm.reason or "no full-vocabulary KLD")
+    return Part(arm=arm.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))

@@ -1,8 +1,8 @@
-"""Benches: the arms of a run measured one against another, each in a process of its own.
+"""Benches: the arms of a run measured against one another, each in its own process.
 
-Loaded models are asked in turn (round robin), question by question, so that drift of the machine hits all alike;
-where they do not fit into memory together, or do not idle quietly, the repeats are spread over several loads.
-Start-up is measured in fresh processes.  What one arm fails at takes neither its other questions nor other arms down.
+Loaded models answer in turn (round robin), question by question, so that drift of the machine affects all arms equally;
+where they do not fit into memory together, or do not idle quietly, the repeats are spread over several model loads.
+Start-up is measured in fresh processes.  A failure affects neither the arm's other questions nor other arms.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from fidelab.runs.pairing import ArmResult, engaged
 from fidelab.runs.runner import Asking, Listener
 from fidelab.workers.parent import Outcome, Worker
 
-__all__ = ["Benching", "benched_roles"]
+__all__ = ["Benching"]
 
-_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT)  # roles that only witness fidelity
+_UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT)  # diagnostic arms and the noise floor
 _LOADS = 3  # over which repeats are spread where arms cannot be alive together
 _SHARE = 0.6  # of the available memory that live arms may take together
 _BESIDE_WEIGHTS = 2**30  # bytes that a worker takes besides its weights: libraries, activations, cache
@@ -160,7 +160,7 @@ class Benching:
                     self._ask(arm, workers, question, self._planned(arm, question, number))
 
     def _warm_up(self, arm: ArmResult, workers: dict[str, Worker], question: Question) -> None:
-        """Unmeasured answers until the last three agree, or enough were had."""
+        """Unmeasured answers until the last three agree, or ``max_warmup`` are reached."""
         taken: list[float] = []
         while len(taken) < question.max_warmup and not is_steady(taken):
             planned = self._planned(arm, question, -1 - len(taken))
@@ -198,7 +198,7 @@ class Benching:
     def _starts(self, arms: Sequence[ArmResult], question: Question) -> dict[str, list[tuple[str, dict[str, float]]]]:
         """Kind and seconds by part of every start, by role; round by round, so that drift hits all arms alike."""
         cold = getattr(self._benches()[question.bench].settings, "cold", 0)
-        found: dict[str, list[tuple[str, dict[str, float]]]] = {arm.role: [] for arm in arms}
+        starts: dict[str, list[tuple[str, dict[str, float]]]] = {arm.role: [] for arm in arms}
         for number in range(question.repeats):
             for arm in arms:
                 self._step(1)
@@ -209,8 +209,8 @@ class Benching:
                 if kind == COLD and not evict(self._files(arm.arm)):
                     continue
                 if parts := self._start(arm, question, number):
-                    found[arm.role].append((kind, parts))
-        return found
+                    starts[arm.role].append((kind, parts))
+        return starts
 
     def _start(self, arm: ArmResult, question: Question, number: int) -> dict[str, float]:
         planned = self._planned(arm, question, number)
@@ -258,13 +258,13 @@ class Benching:
         reason = self._served(arm.arm, question.bench) or question.impossible
         if reason:
             return Answers(question, None, status=Status.NOT_SUPPORTED, reason=reason)
-        found = list(self._stored(arm, question))
+        captures = list(self._stored(arm, question))
         fault = self._faults.get((arm.role, question.name)) or self._faults.get((arm.role, ""))
-        if not found or (fault and len(found) < question.repeats):
+        if not captures or (fault and len(captures) < question.repeats):
             return Answers(question, None, status=Status.FAILED, reason=fault or "no answer")
-        seconds = np.stack([_seconds(capture) for capture in found])
+        seconds = np.stack([_seconds(capture) for capture in captures])
         warmups = self._warmups.get((arm.role, question.name), 0)
-        return Answers(question, seconds, warmups, found[-1].manifest["ran"])
+        return Answers(question, seconds, warmups, captures[-1].manifest["ran"])
 
     def _stored(self, arm: ArmResult, question: Question) -> Iterator[Capture]:
         for number in range(question.repeats):
@@ -293,8 +293,8 @@ class Benching:
             key = os.environ.get(options.get("api-key-env", "OPENAI_API_KEY"))
             return measure_serving(settings, key, watch=Requests(self._folder.parent, arm.name))
         except FidelabError as error:
-            told = {"target": options["base-url"], "model": options.get("model", "")}
-            return Measurement(status=Status.FAILED, reason=str(error), title=bench.title, facts=told)
+            server = {"target": options["base-url"], "model": options.get("model", "")}
+            return Measurement(status=Status.FAILED, reason=str(error), title=bench.title, facts=server)
 
     # -------------------------------------------------------------------------------------------- plumbing
 
@@ -310,7 +310,7 @@ class Benching:
         return any(not is_complete(capture.folder, capture.key) for capture in planned)
 
     def _planned(self, arm: ArmResult, question: Question, number: int) -> PlannedCapture:
-        """Two arms that compute the same are measured apart all the same: folders go by the role."""
+        """One answer as a capture; folders are named by role, so that equal arms are measured separately, too."""
         probe = question.probe(number)
         key = capture_key(arm.arm, probe, self._settings.deployed[arm.arm.name].versions, max(0, number))
         store = (self._folder / _WARM if number < 0 else self._folder) / f"{slug(arm.role)}-{digest(arm.role)[:6]}"

@@ -22,8 +22,7 @@ from typing import Any
 import fidelab
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, load
-from fidelab.config.paths import expand
+from fidelab.config.load import dump, expand, expand_existing, load
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, InputError
@@ -31,7 +30,7 @@ from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
-from fidelab.plan.build import Plan, PlannedJob, build_plan
+from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.disk import check_disk
 from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
 from fidelab.results.record import Report
@@ -49,6 +48,7 @@ __all__ = [
     "execute",
     "first_replicate",
     "prepare",
+    "read_outcomes",
     "rescore",
     "resume",
 ]
@@ -135,7 +135,7 @@ def execute(
 
 
 def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, RunFolder]:
-    """Go on with a stopped run: finished captures are kept, the rest is made, all is scored.
+    """Resume a stopped run: finished captures are kept, missing ones are made, and all are scored.
 
     Raises:
         FidelabError: no run folder, or its settings no longer hold.
@@ -168,37 +168,41 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
         InputError: the folder is no run, or an unfinished one.  CaptureError: a capture is gone or damaged; names it.
     """
     folder = RunFolder.open(run_dir.absolute())
-    record = folder.read_outcomes()
-    try:
-        results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
-        facts = RunFacts(**record["facts"])
-        left = set(record["planned"]) - {result.role for result in results}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
-        ) from None
+    results, facts, planned = read_outcomes(folder)
+    left = planned - {result.role for result in results}
+    remedy = f"go on with: fidelab compare --resume {folder.path}"
     if left:
-        raise InputError(
-            f"{folder.path} was stopped before {sorted(left)[0]} was captured; "
-            f"go on with: fidelab compare --resume {folder.path}"
-        )
+        raise InputError(f"{folder.path} was stopped before {min(left)} was captured; {remedy}")
     experiment = load(folder.config)
     if experiment.benches and not any(result.benches for result in results):
-        raise InputError(
-            f"{folder.path} was stopped before its benches were measured; "
-            f"go on with: fidelab compare --resume {folder.path}"
-        )
+        raise InputError(f"{folder.path} was stopped before its benches were measured; {remedy}")
     for result in results:
         for capture_folder in result.captures.values():
             Capture(capture_folder)
     return _finish(experiment, folder, facts, results), folder
 
 
-def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
-    """Run only the reference arm's captures, into ``captures_dir``: the first phase apart from scoring.
+def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str]]:
+    """The results that a run folder holds, the facts about the run, and the planned roles.
 
-    ``follow``: a folder with another arm's captures.  That arm is the reference: questions which follow from answers
-    follow from its.
+    Raises:
+        InputError: no outcomes yet, or a damaged file.
+    """
+    record = folder.read_outcomes()
+    try:
+        results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
+        return results, RunFacts(**record["facts"]), set(record["planned"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise InputError(
+            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
+        ) from None
+
+
+def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
+    """Make only the reference arm's captures, in ``captures_dir``; nothing is scored.
+
+    ``follow``: a folder with another arm's captures.  That arm is then the reference, and requests that depend on the
+    reference's answers are made from its answers.
 
     Raises:
         CaptureError: no capture lies in ``follow``.
@@ -209,10 +213,10 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
     watcher = listener or Silent()
     asking = prepared.asking(watcher, lambda *_a, **_k: None)
     if follow is not None:
-        found = {capture.axis: capture.folder for capture in map(Capture, find_captures(follow))}
-        if not found:
+        captures = {capture.axis: capture.folder for capture in map(Capture, find_captures(follow))}
+        if not captures:
             raise CaptureError(f"{follow} holds no capture to follow")
-        asking.follow(found)
+        asking.follow(captures)
     watcher.start(prepared.plan, None)
     try:
         with _terminate_as_interrupt():
@@ -239,7 +243,10 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         with _terminate_as_interrupt():
             asking = prepared.asking(listener, folder.event)
             for job in plan.jobs:
-                results.append(asking.run(job, folder.log(job.role)) if plan.settings.axes else _unasked(job))
+                if plan.settings.axes:
+                    results.append(asking.run(job, folder.log(job.role)))
+                else:  # only benches ask the arms
+                    results.append(ArmResult(job.role, job.arm, Status.OK))
                 _store_outcomes(folder, facts, plan, results)
             if plan.settings.benches:
                 results = _bench(prepared, asking, folder, listener, results)
@@ -251,11 +258,6 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         raise Interrupted(folder.path) from None
     finally:
         listener.close()
-
-
-def _unasked(job: PlannedJob) -> ArmResult:
-    """An arm that only benches ask."""
-    return ArmResult(job.role, job.arm, Status.OK)
 
 
 def _bench(
@@ -272,12 +274,12 @@ def _every(plan: Plan, results: list[ArmResult]) -> list[ArmResult]:
     """The results so far and the arms that cannot run at all, in the order in which they were given."""
     settings = plan.settings
     arms = settings.roles()
-    found = {result.role: result for result in results}
+    by_role = {result.role: result for result in results}
     for role, arm in arms:
         if arm.name in settings.unsupported:
-            found[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
+            by_role[role] = ArmResult(role, arm, Status.NOT_SUPPORTED, settings.unsupported[arm.name])
     order = dict.fromkeys([*(role for role, _ in arms), *(job.role for job in plan.jobs)])
-    return [found[role] for role in order if role in found]
+    return [by_role[role] for role in order if role in by_role]
 
 
 def _store_outcomes(folder: RunFolder, facts: RunFacts, plan: Plan, results: list[ArmResult]) -> None:
@@ -290,8 +292,8 @@ def _stored_facts(folder: RunFolder) -> RunFacts:
     """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
     with contextlib.suppress(Exception):
         return RunFacts(**folder.read_outcomes()["facts"])
-    head = _head(folder)
-    return RunFacts(folder.run_id, head.get("created", _now()), head.get("command", ""), _environment())
+    head_lines = _head(folder)
+    return RunFacts(folder.run_id, head_lines.get("created", _now()), head_lines.get("command", ""), _environment())
 
 
 def _head(folder: RunFolder) -> dict[str, str]:
@@ -315,10 +317,7 @@ def _absolute(experiment: Experiment) -> Experiment:
     """Paths that hold from any folder, so that the resolved file can be run from anywhere."""
     updates: dict[str, Any] = {"output_dir": str(expand(experiment.output_dir))}
     words = {"text": ("default", "wikitext-2"), "prompts": ("default",), "model": ("fake", *NAMES)}
-    for name, reserved in words.items():
-        value = getattr(experiment, name)
-        if value not in reserved and expand(value).exists():
-            updates[name] = str(expand(value))
+    updates |= {name: expand_existing(getattr(experiment, name), reserved) for name, reserved in words.items()}
     if experiment.captures_dir is not None:
         updates["captures_dir"] = str(expand(experiment.captures_dir))
     return experiment.model_copy(update=updates)

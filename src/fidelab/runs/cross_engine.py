@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ValidationError
 
 import fidelab
 from fidelab.axes import AXES
@@ -27,11 +26,10 @@ from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Timed
 from fidelab.config.cross import CrossEngine, EngineLine
 from fidelab.config.cross import Timing as TimingConfig
-from fidelab.config.load import dump, explain_validation
-from fidelab.config.paths import expand
+from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Status, slug, usable_cores
-from fidelab.errors import ConfigError, FidelabError, InputError
+from fidelab.errors import FidelabError, InputError
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.metrics.latency import decode_rate_by_subtraction, decode_rate_isolated, prefill_rate
@@ -41,10 +39,11 @@ from fidelab.models.embedded import NAMES
 from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
+from fidelab.plan.resolve import load_axis
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed, Spread
 from fidelab.results.record import Ran, Report
 from fidelab.results.store import RunFolder
-from fidelab.runs.conduct import Prepared, capture, execute, prepare
+from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
 from fidelab.runs.runner import Listener, Silent
 
@@ -94,8 +93,8 @@ def run_cross(cross: CrossEngine, *, command: str, watch: Watch = lambda _what: 
             report = report.model_copy(update={"engines": (*report.engines, row)})
             report.write(folder)
         if "kld" in (cross.axes or {}):
-            found = agreement(_experiment(cross, cross.engines[0], folder), references)
-            report = report.model_copy(update={"agreement": found})
+            pairs = agreement(_experiment(cross, cross.engines[0], folder), references)
+            report = report.model_copy(update={"agreement": pairs})
             report.write(folder)
     except KeyboardInterrupt:  # the folder of the engine's own run is no place to go on from
         raise KeyboardInterrupt from None
@@ -146,8 +145,7 @@ class _Line:
     def _measure(self) -> tuple[EngineRow, ArmResult]:
         line, cross = self._line, self._cross
         report, run = execute(self._experiment, command=self._command, listener=self._begin("axes"))
-        results = [ArmResult.from_record(arm, run.path) for arm in run.read_outcomes()["arms"]]
-        reference = next(result for result in results if result.role == "reference")
+        reference = next(result for result in read_outcomes(run)[0] if result.role == "reference")
         well = report.reference.status is Status.OK
         floor = report.floor.get("kld")
         row = EngineRow(
@@ -257,8 +255,8 @@ def _perplexity(cross: CrossEngine, reference: ArmResult) -> dict[str, float | N
     axis = Perplexity(Perplexity.Settings.model_validate((cross.axes or {})["perplexity"]))
     captures = {part: Capture(path) for part, path in parts.items()}
     score = axis.score_parts({part: Pair.match(own, own) for part, own in captures.items()}, cross.seed)
-    found = (metric for metric in score.metrics if metric.name == "reference PPL")
-    return {str(metric.cell["context"]): metric.value for metric in found}
+    perplexities = (metric for metric in score.metrics if metric.name == "reference PPL")
+    return {str(metric.cell["context"]): metric.value for metric in perplexities}
 
 
 def _candidate(kv: str, report: Report) -> Candidate:
@@ -294,11 +292,13 @@ def _speed_of(result: ArmResult, timing: TimingConfig) -> Speed:
 
 def _seconds(folder: Path) -> Floats:
     """Timestamps [repeats, 1 + n] of a Timed capture."""
-    found = Capture(folder)
-    failed = next((item["failed"] for item in found.items if item["failed"]), None)
+    capture = Capture(folder)
+    failed = next((item["failed"] for item in capture.items if item["failed"]), None)
     if failed is not None:
         raise InputError(f"a timed prompt failed: {failed}")
-    return np.stack([np.asarray(found.array(item, "seconds"), dtype=np.float64) for item in range(len(found.items))])
+    return np.stack(
+        [np.asarray(capture.array(item, "seconds"), dtype=np.float64) for item in range(len(capture.items))]
+    )
 
 
 def _long_model(engine: EngineConfig, tokens: int) -> str:
@@ -315,13 +315,13 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
     status, reason = engaged(result)
     if "kld" not in result.captures:
         return LongCell(status=status, reason=reason or "no capture", tokens=tokens)
-    ran, found = result.ran or {}, Capture(result.captures["kld"])
-    counted, held = found.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
-    rows = sum(found.array_shape(item, str(found.estimator))[0] for item in range(len(found.items)))
+    ran, capture = result.ran or {}, Capture(result.captures["kld"])
+    counted, held = capture.manifest["facts"].get("tokens"), ran.get("cache_bytes_per_token")
+    rows = sum(capture.array_shape(item, str(capture.estimator))[0] for item in range(len(capture.items)))
     if status is Status.OK and counted not in (None, tokens):
         status, reason = Status.FAILED, f"the engine processed {counted} tokens, not {tokens}"
-    if status is Status.OK and isinstance(found.probe, Prefill) and rows != found.probe.n_rows:
-        status, reason = Status.FAILED, f"{rows} rows were stored, not {found.probe.n_rows}"
+    if status is Status.OK and isinstance(capture.probe, Prefill) and rows != capture.probe.n_rows:
+        status, reason = Status.FAILED, f"{rows} rows were stored, not {capture.probe.n_rows}"
     return LongCell(
         status=status,
         reason=reason,
@@ -332,7 +332,7 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
         by_hand=_bytes_by_hand(model, ran),
         kv_bytes=None if held is None else held * tokens,
         peak_host_bytes=ran.get("peak_host_bytes"),
-        seconds=found.manifest["facts"].get("seconds"),
+        seconds=capture.manifest["facts"].get("seconds"),
     )
 
 
@@ -380,24 +380,9 @@ def _filled(cross: CrossEngine) -> CrossEngine:
     axes = cross.axes or {name: dict(AXES.load(name).quick) for name in _AXES}
     return cross.model_copy(
         update={
-            "axes": {name: _axis_settings(name, values) for name, values in axes.items()},
+            "axes": {name: load_axis(name, values).settings.model_dump(mode="json") for name, values in axes.items()},
             "threads": cross.threads or usable_cores(),
-            "model": _absolute(cross.model),
-            "text": _absolute(cross.text),
-            "prompts": _absolute(cross.prompts),
+            **{name: expand_existing(getattr(cross, name), _RESERVED) for name in ("model", "text", "prompts")},
             "output_dir": str(expand(cross.output_dir)),
         }
     )
-
-
-def _axis_settings(name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    cls = AXES.load(name)
-    try:
-        found: dict[str, Any] = cls.Settings.model_validate(dict(values)).model_dump(mode="json")
-    except ValidationError as error:
-        raise ConfigError(explain_validation(error, "settings", cls.Settings, f"axes.{name}")) from None
-    return found
-
-
-def _absolute(value: str) -> str:
-    return str(expand(value)) if value not in _RESERVED and expand(value).exists() else value

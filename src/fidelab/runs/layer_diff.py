@@ -105,8 +105,8 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
     [result] = _run(prepared, [_with_probe(prepared, job, probe)], listener or Silent(), lambda _role: log)
     if _QKV not in result.captures:
         raise EngineError(_why(result))
-    found = Capture(result.captures[_QKV])
-    return {name: found.array(0, name) for name in found.names(0)}
+    capture = Capture(result.captures[_QKV])
+    return {name: capture.array(0, name) for name in capture.names(0)}
 
 
 # --------------------------------------------------------------------------------------------- questions
@@ -232,12 +232,12 @@ def _compare(reference: ArmResult, other: ArmResult) -> Curve:
         )
     errors = []
     for place in range(ours[0]):
-        found = relative_errors(
+        row_errors = relative_errors(
             _rows(pair.ref, [r for r, _ in pair.items], place), _rows(pair.test, [t for _, t in pair.items], place)
         )
-        if not len(found):
+        if not len(row_errors):
             raise InputError(f"the reference's states behind layer {place - 1} are not finite: choose another one")
-        errors.append(found)
+        errors.append(row_errors)
     return Curve.of(errors)
 
 

@@ -1,4 +1,4 @@
-"""Captures → axis scores of each arm: pairing, proof of engagement, what went wrong."""
+"""Captures → axis scores of each arm: pairing, proof of engagement, failures."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _REFUTED = "refuted: "
 
 @dataclass(frozen=True)
 class ArmResult:
-    """What became of one arm: its captures by axis, or why there are none.
+    """The result of one arm: its captures by axis, or why there are none.
 
-    ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: what each found, a
+    ``role``: as in :class:`~fidelab.plan.build.Plan`.  ``benches``: the result of each bench, a
     :class:`~fidelab.results.measurement.Measurement` as plain data.
     """
 
@@ -51,7 +51,7 @@ class ArmResult:
             "status": str(self.status),
             "reason": self.reason,
             "ran": self.ran,
-            "captures": {axis: _relative(path, base) for axis, path in self.captures.items()},
+            "captures": {axis: os.path.relpath(path, base) for axis, path in self.captures.items()},
             "failures": dict(self.failures),
             "timing": dict(self.timing),
             "benches": dict(self.benches),
@@ -86,10 +86,10 @@ class Measured:
 
 
 class Scorer:
-    """Pairs every arm's captures with the reference's.
+    """Pairs every arm's captures with the reference's and scores the pairs.
 
-    ``reference``: the role of the arm that all are compared with.  ``strict``: two captures that must not be compared
-    are an error; else they are a failure of that arm on that axis.
+    ``reference``: role of the arm that all others are compared with.  ``strict``: captures that must not be compared
+    raise; otherwise they are a failure of that arm on that axis.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class Scorer:
         return Measured(result, status, reason, scores, failures, self._broken(result, scores))
 
     def _unmoved(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> str | None:
-        """Why distributions that are the reference's bit by bit are no good news: a format that loses must show."""
+        """Why distributions equal to the reference's refute engagement (lossy formats change them), or ``None``."""
         rows = [score for name, score in scores.items() if self.axes[name].distributions]
         reference = self.by_role[self._role]
         if not rows or not all(score.identical for score in rows):
@@ -166,8 +166,8 @@ class Scorer:
         )
 
     def _broken(self, result: ArmResult, scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-        """Output that nobody can use, such as no token at all, where the reference has some."""
-        found = [reason for score in scores.values() for reason in score.fails]
+        """Unusable output, such as no token at all, where the reference has usable output."""
+        breakages = [reason for score in scores.values() for reason in score.fails]
         for name, score in scores.items():
             if name == "kld" or score.usable.any() or score.not_measurable:
                 continue
@@ -175,8 +175,8 @@ class Scorer:
             captures = [Capture(path) for path in parts_of(name, result.captures).values()]
             reasons = [str(item["failed"]) for capture in captures for item in capture.items if item["failed"]]
             if reasons and any(item["failed"] is None for item in reference):
-                found.append(f"{name}: no item was usable, first {reasons[0]}")
-        return tuple(found)
+                breakages.append(f"{name}: no item was usable, first {reasons[0]}")
+        return tuple(breakages)
 
     def _score(self, axis: Axis, name: str, result: ArmResult) -> AxisScore:
         reference = self._reference[name]
@@ -186,20 +186,20 @@ class Scorer:
             why = _of_axis(name, first.failures) or first.reason or "no capture"
             raise FidelabError(f"{NO_REFERENCE}: {why}")
         partial = _is_part(result)
-        there = parts_of(name, result.captures)
+        parts = parts_of(name, result.captures)
         failed = _of_axis(name, result.failures)
-        if failed or not there or not (partial or there.keys() >= shared):
+        if failed or not parts or not (partial or parts.keys() >= shared):
             raise FidelabError(failed or result.reason or "no capture")
         pairs = {
-            part: Pair.match(capture, Capture(there[part]), subset=partial)
+            part: Pair.match(capture, Capture(parts[part]), subset=partial)
             for part, capture in reference.items()
-            if part in there
+            if part in parts
         }
         return axis.score_parts(pairs, self.experiment.seed)
 
 
 def _benches(records: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What benches found; run folders from before there were measurements hold a record of each bench's own."""
+    """Bench results as measurements; old run folders hold another record for each bench, which is upgraded."""
     if all("metrics" in record for record in records.values()):
         return records
     from fidelab.imports.upgrade_benches import upgrade_benches
@@ -208,7 +208,7 @@ def _benches(records: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _is_part(result: ArmResult) -> bool:
-    """It answers some of the items alone: a repeat, or a twin."""
+    """Whether the arm answers only some of the items, as a repeat or a twin does."""
     return result.role.partition(":")[0] in (FLOOR, TWIN)
 
 
@@ -218,28 +218,28 @@ def _of_axis(name: str, failures: Mapping[str, str]) -> str | None:
 
 
 def _lossless(result: ArmResult) -> bool:
-    """Whether this arm's formats lose nothing: by their definition, or where that is open, as it was seen."""
+    """Whether this arm's formats are lossless: by definition, or where that is undecided, by the runtime info."""
     arm, ran = result.arm, result.ran or {}
-    found = ENGINES.load(arm.engine).lossless(arm) if arm.engine in ENGINES.names() else None
-    return ran.get("k_changed") == 0 == ran.get("v_changed") if found is None else bool(found)
+    lossless = ENGINES.load(arm.engine).lossless(arm) if arm.engine in ENGINES.names() else None
+    return ran.get("k_changed") == 0 == ran.get("v_changed") if lossless is None else bool(lossless)
 
 
 def engaged(result: ArmResult) -> tuple[Status, str | None]:
-    """Is there proof that the asked format ran?  See docs/metrics.md#proof-of-engagement."""
+    """Whether there is proof that the requested format ran.  See docs/metrics.md#proof-of-engagement."""
     if result.status is not Status.OK or result.ran is None:
         return result.status, result.reason
     ran, kv = result.ran, result.arm.kv
     answers = map(str, (ran.get("proof") or {}).values())
     refuted = next((text.removeprefix(_REFUTED) for text in answers if text.startswith(_REFUTED)), None)
     for side, asked in (("k", kv.k), ("v", kv.v)):
-        found = ran.get(f"{side}_format")
-        if found is None:
+        stored = ran.get(f"{side}_format")
+        if stored is None:
             return (
                 Status.NOT_ENGAGED,
                 refuted or f"the engine gave no evidence that {side.upper()} was stored as {asked}",
             )
-        if found != str(asked):
-            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {found}"
+        if stored != str(asked):
+            return Status.NOT_ENGAGED, f"asked for {side.upper()} = {asked}, the engine stored {stored}"
     if refuted:
         return Status.NOT_ENGAGED, refuted
     held, expected = ran.get("cache_bytes_per_token"), ran.get("expected_bytes_per_token")
@@ -249,24 +249,20 @@ def engaged(result: ArmResult) -> tuple[Status, str | None]:
 
 
 def most_telling(arm: Arm, rans: Sequence[Mapping[str, Any]]) -> Mapping[str, Any] | None:
-    """Of what ran, as each capture of an arm tells it, the record to judge the whole arm by.
+    """The runtime info to judge an arm by, out of those of its captures.
 
-    A process keeps what was refuted in it, but a run that was stopped and resumed has captures of several processes.
-    So a record that contradicts the format goes before the last one, and so does one in which attention got changed
-    numbers (:meth:`Scorer._unmoved`).  One without evidence contradicts nothing: a later capture may have some.
+    Captures of a run that was stopped and resumed are from several processes, each of which has its own evidence.  So a
+    record that contradicts the format takes precedence over the last one, and so does one that shows changed numbers in
+    attention (:meth:`Scorer._unmoved`).  A record without evidence contradicts nothing.
     """
     asked = {"k_format": str(arm.kv.k), "v_format": str(arm.kv.v)}
 
     def refutes(ran: Mapping[str, Any]) -> bool:
-        said = {**ran, **{side: ran.get(side) or name for side, name in asked.items()}}
-        return engaged(ArmResult("", arm, Status.OK, ran=said))[0] is Status.NOT_ENGAGED
+        record = {**ran, **{side: ran.get(side) or name for side, name in asked.items()}}
+        return engaged(ArmResult("", arm, Status.OK, ran=record))[0] is Status.NOT_ENGAGED
 
     def changes(ran: Mapping[str, Any]) -> bool:
         return bool(ran.get("k_changed") or ran.get("v_changed"))
 
     latest = list(reversed(rans))
     return next((ran for tells in (refutes, changes) for ran in latest if tells(ran)), latest[0] if latest else None)
-
-
-def _relative(path: Path, base: Path) -> str:
-    return os.path.relpath(path, base)

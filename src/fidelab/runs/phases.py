@@ -119,27 +119,27 @@ def _find(role: str, path: Path, name: str | None) -> _Found:
 
 def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResult]:
     """Per axis one capture of every arm: those that answer the same question, where there are several."""
-    every = list(dict.fromkeys(axis for found in arms for axis in found.captures))
-    common = [axis for axis in every if all(axis in found.captures for found in arms)]
+    every = list(dict.fromkeys(axis for arm in arms for axis in arm.captures))
+    common = [axis for axis in every if all(axis in arm.captures for arm in arms)]
     if not common:
-        listed = "; ".join(f"{found.path} has {', '.join(found.captures)}" for found in arms)
+        listed = "; ".join(f"{arm.path} has {', '.join(arm.captures)}" for arm in arms)
         raise CaptureError(f"the captures have no axis in common: {listed}")
     for axis in every:
         if axis not in common and not _of_reference_alone(axis):
-            lacking = next(found for found in arms if axis not in found.captures)
+            lacking = next(arm for arm in arms if axis not in arm.captures)
             note(f"axis {axis} is left out: {lacking.path} has no capture of it")
     chosen: list[dict[str, Capture]] = [{} for _ in arms]
     for axis in common:
-        probes = set.intersection(*(set(found.captures[axis]) for found in arms))
-        for found, mine in zip(arms, chosen, strict=True):
-            there = [c for probe, c in found.captures[axis].items() if probe in probes or not probes]
-            if len(there) > 1:
-                raise CaptureError(f"{found.path} holds several {axis} captures; name one, such as {there[0].folder}")
-            mine[axis] = there[0]
+        probes = set.intersection(*(set(arm.captures[axis]) for arm in arms))
+        for arm, picked in zip(arms, chosen, strict=True):
+            captures = [c for probe, c in arm.captures[axis].items() if probe in probes or not probes]
+            if len(captures) > 1:
+                raise CaptureError(f"{arm.path} holds several {axis} captures; name one, such as {captures[0].folder}")
+            picked[axis] = captures[0]
     for axis, reference in chosen[0].items():
-        if any(mine[axis].folder == reference.folder for mine in chosen[1:]):
+        if any(picked[axis].folder == reference.folder for picked in chosen[1:]):
             raise UsageError(f"--ref and --test name the same capture {reference.folder}; capture that arm once more")
-    return [found.result(mine) for found, mine in zip(arms, chosen, strict=True)]
+    return [arm.result(picked) for arm, picked in zip(arms, chosen, strict=True)]
 
 
 def _of_reference_alone(capture: str) -> bool:

@@ -9,7 +9,6 @@ its own, so none finds the answers of an earlier one.
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +25,7 @@ from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, digest, slug
 from fidelab.errors import InputError, OutputError, UsageError
-from fidelab.plan.disk import needed_bytes
+from fidelab.plan.disk import check_disk
 from fidelab.results.numbers import format_figure
 from fidelab.results.record import ArmRecord, Report, write_atomically
 from fidelab.results.store import RunFolder
@@ -185,15 +184,15 @@ class Repeat(Record):
 
     def with_reports(self, reports: Sequence[Report]) -> Repeat:
         """The same with the finished runs' scores."""
-        found = spreads(reports)
-        measured = [spread for spread in found if spread.verdict is not None]
+        axis_spreads = spreads(reports)
+        measured = [spread for spread in axis_spreads if spread.verdict is not None]
         return self.model_copy(
             update={
                 "runs": tuple(report.run_id for report in reports),
                 "verdict": max((spread.verdict for spread in measured), key=_SEVERITY.__getitem__, default=None),
-                "exact": bool(found) and all(spread.exact for spread in found),
-                "sentence": _sentence(found, len(reports)),
-                "spreads": found,
+                "exact": bool(axis_spreads) and all(spread.exact for spread in axis_spreads),
+                "sentence": _sentence(axis_spreads, len(reports)),
+                "spreads": axis_spreads,
             }
         )
 
@@ -219,13 +218,7 @@ def repeat_experiment(
         raise UsageError(f"--runs {runs}: a spread needs at least 2 runs")
     prepared = prepare(experiment, replicate=STRIDE)
     settings = prepared.settings
-    place = next(path for path in (settings.captures_dir, *settings.captures_dir.parents) if path.exists())
-    need, free = runs * needed_bytes(prepared.plan), shutil.disk_usage(place).free
-    if need > free:
-        raise OutputError(
-            f"captures of {runs} runs need about {need / 2**30:.2f} GiB in {settings.captures_dir}, "
-            f"{free / 2**30:.2f} GiB are free: use fewer --runs, or another output_dir"
-        )
+    check_disk(prepared.plan, runs)
     folder = _new_folder(settings.output_dir / "repeats", slug(experiment.model))
     record = Repeat(
         repeat_id=folder.name,
@@ -266,8 +259,8 @@ def spreads(reports: Sequence[Report]) -> tuple[AxisSpread, ...]:
         if [arm.name for arm in report.candidates] != names or list(report.settings["axes"]) != axes:
             raise InputError(f"run {report.run_id} has other candidates or axes than run {first.run_id}; repeat anew")
     arms = {name: [report.candidates[index] for report in reports] for index, name in enumerate(names)}
-    found = [_spread(name, axis, arms[name]) for name in names for axis in axes]
-    return tuple(spread for spread in found if spread is not None)
+    axis_spreads = [_spread(name, axis, arms[name]) for name in names for axis in axes]
+    return tuple(spread for spread in axis_spreads if spread is not None)
 
 
 # ----------------------------------------------------------------------------------------------- inside
@@ -351,15 +344,15 @@ def _spread(name: str, axis: str, arms: Sequence[ArmRecord]) -> AxisSpread | Non
     )
 
 
-def _sentence(found: Sequence[AxisSpread], runs: int) -> str:
-    measured = [(spread.score.sd, spread) for spread in found if spread.score.sd is not None]
+def _sentence(axis_spreads: Sequence[AxisSpread], runs: int) -> str:
+    measured = [(spread.score.sd, spread) for spread in axis_spreads if spread.score.sd is not None]
     if not measured:
         return "not measurable: nothing has a score in two runs"
-    if all(spread.exact for spread in found):
+    if all(spread.exact for spread in axis_spreads):
         return f"HEALTHY: {runs} runs repeat exactly"
     sd, worst = max(measured, key=lambda pair: pair[0])
     lacking: dict[str, set[int]] = {}
-    for spread in found:
+    for spread in axis_spreads:
         lacking.setdefault(spread.candidate, set()).update(one.run for one in spread.lost)
     tail = "".join(f"; {name} lacks scores in {len(lost)} of {runs} runs" for name, lost in lacking.items() if lost)
     if sd == 0:

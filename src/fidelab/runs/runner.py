@@ -1,11 +1,11 @@
-"""Asking: the jobs of a plan, each in a process of its own, and what became of them."""
+"""Runs the jobs of a plan, each in its own process, and collects their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, is_complete
@@ -27,38 +27,38 @@ __all__ = ["Asking", "Listener", "Silent"]
 
 
 class Listener(Protocol):
-    """Who watches a run (a progress bar, plain lines, nobody)."""
+    """Callbacks that follow a run, such as a progress bar's."""
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         """The plan is made."""
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        """A job begins; ``reused``: all its captures exist already."""
+        """A job begins with ``tokens`` to process; ``reused``: all its captures exist already."""
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
-        """The model is loaded."""
+        """The model is loaded, after ``seconds``."""
 
     def extended(self, job: PlannedJob, tokens: int) -> None:
-        """The reference's answers led to more questions: so many tokens more than were known, in this job."""
+        """The reference's answers led to further requests, which add ``tokens`` to this job."""
 
     def progress(self, job: PlannedJob, tokens: int) -> None:
-        """Tokens processed since the last call."""
+        """``tokens`` were processed since the last call."""
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
-        """A job is over, however it ended."""
+        """A job is over, whatever its outcome."""
 
     def bench(self, text: str, done: int, total: int) -> None:
-        """A bench is at this; so many of its steps are done."""
+        """A bench works on what ``text`` names; ``done`` of ``total`` steps are finished."""
 
     def scoring(self) -> None:
-        """All captures are there; scores are computed."""
+        """All captures exist and scores are computed next."""
 
     def close(self) -> None:
         """The run is over."""
 
 
 class Silent:
-    """Nobody watches."""
+    """Ignores everything."""
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None: ...
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None: ...
@@ -72,9 +72,10 @@ class Silent:
 
 
 class Asking:
-    """Runs jobs one after another; the reference comes first, and what it answers leads to questions for all.
+    """Runs jobs one after another; the reference comes first, because its answers lead to requests for all arms.
 
-    ``sample``: text on which engine and parent compare tokenizers.  ``event``: told what happens, by name and fields.
+    ``sample``: text on which engine and parent compare tokenizers.  ``event``: called with the name and the fields of
+    each event.
     """
 
     def __init__(
@@ -117,13 +118,9 @@ class Asking:
                 self._listener.extended(job, sum(capture.tokens for capture in added))
                 return [capture.task() for capture in added]
 
-            environment = self._settings.deployed[job.arm.name].environment
             outcome = run_worker(
                 self._message(job, missing),
-                command=environment.command("fidelab.workers.child"),
-                log=log,
-                env={**thread_variables(job.arm.threads), **environment.variables()},
-                deadline=self._settings.experiment.deadline,
+                **self._process(job, log),
                 listen=lambda received: self._hear(job, missing, received),
                 follow_up=more if leads else None,
             )
@@ -140,19 +137,22 @@ class Asking:
         return result
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
-        """A process with the job's arm, to be asked whatever comes; the tokenizers were compared before, or are not."""
+        """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""
+        message = replace(self._message(job, []), sample_text="", sample_ids=[])
+        return Worker(message, **self._process(job, log), listen=lambda _message: None)
+
+    def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
+        """How the worker process of a job is started."""
         environment = self._settings.deployed[job.arm.name].environment
-        return Worker(
-            replace(self._message(job, []), sample_text="", sample_ids=[]),
-            command=environment.command("fidelab.workers.child"),
-            log=log,
-            env={**thread_variables(job.arm.threads), **environment.variables()},
-            deadline=self._settings.experiment.deadline,
-            listen=lambda _message: None,
-        )
+        return {
+            "command": environment.command("fidelab.workers.child"),
+            "log": log,
+            "env": {**thread_variables(job.arm.threads), **environment.variables()},
+            "deadline": self._settings.experiment.deadline,
+        }
 
     def _follow_up(self, job: PlannedJob) -> PlannedJob:
-        """The reference's job with the questions that its own answers lead to."""
+        """The reference's job with the requests that follow from its own answers."""
         self.follow({c.axis: c.folder for c in job.captures if is_complete(c.folder, c.key)})
         return with_probes(self._settings, job, self._later)
 
@@ -173,7 +173,7 @@ class Asking:
         )
 
     def _tokenizer(self, model: Model) -> Tokenizer:
-        """An arm's own: a checkpoint may name more or fewer tokens than the reference's."""
+        """The arm's own tokenizer: a checkpoint may have more or fewer tokens than the reference's."""
         if model.path not in self._tokenizers:
             self._tokenizers[model.path] = Tokenizer.load(model)
         return self._tokenizers[model.path]
@@ -190,7 +190,7 @@ class Asking:
 
 
 def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
-    """What the store holds now counts, not what the worker said: a resumed run finds the same."""
+    """The result as the store shows it, not as the worker reported it, so that a resumed run has the same result."""
     captures, failures = {}, {}
     rans = [] if outcome.ran is None else [outcome.ran]
     for capture in job.captures:
@@ -205,13 +205,8 @@ def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
     status = outcome.status
     if status is Status.OK and failures:
         status = Status.FAILED
-    reason = outcome.reason
-    if status is not Status.OK and outcome.log_tail and reason:
-        reason = f"{reason} (last log line: {outcome.log_tail[-1][:200]})" if _adds(outcome, reason) else reason
+    reason, last = outcome.reason, outcome.log_tail[-1] if outcome.log_tail else ""
+    if status is not Status.OK and last and reason and reason.startswith("the worker") and last not in reason:
+        reason = f"{reason} (last log line: {last[:200]})"
     timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
     return ArmResult(job.role, job.arm, status, reason, most_telling(job.arm, rans), captures, failures, timing)
-
-
-def _adds(outcome: Outcome, reason: str) -> bool:
-    """The log says something that a crash's reason does not."""
-    return reason.startswith("the worker") and outcome.log_tail[-1] not in reason

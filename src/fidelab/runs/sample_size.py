@@ -1,13 +1,13 @@
-"""How many windows or prompts a wanted precision takes: a finished run, read as a pilot.
+"""Sample size: how many windows or prompts a given precision needs, with a finished run as the pilot.
 
-Scores are computed again from the run's captures, and nothing is written.  What follows from them rests on three
-assumptions: more windows are like the pilot's, a unit (document, block of windows, prompt) spans as many windows as in
-the pilot, and time and disk grow in proportion.  Half-widths are Student's t on the linearised standard error, of a
-mean KL wider as its interval is, for the pilot as for the plan; the intervals of a report differ a little, those of
-shares from few units more, because they need no spread to be wide.
+Scores are computed again from the run's captures, and nothing is written.  The result rests on three assumptions: more
+windows are like the pilot's, a resampling cluster (document, block of windows, prompt) spans as many windows as in the
+pilot, and time and disk grow in proportion.  Half-widths are Student's t on the linearised standard error, for the
+pilot and the plan alike, and widened for a mean KL as its interval is.  The intervals of a report differ a little;
+those of shares from few clusters differ more, because they need no spread to be wide.
 
-Of several contexts an arm's figures are those of its worst one; windows are counted at the shortest, and those of the
-longer ones grow with them.
+With several contexts, an arm's figures are those of its worst context; windows are counted at the shortest context,
+and those of the longer ones grow with them.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ from fidelab.metrics.sample_size import (
 from fidelab.models import resolve
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import EVENTS, RunFolder
-from fidelab.runs.pairing import ArmResult
+from fidelab.runs.conduct import read_outcomes
 
-__all__ = ["Advice", "Line", "Precision", "SizePlan", "Supply", "plan_size"]
+__all__ = ["Advice", "Line", "SizePlan", "plan_size"]
 
 _LEAST = 1e-12  # of a precision: below it, counts of units have no meaning
 
@@ -194,7 +194,7 @@ class _Pilot:
 
     def __init__(self, folder: RunFolder, experiment: Experiment, axis: str, sample: SampleSize) -> None:
         self.experiment, self.axis, self.sample = experiment, axis, sample
-        self.results = _results(folder)
+        self.results = {result.role: result for result in read_outcomes(folder)[0]}
         cls: type[Axis] = AXES.load(axis)
         self.unit = cls.excess.unit
         self._scorer = cls(cls.Settings.model_validate(experiment.axes[axis]))
@@ -212,8 +212,8 @@ class _Pilot:
 
     def score(self, role: str) -> AxisScore:
         """The arm of this role against the reference."""
-        theirs = self._captures(role)
-        pairs = {part: Pair.match(ref, theirs[part]) for part, ref in self._reference.items() if part in theirs}
+        captures = self._captures(role)
+        pairs = {part: Pair.match(ref, captures[part]) for part, ref in self._reference.items() if part in captures}
         if pairs.keys() != self._reference.keys():
             raise InputError(f"the run's {role} has no answer on part of axis {self.axis}")
         return self._scorer.score_parts(pairs, self.experiment.seed)
@@ -225,16 +225,6 @@ class _Pilot:
             why = None if result is None else result.failures.get(self.axis) or result.reason
             raise InputError(f"the run's {role} has no answer on axis {self.axis}: {why or 'no capture'}")
         return {part: Capture(path) for part, path in found.items()}
-
-
-def _results(folder: RunFolder) -> dict[str, ArmResult]:
-    record = folder.read_outcomes()
-    try:
-        return {arm["role"]: ArmResult.from_record(arm, folder.path) for arm in record["arms"]}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
-        ) from None
 
 
 def _why_not(arm: ArmRecord, axis: str) -> str | None:
@@ -375,24 +365,18 @@ def _seconds(folder: RunFolder, axis: str, roles: Mapping[str, Set[str]], factor
     """
     loads: dict[str, float] = {}
     captured: dict[str, dict[str, float]] = {}
-    for event in _events(folder):
-        match event:
-            case {"event": "opened", "role": str(role), "seconds": float(seconds)}:
-                loads[role] = seconds
-            case {"event": "captured", "role": str(role), "axis": str(part), "seconds": float(seconds)} if (
-                part.partition(".")[0] == axis
-            ):
-                captured.setdefault(role, {})[part] = seconds
+    with contextlib.suppress(OSError, ValueError):  # lines that cannot be read are left out: this is an estimate
+        for line in (folder.path / EVENTS).read_text("utf-8").splitlines():
+            match json.loads(line):
+                case {"event": "opened", "role": str(role), "seconds": float(seconds)}:
+                    loads[role] = seconds
+                case {"event": "captured", "role": str(role), "axis": str(part), "seconds": float(seconds)} if (
+                    part.partition(".")[0] == axis
+                ):
+                    captured.setdefault(role, {})[part] = seconds
     if not all(role in loads and captured.get(role, {}).keys() == roles[role] for role in roles):
         return None
     return sum(loads[role] + factor * sum(captured[role].values()) for role in roles)
-
-
-def _events(folder: RunFolder) -> Iterator[Any]:
-    """The run's telemetry; what cannot be read is left out, for estimates alone rest on it."""
-    with contextlib.suppress(OSError, ValueError):
-        for line in (folder.path / EVENTS).read_text("utf-8").splitlines():
-            yield json.loads(line)
 
 
 def _command(command: str, pilot: _Pilot, items: int, text: str | None) -> str | None:

@@ -1,4 +1,4 @@
-"""Captures → report, without any engine: what ``run``, ``rescore`` and ``score`` have in common."""
+"""Captures → report without an engine: the common part of ``run``, ``rescore`` and ``score``."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _CONTRADICTED = 0.05  # nats: from here on a better perplexity is no good news
 
 @dataclass(frozen=True)
 class RunFacts:
-    """What the report says about the run itself; ``unavailable``: axes that could not be asked, and why."""
+    """Facts about the run itself; ``unavailable``: axes that could not be measured, and why."""
 
     run_id: str
     created: str
@@ -64,8 +64,8 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     control = scorer.by_role.get(CONTROL)
     controls = [result for result in results if result.role.startswith(f"{CONTROL}:")]
     candidates = [result for result in results if result.role.startswith("candidate:")]
-    witnesses = [result for result in results if is_witness(result.role)]
-    others = [result for result in results if result.role != "reference" and result not in witnesses]
+    diagnostics = [result for result in results if is_witness(result.role)]
+    others = [result for result in results if result.role != "reference" and result not in diagnostics]
     measured = {result.role: scorer.measure(result) for result in others}
     floors = floors_of(experiment, results)
     summary = _Summary(experiment, measured, reference, floors)
@@ -82,9 +82,9 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         controls=tuple(summary.record(result) for result in controls),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
-        attribution=attribute(experiment, measured, witnesses, floors),
+        attribution=attribute(experiment, measured, diagnostics, floors),
         isolation=isolate(experiment, measured),
-        truth=_truth(experiment, reference, witnesses),
+        truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
     tables = [
@@ -96,7 +96,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
 
 
 class _Summary:
-    """Axis scores → records, with what needs the other arms: excess over control, composite, verdict, sentence."""
+    """Axis scores → records, with what needs other arms: excess over control, composite, verdict, sentence."""
 
     def __init__(
         self,
@@ -112,45 +112,45 @@ class _Summary:
         self.floors = floors
 
     def record(self, result: ArmResult) -> ArmRecord:
-        this = self.measured[result.role]
+        arm = self.measured[result.role]
         floor = self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None
-        axes = self.axes(this)
+        axes = self.axes(arm)
         if floor is not None and "kld" in axes:
             axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
         base = _bare_record(result)
         return base.model_copy(
             update={
-                "status": this.status,
-                "reason": this.reason,
+                "status": arm.status,
+                "reason": arm.reason,
                 "axes": axes,
                 "floor": floor,
-                "control": control.result.arm.name if (control := control_of(this, self.measured)) else None,
-                "composite": self._composite(this),
-                "verdict": self._verdict(this),
+                "control": control.result.arm.name if (control := control_of(arm, self.measured)) else None,
+                "composite": self._composite(arm),
+                "verdict": self._verdict(arm),
             }
         )
 
-    def axes(self, this: Measured) -> dict[str, Measurement]:
+    def axes(self, arm: Measured) -> dict[str, Measurement]:
         """All axes of one arm."""
-        found: dict[str, Measurement] = {}
+        axes: dict[str, Measurement] = {}
         for name in self.experiment.axes:
             axis: type[Axis] = AXES.load(name)
-            if name in this.failures:
-                status, reason = this.failures[name]
-                found[name] = Measurement(status=status, reason=reason, title=axis.title)
-            elif name in this.scores:
-                found[name] = this.scores[name].measurement(axis.title, *self._excess(this, name, axis))
-        return found
+            if name in arm.failures:
+                status, reason = arm.failures[name]
+                axes[name] = Measurement(status=status, reason=reason, title=axis.title)
+            elif name in arm.scores:
+                axes[name] = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+        return axes
 
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:
         """Candidates in the order of their mean KL, each against the next, by paired difference."""
-        scored = [this for c in candidates if "kld" in (this := self.measured[c.role]).scores]
-        means = [(mean, this) for this in scored if (mean := this.scores["kld"].value("mean")) is not None]
-        found = []
+        scored = [arm for c in candidates if "kld" in (arm := self.measured[c.role]).scores]
+        means = [(mean, arm) for arm in scored if (mean := arm.scores["kld"].value("mean")) is not None]
+        comparisons = []
         for (_, better), (mean, worse) in pairwise(sorted(means, key=lambda entry: entry[0])):
             difference = worse.scores["kld"].excess_over(better.scores["kld"], self.seed)
             if difference is not None:
-                found.append(
+                comparisons.append(
                     Comparison(
                         axis="kld",
                         better=better.result.arm.name,
@@ -161,23 +161,23 @@ class _Summary:
                         equivalent=cost_alike(difference.interval, mean),
                     )
                 )
-        return found
+        return comparisons
 
-    def _excess(self, this: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
-        control = control_of(this, self.measured)
+    def _excess(self, arm: Measured, name: str, axis: type[Axis]) -> Iterator[Metric]:
+        control = control_of(arm, self.measured)
         if control is not None and name in control.scores:
-            difference = this.scores[name].excess_over(control.scores[name], self.seed)
+            difference = arm.scores[name].excess_over(control.scores[name], self.seed)
             if difference is not None:
                 yield axis.excess(difference.estimate, difference.interval)
 
-    def _composite(self, this: Measured) -> Composite | None:
+    def _composite(self, arm: Measured) -> Composite | None:
         wanted = _composed(self.experiment)
         counted = {
             name: score
-            for name, score in this.scores.items()
+            for name, score in arm.scores.items()
             if name in wanted and not score.not_measurable and not score.bound
         }
-        faults = [name for name, (kind, _) in this.failures.items() if kind is not Status.NOT_MEASURABLE]
+        faults = [name for name, (kind, _) in arm.failures.items() if kind is not Status.NOT_MEASURABLE]
         lost = [name for name in faults if name in wanted]
         scores = {name: score.value("score") for name, score in counted.items()}
         if not counted or lost or None in scores.values():
@@ -196,50 +196,51 @@ class _Summary:
             too_close_to_call=whole.too_close_to_call,
         )
 
-    def _verdict(self, this: Measured) -> Verdict:
-        kld = this.scores.get("kld")
-        facts = self._facts(this)
-        modified = Ran.model_validate(dict(this.result.ran or {})).modified
-        said: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
-        if facts.forced and this.status is Status.NOT_ENGAGED:
-            return Verdict(band="FAIL", because=(facts.reason,), **said)
-        if kld is None or this.status not in (Status.OK, Status.IDENTICAL):
-            return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **said)
-        ruling = self._ruling(this)
-        because = (*ruling.because, *self._other_kernel(this))
-        return Verdict(band=_word(ruling.band), at_best=_word(ruling.at_best), because=because, **said)
+    def _verdict(self, arm: Measured) -> Verdict:
+        kld = arm.scores.get("kld")
+        facts = self._facts(arm)
+        modified = Ran.model_validate(dict(arm.result.ran or {})).modified
+        common: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
+        if facts.forced and arm.status is Status.NOT_ENGAGED:
+            return Verdict(band="FAIL", because=(facts.reason,), **common)
+        if kld is None or arm.status not in (Status.OK, Status.IDENTICAL):
+            return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **common)
+        ruling = self._ruling(arm)
+        because = (*ruling.because, *self._other_kernel(arm))
+        return Verdict(band=_word(ruling.band), at_best=_word(ruling.at_best), because=because, **common)
 
-    def _other_kernel(self, this: Measured) -> Iterator[str]:
-        """That the figures hold the difference of two attention kernels, where no control tells how much that is."""
-        control = control_of(this, self.measured)
-        mine, its = _kernel(this.result), _kernel(self.reference)
-        if mine and its and mine != its and (control is None or _kernel(control.result) != mine):
-            yield f"attention is {mine} here and {its} in the reference: the KLD holds the difference of these kernels"
+    def _other_kernel(self, arm: Measured) -> Iterator[str]:
+        """That KLD includes the difference of two attention kernels, where no control measures that difference."""
+        control = control_of(arm, self.measured)
+        kernel, other = _kernel(arm.result), _kernel(self.reference)
+        if kernel and other and kernel != other and (control is None or _kernel(control.result) != kernel):
+            where = f"attention is {kernel} here and {other} in the reference"
+            yield f"{where}: the KLD holds the difference of these kernels"
 
-    def _ruling(self, this: Measured) -> Ruling:
-        kld = this.scores["kld"]
+    def _ruling(self, arm: Measured) -> Ruling:
+        kld = arm.scores["kld"]
         interval = None if kld.bound else kld.interval("mean")
         failed = int((~kld.usable).sum())
         upper = None if interval is None else interval[1]
-        return verdict(upper, failed, len(kld.usable), _harms(this.scores), this.broken, kld_least=kld.value("mean"))
+        return verdict(upper, failed, len(kld.usable), _harms(arm.scores), arm.broken, kld_least=kld.value("mean"))
 
-    def _facts(self, this: Measured) -> ArmFacts:
-        kv = this.result.arm.kv
-        kld = this.scores.get("kld")
-        ruling = self._ruling(this) if kld is not None else None
-        control = control_of(this, self.measured)
+    def _facts(self, arm: Measured) -> ArmFacts:
+        kv = arm.result.arm.kv
+        kld = arm.scores.get("kld")
+        ruling = self._ruling(arm) if kld is not None else None
+        control = control_of(arm, self.measured)
         control_kld = control.scores.get("kld") if control else None
         if control_kld is not None and kld is not None:
             control_kld = control_kld.at(kld.part)
-        floor = self.floors.get(this.result.arm.name)
-        other = self._native_keys_arm(this)
+        floor = self.floors.get(arm.result.arm.name)
+        other = self._native_keys_arm(arm)
         other_kld = other.scores.get("kld") if other else None
         measured = kld if kld is not None and len(kld.num) else None
         return ArmFacts(
             k=kv.k.name,
             v=kv.v.name,
-            status=this.status,
-            reason=this.reason or "",
+            status=arm.status,
+            reason=arm.reason or "",
             band=_word(ruling.band) if ruling is not None else None,
             at_best=_word(ruling.at_best) if ruling is not None else None,
             kld=_value(kld, "mean"),
@@ -256,24 +257,24 @@ class _Summary:
             native_keys_arm=other.result.arm.name if other else None,
             native_keys_band=self._band(other),
             native_keys_kld=_value(other_kld, "mean"),
-            native_keys_format=_native_keys(kv) if _has_pairs(this.result.arm.engine) else "",
-            lowered_by="; ".join((*this.broken, *_harms(this.scores))),
-            forced=dict(this.result.arm.options).get("force") == "yes",
+            native_keys_format=_native_keys(kv) if _has_pairs(arm.result.arm.engine) else "",
+            lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
+            forced=dict(arm.result.arm.options).get("force") == "yes",
         )
 
     def _reach(self, kld: AxisScore | None) -> int | None:
-        """The longest context that was measured, tokens: what the axis says of its parts, else what was asked for."""
+        """The longest measured context in tokens: by the facts of the axis' parts, else by the settings."""
         parts = [] if kld is None else [kld, *kld.parts.values()]
-        found = [n_ctx for part in parts if isinstance(n_ctx := part.facts.get("n_ctx"), int)]
+        reaches = [n_ctx for part in parts if isinstance(n_ctx := part.facts.get("n_ctx"), int)]
         asked = self.experiment.axes.get("kld", {}).get("n_ctx")
-        return max(found or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
+        return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
 
-    def _band(self, this: Measured | None) -> str | None:
-        return None if this is None or "kld" not in this.scores else _word(self._ruling(this).band)
+    def _band(self, arm: Measured | None) -> str | None:
+        return None if arm is None or "kld" not in arm.scores else _word(self._ruling(arm).band)
 
-    def _native_keys_arm(self, this: Measured) -> Measured | None:
+    def _native_keys_arm(self, arm: Measured) -> Measured | None:
         """An arm of this run with the same values and native keys."""
-        kv = this.result.arm.kv
+        kv = arm.result.arm.kv
         if is_native(kv.k.name):
             return None
         for other in self.measured.values():
@@ -306,50 +307,50 @@ def _word(band: Band | None) -> Any:
 
 
 def _composed(experiment: Experiment) -> list[str]:
-    """The axes that the composite is the mean of, measured or not; of third parties those that were asked for."""
+    """The axes that the composite averages, measured or not; third-party axes only where they were requested."""
     names = dict.fromkeys([*AXES.built_in, *experiment.axes])
     return [name for name in names if AXES.load(name).in_composite]
 
 
 def _with_noise(kld: Measurement, floor: float) -> Measurement:
-    """The KLD with what last bits alone may move it by."""
+    """The KLD with its noise floor."""
     metrics = (m.model_copy(update={"noise": floor}) if m.unit == "nats" else m for m in kld.metrics)
     return kld.model_copy(update={"metrics": tuple(metrics)})
 
 
-def _truth(experiment: Experiment, reference: ArmResult, witnesses: Sequence[ArmResult]) -> ArmRecord | None:
+def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[ArmResult]) -> ArmRecord | None:
     """How far the reference itself is from a 32-bit cache on its engine."""
-    truth = next((result for result in witnesses if result.role == TRUTH), None)
+    truth = next((result for result in diagnostics if result.role == TRUTH), None)
     if truth is None:
         return None
-    this = measure_truth(experiment, reference, truth)
-    axes = _Summary(experiment, {TRUTH: this}, reference, {}).axes(this)
-    return _bare_record(truth).model_copy(update={"status": this.status, "reason": this.reason, "axes": axes})
+    arm = measure_truth(experiment, reference, truth)
+    axes = _Summary(experiment, {TRUTH: arm}, reference, {}).axes(arm)
+    return _bare_record(truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
 
 
 def _kernel(result: ArmResult) -> str | None:
-    """What attends on engine hf, without the kernels' instances.  Other engines choose by format, and say so."""
+    """The attention kernel of engine hf, without its variants.  Other engines choose by format and report it."""
     attention = (result.ran or {}).get("attention")
     return str(attention).split()[0] if result.arm.engine == "hf" and attention else None
 
 
 def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
-    """What costs the verdict a band: harms that axes found, and perplexity that contradicts the KLD.
+    """Reasons for a downgrade of the verdict: those of the axes, and perplexity that contradicts the KLD.
 
     See docs/metrics.md#verdicts.
     """
-    found = [harm for score in scores.values() for harm in score.lowers]
+    harms = [harm for score in scores.values() for harm in score.lowers]
     kld, perplexity = scores.get("kld"), scores.get("perplexity")
     if kld is not None and perplexity is not None:
         cost, ratio = kld.mean(), perplexity.mean()
         if cost is not None and ratio is not None and cost > _CONTRADICTED and ratio < 0:
             change = f"{100 * math.expm1(ratio):.1f}%".replace("-", "\u2212")
-            found.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
-    return tuple(found)
+            harms.append(f"perplexity seems to improve ({change}) while the mean KLD is {cost:.3g} nats")
+    return tuple(harms)
 
 
 def _has_pairs(engine: str) -> bool:
-    """Whether keys and values may differ there; of an engine that is unknown here nothing is advised."""
+    """Whether keys and values may have different formats there; ``False`` for an engine that is unknown here."""
     return engine in ENGINES.names() and bool(ENGINES.load(engine).pairs)
 
 

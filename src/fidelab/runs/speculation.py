@@ -83,10 +83,10 @@ def compose_runs(where: Mapping[str, str]) -> list[Composition]:
 
 def _check_alike(first: str, one: _Arm, second: str, other: _Arm) -> None:
     for key in dict.fromkeys((*one.protocol, *other.protocol)):
-        ours, theirs = one.protocol.get(key), other.protocol.get(key)
-        if ours != theirs:
+        first_value, second_value = one.protocol.get(key), other.protocol.get(key)
+        if first_value != second_value:
             raise MismatchError(
-                f"{first} was measured with {key} {ours}, {second} with {theirs}: measure all four alike"
+                f"{first} was measured with {key} {first_value}, {second} with {second_value}: measure all four alike"
             )
     missing = next((shape for shape in one.cells if shape not in other.cells), None)
     if missing is not None:
@@ -137,15 +137,15 @@ def _composition(shape: str, arms: Mapping[str, _Arm]) -> Composition:
 
 def _doubt(name: str, cell: _Cell) -> str | None:
     """Why it is not known that an arm speculated, or that it did not; ``None`` where its server showed it."""
-    server, said, wanted = cell.server, cell.speculation, name in _SPECULATIVE
+    server, drafts, wanted = cell.server, cell.speculation, name in _SPECULATIVE
     unknown = f"so nothing shows {'that it speculated' if wanted else 'that it did not speculate'}"
     if server is None:
         return f"no server told what it counted, {unknown}"
-    if said is None:
+    if drafts is None:
         silent = not wanted and server.get("kind") in _TELLING
         return None if silent else f"its server has no counters of speculation, {unknown}"
-    drafted = said.get("drafted")
-    engaged = (said.get("accepted") or 0) > 0 or (said.get("acceptance_length") or 0) > 1
+    drafted = drafts.get("drafted")
+    engaged = (drafts.get("accepted") or 0) > 0 or (drafts.get("acceptance_length") or 0) > 1
     if wanted:
         return None if engaged else f"it did not speculate: {_count(drafted)} draft tokens, none accepted"
     if engaged or drafted:
@@ -189,8 +189,8 @@ def _protocol(report: Report, arm: ArmRecord) -> dict[str, object]:
     """What must agree, besides the cells themselves."""
     bench = _bench(arm)
     key = report.comparability_key.get(f"benches.{bench}")
-    told = key if isinstance(key, Mapping) else {}
-    return {"bench": bench, **{name: value for name, value in told.items() if name not in _MAY_DIFFER}}
+    agreed = key if isinstance(key, Mapping) else {}
+    return {"bench": bench, **{name: value for name, value in agreed.items() if name not in _MAY_DIFFER}}
 
 
 def _split(where: str) -> tuple[Path, str | None]:
@@ -219,7 +219,7 @@ def _cells(arm: ArmRecord) -> dict[str, _Cell]:
     if bench is None:
         return {}
     measured, (rate, shape) = arm.benches[bench], _RATES[bench]
-    found = {}
+    cells = {}
     for at in measured.shapes():
         if shape not in at:
             continue
@@ -230,5 +230,5 @@ def _cells(arm: ArmRecord) -> dict[str, _Cell]:
         flags = tuple(dict.fromkeys((*(cell.flags if cell else ()), *(metric.flags if metric else ()))))
         well = cell is None or (cell.status in _WELL and cell.valid)
         reason = None if well and rates else (cell and cell.reason) or ("not measured" if well else "not valid")
-        found[label(where)] = _Cell(where, rates, flags, facts.get("server"), reason)
-    return found
+        cells[label(where)] = _Cell(where, rates, flags, facts.get("server"), reason)
+    return cells

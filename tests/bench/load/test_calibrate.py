@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from fidelab.bench.load.calibrate import Accuracy, Calibration, Delay, Speed, _drive, calibrate, compare
 from fidelab.bench.load.exchange import Exchange
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli.bench_calibrate import calibrate as command
 from fidelab.errors import UsageError
 

@@ -12,7 +12,7 @@ import pytest
 
 from fidelab.bench.load.drive import Load, Target, drive
 from fidelab.bench.load.exchange import Request
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
 
 Texts = Sequence[tuple[float, bytes]]

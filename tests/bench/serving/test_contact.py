@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.serving import Contact, ServingSettings, reach
 from fidelab.engines.openai.http import Client
 from fidelab.errors import EngineError, InputError

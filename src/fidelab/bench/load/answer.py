@@ -40,9 +40,9 @@ def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int
     offsets: list[int] = []
     last = len(blocks) - 1
     for at, (block, end) in enumerate(zip(blocks, ends, strict=True)):
-        found = block[5:] if block.startswith(b"data:") and b"\n" not in block and b"\r" not in block else _data(block)
-        if found is not None and (at < last or whole or found.strip() == _DONE):
-            data.append(found)
+        event = block[5:] if block.startswith(b"data:") and b"\n" not in block and b"\r" not in block else _data(block)
+        if event is not None and (at < last or whole or event.strip() == _DONE):
+            data.append(event)
             offsets.append(end)
     return data, offsets
 
@@ -100,9 +100,9 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
 def _objects(data: list[bytes]) -> tuple[list[dict[str, Any]], str | None]:
     """The events up to the first that is no JSON object, and that one's text."""
     try:
-        found = orjson.loads(b"[" + b",".join(data) + b"]")  # one call instead of one per event
-        if len(found) == len(data) and all(type(event) is dict for event in found):
-            return found, None
+        events_at_once = orjson.loads(b"[" + b",".join(data) + b"]")  # one call instead of one per event
+        if len(events_at_once) == len(data) and all(type(event) is dict for event in events_at_once):
+            return events_at_once, None
     except orjson.JSONDecodeError:
         pass
     events: list[dict[str, Any]] = []
@@ -158,12 +158,12 @@ def _count(found: object) -> int | None:
 def _no_stream(body: bytes) -> tuple[str, str]:
     """Kind and detail of a 200 without any event."""
     try:
-        found = orjson.loads(body)
+        body_json = orjson.loads(body)
     except orjson.JSONDecodeError:
-        found = None
-    if isinstance(found, dict) and found.get("error"):  # some servers say 200 all the same
-        return "server", _message(found)
-    what = "one JSON object" if isinstance(found, dict) else "nothing" if not body.strip() else "something else"
+        body_json = None
+    if isinstance(body_json, dict) and body_json.get("error"):  # some servers say 200 all the same
+        return "server", _message(body_json)
+    what = "one JSON object" if isinstance(body_json, dict) else "nothing" if not body.strip() else "something else"
     return "no-stream", f"the server answers with {what} instead of a stream of events"
 
 

@@ -20,7 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from fidelab.bench.load.drive import Load, Target, drive
 from fidelab.bench.load.exchange import DriveResult, Exchange, Request
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.errors import EngineError, UsageError
 
 __all__ = ["GOAL_P50", "GOAL_P99", "Accuracy", "Calibration", "Delay", "Latency", "Speed", "calibrate", "compare"]
@@ -109,9 +109,9 @@ class Calibration:
     @property
     def goals_met(self) -> bool:
         """All streams were recorded whole, and the events' p50 and p99 are within the goals."""
-        found = self.accuracy
-        within = found.events is not None and found.events.p50 <= GOAL_P50 and found.events.p99 <= GOAL_P99
-        return within and not found.unmatched and not found.failed
+        accuracy = self.accuracy
+        within = accuracy.events is not None and accuracy.events.p50 <= GOAL_P50 and accuracy.events.p99 <= GOAL_P99
+        return within and not accuracy.unmatched and not accuracy.failed
 
     def to_json(self) -> str:
         """All of it, the goals included."""
@@ -199,7 +199,7 @@ def _drive(mock: MockServer, count: int, tokens: int, concurrency: int, workers:
 
 
 def _body(model: str, index: int, tokens: int) -> bytes:
-    said = {
+    body = {
         "model": model,
         "prompt": list(range(100, 116)),
         "max_tokens": tokens,
@@ -207,7 +207,7 @@ def _body(model: str, index: int, tokens: int) -> bytes:
         "stream_options": {"include_usage": True},
         "user": str(index),
     }
-    return json.dumps(said).encode()
+    return json.dumps(body).encode()
 
 
 def _speed(result: DriveResult, cpu_seconds: float) -> Speed:

@@ -1,6 +1,6 @@
-"""The client: one process's share of a load, on one event loop, without a task or a timer per request.
+"""The client: sends one process's share of a load on one event loop, without a task or a timer per request.
 
-A new request is sent from within the callback that ended another.  Answers are kept raw and read when the load is over.
+A new request is sent from the callback that ended another one.  Answers are kept raw and parsed after the load.
 """
 
 from __future__ import annotations
@@ -328,9 +328,9 @@ class _Client:
         enough = min(_EARLY, len(self._share.warmup) + len(self._share.measured))
         if len(self._early) < enough or len(set(self._early[-enough:])) > 1 or self._over.done():
             return
-        if (found := _hopeless(self._address.url, kind, flight.status, text)) is not None:
+        if (error := _hopeless(self._address.url, kind, flight.status, text)) is not None:
             self._queue.clear()
-            self._over.set_exception(found)
+            self._over.set_exception(error)
 
     def _fault(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """An error in a callback would otherwise leave a load that never ends."""

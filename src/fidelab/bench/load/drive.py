@@ -1,7 +1,7 @@
-"""The drive: requests onto a server, closed or open loop, by this process or by several.
+"""The drive: sends a load to a server, closed or open loop, from this process or from several.
 
-Several processes share a load: each sends every k-th request at its part of the concurrency, and all begin at one
-instant of the system's monotonic clock, which is the same in all of them.
+Several processes share a load: each sends every k-th request at its part of the concurrency, and all begin at the same
+instant of the system's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import numpy as np
 
 from fidelab.bench.load.client import Part, Share, run_here
-from fidelab.bench.load.exchange import DriveResult, Exchange, Load, Request, ServerRefusedError, Target
+from fidelab.bench.load.exchange import DriveResult, Exchange, Load, ServerRefusedError, Target
 from fidelab.bench.load.workers import run_workers
 from fidelab.errors import UsageError
 
@@ -27,10 +27,10 @@ _CONCURRENCY_PER_WORKER = 512
 
 
 def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | None = None) -> DriveResult:
-    """Put ``load`` on ``target`` and say what became of each request.
+    """Send ``load`` to ``target`` and return the outcome of each request.
 
-    It ends by itself: every request has its time-outs.  A request that fails is an exchange with an error; the load
-    goes on.  ``on_progress`` is called about five times a second with the number of requests that ended, and of all.
+    Ends without help, since every request has time-outs.  A failed request is an exchange with an error; the load goes
+    on.  ``on_progress`` is called about five times a second with the number of ended requests and of all requests.
 
     Raises:
         InputError: nobody answers at the URL, or (:class:`ServerRefusedError`, with the server's words) the first
@@ -50,7 +50,7 @@ def drive(target: Target, load: Load, on_progress: Callable[[int, int], None] | 
 def workers_for(load: Load, cores: int) -> int:
     """Client processes for a load: by rate and tokens per second of an open loop, by the concurrency of a closed one.
 
-    One core is left to the server's side; a closed loop's rate is the server's affair and not known before.
+    One core is left to the server.  The rate of a closed loop depends on the server and is not known beforehand.
     """
     need = (load.concurrency or 1) / _CONCURRENCY_PER_WORKER
     last = max((request.due or 0.0) for request in load.requests)
@@ -84,7 +84,7 @@ def _share(load: Load, at: int, k: int) -> Share:
         measured=measured[at::k],
         concurrency=concurrency,
         open_loop=load.open_loop,
-        warmup_seconds=min(_due(request) for request in measured) if load.open_loop and load.warmup else 0.0,
+        warmup_seconds=min(request.due or 0.0 for request in measured) if load.open_loop and load.warmup else 0.0,
         phases=1 + (load.warmup > 0 and not load.open_loop),
         duration=load.duration,
         drain=load.drain,
@@ -107,11 +107,5 @@ def _merge(parts: list[Part], open_loop: bool) -> DriveResult:
 
 
 def _behind(exchanges: list[Exchange]) -> bool:
-    late = [
-        one.sent - one.due for one in exchanges if one.due is not None and not one.warmup and one.error != "connect"
-    ]
+    late = [e.sent - e.due for e in exchanges if e.due is not None and not e.warmup and e.error != "connect"]
     return bool(late) and float(np.percentile(late, 99)) > BEHIND
-
-
-def _due(request: Request) -> float:
-    return request.due or 0.0

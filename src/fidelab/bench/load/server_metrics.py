@@ -321,7 +321,7 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
     from prometheus_client.parser import text_string_to_metric_families
 
     wanted = {name.decode() for name in _WANTED}
-    found: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
+    counters: dict[str, dict[tuple[tuple[str, str], ...], float]] = {}
     try:
         for family in text_string_to_metric_families(text.decode("utf-8", "replace")):
             for sample in family.samples:
@@ -330,11 +330,11 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
                 if name not in wanted or not math.isfinite(sample.value) or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
-                engines = found.setdefault(name, {})
+                engines = counters.setdefault(name, {})
                 engines[engine] = max(sample.value, engines.get(engine, sample.value))
     except (ValueError, KeyError, IndexError):
         return {}
-    return {name: tuple(engines.values()) for name, engines in found.items()}
+    return {name: tuple(engines.values()) for name, engines in counters.items()}
 
 
 def _told(values: Iterable[float | None]) -> list[float]:

@@ -1,11 +1,12 @@
-"""Several client processes: started together, merged by the caller, ended whatever happens.
+"""Several client processes (``python -m fidelab.bench.load.workers``), started together and always ended.
 
-They are spoken to in lines of JSON.  To a worker: its job, then one line per phase with the instant to begin.  From it:
-``ready`` per phase, ``ended`` now and then (also a sign of life), and ``part`` or ``error`` at the end.
+Messages are lines of JSON.  To a worker: its job, then one line per phase with the instant to begin.  From it:
+``ready`` per phase, ``ended`` periodically (also a sign of life), and ``part`` or ``error`` at the end.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import contextlib
 import os
@@ -22,14 +23,15 @@ from typing import Any
 import numpy as np
 import orjson
 
-from fidelab.bench.load.client import Part, Share
+from fidelab.bench.load.client import Part, Share, run_here
 from fidelab.bench.load.exchange import Exchange, Request, ServerRefusedError, Target
 from fidelab.errors import FidelabError, InputError, UsageError
 
-__all__ = ["error_from", "error_record", "job_from", "job_record", "part_from", "part_record", "run_workers"]
+__all__ = ["run_workers"]
 
-_LEAD = 0.1  # seconds between the word to begin and the beginning: all must have heard it
+_LEAD = 0.1  # seconds between the message to begin and the beginning: all must have read it
 _SILENCE = 120.0  # seconds without any sign of life after which a worker counts as hung
+_ORPHANED = 3  # exit code of a worker whose parent has gone
 
 Inbox = queue.SimpleQueue[tuple[int, dict[str, Any] | None]]
 
@@ -60,7 +62,7 @@ def run_workers(
 
 def _spawn(at: int, target: Target, share: Share, inbox: Inbox) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "fidelab.bench.load.worker"],
+        [sys.executable, "-m", "fidelab.bench.load.workers"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env={**os.environ, "PYTHONSAFEPATH": "1"},
@@ -131,23 +133,21 @@ def _lost(status: int) -> str:
 
 def job_record(target: Target, share: Share) -> dict[str, Any]:
     """A worker's first line."""
-    lists = {key: [_request_record(one) for one in getattr(share, key)] for key in ("warmup", "measured")}
+    lists = {
+        key: [{**vars(request), "body": base64.b64encode(request.body).decode()} for request in getattr(share, key)]
+        for key in ("warmup", "measured")
+    }
     settings = {key: value for key, value in vars(share).items() if key not in lists}
     return {"target": {**asdict(target), "headers": dict(target.headers)}, "share": {**settings, **lists}}
 
 
 def job_from(record: dict[str, Any]) -> tuple[Target, Share]:
     """The inverse of :func:`job_record`."""
-    lists = {key: [_request_from(one) for one in record["share"][key]] for key in ("warmup", "measured")}
+    lists = {
+        key: [Request(**{**request, "body": base64.b64decode(request["body"])}) for request in record["share"][key]]
+        for key in ("warmup", "measured")
+    }
     return Target(**record["target"]), Share(**{**record["share"], **lists})
-
-
-def _request_record(request: Request) -> dict[str, Any]:
-    return {**vars(request), "body": base64.b64encode(request.body).decode()}
-
-
-def _request_from(record: dict[str, Any]) -> Request:
-    return Request(**{**record, "body": base64.b64decode(record["body"])})
 
 
 def part_record(part: Part) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def part_record(part: Part) -> dict[str, Any]:
 
 def part_from(record: dict[str, Any]) -> Part:
     """The inverse of :func:`part_record`, read back from JSON."""
-    exchanges = [Exchange(**{**one, "events": np.array(one["events"], float)}) for one in record["exchanges"]]
+    exchanges = [Exchange(**{**each, "events": np.array(each["events"], float)}) for each in record["exchanges"]]
     return Part(exchanges, record["started"], np.array(record["lag"], float), record["cpu_seconds"])
 
 
@@ -178,3 +178,50 @@ def error_from(record: dict[str, Any]) -> FidelabError:
         return ServerRefusedError(record["message"], record["status"], record["said"])
     kinds = {"InputError": InputError, "UsageError": UsageError}
     return kinds.get(record["kind"], FidelabError)(record["message"])
+
+
+# ---------------------------------------------------------------------------------------------- the worker process
+
+
+class _Parent:
+    """Reads the parent's lines in a thread; ends this process when the parent has gone."""
+
+    def __init__(self) -> None:
+        self._begin: asyncio.Future[float] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    async def go(self) -> float:
+        """Announce that the next phase can begin, and wait for the instant at which it does."""
+        self._loop = asyncio.get_running_loop()
+        self._begin = self._loop.create_future()
+        _send({"ready": True})
+        return await self._begin
+
+    def _listen(self) -> None:
+        for line in sys.stdin.buffer:
+            assert self._loop is not None
+            assert self._begin is not None
+            self._loop.call_soon_threadsafe(self._begin.set_result, orjson.loads(line)["begin"])
+        os._exit(_ORPHANED)
+
+
+def _send(message: dict[str, Any]) -> None:
+    sys.stdout.buffer.write(orjson.dumps(message, option=orjson.OPT_SERIALIZE_NUMPY) + b"\n")
+    sys.stdout.buffer.flush()
+
+
+def main() -> None:
+    """Run as a worker: read a job from standard input, send its requests, write the result to standard output."""
+    target, share = job_from(orjson.loads(sys.stdin.buffer.readline()))
+    parent = _Parent()
+    try:
+        part = run_here(target, share, lambda ended: _send({"ended": ended}), parent.go)
+    except FidelabError as error:
+        _send({"error": error_record(error)})
+    else:
+        _send({"part": part_record(part)})
+
+
+if __name__ == "__main__":
+    main()

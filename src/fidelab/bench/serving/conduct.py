@@ -1,7 +1,7 @@
-"""All cells of a load, one after another; repeats are whole passes over them, so that drift hits all alike.
+"""Measures all cells of a load in order; repeats are whole passes over them, so that drift affects all cells equally.
 
-What became of a cell is in its record.  A context beyond the server's limit is ``not_supported``, in the server's
-words, and the others go on; a server that is gone ends the load, and what was measured is kept.
+The outcome of a cell is in its record.  A context beyond the server's limit is ``not_supported``, with the server's
+message, and the other cells go on; a server that is gone ends the load, and finished cells are kept.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WORDLESS = {"no-stream", "aborted", "server"}  # of exchanges whose stream came
 
 
 class Watch:
-    """Who is told how a load goes on; by itself it does nothing."""
+    """Callbacks that follow a load; the base class ignores everything."""
 
     def reached(self, contact: Contact) -> None:
         """The server answers."""
@@ -212,9 +212,9 @@ class _Sweep:
 
         A server that ends such streams without a word (llama_cpp.server does) is asked once more without streaming.
         """
-        kinds, said = {exchange.error for exchange in driven.measured}, driven.measured[:1]
+        kinds, first = {exchange.error for exchange in driven.measured}, driven.measured[:1]
         if kinds and kinds <= {f"http-{status}" for status in _ABOUT_REQUEST}:
-            words = said[0].detail
+            words = first[0].detail
         elif kinds and kinds <= _WORDLESS:
             words = self._contact.explain(driven.requests[0]) or ""
         else:

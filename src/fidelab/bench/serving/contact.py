@@ -1,8 +1,8 @@
-"""Getting to know a server before load is put on it: who it is, which requests it takes, how it counts tokens.
+"""Probes a server before it is loaded: its identity, the requests it accepts, how it counts tokens.
 
-One short streamed request settles most: whether it takes token ids, which of vLLM's additions it refuses, how many
-tokens it adds to a prompt (a BOS, a template).  Without a tokenizer two of them, of different length, calibrate how
-many of its tokens a word makes.  A server whose streams carry no usage is asked once more without streaming.
+One short streamed request shows whether the server accepts token ids, which of vLLM's additional fields it refuses, and
+how many tokens it adds to a prompt (a BOS, a template).  Without a tokenizer, two requests of different length
+calibrate the number of tokens per word.  A server whose streams carry no usage gets one more request, not streamed.
 """
 
 from __future__ import annotations
@@ -12,19 +12,23 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import orjson
 
 from fidelab.bench.load.exchange import Request, Target
 from fidelab.bench.serving.settings import ServingSettings
-from fidelab.bench.serving.tokenizers import find_tokenizer, load_tokenizer
 from fidelab.captures.requests import Tokens
 from fidelab.engines.openai.http import Client, Refused, split_url
 from fidelab.engines.openai.server import Server, identify
 from fidelab.errors import EngineError, InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
+from fidelab.models import Model, resolve
+from fidelab.models.embedded import NAMES
+from fidelab.models.hub import first_line
+from fidelab.models.resolve import listing
 
 __all__ = ["Contact", "reach"]
 
@@ -39,6 +43,7 @@ _LONGEST = 30.0  # seconds for a single question
 _ATTEMPTS = 3
 _PATIENCE = 5.0  # seconds of attempts
 _NOT_TAKEN = (400, 422)
+_TOKENIZER_FILES = ["*token*", "*.model", "vocab*", "merges*", "*.jinja", "config.json", "generation_config.json"]
 _UNKNOWN = re.compile(r"extra|unknown|unrecogni[sz]ed|unexpected|not permitted|not allowed|unsupported", re.IGNORECASE)
 
 
@@ -53,7 +58,7 @@ class _Said:
 
 @dataclass(frozen=True)
 class Contact:
-    """What was found out.  A prompt of u tokens (words) counts ``added + per_unit * u`` tokens at the server."""
+    """A server's properties.  A prompt of u tokens (words) counts ``added + per_unit * u`` tokens at the server."""
 
     server: Server
     settings: ServingSettings
@@ -183,11 +188,11 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
 
 def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
     if settings.tokenizer is not None:
-        return load_tokenizer(settings.tokenizer)
-    found = find_tokenizer(settings.model or server.model)
-    if found is None and settings.prompts == "ids":
+        return _load_tokenizer(settings.tokenizer)
+    tokenizer = _find_tokenizer(settings.model or server.model)
+    if tokenizer is None and settings.prompts == "ids":
         raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
-    return found
+    return tokenizer
 
 
 def _limit(client: Client, model: str) -> int | None:
@@ -197,8 +202,62 @@ def _limit(client: Client, model: str) -> int | None:
     except Refused:
         return None
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    found = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
-    return found if isinstance(found, int) and found > 0 else None
+    limit = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
+    return limit if isinstance(limit, int) and limit > 0 else None
+
+
+def _load_tokenizer(name: str) -> Tokenizer:
+    """The tokenizer of an embedded name, a folder, a ``.gguf`` file, or a hub id, of which no weights are fetched.
+
+    Raises:
+        InputError: there is none.
+    """
+    if name in NAMES or Path(name).expanduser().exists() or name.count("/") != 1 or name.startswith(("/", ".", "~")):
+        return Tokenizer.load(resolve(name))
+    return _of_hub(name, fetch=True)
+
+
+def _find_tokenizer(name: str) -> Tokenizer | None:
+    """The tokenizer if it is on this machine, else ``None``; nothing is fetched."""
+    present = any(model.name == name and model.present for model in listing()) or Path(name).expanduser().exists()
+    try:
+        if present:
+            return _load_tokenizer(name)
+        return _of_hub(name, fetch=False) if name.count("/") == 1 else None
+    except InputError:
+        return None
+
+
+def _of_hub(name: str, *, fetch: bool) -> Tokenizer:
+    from huggingface_hub import snapshot_download
+
+    repo, _, revision = name.partition("@")
+    try:
+        path = snapshot_download(
+            repo,
+            revision=revision or None,
+            allow_patterns=_TOKENIZER_FILES,
+            ignore_patterns=["*/*"],
+            local_files_only=not fetch,
+        )
+    except Exception as error:  # huggingface_hub lets errors of several HTTP libraries through
+        raise InputError(
+            f"cannot fetch the tokenizer of {name} from the hub ({first_line(error)}); name a folder"
+        ) from error
+    files = Model(
+        name=name,
+        path=Path(path),
+        kind="folder",
+        weights="",
+        revision=revision or None,
+        vocab_size=0,
+        hidden_size=0,
+        max_positions=None,
+        parameters=0,
+        native="bf16",
+        architecture="",
+    )
+    return Tokenizer.load(files)
 
 
 class _Trial:
@@ -211,36 +270,36 @@ class _Trial:
 
     def settle(self) -> Contact:
         """The contact, with all that the trials told."""
-        units, said = self._streamed(_UNITS[0])
-        counted, by_finish = said, False
-        if said.prompt_tokens is None or said.output_tokens is None:
+        units, answer = self._streamed(_UNITS[0])
+        counted, by_finish = answer, False
+        if answer.prompt_tokens is None or answer.output_tokens is None:
             counted = self._retried(lambda: self._whole(units))
             by_finish = (
                 counted.prompt_tokens is not None
                 and (counted.finish, counted.output_tokens) == ("length", _OUTPUT)
-                and said.finish == "length"
+                and answer.finish == "length"
             )
-        found = replace(self._contact, counts=counted.prompt_tokens is not None, by_finish=by_finish)
+        contact = replace(self._contact, counts=counted.prompt_tokens is not None, by_finish=by_finish)
         if counted.prompt_tokens is None:
-            return found
-        if found.form != "words":
-            return replace(found, added=float(counted.prompt_tokens - units))
-        return self._calibrated(found, units, counted.prompt_tokens, streamed=counted is said)
+            return contact
+        if contact.form != "words":
+            return replace(contact, added=float(counted.prompt_tokens - units))
+        return self._calibrated(contact, units, counted.prompt_tokens, streamed=counted is answer)
 
-    def _calibrated(self, found: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
+    def _calibrated(self, contact: Contact, units: int, tokens: int, *, streamed: bool) -> Contact:
         """Words → tokens, from two trials of different length."""
         longer = _UNITS[1]
         if streamed:
-            longer, said = self._streamed(longer)
+            longer, answer = self._streamed(longer)
         else:
-            said = self._retried(lambda: self._whole(longer))
-        if said.prompt_tokens is None or said.prompt_tokens <= tokens:
+            answer = self._retried(lambda: self._whole(longer))
+        if answer.prompt_tokens is None or answer.prompt_tokens <= tokens:
             raise EngineError(
-                f"{self._client.root} counts {tokens} tokens in {units} words and {said.prompt_tokens} in {longer}: "
+                f"{self._client.root} counts {tokens} tokens in {units} words and {answer.prompt_tokens} in {longer}: "
                 "name the model's tokenizer by --tokenizer NAME_OR_FOLDER"
             )
-        per_unit = (said.prompt_tokens - tokens) / (longer - units)
-        return replace(found, per_unit=per_unit, added=tokens - per_unit * units)
+        per_unit = (answer.prompt_tokens - tokens) / (longer - units)
+        return replace(contact, per_unit=per_unit, added=tokens - per_unit * units)
 
     def _streamed(self, units: int) -> tuple[int, _Said]:
         """The answer to a streamed trial, and the units of its prompt: a template may need more than were asked."""
@@ -256,14 +315,14 @@ class _Trial:
 
     def _without(self, error: Refused) -> Contact | None:
         """The contact without what was refused; ``None``: it was nothing that we could leave out."""
-        here, said = self._contact, str(error)
-        named = [name for name in here.additions if name in said]
-        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(said)) and here.additions:
-            dropped = tuple(named) or here.additions
-            kept = tuple(name for name in here.additions if name not in dropped)
-            return replace(here, additions=kept, refused=(*here.refused, *dropped))
-        if here.form == "ids" and here.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
-            return replace(here, form="text", refused=(*here.refused, "prompts of token ids"))
+        contact, message = self._contact, str(error)
+        named = [name for name in contact.additions if name in message]
+        if error.status in _NOT_TAKEN and (named or _UNKNOWN.search(message)) and contact.additions:
+            dropped = tuple(named) or contact.additions
+            kept = tuple(name for name in contact.additions if name not in dropped)
+            return replace(contact, additions=kept, refused=(*contact.refused, *dropped))
+        if contact.form == "ids" and contact.settings.prompts != "ids" and error.status in (*_NOT_TAKEN, 500):
+            return replace(contact, form="text", refused=(*contact.refused, "prompts of token ids"))
         return None
 
     def _prompt(self, units: int) -> tuple[int, Tokens | str]:

@@ -96,7 +96,7 @@ class Keeper(Watch):
         server, settings = self._contact.server, self._contact.settings
         kv = self._kv or _UNKNOWN
         k, _, v = kv.partition("/")
-        told = server.kv or (None, None)
+        reported = server.kv or (None, None)
         arm = ArmRecord(
             status=Status.FAILED if serving.status is Status.NOT_SUPPORTED else serving.status,
             reason=serving.reason,
@@ -106,8 +106,8 @@ class Keeper(Watch):
             kv=KVFormats(k=k, v=v or k),
             ran=Ran.model_validate(
                 {
-                    "k_dtype": told[0],
-                    "v_dtype": told[1],
+                    "k_dtype": reported[0],
+                    "v_dtype": reported[1],
                     "versions": {server.kind: server.version} if server.version else {},
                     "server": server.kind,
                     **dict(server.facts),

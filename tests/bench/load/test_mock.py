@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from fidelab.bench.load.mock_answers import Connection, Mock
-from fidelab.bench.load.mock_server import MockServer, MockSettings
+from fidelab.bench.load.mock import Connection, Mock, MockServer, MockSettings
 from fidelab.errors import UsageError
 
 USAGE: dict[str, Any] = {"stream_options": {"include_usage": True}}
@@ -285,7 +284,7 @@ def test_it_ends_with_the_block_and_with_its_parent() -> None:
     with MockServer() as mock:
         process = mock._process
     assert process.returncode is not None
-    command = [sys.executable, "-m", "fidelab.bench.load.mock_server", "--attached"]
+    command = [sys.executable, "-m", "fidelab.bench.load.mock", "--attached"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
         assert child.stdout is not None
         assert child.stdin is not None
@@ -324,7 +323,7 @@ def test_settings_that_cannot_be_are_refused(wrong: dict[str, Any]) -> None:
 def test_a_port_that_is_taken_is_one_line() -> None:
     with MockServer() as mock:
         port = mock.url.split(":")[2].split("/")[0]
-        command = [sys.executable, "-m", "fidelab.bench.load.mock_server", "--port", port]
+        command = [sys.executable, "-m", "fidelab.bench.load.mock", "--port", port]
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     assert done.returncode == 1
     assert done.stderr.startswith(f"fidelab: port {port}: ")

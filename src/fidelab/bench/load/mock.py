@@ -1,21 +1,44 @@
-"""What the mock server (:mod:`fidelab.bench.load.mock_server`) says: bytes rendered beforehand, one answer at a time
-per connection."""
+"""A mock of an OpenAI-compatible server: settable delays and faults, and a log of when it sent each event.
+
+All events are rendered before the first request, so that the mock costs a measured client as little time as possible.
+It listens on the loopback address only.
+
+    python -m fidelab.bench.load.mock --ttft 0.2 --itl 0.02 --jitter 0.005 --log-events
+
+prints one JSON line, ``{"url": "http://127.0.0.1:PORT/v1", "pid": …}``, once it listens.
+
+It answers ``/v1/completions`` and ``/v1/chat/completions`` (streams and whole answers), ``/v1/models``, ``/health``,
+``/metrics`` and ``/emitted``.  The latter returns and clears the log, ``{user: {"received": t, "events": [t, …]}}`` in
+seconds of the system's monotonic clock, by the field ``user`` of the request.  An event's time is taken just before its
+bytes are handed to the event loop; only events that carry tokens are logged.
+
+Prompt tokens: token ids count one each, text counts its words.  No pipelining: one request at a time per connection.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import json
+import math
+import os
 import random
+import signal
+import subprocess
+import sys
 import time
+import urllib.request
 from collections import deque
-from typing import TYPE_CHECKING, Any, cast
+from dataclasses import dataclass, field, fields, replace
+from types import TracebackType
+from typing import Any, Self, cast
 
 import httptools
 import orjson
 
-if TYPE_CHECKING:  # it runs as a program: importing it here would load it a second time
-    from fidelab.bench.load.mock_server import MockSettings
+from fidelab.errors import UsageError
 
-__all__ = ["Connection", "Mock"]
+__all__ = ["MockServer", "MockSettings"]
 
 # running, waiting, share of the cache, prompt tokens, generated tokens, generated tok/s since the last reading
 _METRICS = {
@@ -36,8 +59,88 @@ _TOO_LONG = "This model's maximum context length is {} tokens, but the prompt ha
 _REASONS = {200: "OK", 400: "Bad Request", 404: "Not Found", 500: "Internal Server Error"}
 
 
+def _of(default: Any, help: str, **more: Any) -> Any:
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class MockSettings:
+    """How the mock answers.  Times in seconds, rates as shares of requests.
+
+    Raises:
+        UsageError: a time below 0, a rate outside 0 … 1, a count below 1, an unknown style or distribution.
+    """
+
+    port: int = _of(0, "0: a free one")
+    model: str = _of("mock", "the only model it knows; another name is answered by 404")
+    max_model_len: int = _of(1_000_000, "prompt and answer together; more is answered by 400")
+    style: str = _of("vllm", "whose metrics, and whose way to end a stream", choices=("vllm", "sglang", "llamacpp"))
+    ttft: float = _of(0.0, "seconds from the request's arrival (and its turn) to the first token")
+    itl: float = _of(0.0, "seconds between two events; 0: as fast as possible")
+    jitter: float = _of(0.0, "seconds: half width (uniform) or standard deviation (normal) of each delay")
+    distribution: str = _of("uniform", "of the jitter", choices=("uniform", "normal"))
+    seed: int = _of(0, "of jitter and faults")
+    tokens: int | None = _of(None, "an answer's tokens at most; it then ends with 'stop'", type=int)
+    tokens_per_event: int = _of(1, "tokens in one stream event, as with speculation")
+    draft_tokens: int = _of(0, "drafted per event; above 0 there are speculation counters, accepted = tokens - 1")
+    concurrency: int | None = _of(None, "requests answered at a time; others wait", type=int)
+    error_rate: float = _of(0.0, "answered by HTTP 500")
+    drop_rate: float = _of(0.0, "connection closed half-way")
+    invalid_json_rate: float = _of(0.0, "one event, or the answer, is no JSON")
+    endless: bool = _of(False, "streams never end")
+    no_usage: bool = _of(False, "no usage, even when it is asked for")
+    read_delay: float = _of(0.0, "seconds by which it reads each piece of a request later")
+    coalesce: bool = _of(False, "with ttft, itl and jitter 0: a whole stream in one write")
+    log_events: bool = _of(False, "keep the times of all events for /emitted")
+    attached: bool = _of(False, "end when standard input does")
+
+    def __post_init__(self) -> None:
+        for name in ("ttft", "itl", "jitter", "read_delay", "draft_tokens", "port"):
+            self._check(name, 0, math.inf)
+        for name in ("error_rate", "drop_rate", "invalid_json_rate"):
+            self._check(name, 0, 1)
+        for name in ("max_model_len", "tokens", "tokens_per_event", "concurrency"):
+            self._check(name, 1, math.inf)
+        for setting in fields(self):
+            choices = setting.metadata.get("choices")
+            if choices and getattr(self, setting.name) not in choices:
+                raise UsageError(f"{setting.name} {getattr(self, setting.name)!r}: there are {', '.join(choices)}")
+
+    def _check(self, name: str, low: float, high: float) -> None:
+        value = getattr(self, name)
+        if value is not None and not (low <= value <= high and math.isfinite(value)):
+            raise UsageError(f"{name} {value}: must be {low} " + ("or more" if high == math.inf else f"… {high}"))
+
+    @property
+    def paced(self) -> bool:
+        """Events come at set times, not as fast as possible."""
+        return bool(self.ttft or self.itl or self.jitter)
+
+    def arguments(self) -> list[str]:
+        """The command-line flags of these settings."""
+        flags = []
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if value != setting.default:
+                flag = "--" + setting.name.replace("_", "-")
+                flags += [flag] if value is True else [flag, str(value)]
+        return flags
+
+    @classmethod
+    def parse(cls, arguments: list[str]) -> MockSettings:
+        """The inverse of :meth:`arguments`."""
+        parser = argparse.ArgumentParser(prog="python -m fidelab.bench.load.mock")
+        for setting in fields(cls):
+            flag, options = "--" + setting.name.replace("_", "-"), dict[str, Any](setting.metadata)
+            if setting.default is False:
+                parser.add_argument(flag, action="store_true", **options)
+            else:
+                parser.add_argument(flag, default=setting.default, **{"type": type(setting.default), **options})
+        return cls(**vars(parser.parse_args(arguments)))
+
+
 class _Frames:
-    """The bytes of one endpoint: each event is a chunk of its own."""
+    """The rendered bytes of one endpoint; each event is one HTTP chunk."""
 
     DONE = b"e\r\ndata: [DONE]\n\n\r\n0\r\n\r\n"
 
@@ -53,22 +156,21 @@ class _Frames:
         self._endings: dict[tuple[int, str], bytes] = {}
 
     def ending(self, tokens: int, finish: str) -> bytes:
-        """The last event with tokens, and what comes before usage and ``[DONE]``."""
-        found = self._endings.get((tokens, finish))
-        if found is None:
+        """The last event with tokens and the finish reason, which precede usage and ``[DONE]``."""
+        if (tokens, finish) not in self._endings:
             if self.settings.style == "vllm":
-                found = self._event(tokens, finish)
-            else:  # the others say in an event of its own that it is over
-                found = self._event(tokens, None) + self._event(0, finish)
-            self._endings[tokens, finish] = found
-        return found
+                events = self._event(tokens, finish)
+            else:  # the other servers send the finish reason in a separate event
+                events = self._event(tokens, None) + self._event(0, finish)
+            self._endings[tokens, finish] = events
+        return self._endings[tokens, finish]
 
     def usage(self, prompt: int, output: int) -> bytes:
         """The usage event."""
         return self._chunk([], _usage(prompt, output))
 
     def whole(self, prompt: int, output: int, finish: str) -> bytes:
-        """The body of an answer that is no stream."""
+        """The body of an answer that is not streamed."""
         text = " word" * output
         content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
         usage = {} if self.settings.no_usage else {"usage": _usage(prompt, output)}
@@ -80,20 +182,20 @@ class _Frames:
         return self._chunk([{"index": 0, **content, "logprobs": None, "finish_reason": finish}])
 
     def _chunk(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
-        said = self._object(choices, ".chunk")
+        chunk = self._object(choices, ".chunk")
         if usage is not None or self.settings.style == "sglang":
-            said["usage"] = usage
-        data = b"data: " + orjson.dumps(said) + b"\n\n"
+            chunk["usage"] = usage
+        data = b"data: " + orjson.dumps(chunk) + b"\n\n"
         return b"%x\r\n%b\r\n" % (len(data), data)
 
     def _object(self, choices: list[Any], suffix: str = "") -> dict[str, Any]:
         name = f"chat.completion{suffix}" if self.chat else "text_completion"
-        of = "chatcmpl-" if self.chat else "cmpl-"
-        return {"id": of + 32 * "0", "object": name, "created": 0, "model": self.settings.model, "choices": choices}
+        prefix = "chatcmpl-" if self.chat else "cmpl-"
+        return {"id": prefix + 32 * "0", "object": name, "created": 0, "model": self.settings.model, "choices": choices}
 
 
 class Mock:
-    """What all connections share: settings, the queue, counters, the log."""
+    """The state that all connections share: settings, the queue, counters, the log."""
 
     def __init__(self, settings: MockSettings) -> None:
         self.settings = settings
@@ -105,7 +207,7 @@ class Mock:
         self._read = (0, time.monotonic())
 
     def enter(self, connection: Connection) -> None:
-        """Begin an answer, or put it into the queue."""
+        """Begin an answer, or queue it."""
         if self.settings.concurrency is None or self.running < self.settings.concurrency:
             self.running += 1
             connection.begin()
@@ -113,7 +215,7 @@ class Mock:
             self.waiting.append(connection)
 
     def leave(self, connection: Connection) -> None:
-        """An answer is over or was given up; the next one begins."""
+        """Finish or abandon an answer, and begin the next one in the queue."""
         if connection in self.waiting:
             self.waiting.remove(connection)
         elif self.waiting:
@@ -144,10 +246,10 @@ class Mock:
         named: dict[str, float] = dict(zip(_METRICS[settings.style], figures, strict=True))
         accepted = self.events * (settings.tokens_per_event - 1)
         if settings.draft_tokens and settings.style == "vllm":
-            of = "vllm:spec_decode_num_"
-            named[f"{of}drafts_total"] = self.events
-            named[f"{of}draft_tokens_total"] = self.events * settings.draft_tokens
-            named[f"{of}accepted_tokens_total"] = accepted
+            prefix = "vllm:spec_decode_num_"
+            named[f"{prefix}drafts_total"] = self.events
+            named[f"{prefix}draft_tokens_total"] = self.events * settings.draft_tokens
+            named[f"{prefix}accepted_tokens_total"] = accepted
         elif settings.draft_tokens and settings.style == "sglang":
             named["sglang:spec_accept_length"] = 1 + accepted / self.events if self.events else 0.0
         model = f'model_name="{settings.model}"'
@@ -157,7 +259,7 @@ class Mock:
 
 
 class Connection(asyncio.Protocol):
-    """One client's connection, and the answer that is under way on it."""
+    """One client's connection, and the answer in progress on it."""
 
     transport: asyncio.Transport
 
@@ -168,30 +270,25 @@ class Connection(asyncio.Protocol):
         self.busy = self.paused = self.stalled = False
         self.timer: asyncio.Handle | None = None
 
-    # What the transport tells.
+    # Callbacks of the transport.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep what can be written to."""
         self.transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Give the answer up."""
         if self.busy:
             self._over()
 
     def pause_writing(self) -> None:
-        """The client reads more slowly than we write."""
         self.paused = True
 
     def resume_writing(self) -> None:
-        """The client has caught up."""
         self.paused = False
         if self.stalled:
             self.stalled = False
             self._step()
 
     def data_received(self, data: bytes) -> None:
-        """A piece of a request."""
         if self.settings.read_delay:
             self.transport.pause_reading()
             self.loop.call_later(self.settings.read_delay, self._feed_late, data)
@@ -210,19 +307,16 @@ class Connection(asyncio.Protocol):
             self._reply(*_fault(400, f"no HTTP request: {error}"))
             self.transport.close()
 
-    # What the parser tells.
+    # Callbacks of the parser.
 
     def on_url(self, url: bytes) -> None:
-        """A request begins."""
         self.path, self.body = url.decode("latin-1").partition("?")[0], b""
 
     def on_body(self, body: bytes) -> None:
-        """A piece of its body."""
         self.body += body
 
     def on_message_complete(self) -> None:
-        """The whole request is there."""
-        if self.busy:  # no client of ours pipelines
+        if self.busy:  # pipelining is not supported
             self.transport.abort()
         elif self.parser.get_method() == b"GET":
             self._reply(*self.mock.page(self.path))
@@ -269,11 +363,11 @@ class Connection(asyncio.Protocol):
         return mock.enter(self)
 
     def _half(self, rate: float) -> int:
-        """The event at which a fault that meets such a share of requests meets this one; -1: it does not."""
+        """The index of the event at which a fault of this rate strikes the request; -1: it does not."""
         return self.count // 2 if rate and self.mock.random.random() < rate else -1
 
     def begin(self) -> None:
-        """It is this request's turn."""
+        """Start answering: the request has left the queue."""
         settings = self.settings
         if not self.stream:
             self.timer = self.loop.call_later(sum(map(self._delay, range(self.count))), self._answer)
@@ -301,7 +395,7 @@ class Connection(asyncio.Protocol):
             self.timer = self.loop.call_soon(self._step)
 
     def _step(self) -> None:
-        """One event; the next one when it is due."""
+        """Send one event and schedule the next one."""
         if self.paused:
             self.stalled = True
         elif self.index == self.drop_at:
@@ -321,7 +415,7 @@ class Connection(asyncio.Protocol):
                 self._next()
 
     def _burst(self) -> None:
-        """All events at once."""
+        """Send all events in one write."""
         self.times += [time.monotonic()] * self.count
         self.transport.write(self.frames.token * (self.count - 1) + self.tail)
         self.mock.events += self.count
@@ -329,7 +423,7 @@ class Connection(asyncio.Protocol):
         self._complete()
 
     def _answer(self) -> None:
-        """The answer that is no stream."""
+        """Send an answer that is not streamed."""
         body = self.frames.whole(self.prompt, self.tokens, self.finish)
         self.times.append(time.monotonic())
         if self.drop_at >= 0:
@@ -359,8 +453,8 @@ def _head(status: int, length: int) -> bytes:
     return f"HTTP/1.1 {status} {_REASONS[status]}\r\ncontent-length: {length}\r\n\r\n".encode()
 
 
-def _fault(status: int, message: str, kind: str = "BadRequestError", of: str | None = None) -> tuple[int, bytes]:
-    return status, orjson.dumps({"error": {"message": message, "type": kind, "param": of, "code": status}})
+def _fault(status: int, message: str, kind: str = "BadRequestError", param: str | None = None) -> tuple[int, bytes]:
+    return status, orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": status}})
 
 
 def _usage(prompt: int, output: int) -> dict[str, int]:
@@ -377,3 +471,87 @@ def _prompt_tokens(prompt: Any, chat: bool) -> int:
     if prompt and isinstance(prompt[0], int):
         return len(prompt)
     raise TypeError("the prompt is neither a text nor token ids")
+
+
+class MockServer:
+    """The mock in a process of its own: ``with MockServer(MockSettings(itl=0.02)) as mock: … mock.url``."""
+
+    def __init__(self, settings: MockSettings | None = None) -> None:
+        self.settings = settings or MockSettings()
+        self.url = ""
+        """Base URL, ending in ``/v1``."""
+        self.pid = 0
+
+    def __enter__(self) -> Self:
+        settings = replace(self.settings, attached=True)  # so that it cannot outlive us
+        command = [sys.executable, "-m", "fidelab.bench.load.mock", *settings.arguments()]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            self.__exit__(None, None, None)
+            raise RuntimeError(f"the mock server ended with code {self._process.returncode}")
+        address = json.loads(line)
+        self.url, self.pid = address["url"], address["pid"]
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        process = self._process
+        process.terminate()
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                pipe.close()
+
+    def get(self, path: str) -> bytes:
+        """The answer to ``GET path``; the path begins at the server's root, as in ``/metrics``."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self.url.removesuffix("/v1") + path, timeout=30) as answer:
+            body: bytes = answer.read()
+        return body
+
+    def emitted(self) -> dict[str, dict[str, Any]]:
+        """The log since the last call: ``user`` → ``received`` and ``events``, seconds."""
+        log: dict[str, dict[str, Any]] = json.loads(self.get("/emitted"))
+        return log
+
+
+async def _serve(settings: MockSettings) -> None:
+    loop, mock = asyncio.get_running_loop(), Mock(settings)
+    try:
+        server = await loop.create_server(lambda: Connection(mock), "127.0.0.1", settings.port, backlog=4096)
+    except OSError as error:
+        raise UsageError(f"port {settings.port}: {error.strerror or error}") from None
+    stop = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    if settings.attached:
+        loop.add_reader(0, lambda: None if os.read(0, 4096) else stop.set())
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/v1"
+    print(json.dumps({"url": url, "pid": os.getpid()}), flush=True)
+    await stop.wait()
+    server.close()
+
+
+def main() -> None:
+    """Serve until told to end."""
+    import resource
+
+    import uvloop
+
+    try:
+        hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each connection is a file
+        uvloop.run(_serve(MockSettings.parse(sys.argv[1:])))
+    except UsageError as error:
+        sys.exit(f"fidelab: {error}")
+
+
+if __name__ == "__main__":
+    main()
