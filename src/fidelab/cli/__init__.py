@@ -17,7 +17,6 @@ from fidelab.cli import (
     baseline,
     bench,
     captures,
-    charts,
     compare,
     doctor,
     engines,
@@ -70,7 +69,6 @@ compare.register(app)
 bisect.register(app)
 phases.register(app)
 runs.register(app)
-charts.register(app)
 repeat.register(app)
 sizing.register(app)
 formats.register(app)

@@ -10,7 +10,7 @@ import typer
 
 from fidelab.cli.benches import counts
 from fidelab.cli.options import Json, Options, RunsOptions, expand_options
-from fidelab.cli.output import note, show_report
+from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
     from fidelab.bench.serving import ServingSettings
@@ -266,11 +266,11 @@ def _gate(serving: Measurement) -> None:
     from fidelab.results.measurement import label
 
     bad = [cell for cell in serving.cells if not cell.valid and cell.status != "not_supported"]
-    for cell in bad:
-        note(f"fidelab: {label(cell.at)}: {why_invalid(cell)}")
+    faults = [f"{label(cell.at)}: {why_invalid(cell)}" for cell in bad]
     if serving.reason and serving.reason not in {cell.reason for cell in bad}:
-        note(f"fidelab: {serving.reason}")
-    if bad or serving.status != "ok":
+        faults.append(serving.reason)
+    exit_on(faults)
+    if serving.status != "ok":
         raise typer.Exit(1)
 
 

@@ -18,7 +18,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
-from fidelab.cli.output import parse_pairs
 
 __all__ = [
     "AxesOptions",
@@ -208,7 +207,20 @@ class EngineOptions(Options):
         }
 
     def _engine_args(self) -> dict[str, str]:
-        return parse_pairs(self.engine_arg or [], "--engine-arg")
+        """``["a=b"]`` → ``{"a": "b"}``.
+
+        Raises:
+            UsageError: an entry without "=".
+        """
+        from fidelab.errors import UsageError
+
+        pairs = {}
+        for argument in self.engine_arg or []:
+            key, equals, value = argument.partition("=")
+            if not equals or not key:
+                raise UsageError(f"--engine-arg {argument!r}: write key=value")
+            pairs[key.strip()] = value.strip()
+        return pairs
 
 
 class ServableEngineOptions(EngineOptions):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, scored
-from fidelab.report.text import literal, wrap_name
+from fidelab.report.text import literal, print_line, print_path, simple_table, wrap_name
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Spread
 from fidelab.results.numbers import ABSENT, format_bytes, format_count, format_kld, format_share, format_span, one_line
 from fidelab.results.values import Outcome
@@ -29,9 +29,7 @@ def render_cross(report: CrossReport, console: Console, *, folder: Path | None =
 
     Nothing from engines, logs or configs is read as markup.
     """
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
+    line = partial(print_line, console)
 
     def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if rows:
@@ -89,11 +87,11 @@ def render_cross(report: CrossReport, console: Console, *, folder: Path | None =
         [_long(row, cell) for row, cell in cells],
     )
     if folder is not None:
-        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+        print_path(console, "files", folder)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table = simple_table()
     words = ("engine", "version", "KV", "band", "verdict\nby KLD", "rows from", "outcome")
     for column in columns:
         right = column not in words

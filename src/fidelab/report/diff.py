@@ -7,14 +7,14 @@ reports is read as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_span, escaped
-from fidelab.report.text import literal
+from fidelab.report.text import literal, print_line, simple_table
 from fidelab.results.comparability import Difference
 from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
@@ -36,10 +36,7 @@ _LEGEND = (
 
 def render_diff(diff: Diff, console: Console, *, full: bool = False) -> None:
     """Print it."""
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
-
+    line = partial(print_line, console)
     line(f"{one_line(diff.now.name)} against baseline {one_line(diff.baseline.name)}", "bold")
     for refusal in diff.refused:
         line(f"not compared: {_refusal(refusal)}", "red")
@@ -80,7 +77,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def _table(rows: Iterable[MetricChange], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table = simple_table()
     table.add_column("outcome", no_wrap=True)
     table.add_column("metric", overflow="fold")
     for name in ("baseline\nnow", "change"):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS
-from fidelab.report.text import literal
+from fidelab.report.text import literal, print_line, print_path, simple_table
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, LayerRow
 from fidelab.results.numbers import format_amount, format_kld, one_line
 
@@ -23,10 +23,7 @@ _WELL = (Status.OK, Status.IDENTICAL)
 
 def render_bisect(report: BisectReport, console: Console, *, folder: Path | None = None) -> None:
     """Print it; ``folder`` is where its files lie."""
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
-
+    line = partial(print_line, console)
     reference, candidate = report.reference, report.candidate
     line(f"{report.run_id}: {_called(candidate)} against {_called(reference)}", "bold")
     line(sentence(report), "bold red" if report.first is not None else "")
@@ -41,7 +38,7 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
             "is more, over the root mean square of the other layers"
         )
     if folder is not None:
-        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+        print_path(console, "files", folder)
 
 
 def sentence(report: BisectReport) -> str:
@@ -86,7 +83,7 @@ def _called(arm: BisectArm) -> str:
 
 def _table(report: BisectReport, console: Console) -> Table:
     floor = any(row.floor is not None for row in report.layers)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table = simple_table()
     for heading in ("layer", "error", "90%", "added", "×others", *(["floor"] if floor else [])):
         table.add_column(literal(heading, console), justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
