@@ -24,6 +24,7 @@ from fidelab.results.numbers import (
     one_line,
 )
 from fidelab.results.record import ArmRecord
+from fidelab.results.values import Outcome
 
 __all__ = [
     "STATUS",
@@ -41,6 +42,7 @@ __all__ = [
     "run_of",
     "scored",
     "shared",
+    "status_line",
 ]
 
 STATUS = {
@@ -86,9 +88,9 @@ def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
 
 
 def ratio_of(own: Metric | None, base: Metric | None) -> str:
-    """own / base; ``≈`` before it where the repeats of either overlap, or one of both has none to tell by.
+    """own / base; ``≈`` before it where the ranges of their repeats overlap, or one of both has no repeats.
 
-    What was measured once by its nature (bytes of storage, one load on a server) has no repeats on either side and no
+    What is measured once by its nature (bytes of storage, one load on a server) has no repeats on either side and no
     sign.
     """
     if own is None or base is None or own.value is None or not base.value:
@@ -96,29 +98,29 @@ def ratio_of(own: Metric | None, base: Metric | None) -> str:
     ratio = format_ratio(own.value / base.value)
     if own.exact or not (own.repeats or base.repeats):
         return ratio
-    ours, theirs = own.span, base.span
-    told = ours is not None and theirs is not None and (ours[0] > theirs[1] or ours[1] < theirs[0])
-    return ratio if told else f"≈ {ratio}"
+    span, other = own.span, base.span
+    apart = span is not None and other is not None and (span[0] > other[1] or span[1] < other[0])
+    return ratio if apart else f"≈ {ratio}"
 
 
 def kv_of(arm: ArmRecord) -> str:
-    """What was asked for the cache, with its options."""
+    """The requested cache format, with its options."""
     k, v = kv_sides(arm)
     rest = {name: value for name, value in arm.kv.options.items() if name not in ("k", "v")}
     return f"{k if k == v else f'K {k}, V {v}'} {_options(rest)}".strip()
 
 
 def kv_sides(arm: ArmRecord) -> tuple[str, str]:
-    """What was asked of keys and of values."""
-    k, v = ((arm.kv.k, arm.kv.options.get("k")), (arm.kv.v, arm.kv.options.get("v")))
-    return one_line(k[0]) + _options(k[1]), one_line(v[0]) + _options(v[1])
+    """The requested formats of keys and of values, each with its options."""
+    options = arm.kv.options
+    return one_line(arm.kv.k) + _options(options.get("k")), one_line(arm.kv.v) + _options(options.get("v"))
 
 
-def _options(given: Any) -> str:
-    """``[name=value, …]``, or nothing."""
-    if not isinstance(given, Mapping) or not given:
+def _options(options: Any) -> str:
+    """``[name=value, …]``; empty where there are none."""
+    if not isinstance(options, Mapping) or not options:
         return ""
-    return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in given.items())}]"
+    return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in options.items())}]"
 
 
 # ------------------------------------------------------------------- the main table: metrics of the KLD by name
@@ -171,6 +173,11 @@ def run_of(found: Measurement | None) -> Estimate:
 
 
 # ---------------------------------------------------------------------------------------------------------- words
+
+
+def status_line(outcome: Outcome) -> str:
+    """``failed: reason``, on one line."""
+    return f"{STATUS[outcome.status]}: {one_line(outcome.reason or '')}"
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:

@@ -13,9 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from fidelab.report.cells import plain
-from fidelab.report.markdown import code_span, escaped
+from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
-from fidelab.results.comparability import Difference
 from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
 from fidelab.results.table import BENCH
@@ -52,24 +51,19 @@ def render_diff(diff: Diff, console: Console, *, full: bool = False) -> None:
 
 def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
     """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
-    rows: list[tuple[str, ...]] = [_COLUMNS, (*[":--"] * 3, *["--:"] * 3)]
+    rows = []
     for change in _rows(diff, full):
         outcome, arm, place, *figures = _cells(change)
-        rows.append((escaped(outcome), _cell(arm), _cell(place), *map(escaped, figures)))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append((escaped(outcome), code_cell(arm), code_cell(place), *map(escaped, figures)))
     parts = [
         f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff, full))}",
         _bullets(f"not compared: {_refusal(refusal)}" for refusal in diff.refused),
-        table if len(rows) > 2 else "",
+        pipe_table(_COLUMNS, 3, rows) if rows else "",
         _bullets(_missing(diff)),
         _bullets(_asides(diff)),
-        _LEGEND if len(rows) > 2 else "",
+        _LEGEND if rows else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _cell(text: str) -> str:
-    return code_span(text).replace("|", "\\|")
 
 
 def _bullets(lines: Iterable[str]) -> str:
@@ -175,12 +169,8 @@ def _refusal(refusal: Refusal) -> str:
 def _asides(diff: Diff) -> Iterator[str]:
     for text in diff.unmeasured:
         yield one_line(f"measured on neither side: {text}")
-    for found in diff.beside:
-        yield _beside(found)
-
-
-def _beside(found: Difference) -> str:
-    return one_line(f"differs: {found.where}, {found.field}: {_short(found.baseline)} → {_short(found.now)}")
+    for other in diff.beside:
+        yield one_line(f"differs: {other.where}, {other.field}: {_short(other.baseline)} → {_short(other.now)}")
 
 
 def _short(value: object) -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS
+from fidelab.report.cells import status_line
 from fidelab.report.text import literal, print_line, print_path, simple_table
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, LayerRow
 from fidelab.results.numbers import format_amount, format_kld, one_line
@@ -18,7 +18,6 @@ __all__ = ["render_bisect", "sentence"]
 
 _BAR = 24  # characters of the largest added error
 _NOT_FINITE = "not finite"
-_WELL = (Status.OK, Status.IDENTICAL)
 
 
 def render_bisect(report: BisectReport, console: Console, *, folder: Path | None = None) -> None:
@@ -27,8 +26,8 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
     reference, candidate = report.reference, report.candidate
     line(f"{report.run_id}: {_called(candidate)} against {_called(reference)}", "bold")
     line(sentence(report), "bold red" if report.first is not None else "")
-    if report.floor is not None and report.floor.status not in _WELL:
-        line(f"floor: {STATUS[report.floor.status]}: {one_line(report.floor.reason or '')}", "red")
+    if report.floor is not None and not report.floor.measured:
+        line(f"floor: {status_line(report.floor)}", "red")
     if report.layers:
         windows = f"{report.windows} window{'' if report.windows == 1 else 's'}"
         console.print(_table(report, console))
@@ -44,16 +43,16 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
 def sentence(report: BisectReport) -> str:
     """What was found, in words."""
     for what, arm in (("reference", report.reference), ("candidate", report.candidate)):
-        if arm.status not in _WELL:
-            return f"{what} {one_line(arm.name)}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
+        if not arm.measured:
+            return f"{what} {one_line(arm.name)}: {status_line(arm)}"
     if report.candidate.status is Status.IDENTICAL:
         return "No layer differs: both arms have the same states in every row."
-    said = [_verdict(report)]
+    sentences = [_verdict(report)]
     if report.entering is not None and report.entering.rms != 0:
-        said.append(f"What enters the first layer differs by {_number(report.entering.median)} already.")
+        sentences.append(f"What enters the first layer differs by {_number(report.entering.median)} already.")
     elif report.begins and all(row.error.rms == 0 for row in report.layers[: report.begins]):
-        said.append(f"The arms part in layer {report.begins}: before it their states are the same.")
-    return " ".join(said)
+        sentences.append(f"The arms part in layer {report.begins}: before it their states are the same.")
+    return " ".join(sentences)
 
 
 def _verdict(report: BisectReport) -> str:

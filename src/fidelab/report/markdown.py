@@ -20,7 +20,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import Report
 
-__all__ = ["code_span", "escaped", "render_markdown"]
+__all__ = ["code_cell", "code_span", "escaped", "pipe_table", "render_markdown"]
 
 _COLUMNS = (
     *("arm", "verdict", "KLD (nats)", "over control"),
@@ -40,7 +40,7 @@ def render_markdown(report: Report) -> str:
     """The section; ends in a newline."""
     view = build_view(report)
     verdicts = (
-        _table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
+        pipe_table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
         *(part for table in view.beside for part in _beside(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
@@ -83,8 +83,8 @@ def _protocol(report: Report, text: str) -> str:
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
     for name in axes:
         measured = (arm.axes[name] for arm in report.candidates if name != KLD and name in arm.axes)
-        if found := next((one for one in measured if one.measured), None):
-            parts.append(f"{code_span(name)}{_facts(found)}")
+        if axis := next((axis for axis in measured if axis.measured), None):
+            parts.append(f"{code_span(name)}{_facts(axis)}")
     return f": {'; '.join(parts)}" if parts else ""
 
 
@@ -119,8 +119,8 @@ def _public(name: str) -> str:
     return path.name if path.is_absolute() else name
 
 
-def _table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
-    """The first ``named`` columns hold words."""
+def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
+    """A table whose cells are Markdown already; the first ``named`` columns hold words."""
     ruler = [*[":--"] * named, *["--:"] * (len(columns) - named)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows))
 
@@ -128,8 +128,8 @@ def _table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) ->
 def _speed(view: View, speed: Performance) -> list[str]:
     """Speed and memory of all arms, and what makes single figures doubtful."""
     arms = zip(speed.names, speed.rows, strict=True)
-    cells = ((_name(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
-    table = _table(("arm", *speed.columns), 1, cells) if speed.columns else ""
+    cells = ((code_cell(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
+    table = pipe_table(("arm", *speed.columns), 1, cells) if speed.columns else ""
     doubts = _bullets(
         escaped(f"{bench.name}: {line}") for bench in view.benches for line in (*bench.lines, *bench.doubts)
     )
@@ -138,26 +138,27 @@ def _speed(view: View, speed: Performance) -> list[str]:
 
 def _beside(table: Table) -> list[str]:
     """A table of further figures under its title."""
-    rows = ((_name(name), *map(escaped, cells)) for name, *cells in table.rows)
+    rows = ((code_cell(name), *map(escaped, cells)) for name, *cells in table.rows)
     columns = [escaped(column.replace("\\|", "\\ |")) for column in table.columns]  # as in code spans
-    return [f"{escaped(table.title)}:", _table(columns, 1, rows)]
+    return [f"{escaped(table.title)}:", pipe_table(columns, 1, rows)]
 
 
 def _isolation(matrix: Matrix) -> list[str]:
     """A grid with its title, and what it says."""
     words, columns = matrix.table.named, [escaped(column) for column in matrix.table.columns]
-    rows = ((*map(_name, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
-    return [f"{escaped(matrix.table.title)}:", _table(columns, words, rows), escaped(matrix.said)]
+    rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
+    return [f"{escaped(matrix.table.title)}:", pipe_table(columns, words, rows), escaped(matrix.said)]
 
 
-def _name(name: str) -> str:
-    return code_span(name).replace("|", "\\|")
+def code_cell(text: str) -> str:
+    """A code span in a cell of a table."""
+    return code_span(text).replace("|", "\\|")
 
 
 def _cells(row: ArmRow) -> tuple[str, ...]:
     verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
     figures = (*map(str, (row.kld, row.excess, row.changed, row.flips, row.run)), row.cache_bytes)
-    return (_name(row.name), *(escaped(cell) for cell in (verdict, *figures)))
+    return (code_cell(row.name), *(escaped(cell) for cell in (verdict, *figures)))
 
 
 def _bullets(lines: Iterable[str]) -> str:

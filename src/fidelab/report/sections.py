@@ -8,13 +8,13 @@ shown: on one line (texts keep their lines), without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from fidelab.report.cells import STATUS, fact_of, shared
+from fidelab.report.cells import fact_of, shared, status_line
 from fidelab.report.tables import Notes, Table, tables_of
-from fidelab.results.measurement import Flag, Measurement
+from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
 from fidelab.results.record import ArmRecord, Report
@@ -23,6 +23,7 @@ from fidelab.results.values import Record
 __all__ = ["Arm", "BarGroup", "Curves", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
 
 _Words = TypeVar("_Words", bound=Record)
+_Shared = TypeVar("_Shared", Curve, Bars)
 Role = Literal["reference", "control", "candidate", "floor"]
 
 
@@ -152,14 +153,8 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm
         kind=kind,
         name=one_line(name),
         title=title,
-        notes=tuple(
-            shared(
-                (arm.name, f"{STATUS[found.status]}: {one_line(found.reason or '')}")
-                for arm, found in arms
-                if not found.measured
-            )
-        ),
-        lines=tuple(shared((arm.name, line) for arm, found in arms for line in _flags(found.flags))),
+        notes=tuple(shared((arm.name, status_line(found)) for arm, found in arms if not found.measured)),
+        lines=tuple(shared((arm.name, one_line(flag.text)) for arm, found in arms for flag in found.flags)),
         sources=tuple(shared((arm.name, line) for arm, found in arms if (line := _facts(found)))),
         tables=tuple(tables),
         footnotes=tuple(notes.numbered()),
@@ -169,14 +164,16 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm
                 f"{one_line(m.name)}: {one_line(m.about)}" for _, found in arms for m in found.metrics if m.about
             )
         ),
-        curves=tuple(_curves(drawn)),
-        bars=tuple(_bars(drawn)),
+        curves=tuple(
+            Curves(key, lines[0][1].title, lines[0][1].caption, lines)
+            for key, lines in _by_key(drawn, Curve, _lined).items()
+        ),
+        bars=tuple(
+            BarGroup(key, bars[0][1].title, bars[0][1].caption, bars)
+            for key, bars in _by_key(drawn, Bars, _lined_bars).items()
+        ),
         shown=tuple(shown for arm, found in arms if (shown := _shown(arm, found)) is not None),
     )
-
-
-def _flags(flags: Iterable[Flag]) -> Iterable[str]:
-    return (one_line(flag.text) for flag in flags)
 
 
 def _facts(found: Measurement) -> str:
@@ -185,24 +182,13 @@ def _facts(found: Measurement) -> str:
     return ", ".join(f"{name} {word}" for name, word in words.items() if word != ABSENT)
 
 
-def _curves(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[Curves]:
-    groups: dict[str, list[tuple[Arm, Curve]]] = {}
-    for arm, found in arms:
-        for plot in found.plots:
-            if isinstance(plot, Curve):
-                groups.setdefault(plot.key, []).append((arm, _lined(plot)))
-    for key, lines in groups.items():
-        yield Curves(key, lines[0][1].title, lines[0][1].caption, tuple(lines))
-
-
-def _bars(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[BarGroup]:
-    groups: dict[str, list[tuple[Arm, Bars]]] = {}
-    for arm, found in arms:
-        for plot in found.plots:
-            if isinstance(plot, Bars):
-                groups.setdefault(plot.key, []).append((arm, _lined_bars(plot)))
-    for key, bars in groups.items():
-        yield BarGroup(key, bars[0][1].title, bars[0][1].caption, tuple(bars))
+def _by_key(
+    arms: Sequence[tuple[Arm, Measurement]], kind: type[_Shared], lined: Callable[[_Shared], _Shared]
+) -> dict[str, tuple[tuple[Arm, _Shared], ...]]:
+    """The plots of one kind, grouped by the chart that they share."""
+    plots = [(arm, lined(plot)) for arm, found in arms for plot in found.plots if isinstance(plot, kind)]
+    keys = dict.fromkeys(plot.key for _, plot in plots)
+    return {key: tuple((arm, plot) for arm, plot in plots if plot.key == key) for key in keys}
 
 
 def _shown(arm: Arm, found: Measurement) -> Shown | None:
@@ -221,7 +207,7 @@ def _lined(record: _Words) -> _Words:
     for name, value in record:
         if isinstance(value, str) and name not in ("kind", "key"):
             words[name] = one_line(value)
-        elif isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+        elif isinstance(value, tuple) and all(isinstance(entry, str) for entry in value):
             words[name] = tuple(map(one_line, value))
     return record.model_copy(update=words)
 

@@ -5,14 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, ratio_of, scored
+from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored
 from fidelab.report.sections import Arm
 from fidelab.report.tables import SPEEDS, Table, counts
 from fidelab.results.measurement import Measurement, Metric, label
-from fidelab.results.numbers import ABSENT, MIB, format_figure, heading, one_line
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.numbers import ABSENT, MIB, format_figure, format_kld, format_span, heading, one_line
+from fidelab.results.record import ArmRecord, Attribution, Contrast, Part, Report
 
-__all__ = ["KLD", "Performance", "contexts_of", "joined", "others_of", "performance_of", "titled"]
+__all__ = [
+    "KLD",
+    "Performance",
+    "attribution_of",
+    "contexts_of",
+    "joined",
+    "others_of",
+    "performance_of",
+    "titled",
+    "truth_line",
+]
 
 KLD = "kld"
 """The axis of the main table, the frontier and the verdict."""
@@ -91,16 +101,16 @@ def _headlines(name: str, found: Sequence[Measurement | None]) -> list[tuple[str
 
     A coordinate that is the same wherever anything was measured is not told.
     """
-    known = [one for one in found if one is not None and one.measured]
-    shapes = [at for one in known for at in one.shapes()]
-    leading = next((heads for one in known if (heads := [m for m in one.headlines if _shown(one, m)])), [])
+    known = [axis for axis in found if axis is not None and axis.measured]
+    shapes = [at for axis in known for at in axis.shapes()]
+    leading = next((heads for axis in known if (heads := [m for m in axis.headlines if _shown(axis, m)])), [])
     columns = []
     for metric in leading:
         alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
-        told = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
-        cells = [one.metric(metric.name, metric.cell) if one is not None else None for one in found]
-        shown = [m if m and one and _shown(one, m) else None for m, one in zip(cells, found, strict=True)]
-        at = f", {one_line(label(told))}" if told else ""
+        varied = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
+        cells = [axis.metric(metric.name, metric.cell) if axis is not None else None for axis in found]
+        shown = [m if m and axis and _shown(axis, m) else None for m, axis in zip(cells, found, strict=True)]
+        at = f", {one_line(label(varied))}" if varied else ""
         mib = any(m is not None and _in_mib(m) for m in shown)
         columns.append((heading(titled(name, metric), metric.unit, mib=mib) + at, shown))
     return columns
@@ -158,3 +168,61 @@ def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
 def joined(words: Sequence[str]) -> str:
     """``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# ------------------------------------------------------------------------------------ format loss and kernel loss
+
+_PARTS = (
+    "arm",
+    "format and kernel",
+    "kernel alone",
+    "format alone",
+    "both − kernel",
+    "both − format",
+    "format − kernel",
+)
+
+
+def attribution_of(report: Report) -> Table | None:
+    """Candidate × (three mean KLs, their paired differences), nats; ``None`` where that was not asked."""
+    if not report.attribution:
+        return None
+    return Table(
+        "attribution",
+        "Format loss and kernel loss (mean KL, nats; KL is not additive: the parts need not sum up)",
+        _PARTS,
+        tuple(_parts(split) for split in report.attribution),
+    )
+
+
+def truth_line(report: Report) -> str:
+    """What the reference's own cache costs against 32 bits; empty where that was not asked."""
+    truth = report.truth
+    if truth is None:
+        return ""
+    cost = kld_of(truth.axes.get("kld"))
+    twin = f"32-bit twin of the reference ({kv_of(truth)})"
+    if cost.absent:
+        return f"{twin}: not measured ({one_line(truth.reason or 'no KLD')})"
+    return f"{twin}: {cost} nats away"
+
+
+def _parts(split: Attribution) -> tuple[str, ...]:
+    contrasts = (split.here_minus_kernel, split.here_minus_format, split.format_minus_kernel)
+    return (
+        one_line(split.candidate),
+        *map(_part, (split.here, split.kernel, split.format)),
+        *map(_contrast, contrasts),
+    )
+
+
+def _part(part: Part | None) -> str:
+    if part is None or part.mean is None:
+        return ABSENT
+    return str(Estimate(format_kld(part.mean), format_span(part.ci)))
+
+
+def _contrast(contrast: Contrast | None) -> str:
+    if contrast is None:
+        return ABSENT
+    return str(Estimate(format_kld(contrast.mean, signed=True), format_span(contrast.ci)))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of
+from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of, status_line
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, format_count, heading, one_line
 from fidelab.results.record import ArmRecord
@@ -90,7 +90,7 @@ class _Row:
 def counts(measurement: Measurement, at: Coordinates) -> bool:
     """The metrics of a shape of work may stand in a comparison."""
     cell = measurement.cell(at)
-    return cell is None or (cell.valid and cell.status in (Status.OK, Status.IDENTICAL))
+    return cell is None or (cell.valid and cell.measured)
 
 
 def tables_of(
@@ -120,8 +120,11 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
     columns |= {one_line(name): [_coordinate(row.at[name]) for row in rows] for name in varied}
     named = len(columns)
-    items = ((word, _counted(rows, what)) for word, what in (("items", "n_items"), ("failed", "n_failed")) if whole)
-    for head, cells in (*_metrics(rows), *items, ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
+    counted = {
+        "items": [format_count(row.measurement.n_items) for row in rows if whole],
+        "failed": [format_count(row.measurement.n_failed) for row in rows if whole],
+    }
+    for head, cells in (*_metrics(rows), *counted.items(), ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
         if any(cell not in (ABSENT, "") for cell in cells):
             columns[_free(head, columns)] = cells
     if any(row.cell is not None and not row.cell.valid for row in rows):
@@ -130,8 +133,8 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     if any(marks):
         columns[_free(NOTES, columns)] = marks
     by = f", by {' and '.join(map(one_line, varied))}" if varied and not whole else ""
-    said = f" ({one_line(label(fixed))})" if fixed else ""
-    return Table("metrics", f"{title}{by}{said}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
+    at = f" ({one_line(label(fixed))})" if fixed else ""
+    return Table("metrics", f"{title}{by}{at}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
 
 
 def _free(head: str, taken: Mapping[str, Any]) -> str:
@@ -183,11 +186,6 @@ def _ratio(row: _Row, name: str) -> str:
     return ratio_of(row.metric(name), row.base.metric(name, row.at))
 
 
-def _counted(rows: Sequence[_Row], what: str) -> list[str]:
-    """Items of whole measurements."""
-    return [format_count(getattr(row.measurement, what)) for row in rows]
-
-
 def _repeats(row: _Row) -> str:
     most = max((len(metric.repeats) for metric in row.metrics()), default=0)
     return str(most) if most else ABSENT
@@ -206,7 +204,7 @@ def _doubts(row: _Row) -> Iterator[str]:
     if outcome.status is Status.IDENTICAL:
         yield STATUS[outcome.status]
     elif outcome.status is not Status.OK:
-        yield f"{STATUS[outcome.status]}: {outcome.reason or ''}"
+        yield status_line(outcome)
     flags: list[Flag] = [*(row.cell.flags if row.cell else ()), *(f for m in row.metrics() for f in m.flags)]
     yield from (flag.text for flag in flags)
     shaky = [metric.name for metric in row.metrics() if metric.steady is False]

@@ -1,7 +1,6 @@
 """Report → plain rows.
 
-Text and HTML lay out the same :class:`View`; it holds finished strings, and the few raw
-numbers that a chart needs.
+Text and HTML lay out the same :class:`View`; it holds finished strings, and the few raw numbers that a chart needs.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from typing import Any
 
 from fidelab.core import Status
 from fidelab.report.ablation import Matrix, isolation_of
-from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -26,9 +24,20 @@ from fidelab.report.cells import (
     plain,
     run_of,
     shared,
+    status_line,
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
-from fidelab.report.summary import KLD, Performance, contexts_of, joined, others_of, performance_of, titled
+from fidelab.report.summary import (
+    KLD,
+    Performance,
+    attribution_of,
+    contexts_of,
+    joined,
+    others_of,
+    performance_of,
+    titled,
+    truth_line,
+)
 from fidelab.report.tables import Table, ran_of, timing_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, format_bytes, one_line
@@ -70,7 +79,6 @@ class ArmRow:
     name: str
     engine: str
     model: str
-    kv: str
     band: str
     at_best: str
     status: str
@@ -222,7 +230,6 @@ def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
         name=one_line(arm.name),
         engine=one_line(arm.engine),
         model=one_line(arm.model),
-        kv=kv_of(arm),
         band=(arm.verdict.band if arm.verdict else None) or ABSENT,
         at_best=(arm.verdict.at_best if arm.verdict else None) or "",
         status=STATUS[arm.status],
@@ -302,7 +309,6 @@ def _positions(n: int | None, documents: int | None) -> str:
     return f"{n or 0:,} positions in {documents:,} document{'' if documents == 1 else 's'}"
 
 
-_MEASURED = (Status.OK, Status.IDENTICAL)
 _ORDER = ("excellent", "identical", "pass", "degraded", "fail", "none", "broken")
 
 
@@ -315,30 +321,30 @@ def _key(role: str, arm: ArmRecord) -> str:
 
 
 def _sentence(arm: ArmRecord) -> str:
-    reason = "" if arm.status in (Status.OK, Status.IDENTICAL) else one_line(arm.reason or "")
+    reason = "" if arm.measured else one_line(arm.reason or "")
     if arm.verdict is None:
-        return f"{STATUS[arm.status]}: {reason}" if reason else ""
-    said = one_line(arm.verdict.sentence)
-    return said if reason in said else f"{said} ({reason})"
+        return status_line(arm) if reason else ""
+    sentence = one_line(arm.verdict.sentence)
+    return sentence if reason in sentence else f"{sentence} ({reason})"
 
 
 def _told_already(arm: ArmRecord, reason: str | None) -> bool:
     """An axis failed with its whole arm, or with the reference, whose own line says why."""
-    said, whole = one_line(reason or ""), one_line(arm.reason or "")
-    lost = arm.status not in _MEASURED and whole != ""
-    return said.startswith(NO_REFERENCE) or (lost and (said in whole or whole in said))
+    own, whole = one_line(reason or ""), one_line(arm.reason or "")
+    lost = not arm.measured and whole != ""
+    return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
 
 
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
-    broken = {name: found for name, found in arm.benches.items() if not found.measured and arm.status in _MEASURED}
-    lines = [f"{one_line(name)} {STATUS[f.status]}: {one_line(f.reason or '')}" for name, f in broken.items()]
-    if (role == "reference" or not fidelity) and arm.status not in (Status.OK, Status.IDENTICAL):
-        return [f"{STATUS[arm.status]}: {one_line(arm.reason or '')}"]
+    if (role == "reference" or not fidelity) and not arm.measured:
+        return [status_line(arm)]
+    broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
+    lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
     for name, found in arm.axes.items():
         if not found.measured:
             if not _told_already(arm, found.reason):
-                lines.append(f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}")
+                lines.append(f"{one_line(name)} {status_line(found)}")
         elif found.n_failed:
             total = f" of {found.n_items:,}" if found.n_items is not None else ""
             lines.append(f"{found.n_failed:,}{total} items failed ({one_line(name)})")
@@ -353,8 +359,7 @@ _SAME = {"max": 0.0, "exact match": 1.0}
 
 def _repeats(found: Measurement) -> bool:
     """Nothing differed."""
-    said = any(found.value(name, {}) == value for name, value in _SAME.items())
-    return found.status is Status.IDENTICAL or said
+    return found.status is Status.IDENTICAL or any(found.value(name, {}) == value for name, value in _SAME.items())
 
 
 def _floor(floor: Mapping[str, Measurement]) -> str:
@@ -366,24 +371,26 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
         verb = "repeat" if len(same) > 1 else "repeats"
         parts = [f"{joined(same)} {verb}, on this machine and thread count", *parts]
     parts += [
-        f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}"
+        f"{one_line(name)} {status_line(found)}"
         for name, found in floor.items()
-        if found.status not in (*_MEASURED, Status.NOT_MEASURABLE) and not (found.reason or "").startswith(NO_REFERENCE)
+        if not (
+            found.measured or found.status is Status.NOT_MEASURABLE or (found.reason or "").startswith(NO_REFERENCE)
+        )
     ]
     return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
     """Why it is not known what a change of last bits alone does; the same reason is told once."""
-    found = [
+    reasons = [
         (one_line(arm.name), one_line(arm.floor.reason or "").removeprefix("not measured: "))
         for arm in arms
-        if arm.status in _MEASURED and arm.floor is not None
+        if arm.measured and arm.floor is not None
     ]
-    missing, said = [(name, why) for name, why in found if why], "a change of last bits alone was not measured"
-    if missing == found and len({why for _, why in missing}) == 1:
-        return [f"{said}: {missing[0][1]}"]
-    return [f"{said} for {line}" for line in shared(missing)]
+    missing, text = [(name, why) for name, why in reasons if why], "a change of last bits alone was not measured"
+    if missing == reasons and len({why for _, why in missing}) == 1:
+        return [f"{text}: {missing[0][1]}"]
+    return [f"{text} for {line}" for line in shared(missing)]
 
 
 def _repeated(name: str, found: Measurement) -> str:
@@ -403,15 +410,14 @@ def _apart(name: str, found: Measurement) -> str:
 
 def _controls(arms: Sequence[ArmRecord]) -> str:
     """What the control costs, and those of other kernel paths."""
-    measured = any(arm.status in _MEASURED for arm in arms)
-    tail = ["over control: paired differences"] if measured else []
+    tail = ["over control: paired differences"] if any(arm.measured for arm in arms) else []
     return "; ".join([*map(_control, arms), *tail]) or "control: none"
 
 
 def _control(arm: ArmRecord) -> str:
     name = one_line(arm.name)
-    if arm.status not in (Status.OK, Status.IDENTICAL):
-        return f"control {name}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
+    if not arm.measured:
+        return f"control {name}: {status_line(arm)}"
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
     if not (cost := kld_of(arm.axes.get(KLD))).absent:
         parts.append(f"KLD {cost} nats")
