@@ -32,11 +32,11 @@ def axis_settings(
     if quick:
         chosen = {name: dict(AXES.load(name).quick) for name in chosen}
     for axis, values in flags.items():
-        given = {key: value for key, value in values.items() if value is not None}
-        if given and axis not in chosen:
-            flag = next(iter(given)).replace("_", "-")
+        settings = {key: value for key, value in values.items() if value is not None}
+        if settings and axis not in chosen:
+            flag = next(iter(settings)).replace("_", "-")
             raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
-        chosen.get(axis, {}).update(given)
+        chosen.get(axis, {}).update(settings)
     for text in limit:
         axis, _, number = text.rpartition("=")
         if not (number.isascii() and number.isdigit()):

@@ -184,8 +184,8 @@ def sweep(
 def _single(flag: str, text: str) -> int:
     from fidelab.errors import UsageError
 
-    first, *more = counts(flag, text)
-    if more:
+    first, *rest = counts(flag, text)
+    if rest:
         raise UsageError(f"{flag} {text!r}: write one number (for several contexts: fidelab bench sweep --contexts)")
     return first
 
@@ -214,13 +214,13 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 
     if more and not goodput:
         raise UsageError(f"unexpected {more[0]!r}: all settings are options (see: fidelab bench serve --help)")
-    found = {}
+    targets = {}
     for word in " ".join([*goodput, *more]).replace(",", " ").split():
         metric, colon, limit = word.partition(":")
         if not colon or metric not in ("ttft", "tpot", "e2el"):
             raise UsageError(f"--goodput {word!r}: write ttft:MS, tpot:MS or e2el:MS")
-        found[metric] = _number("--goodput", limit)
-    return found
+        targets[metric] = _number("--goodput", limit)
+    return targets
 
 
 # ------------------------------------------------------------------------------------------------- the run
@@ -231,10 +231,10 @@ def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, ru
     from fidelab.cli.bench_watch import watcher
     from fidelab.errors import EngineError, UsageError
 
-    given = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
+    options = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
     key = server.api_key
     try:
-        settings = ServingSettings.of(**given)
+        settings = ServingSettings.of(**options)
         keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv)
         serving = _measure(settings, key, keeper)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
@@ -281,7 +281,7 @@ def _command(key: str | None) -> str:
 
 
 def _in_flags(text: str) -> str:
-    for theirs, ours in (
+    for option, flag in (
         ("engine openai: base-url", "--base-url"),
         ("correct base-url or model", "correct --base-url or --model"),
         ("correct base-url", "correct --base-url"),
@@ -296,5 +296,5 @@ def _in_flags(text: str) -> str:
         ("--engine-arg model=NAME", "--model NAME"),
         (", start it again, then --resume", ", start it again"),
     ):
-        text = text.replace(theirs, ours)
+        text = text.replace(option, flag)
     return text

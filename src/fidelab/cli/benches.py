@@ -44,11 +44,11 @@ def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
     """
     from fidelab.errors import UsageError
 
-    found = []
+    numbers = []
     for part in text.lower().split(","):
         digits, thousand = part.strip().removesuffix("k"), part.strip().endswith("k")
         if not (digits.isascii() and digits.isdigit() and int(digits) >= least):
             above = " above 0" if least else ""
             raise UsageError(f"{flag} {text!r}: write numbers{above}, separated by commas, as in 128,1k")
-        found.append(int(digits) * (1024 if thousand else 1))
-    return tuple(found)
+        numbers.append(int(digits) * (1024 if thousand else 1))
+    return tuple(numbers)

@@ -108,13 +108,13 @@ def install_engine(
     from fidelab.environments.install import install
     from fidelab.environments.recipes import machine_variant, recipe
 
-    wanted = recipe(name, environment.variant() or machine_variant())
+    chosen = recipe(name, environment.variant() or machine_variant())
     maker = interpreter(python) if python else sys.executable
     shims = [shim(str(folder)) for folder in pythonpath or ()]
-    made = install(wanted, environment.path or engines_dir() / wanted.name, note, python=maker, pythonpath=shims)
+    installed = install(chosen, environment.path or engines_dir() / chosen.name, note, python=maker, pythonpath=shims)
     if environment.path is not None:
-        note(f"runs use it with --python {made.python}")
-    print(made.python)
+        note(f"runs use it with --python {installed.python}")
+    print(installed.python)
 
 
 @app.command("remove")

@@ -98,12 +98,12 @@ def captured_tensors(
     from fidelab.models import resolve
     from fidelab.runs.layer_diff import capture_qkv
 
-    found = resolve(model)
+    resolved = resolve(model)
     if not layers:
-        if found.layers is None:
+        if resolved.layers is None:
             raise UsageError(f"{model} does not say how many layers it has; name some with --layers")
-        layers = sorted({0, found.layers // 2, found.layers - 1})
-    tokens = n_ctx or min(longest, _LONGEST, found.max_positions or _LONGEST)
+        layers = sorted({0, resolved.layers // 2, resolved.layers - 1})
+    tokens = n_ctx or min(longest, _LONGEST, resolved.max_positions or _LONGEST)
     with tempfile.TemporaryDirectory() as scratch:
         data = {
             "model": model,

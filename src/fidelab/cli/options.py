@@ -127,8 +127,8 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         if name not in ("resume_dir", *allowed) and source is not None and source.name == "COMMANDLINE":
-            said = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
-            raise UsageError(f"--resume takes the {owner}'s own settings: leave out {said}")
+            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+            raise UsageError(f"--resume takes the {owner}'s own settings: leave out {flag}")
 
 
 # --------------------------------------------------------------------------------- single options and arguments

@@ -155,10 +155,10 @@ def _row(spread: AxisSpread) -> list[str]:
     from fidelab.results.numbers import format_figure, format_kld, format_range, format_score, one_line
 
     score, nats = spread.score, spread.nats
-    there = len(score.values) - len(spread.lost)
+    n_scored = len(score.values) - len(spread.lost)
     verdict = (spread.verdict or "not measurable") + ("\nrepeats exactly" if spread.exact else "")
     if spread.lost:
-        verdict += f"\n{there} of {len(score.values)} runs"
+        verdict += f"\n{n_scored} of {len(score.values)} runs"
     scale = None if score.low is None or score.high is None else (score.low, score.high)
     return [
         one_line(spread.candidate),

@@ -124,18 +124,18 @@ def pair_windows(ref: DumpFolder, test: DumpFolder) -> None:
         raise MismatchError(
             f"{many.path} has {len(many.shapes)} files for the {len(few.shapes)} windows of {few.path}: {_DRAFT}"
         )
-    for here, there in ((ref, test), (test, ref)):
-        alone = sorted(set(here.shapes) - set(there.shapes))
-        if alone:
-            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+    for dump, other in ((ref, test), (test, ref)):
+        missing = sorted(set(dump.shapes) - set(other.shapes))
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MismatchError(
-                f"{there.path} lacks {alone[0]}.safetensors{more}, which {here.path} has: capture the same windows"
+                f"{other.path} lacks {missing[0]}.safetensors{rest}, which {dump.path} has: capture the same windows"
             )
     for number in ref.numbers:
-        ours, theirs = ref.shapes[number][0], test.shapes[number][0]
-        if ours != theirs:
+        n_ref, n_test = ref.shapes[number][0], test.shapes[number][0]
+        if n_ref != n_test:
             raise MismatchError(
-                f"{test.path / f'{number}.safetensors'} has {theirs} rows, the reference {ours}: "
+                f"{test.path / f'{number}.safetensors'} has {n_test} rows, the reference {n_ref}: "
                 "the windows are not the same; capture both with one tokenizer and one window length"
             )
 
@@ -167,8 +167,8 @@ def _open_file(path: Path) -> WindowFile:
     except CaptureError as error:
         raise InputError(f"{path} is no complete safetensors file: {error.__context__ or error}") from error
     if KEY not in names:
-        found = ", ".join(map(repr, names[:5])) or "nothing"
-        raise InputError(f"{path} has no tensor {KEY!r}; it holds {found}")
+        holding = ", ".join(map(repr, names[:5])) or "nothing"
+        raise InputError(f"{path} has no tensor {KEY!r}; it holds {holding}")
     try:
         array = tensors.get(KEY)
     except (KeyError, ValueError, TypeError) as error:

@@ -76,8 +76,8 @@ class Node:
 
     def wrong(self, wanted: str) -> InputError:
         """The error that says what should stand here."""
-        found = repr(self.value)
-        return InputError(f"{self.place}: expected {wanted}, found {found if len(found) <= 60 else found[:60] + '…'}")
+        text = repr(self.value)
+        return InputError(f"{self.place}: expected {wanted}, found {text if len(text) <= 60 else text[:60] + '…'}")
 
 
 @dataclass(frozen=True)

@@ -220,9 +220,9 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
         means.append(value)
         sizes.append(1.0 if size is None else float(size))
     items = RatioItems.of(np.multiply(means, sizes), sizes, window_blocks(len(means)))
-    found = ratio_estimate(items)
-    if found is None or not math.isclose(found, mean, rel_tol=1e-3, abs_tol=1e-6):
-        return None, (f"the chunks' mean KL is {found}, the file says {mean:g}: no interval of the mean KL",)
+    average = ratio_estimate(items)
+    if average is None or not math.isclose(average, mean, rel_tol=1e-3, abs_tol=1e-6):
+        return None, (f"the chunks' mean KL is {average}, the file says {mean:g}: no interval of the mean KL",)
     return items, ()
 
 

@@ -61,16 +61,16 @@ def at_least_one(node: Node) -> int:
 
 def texts(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
     """Those of an object's entries that are a text, a number or yes or no."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     for name in names:
         entry = node[name]
         if isinstance(entry.value, bool):
-            found[name] = entry.value
+            entries[name] = entry.value
         elif isinstance(entry.value, str):
-            found[name] = entry.text()
+            entries[name] = entry.text()
         elif entry.value is not None:
-            found[name] = entry.number(-_LARGEST, _LARGEST)
-    return found
+            entries[name] = entry.number(-_LARGEST, _LARGEST)
+    return entries
 
 
 def load_cell(
@@ -87,7 +87,7 @@ def load_cell(
 ) -> CellResult:
     """A load; invalid where it is not ``usable``, or a flag says that its figures must not be used."""
     times = list(latencies)
-    measured = rates.get(OUTPUT_RATE) is not None or any(one.name in ("tpot", "ttft") for one in times)
+    measured = rates.get(OUTPUT_RATE) is not None or any(latency.name in ("tpot", "ttft") for latency in times)
     status, reason = Status.OK, None
     if error or not measured:
         status = Status.FAILED if error else Status.NOT_MEASURABLE

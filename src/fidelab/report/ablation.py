@@ -29,8 +29,8 @@ class Matrix:
 
 def isolation_of(report: Report) -> tuple[Matrix, ...]:
     """One for each outcome; nothing where no grid was asked for."""
-    found = report.isolation
-    return () if found is None else tuple(_matrix(found, outcome) for outcome in found.outcomes)
+    isolation = report.isolation
+    return () if isolation is None else tuple(_matrix(isolation, outcome) for outcome in isolation.outcomes)
 
 
 def _matrix(isolation: Isolation, outcome: Outcome) -> Matrix:
@@ -44,14 +44,14 @@ def _matrix(isolation: Isolation, outcome: Outcome) -> Matrix:
         for cell in outcome.cells
     }
     names = [one_line(factor) for factor in isolation.factors]
-    said = one_line(outcome.sentence)
+    sentence = one_line(outcome.sentence)
     if len(names) != 2:
         rows = tuple((*map(one_line, levels), value) for levels, value in values.items())
-        return Matrix(Table("isolation", title, (*names, _HEAD[outcome.name]), rows, named=len(names)), said)
+        return Matrix(Table("isolation", title, (*names, _HEAD[outcome.name]), rows, named=len(names)), sentence)
     down, across = isolation.factors.values()
     columns = (f"{names[0]}, {names[1]} →", *map(one_line, across))
     rows = tuple((one_line(row), *(values[row, column] for column in across)) for row in down)
-    return Matrix(Table("isolation", title, columns, rows), said)
+    return Matrix(Table("isolation", title, columns, rows), sentence)
 
 
 # ------------------------------------------------------------------------------------------------ the sentence
@@ -95,14 +95,14 @@ def _clause(effect: FactorEffect, outcome: Outcome) -> str:
             back = min(moving, key=lambda s: s.mean)
             return f"{name} moves {what} either way: {_in(shift, outcome)}, but {_in(back, outcome)}"
         case "unclear":
-            seen = f" with {_where(effect)}" if moving else ""
-            return f"{name} moves {what}: {change}{seen}; where else cannot be told"
+            contexts = f" with {_where(effect)}" if moving else ""
+            return f"{name} moves {what}: {change}{contexts}; where else cannot be told"
     if len(effect.shifts) < 2:
         return f"{name} moves {what}: {change}"
-    said = f"{name} moves {what}: {change}, {'everywhere' if len(moving) == len(effect.shifts) else 'on average'}"
+    clause = f"{name} moves {what}: {change}, {'everywhere' if len(moving) == len(effect.shifts) else 'on average'}"
     most = max(effect.shifts, key=lambda s: s.mean)
-    more = f", most with {_levels(most.context or {})} ({_amount(most.mean, outcome, signed=True)})"
-    return said + (more if effect.depends else "")
+    largest = f", most with {_levels(most.context or {})} ({_amount(most.mean, outcome, signed=True)})"
+    return clause + (largest if effect.depends else "")
 
 
 def _together(moved: Sequence[FactorEffect]) -> list[FactorEffect]:
@@ -113,8 +113,8 @@ def _together(moved: Sequence[FactorEffect]) -> list[FactorEffect]:
         if len(group) < 2 or not group <= by_name.keys():
             continue
         high = {name: by_name[name].shifts[0].high for name in group}
-        if all(by_name[one].only == {o: (high[o],) for o in group - {one}} for one in group):
-            return [found for found in moved if found.factor in group]
+        if all(by_name[name].only == {other: (high[other],) for other in group - {name}} for name in group):
+            return [effect for effect in moved if effect.factor in group]
     return []
 
 

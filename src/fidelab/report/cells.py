@@ -126,44 +126,44 @@ def _options(options: Any) -> str:
 # ------------------------------------------------------------------- the main table: metrics of the KLD by name
 
 
-def kld_of(found: Measurement | None, at: Coordinates | None = None) -> Estimate:
+def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
     """Mean KL (nats) and its interval: of the worst context, or of one."""
-    return estimate_of(found.metric("mean", at or {}) if found else None)
+    return estimate_of(kld.metric("mean", at or {}) if kld else None)
 
 
-def excess_of(found: Measurement | None) -> Estimate:
+def excess_of(kld: Measurement | None) -> Estimate:
     """Mean KL beyond the control's, paired (nats)."""
-    excess = found.metric(OVER_CONTROL, {}) if found else None
+    excess = kld.metric(OVER_CONTROL, {}) if kld else None
     # The difference of two lower bounds bounds nothing: not shown.
     if excess is None or excess.value is None or excess.bound:
         return Estimate()
     return Estimate(format_kld(excess.value, signed=True), format_span(excess.interval))
 
 
-def changed_of(found: Measurement | None) -> Estimate:
+def changed_of(kld: Measurement | None) -> Estimate:
     """How many of the most likely tokens change."""
-    top1 = found.metric("top-1", {}) if found else None
+    top1 = kld.metric("top-1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
-    return _odds(found, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
+    return _odds(kld, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
 
 
-def flips_of(found: Measurement | None) -> Estimate:
+def flips_of(kld: Measurement | None) -> Estimate:
     """How many change that were no near tie."""
-    flips = found.metric("real flips", {}) if found else None
-    return Estimate() if flips is None or flips.value is None else _odds(found, flips.value, flips.interval)
+    flips = kld.metric("real flips", {}) if kld else None
+    return Estimate() if flips is None or flips.value is None else _odds(kld, flips.value, flips.interval)
 
 
-def _odds(found: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
+def _odds(kld: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
     """Of none, how many positions there were."""
-    scored = (found.n_items or 0) - (found.n_failed or 0) if found else 0
+    scored = (kld.n_items or 0) - (kld.n_failed or 0) if kld else 0
     text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_odds(share)
     return Estimate(text, format_odds_span(interval, share), f"{share:g}")
 
 
-def run_of(found: Measurement | None) -> Estimate:
+def run_of(kld: Measurement | None) -> Estimate:
     """Expected tokens until the most likely one changes; what bounds it is the interval of the changes."""
-    run = found.metric("tokens to flip", {}) if found else None
+    run = kld.metric("tokens to flip", {}) if kld else None
     if run is None or (run.value is None and run.ci is None):
         return Estimate()
     if run.value is not None:

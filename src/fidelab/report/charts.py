@@ -126,11 +126,11 @@ def draw_frame(
         parts.append(element("line", class_="frame", x1=tick.at, x2=tick.at, y1=bottom, y2=bottom + 5))
         parts.append(text(tick.at, bottom + 19, tick.label, "middle", "tick"))
     parts.append(text(right, bottom + 39, x_axis.label, "end"))
-    held = {y(at): label for at, label in rules.items() if y.low < at <= y.high}
-    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in held]
+    levels = {y(at): label for at, label in rules.items() if y.low < at <= y.high}
+    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in levels]
     above = [
         text(left + 5, level + 11, label, style="rulelabel")
-        for (level, label), lower in zip(held.items(), [bottom, *held], strict=False)
+        for (level, label), lower in zip(levels.items(), [bottom, *levels], strict=False)
         if lower - level >= 12  # else there is no room
     ]
     return Chart(size, Markup("\n".join([*parts, *inside, *names, *above])))
@@ -153,8 +153,8 @@ def draw_lines(
     top, bottom = 30.0, size.height - 48.0
     right = size.width - 14 - (8 + LETTER * longest if longest else 0)
     curves = [line.curve for line in lines]
-    found = (value for curve in curves for value in (*curve.y, *curve.low, *curve.high))
-    values = [*(value for value in found if value is not None), *(band.upper for band in bands)]
+    values = [value for curve in curves for value in (*curve.y, *curve.low, *curve.high) if value is not None]
+    values += [band.upper for band in bands]
     y_scale = scale_for(values, y, bottom, top)
     widest = LETTER * max((len(tick.label) for tick in y_scale.ticks(Y_TICKS)), default=0)
     left = max(58.0, min(14 + widest, size.width / 3))
@@ -196,15 +196,15 @@ def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
     doubts = curve.doubts or ("",) * len(curve.x)
     ends = zip(curve.x, curve.low, curve.high, doubts, strict=True) if curve.low and curve.high else ()
     counted = [(at, low, high) for at, low, high, doubt in ends if not doubt]
-    for given, group in groupby(counted, lambda end: end[1] is not None and end[2] is not None):
+    for known, group in groupby(counted, lambda end: end[1] is not None and end[2] is not None):
         places = [(x(at), y(low), y(high)) for at, low, high in group if low is not None and high is not None]
-        if given and len(places) == 1:
+        if known and len(places) == 1:
             [(at, low, high)] = places
             yield f"M{at - 1.5:g} {low:g}H{at + 1.5:g}V{high:g}H{at - 1.5:g}Z"
-        elif given:
-            there = [f"{at:g} {high:g}" for at, _, high in places]
-            back = [f"{at:g} {low:g}" for at, low, _ in reversed(places)]
-            yield f"M{' L'.join(there + back)}Z"
+        elif known:
+            upper = [f"{at:g} {high:g}" for at, _, high in places]
+            lower = [f"{at:g} {low:g}" for at, low, _ in reversed(places)]
+            yield f"M{' L'.join(upper + lower)}Z"
 
 
 def _runs(curve: Curve, x: Scale, y: Scale) -> list[list[tuple[float, float]]]:
@@ -236,19 +236,19 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
     """Stacked bars from 0 on, a row each: name above, figure behind; ``parts``: all names, which give the colours."""
     bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
-    sums = [sum(lengths[n] for lengths in found.parts.values()) for _, found, n in bars]
-    totals = [found.totals[n] if found.totals else whole for (_, found, n), whole in zip(bars, sums, strict=True)]
+    sums = [sum(lengths[n] for lengths in stack.parts.values()) for _, stack, n in bars]
+    totals = [stack.totals[n] if stack.totals else whole for (_, stack, n), whole in zip(bars, sums, strict=True)]
     figures = [shorten(format_amount(total), 12) for total in totals]
     left, top, bottom = 14.0, 26.0, 30.0 + ROW * len(bars)
     right = width - 20 - LETTER * max(map(len, figures), default=0)
     axis = Axis(group.bars[0][1].y_label, low=0.0, high=max(*sums, *totals) or 1.0)
     x = scale_for([], axis, left, right)
     rows = []
-    for row, (arm, found, n) in enumerate(bars):
-        name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(found.labels[n]))))
+    for row, (arm, stack, n) in enumerate(bars):
+        name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(stack.labels[n]))))
         y, before = top + ROW * row + 18, 0.0
         pieces = [text(left, y - 5, name, style="name")]
-        for part, lengths in found.parts.items():
+        for part, lengths in stack.parts.items():
             begin, end = x(before), x(before + lengths[n])
             title = element("title", f"{name}: {part} {format_amount(lengths[n])} {axis.label}")
             piece = element("rect", x=begin, y=y, width=round(end - begin, 1), height=THICK)

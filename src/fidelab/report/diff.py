@@ -131,19 +131,19 @@ def _signed(value: float, change: MetricChange) -> str:
 
 def _missing(diff: Diff) -> Iterator[str]:
     """Every metric that one side lacks; arms that lack the same ones share a line."""
-    there = {(change.role, change.arm) for change in diff.changes if change.basis}
+    common = {(change.role, change.arm) for change in diff.changes if change.basis}
     for outcome in ("lost", "new"):
         places: dict[tuple[str, str, str], list[str]] = {}
         for change in diff.changes:
             if change.outcome == outcome:
-                group = change.group.removeprefix(BENCH) if (change.role, change.arm) in there else ""
+                group = change.group.removeprefix(BENCH) if (change.role, change.arm) in common else ""
                 name = ", ".join(part for part in (change.cell, change.metric) if part)
                 places.setdefault((_arm(change), group, change.doubt), []).append(name)
         alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
         for (arm, group, doubt), names in places.items():
             alike.setdefault((group, doubt, tuple(names)), []).append(arm)
-        for (group, doubt, found), arms in alike.items():
-            what = f"{group}: {'; '.join(found)}" if group else f"all {len(found)} metrics"
+        for (group, doubt, metrics), arms in alike.items():
+            what = f"{group}: {'; '.join(metrics)}" if group else f"all {len(metrics)} metrics"
             yield one_line(f"{outcome}: {', '.join(arms)}, {what}{f' [{doubt}]' if doubt else ''}")
 
 

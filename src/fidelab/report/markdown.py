@@ -63,12 +63,12 @@ def _opening(report: Report, view: View) -> str:
     """What was compared or measured, on which text and by which protocol, in one sentence."""
     engines = ", ".join(code_span(name) for name in dict.fromkeys(row.engine for row in view.rows))
     n = len(view.candidates) if view.fidelity else len(view.rows)
-    those = f"{n} configuration{'' if n == 1 else 's'} of {code_span(_public(view.rows[0].model))} on {engines}"
+    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(_public(view.rows[0].model))} on {engines}"
     if view.performance is not None and not view.fidelity:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
-        return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
+        return f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
+    return f"{subject}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
 
 
 def _protocol(report: Report, text: str) -> str:
@@ -88,11 +88,11 @@ def _protocol(report: Report, text: str) -> str:
     return f": {'; '.join(parts)}" if parts else ""
 
 
-def _facts(found: Measurement) -> str:
+def _facts(axis: Measurement) -> str:
     """``: 10 items, n_predict 64``."""
-    words = [f"{found.n_items:,} item{'' if found.n_items == 1 else 's'}"] if found.n_items else []
-    plain = (name for name, value in found.facts.items() if fact_of(value) != ABSENT)
-    words += [f"{escaped(one_line(name))} {_setting(found.facts[name])}" for name in plain]
+    words = [f"{axis.n_items:,} item{'' if axis.n_items == 1 else 's'}"] if axis.n_items else []
+    plain = (name for name, value in axis.facts.items() if fact_of(value) != ABSENT)
+    words += [f"{escaped(one_line(name))} {_setting(axis.facts[name])}" for name in plain]
     return f": {', '.join(words)}" if words else ""
 
 
@@ -101,8 +101,8 @@ def _windows_of(n_ctx: Any) -> str:
     shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
     if shortest is None:
         return " of the shortest context"
-    more = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
-    return f" of {_setting(shortest)} tokens{more}"
+    others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
+    return f" of {_setting(shortest)} tokens{others}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

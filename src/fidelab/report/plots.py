@@ -71,11 +71,11 @@ def frontier(report: Report, view: View) -> Drawing | None:
 
 def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
     """Share of positions whose KL exceeds x; ``positions`` are those of the arms of these ids."""
-    found = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
-    if not found:
+    tails = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
+    if not tails:
         return None
-    shares = [part.tail() for _, part in found]
-    last = max(int(part.above.nonzero()[0][-1]) for _, part in found) + 1
+    shares = [part.tail() for _, part in tails]
+    last = max(int(part.above.nonzero()[0][-1]) for _, part in tails) + 1
     first = min(int((share >= 0.9).sum()) for share in shares)  # where the first line leaves 100%
     first = min(max(first - 1, last - 80, 0), last)
     curves = [
@@ -94,10 +94,10 @@ def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing 
     ]
     lines = [
         Line(arm.name, arm.id, line_style(arm.role, arm.number), curve, area=arm.id == "control")
-        for (arm, _), curve in zip(found, curves, strict=True)
+        for (arm, _), curve in zip(tails, curves, strict=True)
     ]
     x = Axis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
-    y = Axis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in found), high=1.0)
+    y = Axis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in tails), high=1.0)
     legend = [(line.name, line.arm, line.style) for line in lines]
     caption = (
         "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
@@ -201,8 +201,8 @@ def _drawing(
     bare = [line if few else replace(line, curve=line.curve.model_copy(update={"names": ()})) for line in lines]
     rules = RULES if noisy else {}
     drawn = [
-        draw_lines(found, x, y, place, bands=_bands(noisy, place) if noisy else (), rules=rules)
-        for found, place in ((lines, wide), (bare, NARROW))
+        draw_lines(strokes, x, y, place, bands=_bands(noisy, place) if noisy else (), rules=rules)
+        for strokes, place in ((lines, wide), (bare, NARROW))
     ]
     first = lines[0].curve
     return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend))

@@ -138,30 +138,36 @@ def table_of(plot: TablePlot) -> Table:
 def _sections(
     kind: Literal["axis", "bench"], arms: Sequence[tuple[Arm, Mapping[str, Measurement]]]
 ) -> Iterable[Section]:
-    first = sorted(arms, key=lambda found: found[0].role != "candidate")  # candidates have every axis, in its order
-    for name in dict.fromkeys(name for _, found in first for name in found):
-        yield _section(kind, name, [(arm, found[name]) for arm, found in arms if name in found])
+    # candidates have every axis, in its order
+    candidates_first = sorted(arms, key=lambda entry: entry[0].role != "candidate")
+    for name in dict.fromkeys(name for _, measurements in candidates_first for name in measurements):
+        yield _section(kind, name, [(arm, part[name]) for arm, part in arms if name in part])
 
 
 def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm, Measurement]]) -> Section:
-    title = one_line(next((found.title for _, found in arms if found.title), name))
-    base = next((found for arm, found in arms if arm.role == "reference"), None)
+    title = one_line(next((measurement.title for _, measurement in arms if measurement.title), name))
+    base = next((measurement for arm, measurement in arms if arm.role == "reference"), None)
     notes = Notes()
-    tables = tables_of(one_line(name), title, [(arm.name, found) for arm, found in arms], base, notes)
-    drawn = [(arm, found) for arm, found in arms if arm.role in ("candidate", "floor") or arm.number == 0]
+    tables = tables_of(one_line(name), title, [(arm.name, measurement) for arm, measurement in arms], base, notes)
+    drawn = [(arm, measurement) for arm, measurement in arms if arm.role in ("candidate", "floor") or arm.number == 0]
     return Section(
         kind=kind,
         name=one_line(name),
         title=title,
-        notes=tuple(shared((arm.name, status_line(found)) for arm, found in arms if not found.measured)),
-        lines=tuple(shared((arm.name, one_line(flag.text)) for arm, found in arms for flag in found.flags)),
-        sources=tuple(shared((arm.name, line) for arm, found in arms if (line := _facts(found)))),
+        notes=tuple(
+            shared((arm.name, status_line(measurement)) for arm, measurement in arms if not measurement.measured)
+        ),
+        lines=tuple(shared((arm.name, one_line(flag.text)) for arm, measurement in arms for flag in measurement.flags)),
+        sources=tuple(shared((arm.name, line) for arm, measurement in arms if (line := _facts(measurement)))),
         tables=tuple(tables),
         footnotes=tuple(notes.numbered()),
         doubts=tuple(notes.named()),
         legend=tuple(
             dict.fromkeys(
-                f"{one_line(m.name)}: {one_line(m.about)}" for _, found in arms for m in found.metrics if m.about
+                f"{one_line(m.name)}: {one_line(m.about)}"
+                for _, measurement in arms
+                for m in measurement.metrics
+                if m.about
             )
         ),
         curves=tuple(
@@ -172,13 +178,13 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm
             BarGroup(key, bars[0][1].title, bars[0][1].caption, bars)
             for key, bars in _by_key(drawn, Bars, _lined_bars).items()
         ),
-        shown=tuple(shown for arm, found in arms if (shown := _shown(arm, found)) is not None),
+        shown=tuple(shown for arm, measurement in arms if (shown := _shown(arm, measurement)) is not None),
     )
 
 
-def _facts(found: Measurement) -> str:
+def _facts(measurement: Measurement) -> str:
     """``n_ctx 512, estimator hidden``: facts that are one word or number."""
-    words = {one_line(name): fact_of(value) for name, value in found.facts.items()}
+    words = {one_line(name): fact_of(value) for name, value in measurement.facts.items()}
     return ", ".join(f"{name} {word}" for name, word in words.items() if word != ABSENT)
 
 
@@ -186,15 +192,15 @@ def _by_key(
     arms: Sequence[tuple[Arm, Measurement]], kind: type[_Shared], lined: Callable[[_Shared], _Shared]
 ) -> dict[str, tuple[tuple[Arm, _Shared], ...]]:
     """The plots of one kind, grouped by the chart that they share."""
-    plots = [(arm, lined(plot)) for arm, found in arms for plot in found.plots if isinstance(plot, kind)]
+    plots = [(arm, lined(plot)) for arm, measurement in arms for plot in measurement.plots if isinstance(plot, kind)]
     keys = dict.fromkeys(plot.key for _, plot in plots)
     return {key: tuple((arm, plot) for arm, plot in plots if plot.key == key) for key in keys}
 
 
-def _shown(arm: Arm, found: Measurement) -> Shown | None:
-    heatmaps = tuple(_lined_heatmap(plot) for plot in found.plots if isinstance(plot, Heatmap))
-    tables = tuple(plot for plot in found.plots if isinstance(plot, TablePlot))
-    texts = tuple(_readable_texts(plot) for plot in found.plots if isinstance(plot, Texts))
+def _shown(arm: Arm, measurement: Measurement) -> Shown | None:
+    heatmaps = tuple(_lined_heatmap(plot) for plot in measurement.plots if isinstance(plot, Heatmap))
+    tables = tuple(plot for plot in measurement.plots if isinstance(plot, TablePlot))
+    texts = tuple(_readable_texts(plot) for plot in measurement.plots if isinstance(plot, Texts))
     return Shown(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
 
 

@@ -45,14 +45,14 @@ class Performance:
 def contexts_of(report: Report) -> Table | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    found = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
-    means = [metric for axis in found.values() for metric in axis.metrics if metric.name == "mean"]
+    klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
+    means = [metric for axis in klds.values() for metric in axis.metrics if metric.name == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
         return None
     rows = [
         (one_line(name), *(str(kld_of(axis, {"context": n})) for n in sizes))
-        for name, axis in found.items()
+        for name, axis in klds.items()
         if any(metric.cell for metric in axis.metrics)
     ]
     title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
@@ -67,10 +67,10 @@ def others_of(report: Report) -> Table | None:
     arms = [*report.candidates, *([report.control] if report.control else [])]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
-        found = [arm.axes.get(name) for arm in arms]
+        axes = [arm.axes.get(name) for arm in arms]
         nobody: list[Metric | None] = [None] * len(arms)
-        for n, (head, cells) in enumerate(_headlines(name, found) or [(one_line(name), nobody)]):
-            brief = zip(found, cells, strict=True)
+        for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)]):
+            brief = zip(axes, cells, strict=True)
             columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
     if not columns:
         return None
@@ -82,42 +82,50 @@ def others_of(report: Report) -> Table | None:
     return Table("others", "Other axes", ("arm", *columns), tuple(rows))
 
 
-def _brief(found: Measurement | None, metric: Metric | None, *, first: bool) -> str:
+def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> str:
     """The metric; where there is none, in the first column how the axis ended."""
-    if metric is not None or found is None:
+    if metric is not None or axis is None:
         return str(estimate_of(metric))
-    return STATUS[found.status] if first else ABSENT
+    return STATUS[axis.status] if first else ABSENT
 
 
 def _shows_composite(report: Report) -> bool:
     """It has a band where all its axes were measured; a band table that is not the default was asked for."""
-    found = [arm.composite for arm in report.candidates if arm.composite is not None]
-    asked = report.settings.get("bands", "fidelab") != "fidelab"
-    return bool(found) and (asked or any(composite.band is not None for composite in found))
+    composites = [arm.composite for arm in report.candidates if arm.composite is not None]
+    chosen = report.settings.get("bands", "fidelab") != "fidelab"
+    return bool(composites) and (chosen or any(composite.band is not None for composite in composites))
 
 
-def _headlines(name: str, found: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
+def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
     """What stands for an axis or a bench by the first arm that has it: heading, and the same metric of all arms.
 
     A coordinate that is the same wherever anything was measured is not told.
     """
-    known = [axis for axis in found if axis is not None and axis.measured]
-    shapes = [at for axis in known for at in axis.shapes()]
-    leading = next((heads for axis in known if (heads := [m for m in axis.headlines if _shown(axis, m)])), [])
+    known = [measurement for measurement in measurements if measurement is not None and measurement.measured]
+    shapes = [at for measurement in known for at in measurement.shapes()]
+    leading = next(
+        (heads for measurement in known if (heads := [m for m in measurement.headlines if _shown(measurement, m)])), []
+    )
     columns = []
     for metric in leading:
         alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
         varied = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
-        cells = [axis.metric(metric.name, metric.cell) if axis is not None else None for axis in found]
-        shown = [m if m and axis and _shown(axis, m) else None for m, axis in zip(cells, found, strict=True)]
+        cells = [
+            measurement.metric(metric.name, metric.cell) if measurement is not None else None
+            for measurement in measurements
+        ]
+        shown = [
+            m if m and measurement and _shown(measurement, m) else None
+            for m, measurement in zip(cells, measurements, strict=True)
+        ]
         at = f", {one_line(label(varied))}" if varied else ""
         mib = any(m is not None and _in_mib(m) for m in shown)
         columns.append((heading(titled(name, metric), metric.unit, mib=mib) + at, shown))
     return columns
 
 
-def _shown(found: Measurement, metric: Metric) -> bool:
-    return metric.value is not None and counts(found, metric.cell)
+def _shown(measurement: Measurement, metric: Metric) -> bool:
+    return metric.value is not None and counts(measurement, metric.cell)
 
 
 def _in_mib(metric: Metric) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of, status_line
@@ -15,7 +15,7 @@ from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, fo
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
-__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "ran_of", "tables_of", "timing_of"]
+__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "free", "ran_of", "tables_of", "timing_of"]
 
 NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
@@ -101,11 +101,15 @@ def tables_of(
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
     Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
     """
-    rows = [_Row(arm, found, None if found is base else base, at) for arm, found in arms for at in found.shapes()]
+    rows = [
+        _Row(arm, measurement, None if measurement is base else base, at)
+        for arm, measurement in arms
+        for at in measurement.shapes()
+    ]
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
         whole = number == 0  # what is said of a whole measurement stands in its first table
-        those = [row for row in rows if tuple(row.at) == coordinates]
-        yield _table(_headed(name, title) if whole else name, those, coordinates, notes, whole)
+        shaped = [row for row in rows if tuple(row.at) == coordinates]
+        yield _table(_headed(name, title) if whole else name, shaped, coordinates, notes, whole)
 
 
 def _headed(name: str, title: str) -> str:
@@ -126,30 +130,30 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     }
     for head, cells in (*_metrics(rows), *counted.items(), ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
         if any(cell not in (ABSENT, "") for cell in cells):
-            columns[_free(head, columns)] = cells
+            columns[free(head, columns, " #")] = cells
     if any(row.cell is not None and not row.cell.valid for row in rows):
-        columns[_free(VALID, columns)] = ["yes" if row.valid else "no" for row in rows]
+        columns[free(VALID, columns, " #")] = ["yes" if row.valid else "no" for row in rows]
     marks = [notes.mark(row.name, _doubts(row)) for row in rows]
     if any(marks):
-        columns[_free(NOTES, columns)] = marks
+        columns[free(NOTES, columns, " #")] = marks
     by = f", by {' and '.join(map(one_line, varied))}" if varied and not whole else ""
     at = f" ({one_line(label(fixed))})" if fixed else ""
     return Table("metrics", f"{title}{by}{at}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
 
 
-def _free(head: str, taken: Mapping[str, Any]) -> str:
-    """The heading, or the first numbered one that is free."""
-    numbered = (head if n == 1 else f"{head} #{n}" for n in range(1, len(taken) + 2))
-    return next(name for name in numbered if name not in taken)
+def free(name: str, taken: Container[str], sign: str = "-") -> str:
+    """The name, or the first numbered one (``name-2`` …) that is not taken."""
+    numbered = (name if n == 1 else f"{name}{sign}{n}" for n in count(1))
+    return next(option for option in numbered if option not in taken)
 
 
 def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     """(heading, cells) of every metric; of the first speed, and of headlines, with the ratio to the reference's."""
-    found = {metric.name: metric for row in rows for metric in row.metrics()}
+    by_name = {metric.name: metric for row in rows for metric in row.metrics()}
     leading = {metric.name for row in rows for metric in row.metrics() if metric.headline}
-    speeds = [name for name, metric in found.items() if metric.unit in SPEEDS]
-    joined = _percentiles(found)
-    for name, metric in found.items():
+    speeds = [name for name, metric in by_name.items() if metric.unit in SPEEDS]
+    joined = _percentiles(by_name)
+    for name, metric in by_name.items():
         if name in joined:
             yield from _tails(joined[name], metric, rows)
             continue
@@ -160,10 +164,10 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
             yield RATIO if name == speeds[0] else f"{one_line(name)}, {RATIO}", [_ratio(row, name) for row in rows]
 
 
-def _percentiles(found: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
+def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
     """Metric → the percentiles of its stem (``TTFT p50`` …), where there are several: they share a column."""
     stems: dict[str, list[str]] = {}
-    for name in found:
+    for name in metrics:
         if match := _PERCENTILE.fullmatch(name):
             stems.setdefault(match[1], []).append(name)
     several = {stem: tuple(names) for stem, names in stems.items() if len(names) > 1}
@@ -193,9 +197,9 @@ def _repeats(row: _Row) -> str:
 
 def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     """(heading, cells) of what cells say besides metrics, as far as it is one word or number."""
-    found = [row.cell.facts if row.cell else {} for row in rows]
-    for name in dict.fromkeys(name for facts in found for name in facts):
-        yield one_line(name), [fact_of(facts.get(name)) for facts in found]
+    by_row = [row.cell.facts if row.cell else {} for row in rows]
+    for name in dict.fromkeys(name for facts in by_row for name in facts):
+        yield one_line(name), [fact_of(facts.get(name)) for facts in by_row]
 
 
 def _doubts(row: _Row) -> Iterator[str]:

@@ -184,12 +184,10 @@ def build_view(report: Report) -> View:
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
         failures=tuple(
-            shared([(one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity)])
+            shared((one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity))
         ),
         modified=tuple(
-            shared(
-                [(one_line(arm.name), f"ran with {', '.join(found)}") for _, arm in arms if (found := _modified(arm))]
-            )
+            shared((one_line(arm.name), f"ran with {', '.join(names)}") for _, arm in arms if (names := _modified(arm)))
         ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor="; ".join([_floor(report.floor), *_without_floor(report.candidates)]),
@@ -284,18 +282,18 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
 def _text(report: Report) -> str:
     """``4,080 positions in 31 documents``, of several contexts one after the other; empty where no text was scored."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    found = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
-    if found is None:
+    kld = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
+    if kld is None:
         return ""
-    contexts = _scored_at(found)
+    contexts = _scored_at(kld)
     if len(contexts) < 2:
-        return _positions(found.n_items, found.facts.get("n_documents"))
+        return _positions(kld.n_items, kld.facts.get("n_documents"))
     return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
 
 
-def _scored_at(found: Measurement) -> list[Mapping[str, Any]]:
+def _scored_at(kld: Measurement) -> list[Mapping[str, Any]]:
     """What was scored at each context, where the axis says it in the form that is its own."""
-    contexts = found.facts.get("contexts")
+    contexts = kld.facts.get("contexts")
     known = isinstance(contexts, list) and all(
         isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
         for c in contexts
@@ -341,13 +339,13 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
         return [status_line(arm)]
     broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
     lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
-    for name, found in arm.axes.items():
-        if not found.measured:
-            if not _told_already(arm, found.reason):
-                lines.append(f"{one_line(name)} {status_line(found)}")
-        elif found.n_failed:
-            total = f" of {found.n_items:,}" if found.n_items is not None else ""
-            lines.append(f"{found.n_failed:,}{total} items failed ({one_line(name)})")
+    for name, axis in arm.axes.items():
+        if not axis.measured:
+            if not _told_already(arm, axis.reason):
+                lines.append(f"{one_line(name)} {status_line(axis)}")
+        elif axis.n_failed:
+            total = f" of {axis.n_items:,}" if axis.n_items is not None else ""
+            lines.append(f"{axis.n_failed:,}{total} items failed ({one_line(name)})")
     return lines
 
 
@@ -357,25 +355,25 @@ _SAME = {"max": 0.0, "exact match": 1.0}
 """Metrics that say by themselves that nothing differed."""
 
 
-def _repeats(found: Measurement) -> bool:
+def _repeats(measurement: Measurement) -> bool:
     """Nothing differed."""
-    return found.status is Status.IDENTICAL or any(found.value(name, {}) == value for name, value in _SAME.items())
+    return measurement.status is Status.IDENTICAL or any(
+        measurement.value(name, {}) == value for name, value in _SAME.items()
+    )
 
 
 def _floor(floor: Mapping[str, Measurement]) -> str:
     """What repeats, counted; else how far the reference is from itself."""
-    measured = [(one_line(name), found) for name, found in floor.items() if found.measured]
-    same = [_repeated(name, found) for name, found in measured if _repeats(found)]
-    parts = [_apart(name, found) for name, found in measured if not _repeats(found)]
+    measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
+    same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
+    parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
     if same:
         verb = "repeat" if len(same) > 1 else "repeats"
         parts = [f"{joined(same)} {verb}, on this machine and thread count", *parts]
     parts += [
-        f"{one_line(name)} {status_line(found)}"
-        for name, found in floor.items()
-        if not (
-            found.measured or found.status is Status.NOT_MEASURABLE or (found.reason or "").startswith(NO_REFERENCE)
-        )
+        f"{one_line(name)} {status_line(axis)}"
+        for name, axis in floor.items()
+        if not (axis.measured or axis.status is Status.NOT_MEASURABLE or (axis.reason or "").startswith(NO_REFERENCE))
     ]
     return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
 
@@ -393,18 +391,20 @@ def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
     return [f"{text} for {line}" for line in shared(missing)]
 
 
-def _repeated(name: str, found: Measurement) -> str:
+def _repeated(name: str, measurement: Measurement) -> str:
     """What is the same in both captures."""
-    n = sum(context["n_positions"] for context in _scored_at(found)) or found.n_items
-    return name if n is None else f"{name} ({n - (found.n_failed or 0):,} of {n:,} items)"
+    n = sum(context["n_positions"] for context in _scored_at(measurement)) or measurement.n_items
+    return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
 
 
-def _apart(name: str, found: Measurement) -> str:
+def _apart(name: str, measurement: Measurement) -> str:
     """How far the two captures are from each other."""
-    heads = [f"{titled(name, metric)} {estimate_of(metric)}" for metric in found.headlines if metric.value is not None]
-    exact, n = found.value("exact match", {}), found.n_items
+    heads = [
+        f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None
+    ]
+    exact, n = measurement.value("exact match", {}), measurement.n_items
     if exact is not None and n is not None:
-        heads.insert(0, f"{name}: {round(exact * (n - (found.n_failed or 0))):,} of {n:,} items repeat")
+        heads.insert(0, f"{name}: {round(exact * (n - (measurement.n_failed or 0))):,} of {n:,} items repeat")
     return ", ".join(heads) or f"{name}: measured"
 
 
