@@ -23,13 +23,13 @@ from fidelab.cli import (
     extensions,
     formats,
     imports,
+    layer_diff,
     models,
     phases,
     repeat,
     runs,
+    sample_size,
 )
-from fidelab.cli import layer_diff as bisect
-from fidelab.cli import sample_size as sizing
 
 __all__ = ["app", "main"]
 
@@ -65,20 +65,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-compare.register(app)
-bisect.register(app)
-phases.register(app)
-runs.register(app)
-repeat.register(app)
-sizing.register(app)
-formats.register(app)
-doctor.register(app)
-imports.register(app)
-baseline.register(app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(models.app, name="models")
-app.add_typer(engines.app, name="engines")
-app.add_typer(captures.app, name="captures")
+for _command in (
+    *(compare.compare, compare.run, layer_diff.bisect, phases.capture, phases.score),
+    *(runs.rescore, runs.report, runs.charts, repeat.repeat, sample_size.plan_size),
+    *(formats.formats, doctor.doctor, baseline.diff),
+):
+    app.command()(_command)
+app.add_typer(imports.app, name="import")
+app.add_typer(baseline.baseline, name="baseline")
+for _group in (bench, models, engines, captures):
+    app.add_typer(_group.app, name=_group.__name__.rpartition(".")[2])
 extensions.register(app, {"bench": bench.app})
 
 

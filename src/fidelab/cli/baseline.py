@@ -17,18 +17,12 @@ from fidelab.cli.output import exit_on, note, open_console
 if TYPE_CHECKING:
     from fidelab.results.baselines import Baselines
 
-__all__ = ["register"]
+__all__ = ["baseline", "diff"]
 
 baseline = typer.Typer(help="Keep reports under a name, to compare later runs with.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The baseline's name.")]
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines; may be committed.")]
 _DIR = Path("baselines")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.add_typer(baseline, name="baseline")
-    app.command("diff")(diff)
 
 
 @baseline.command()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli.benches import counts
+from fidelab.cli.axes import counts
 from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
 

@@ -10,20 +10,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.benches import bench_settings
+from fidelab.cli.axes import bench_settings
 from fidelab.cli.output import command_line, exit_on, gate, note, open_console, show_report
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
     from fidelab.runs.runner import Listener
 
-__all__ = ["experiment_from", "launch", "register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("compare")(compare)
-    app.command("run")(run)
+__all__ = ["compare", "experiment_from", "launch", "run"]
 
 
 @options.expand_options

@@ -15,16 +15,11 @@ if TYPE_CHECKING:
 
     from fidelab.engines.base import Engine
 
-__all__ = ["register"]
+__all__ = ["formats"]
 
 _MODEL = "smollm2-135m"
 _GEOMETRY = (30, 3, 64)  # its layers, KV heads and head dimension: the table needs no model on this machine
 _TOKENS = 2048  # of one head, measured
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("formats")(formats)
 
 
 def formats(

@@ -13,22 +13,17 @@ from fidelab.cli.output import command_line, gate, note, open_console, show_repo
 if TYPE_CHECKING:
     from fidelab.imports.leave import Imported
 
-__all__ = ["register"]
+__all__ = ["app"]
 
 
 class _RunsOptions(options.RunsOptions):
     output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
 
 
-_group = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
+app = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(_group, name="import")
-
-
-@_group.command("refract")
+@app.command("refract")
 @options.expand_options
 def refract(
     *,
@@ -54,7 +49,7 @@ def refract(
     _finish(imported, as_json=as_json)
 
 
-@_group.command("kld-dumps")
+@app.command("kld-dumps")
 @options.expand_options
 def kld_dumps(
     *,
@@ -98,7 +93,7 @@ def kld_dumps(
     gate(imported.report, fail_under)
 
 
-@_group.command("throughput")
+@app.command("throughput")
 @options.expand_options
 def throughput(
     *,

@@ -11,14 +11,9 @@ from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import command_line, exit_on, open_console
 
-__all__ = ["register"]
+__all__ = ["bisect"]
 
 _ROWS = "full"  # every row but the first
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bisect")(bisect)
 
 
 class _EngineOptions(options.EngineOptions):

@@ -11,13 +11,7 @@ from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
 from fidelab.cli.output import command_line, gate, note, show_report
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("capture")(capture)
-    app.command("score")(score)
+__all__ = ["capture", "score"]
 
 
 @options.expand_options

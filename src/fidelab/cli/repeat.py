@@ -16,16 +16,11 @@ if TYPE_CHECKING:
     from fidelab.runs.repeat import AxisSpread, Judgement, Repeat
     from fidelab.runs.runner import Listener
 
-__all__ = ["register"]
+__all__ = ["repeat"]
 
 _RUNS = 4
 _GATES: dict[str, Judgement] = {"noisy": "NOISY", "unstable": "UNSTABLE"}
 _STYLES = {"HEALTHY": "green", "NOISY": "yellow", "UNSTABLE": "bold red"}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("repeat")(repeat)
 
 
 def repeat(

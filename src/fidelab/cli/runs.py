@@ -11,19 +11,12 @@ import typer
 from fidelab.cli import options
 from fidelab.cli.output import gate, note, show_report
 
-__all__ = ["register"]
+__all__ = ["charts", "report", "rescore"]
 
 
 class _Format(StrEnum):
     SVG = "svg"
     PNG = "png"
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("rescore")(rescore)
-    app.command("report")(report)
-    app.command("charts")(charts)
 
 
 def rescore(

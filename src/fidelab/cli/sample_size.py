@@ -16,12 +16,7 @@ from fidelab.cli.output import note, open_console
 if TYPE_CHECKING:
     from fidelab.runs.sample_size import Advice, Line, SizePlan
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan-size")(plan_size)
+__all__ = ["plan_size"]
 
 
 def plan_size(

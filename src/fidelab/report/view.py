@@ -6,7 +6,7 @@ Text and HTML lay out the same :class:`View`; it holds finished strings, and the
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -175,7 +175,8 @@ def build_view(report: Report) -> View:
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
-    what = f"{one_line(report.reference.model)} on {', '.join(_engines(arm for _, arm in arms))}"
+    engines = dict.fromkeys(one_line(arm.engine) for _, arm in arms)
+    what = f"{one_line(report.reference.model)} on {', '.join(engines)}"
     role = "reference " if len(arms) > 1 or fidelity else ""
     return View(
         title=what if fidelity or performance is None else f"{_capital(performance.measured)}: {what}",
@@ -217,10 +218,6 @@ def _present(*tables: Table | None) -> tuple[Table, ...]:
     return tuple(table for table in tables if table is not None)
 
 
-def _engines(arms: Iterable[ArmRecord]) -> list[str]:
-    return list(dict.fromkeys(one_line(arm.engine) for arm in arms))
-
-
 def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
     kld, composite = arm.axes.get(KLD), arm.composite
     return ArmRow(
@@ -256,7 +253,7 @@ def _saving(arm: ArmRecord, size: float | None) -> str:
     if own is None or not size:
         return ""
     percent = 100 * own / size
-    return f"cache {percent:.0f}% of the reference's" if percent >= 1 else "cache under 1% of the reference's"
+    return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of the reference's"
 
 
 def _capital(text: str) -> str:
