@@ -38,7 +38,7 @@ _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class _Stopped(Exception):
-    """Ctrl-C, out of reach of typer, which would end silently."""
+    """Ctrl-C, as an exception that typer does not handle (it would exit silently)."""
 
     def __init__(self, folder: Path | None, command: str) -> None:
         self.folder = folder
@@ -134,7 +134,7 @@ def main() -> None:
 
 
 def _show_fetches() -> None:
-    """Fetching and converting a model takes half a minute and more: say so, on standard error."""
+    """Log on standard error what takes long, such as fetching and converting a model."""
     import logging
 
     logger = logging.getLogger("fidelab")
@@ -151,7 +151,7 @@ def _fault(text: str) -> int:
 
 
 def _usage(error: Any) -> int:
-    """A flag or a command that typer refused.  Where no command was named at all, it has shown the help already."""
+    """A flag or a command that typer refused; without any command it has printed the help already."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

@@ -209,7 +209,7 @@ def _rate(text: str) -> float | None:
 
 
 def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
-    """``["ttft:500 tpot:50"]`` → {"ttft": 500, "tpot": 50}; ``more``: words behind the option."""
+    """``["ttft:500 tpot:50"]`` → {"ttft": 500, "tpot": 50}; ``more``: words that follow the option."""
     from fidelab.errors import UsageError
 
     if more and not goodput:
@@ -247,7 +247,7 @@ def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, ru
 
 
 def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Measurement:
-    """The load; whatever stops it, the cells so far are kept."""
+    """The load; on any exception the finished cells are kept."""
     from fidelab.bench.serving import measure_serving
 
     try:

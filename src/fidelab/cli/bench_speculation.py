@@ -71,7 +71,7 @@ def _show(records: Sequence[Composition]) -> None:
 
 
 def _row(record: Composition) -> list[str]:
-    """One cell; figures stand over what belongs to them."""
+    """The row of one cell; a cell of the table holds several figures, one per line."""
     from fidelab.metrics.speculation import ARMS
     from fidelab.results.numbers import ABSENT, format_amount, format_ratio, format_tokens
 

@@ -23,7 +23,7 @@ Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
 
 
 class _EnvironmentOptions(options.Options):
-    """Which environment of an engine is meant."""
+    """The environment of an engine."""
 
     cuda: Annotated[bool, typer.Option("--cuda", help="For NVIDIA GPUs.")] = False
     rocm: Annotated[bool, typer.Option("--rocm", help="For AMD GPUs.")] = False
@@ -133,7 +133,11 @@ def remove_engine(*, name: Name, environment: _EnvironmentOptions) -> None:
 
 
 def _only(engine: str) -> Recipe:
-    """The recipe whose environment of this engine is there, where it is one alone."""
+    """The recipe of the only installed environment of this engine; of this machine's variant where there is none.
+
+    Raises:
+        UsageError: several are installed.
+    """
     from fidelab.environments.environment import engines_dir
     from fidelab.environments.recipes import RECIPES, machine_variant, recipe
     from fidelab.errors import UsageError

@@ -86,7 +86,7 @@ def _geometry(model: str | None) -> tuple[str, tuple[int, int, int]]:
 
 
 def _names(engine: type[Engine]) -> set[str]:
-    """The formats of an engine that can be asked here; a server has those of whoever started it."""
+    """The formats of an engine that is importable here; none for servers."""
     from fidelab.errors import EngineError
 
     try:

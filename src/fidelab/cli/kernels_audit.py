@@ -21,7 +21,7 @@ __all__ = ["captured_tensors", "with_tensors"]
 _COMPUTE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _LONGEST = 4096  # tokens of the window unless told: attention without kernels takes their square
 _FEWEST = 8  # tokens of a window
-_INSTEAD = {  # flags of the audit that say otherwise where q, k and v come from
+_INSTEAD = {  # flags of the audit that name another source of q, k and v
     "--tensors": "--model and --tensors both say where q, k and v come from; give one of them",
     "--head-dim": "--head-dim is for random inputs: leave it out, or --model",
     "--seed": "--seed is for random inputs: leave it out, or --model",
@@ -31,7 +31,7 @@ _INSTEAD = {  # flags of the audit that say otherwise where q, k and v come from
 
 @contextmanager
 def with_tensors(words: Sequence[str]) -> Iterator[list[str]]:
-    """The words of an audit, with ``--model`` and what belongs to it replaced by a file of what was captured.
+    """The words of an audit, with ``--model`` and its flags replaced by a file of captured tensors.
 
     The file is there for as long as the context is.
 
@@ -107,7 +107,7 @@ def captured_tensors(
     with tempfile.TemporaryDirectory() as scratch:
         data = {
             "model": model,
-            "reference": {"kv": dtype},  # nothing on the way is rounded
+            "reference": {"kv": dtype},  # the same type throughout: nothing is rounded
             "control": "none",
             "candidates": [{"kv": dtype}],
             "axes": {"kld": {"windows": 1, "n_ctx": tokens, "protocol": "full"}},
@@ -126,7 +126,7 @@ def captured_tensors(
 
 
 def _as_torch(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Copies: the file behind them may go."""
+    """Copies, since the mapped file is removed."""
     import torch
 
     from fidelab.captures.container import BFloat16

@@ -80,7 +80,7 @@ class Options:
         return tuple(parameters)
 
     def settings(self) -> dict[str, Any]:
-        """What the options say, as data of an experiment; here the fields under their own names."""
+        """The options as data of an experiment; by default the fields under their own names."""
         return dict(vars(self))
 
 
@@ -224,7 +224,7 @@ class EngineOptions(Options):
 
 
 class ServableEngineOptions(EngineOptions):
-    """An engine, or a server that one is told the address of."""
+    """An engine, or a server by its address."""
 
     base_url: Annotated[
         str | None, typer.Option(help="Engine openai: the server, http://host:port/v1.", show_default=False)

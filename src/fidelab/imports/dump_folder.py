@@ -1,4 +1,4 @@
-"""One folder of dumped log-probabilities: what is in it, and what must be refused before anything is compared."""
+"""One folder of dumped log-probabilities: its files, and the checks before anything is compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
 _CHECKED = 4  # rows of each file whose probabilities are summed
-# How far log Σ exp of a row may lie from 0: rounding to 16 bits moves each of the entries, some to one side.
+# Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
 _FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
 
 
@@ -48,7 +48,7 @@ class WindowFile:
 
 @dataclass(frozen=True)
 class DumpFolder:
-    """A dump whose files are all there and alike; ``shapes``: window → rows and vocabulary."""
+    """A checked dump; ``shapes``: window → (rows, vocabulary)."""
 
     path: Path
     shapes: Mapping[int, tuple[int, int]]
@@ -69,7 +69,7 @@ class DumpFolder:
         return _open_file(self.path / f"{number}.safetensors")
 
     def facts(self) -> dict[str, Any]:
-        """What the report says about it."""
+        """The facts for the report's environment."""
         return {
             "folder": self.path.resolve().name,
             "files": len(self.shapes),
@@ -79,7 +79,7 @@ class DumpFolder:
 
 
 def open_dump(path: Path) -> DumpFolder:
-    """Look at every file of a dump, and at the sum of some rows of each.
+    """Open a dump: check every file, and the sum of some rows of each.
 
     Raises:
         InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
@@ -183,7 +183,7 @@ def _open_file(path: Path) -> WindowFile:
 
 
 def _check_sums(file: WindowFile) -> None:
-    """Refuse rows that are no log-probabilities; a row with NaN is counted later, and shows nothing here."""
+    """Refuse rows that are no log-probabilities; rows with NaN are skipped here, and counted as failed later."""
     n = file.shape[0]
     for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED)}):
         scores = file.rows(row, row + 1)[0].astype(np.float64)

@@ -44,7 +44,7 @@ _ROUNDING = 1e-6  # relative: the files hold doubles, some of them made from fig
 
 @dataclass(frozen=True)
 class Line:
-    """One figure three times: as the file says, by REFRACT's definition, by ours."""
+    """One figure three times: as stated in the file, by REFRACT's definition, by fidelab's."""
 
     name: str
     stated: float | str | None
@@ -53,7 +53,7 @@ class Line:
 
     @property
     def agrees(self) -> bool | None:
-        """The file says what its own definition gives; None where one of the two is lacking."""
+        """The stated figure equals the recomputed one; None where one of the two is missing."""
         if self.stated is None or self.again is None:
             return None
         if isinstance(self.stated, str) or isinstance(self.again, str):
@@ -133,7 +133,7 @@ def _agreement(prompt: Node) -> PairAgreement | None:
 
 
 def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> tuple[str, ...]:
-    """Prompts whose token ids say something else than the lengths beside them."""
+    """A note on prompts whose token ids contradict their stated lengths."""
     wrong = [
         prompt["id"].text() or str(index)
         for index, (prompt, pair) in enumerate(zip(prompts, pairs, strict=True))
@@ -232,7 +232,7 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 def read_rniah(file: RefractFile) -> Recomputed | None:
     """Axis C from its cells; ours counts those in which the reference finds the needle.  None: not measured.
 
-    The file keeps how often each side hit, not in which trials: the exact bound needs no more than that.
+    The file holds the hits of each side, not their trials; the exact bound needs only the hits.
     """
     axis = file.axis("rniah")
     if axis is None:

@@ -117,7 +117,7 @@ def _read(path: Path) -> Recorded | Report:
 
 
 def _labels(files: Sequence[Recorded | Report], paths: Sequence[Path], names: Sequence[str] | None) -> list[str]:
-    """A name per file; empty for a run of ours, whose arms keep theirs.  Equal ones get their folder's name before."""
+    """A name per file; empty for a run of fidelab, whose arms keep their names.  Equal ones get their folder's name."""
     if names is not None:
         return list(names)
     stems = [file.stem if isinstance(file, Recorded) else "" for file in files]
@@ -128,7 +128,7 @@ def _labels(files: Sequence[Recorded | Report], paths: Sequence[Path], names: Se
 
 
 def _own(report: Report, label: str) -> list[ArmRecord]:
-    """The arms of a run of ours that were benched; their fidelity is over another reference and stays behind."""
+    """The arms of a fidelab run that have benches, without their fidelity, which is over another reference."""
     arms = [arm for arm in (report.reference, report.control, *report.candidates) if arm and arm.benches]
     if not arms:
         raise InputError(f"run {report.run_id}: no arm of it has benches")
@@ -168,7 +168,7 @@ def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]
 
 
 def _identity(file: Recorded) -> tuple[Any, ...] | None:
-    """What two files must share; None where a file does not say on what machine it was made."""
+    """The fields in which two comparable files agree; None where a file does not name its hardware."""
     facts = {"model": file.model, "engine": file.engine, **file.settings}
     return tuple(facts.get(name) for name in _SAME) if facts.get("hardware") else None
 

@@ -1,4 +1,4 @@
-"""What is wrong with recorded throughput, said with figures: from the checks of ``metrics.consistency`` to flags."""
+"""Flags with figures on recorded throughput, by the checks of ``metrics.consistency``."""
 
 from __future__ import annotations
 

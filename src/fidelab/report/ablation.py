@@ -1,4 +1,4 @@
-"""The isolation matrix: each outcome as a table of its cells, and one sentence that names the factor."""
+"""The ablation matrix: for each outcome a table of the cells, and a sentence that names the factor that moves it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _MOVED = ("everywhere", "some", "opposed", "unclear")
 
 @dataclass(frozen=True)
 class Matrix:
-    """One outcome: the grid, and what it says."""
+    """One outcome: the table of the grid, and its sentence."""
 
     table: Table
     said: str
 
 
 def isolation_of(report: Report) -> tuple[Matrix, ...]:
-    """One for each outcome; nothing where no grid was asked for."""
+    """One matrix per outcome; empty where the run has no grid."""
     isolation = report.isolation
     return () if isolation is None else tuple(_matrix(isolation, outcome) for outcome in isolation.outcomes)
 
@@ -119,14 +119,14 @@ def _together(moved: Sequence[FactorEffect]) -> list[FactorEffect]:
 
 
 def _joint(effects: Sequence[FactorEffect], outcome: Outcome) -> str:
-    """The smallest of their shifts: what the combination costs over all but one of its levels."""
+    """The smallest of the shifts: the cost of the combination over all but one of its levels."""
     least = min((_leading(effect) for effect in effects), key=lambda s: s.mean)
     levels = " with ".join(f"{one_line(e.factor)}={one_line(_leading(e).high)}" for e in effects)
     return f"{levels} moves {_WHAT[outcome.name]}: {_size(least, outcome)}, none of them alone"
 
 
 def _leading(effect: FactorEffect) -> LevelShift:
-    """The shift whose figure stands for the factor: the mean one where it holds everywhere, else the largest."""
+    """The shift that is quoted for the factor: the mean one where it holds in all contexts, else the largest."""
     assert effect.mean is not None
     moving = [shift for shift in effect.shifts if shift.moves]
     if effect.reach == "everywhere" or not moving:
@@ -135,7 +135,7 @@ def _leading(effect: FactorEffect) -> LevelShift:
 
 
 def _still(effect: FactorEffect, outcome: Outcome) -> str:
-    """It does not; or only chance could be seen."""
+    """The factor does not move the outcome, or its shift cannot be told from chance."""
     name, bound = one_line(effect.factor), _bound(effect, outcome)
     if _sure(effect, outcome):
         return f"{name} does not: {bound}"
@@ -143,7 +143,7 @@ def _still(effect: FactorEffect, outcome: Outcome) -> str:
 
 
 def _sure(effect: FactorEffect, outcome: Outcome) -> bool:
-    """No interval of it reaches beyond the floor."""
+    """No interval of the factor's shifts reaches beyond the noise floor."""
     return effect.most is not None and effect.most <= outcome.floor
 
 

@@ -68,7 +68,7 @@ class Estimate:
 
     @property
     def absent(self) -> bool:
-        """There is nothing to show."""
+        """There is no value."""
         return self.value == ABSENT
 
     def __str__(self) -> str:
@@ -149,20 +149,20 @@ def changed_of(kld: Measurement | None) -> Estimate:
 
 
 def flips_of(kld: Measurement | None) -> Estimate:
-    """How many change that were no near tie."""
+    """How many of the changed tokens were no near tie."""
     flips = kld.metric("real flips", {}) if kld else None
     return Estimate() if flips is None or flips.value is None else _odds(kld, flips.value, flips.interval)
 
 
 def _odds(kld: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
-    """Of none, how many positions there were."""
+    """A share as odds; a share of 0 as ``0 of`` the scored positions."""
     scored = (kld.n_items or 0) - (kld.n_failed or 0) if kld else 0
     text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_odds(share)
     return Estimate(text, format_odds_span(interval, share), f"{share:g}")
 
 
 def run_of(kld: Measurement | None) -> Estimate:
-    """Expected tokens until the most likely one changes; what bounds it is the interval of the changes."""
+    """Expected tokens until the most likely one changes, or the lower bound of that number."""
     run = kld.metric("tokens to flip", {}) if kld else None
     if run is None or (run.value is None and run.ci is None):
         return Estimate()
@@ -202,7 +202,7 @@ def fact_of(value: Any) -> str:
 
 
 def shared(lines: Iterable[tuple[str, str]], between: str = ": ") -> list[str]:
-    """(arm, line) → lines that begin with the arms they hold for; the same words are said once."""
+    """(arm, line) → lines that begin with the names of their arms; equal lines are merged."""
     owners: dict[str, list[str]] = {}
     for name, line in lines:
         owners.setdefault(line, []).append(name)

@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """Shaded from the bottom up to a value: what is below it is noise."""
+    """An area shaded from the bottom up to ``upper``: values in it are noise."""
 
     label: str
     style: str
@@ -65,7 +65,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing: what stands inside its SVG element."""
+    """A drawing: its size, and the content of its SVG element."""
 
     size: Size
     body: Markup
@@ -86,7 +86,7 @@ def element(name: str, *inside: str, **attributes: str | float) -> Markup:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", style: str = "") -> Markup:
-    """Words at a place; ``anchor``: which of their ends stands there."""
+    """An SVG text at (x, y); ``anchor``: which of its ends is there (start, middle or end)."""
     return element("text", words, x=x, y=y, text_anchor=anchor, **({"class": style} if style else {}))
 
 
@@ -103,9 +103,9 @@ def draw_frame(
     x_ticks: int = 0,
     y_ticks: int = Y_TICKS,
 ) -> Chart:
-    """Axes with their ticks, bands and levels, and what is drawn on them.
+    """A chart: axes with ticks, bands and levels, and the elements ``inside`` drawn on them.
 
-    ``rules``: thin levels, rising, with their names, which stand below them.
+    ``rules``: levels in rising order → their names, which are written below them.
     """
     left, right, bottom = x.start, x.end, y.start
     ends = {"x1": left, "x2": right}
@@ -168,7 +168,7 @@ def draw_lines(
 
 
 def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: Size) -> Markup:
-    """One line: areas, path, dots where points are few, hollow ones of what does not count, and names."""
+    """One line: areas, path, dots where points are few, hollow dots for points in doubt, and labels."""
     curve, runs = line.curve, _runs(line.curve, x, y)
     paths = [_path(run, curve.stairs) for run in runs]
     few = len(curve.x) <= FEW_POINTS and not curve.stairs
@@ -192,7 +192,7 @@ def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: 
 
 
 def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
-    """From low to high ends: a shape around each run, a bar around a lone value; none of points in doubt."""
+    """The intervals as paths: an area around each run of points, a bar around a lone one; points in doubt have none."""
     doubts = curve.doubts or ("",) * len(curve.x)
     ends = zip(curve.x, curve.low, curve.high, doubts, strict=True) if curve.low and curve.high else ()
     counted = [(at, low, high) for at, low, high, doubt in ends if not doubt]
@@ -208,7 +208,7 @@ def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
 
 
 def _runs(curve: Curve, x: Scale, y: Scale) -> list[list[tuple[float, float]]]:
-    """Points between gaps; those in doubt are passed over."""
+    """Runs of points between missing values; points in doubt are left out."""
     runs: list[list[tuple[float, float]]] = [[]]
     for at, value, doubt in zip(curve.x, curve.y, curve.doubts or ("",) * len(curve.x), strict=True):
         if value is None:
@@ -234,7 +234,7 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 
 
 def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
-    """Stacked bars from 0 on, a row each: name above, figure behind; ``parts``: all names, which give the colours."""
+    """Stacked bars from 0, one row each with its name above and its total behind; ``parts`` gives the colours."""
     bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
     sums = [sum(lengths[n] for lengths in stack.parts.values()) for _, stack, n in bars]
     totals = [stack.totals[n] if stack.totals else whole for (_, stack, n), whole in zip(bars, sums, strict=True)]

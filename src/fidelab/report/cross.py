@@ -102,7 +102,7 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Conso
 
 
 def _cell(text: str, console: Console) -> Text:
-    """A value and its interval stand on two lines."""
+    """A value with its interval on a second line."""
     return literal(text.replace(" (", "\n(", 1), console)
 
 

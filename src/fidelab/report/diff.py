@@ -90,13 +90,13 @@ def _table(rows: Iterable[MetricChange], console: Console) -> Table:
 
 
 def _rows(diff: Diff, full: bool) -> list[MetricChange]:
-    """What stands in the table: everything that is on both sides and changed, or may have."""
+    """The rows of the table: metrics of both sides that changed or may have; with ``full`` all of both sides."""
     compared = [change for change in diff.changes if change.outcome not in ("lost", "new")]
     return [change for change in compared if full or (change.counts and change.outcome != "unchanged")]
 
 
 def _cells(change: MetricChange) -> tuple[str, ...]:
-    """One cell per column; behind the change stands its interval, or why it has none."""
+    """One cell per column; the change is followed by its interval, or by the reason why it has none."""
     unit = "" if change.unit in _PLAIN else f" ({change.unit})"
     flags = f" [{', '.join(change.flags)}]" if change.flags else ""
     why = f" ({change.doubt})" if change.doubt else ""
@@ -130,7 +130,7 @@ def _signed(value: float, change: MetricChange) -> str:
 
 
 def _missing(diff: Diff) -> Iterator[str]:
-    """Every metric that one side lacks; arms that lack the same ones share a line."""
+    """Every metric that one side lacks; arms that lack the same metrics share a line."""
     common = {(change.role, change.arm) for change in diff.changes if change.basis}
     for outcome in ("lost", "new"):
         places: dict[tuple[str, str, str], list[str]] = {}

@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The plots by where they stand on the page."""
+    """The plots by their place on the page."""
 
     frontier: Drawing | None
     parts: tuple[Part, ...]
@@ -70,7 +70,7 @@ def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
 
 
 def _read(report: Report, path: Path | None) -> tuple[list[Arm], dict[str, ArmPositions], str]:
-    """Arms that have a KL, their positions by id, and why there are none."""
+    """Arms that have a mean KL, their positions by arm id, and the reason where these could not be read."""
     klds = {
         arm: (record.name, kld)
         for arm, record in arms_of(report)

@@ -32,7 +32,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 def render_html(report: Report, positions: Path | None = None) -> str:
     """The whole page; ``positions`` is the run's ``positions.parquet``.
 
-    Without that file, or with one that is damaged or of another run, the page lacks what is read from it, and says so.
+    Without that file, or with one that is damaged or of another run, the page says that these figures are left out.
     """
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
@@ -67,7 +67,7 @@ def render_notebook(report: Report) -> str:
 
 
 def write_html(report: Report, path: str | Path) -> Path:
-    """Write the page in one step; single positions are read from the file that a run leaves beside it.
+    """Write the page atomically; single positions are read from ``positions.parquet`` in the same folder.
 
     Raises:
         OutputError: the file cannot be written.

@@ -114,7 +114,7 @@ def _setting(value: Any) -> str:
 
 
 def _public(name: str) -> str:
-    """A name as it is, an absolute path by its last part: cards are published, folders are nobody's business."""
+    """A name as it is, an absolute path by its last part: cards are published, and must not show local folders."""
     path = PurePath(name)
     return path.name if path.is_absolute() else name
 
@@ -126,7 +126,7 @@ def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]
 
 
 def _speed(view: View, speed: Performance) -> list[str]:
-    """Speed and memory of all arms, and what makes single figures doubtful."""
+    """Speed and memory of all arms, and the flags of their benches."""
     arms = zip(speed.names, speed.rows, strict=True)
     cells = ((code_cell(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
     table = pipe_table(("arm", *speed.columns), 1, cells) if speed.columns else ""
@@ -144,7 +144,7 @@ def _beside(table: Table) -> list[str]:
 
 
 def _isolation(matrix: Matrix) -> list[str]:
-    """A grid with its title, and what it says."""
+    """A grid with its title and its sentence."""
     words, columns = matrix.table.named, [escaped(column) for column in matrix.table.columns]
     rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
     return [f"{escaped(matrix.table.title)}:", pipe_table(columns, words, rows), escaped(matrix.said)]
@@ -183,7 +183,7 @@ def code_span(text: str) -> str:
 
 
 def _fence(text: str) -> str:
-    """A code block that nothing in the text ends."""
+    """A fenced code block whose fence does not occur in the text."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     shown = "\n".join("".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
     ticks = "`" * max(3, _longest_run(shown) + 1)

@@ -1,4 +1,4 @@
-"""What single positions say: the tail of KL per arm, and the worst positions, from ``positions.parquet``.
+"""Figures of single positions: the tail of KL per arm, and the worst positions, from ``positions.parquet``.
 
 The file is read one row group at a time, and only counts are kept: a run of 20 arms × 100,000 positions stays small.
 """
@@ -57,7 +57,7 @@ def read_positions(
 ) -> dict[str, ArmPositions]:
     """Tails and worst positions of the ``expected`` arms (name → number of positions, where that is known).
 
-    ``contexts``: name → the context whose positions count, in a file that tells them apart.
+    ``contexts``: name → the context whose positions count, where the file has a column of contexts.
 
     Raises:
         InputError: missing, unreadable, or of another run; says in one line what was wrong.
@@ -86,7 +86,7 @@ def read_positions(
         raise InputError(f"positions.parquet cannot be read ({why})") from error
     for name, arm in measured.items():
         n = expected[name]
-        if arm.n == 0 or (n and arm.n % n):  # a candidate that is the control too stands there twice
+        if arm.n == 0 or (n and arm.n % n):  # a candidate that is also the control is there twice
             raise InputError("positions.parquet belongs to another run: its arms or positions are not the report's")
     return measured
 

@@ -1,4 +1,4 @@
-"""What every axis and every bench shows beside the main table: one :class:`Section` each, all in the same form.
+"""The part of every axis and every bench in a report: one :class:`Section` each, all of the same form.
 
 A section takes the measurements of one name from all arms and lays them side by side: tables of metrics, charts that
 arms share (:class:`Curves` and :class:`BarGroup`, grouped by their key), and what each arm shows by itself
@@ -42,7 +42,7 @@ class Arm:
 
     @property
     def id(self) -> str:
-        """What ties the arm's lines and legend entries together."""
+        """The key of the arm's lines and legend entries."""
         return arm_id(self.role, self.number)
 
 
@@ -71,7 +71,7 @@ class BarGroup:
 
 @dataclass(frozen=True)
 class Shown:
-    """What an arm shows by itself."""
+    """Plots of a single arm."""
 
     arm: Arm
     heatmaps: tuple[Heatmap, ...]
@@ -90,7 +90,7 @@ class Section:
     notes: tuple[str, ...]
     """Why arms have no metrics: ``arm: failed: reason``."""
     lines: tuple[str, ...]
-    """What concerns all metrics of an arm, after the arms' names."""
+    """Flags of whole measurements, after the arms' names."""
     sources: tuple[str, ...]
     """Settings and facts, after the arms' names; they may name servers and are not for publication."""
     tables: tuple[Table, ...]
@@ -100,14 +100,14 @@ class Section:
     doubts: tuple[str, ...]
     """The same for a place without tables: ``arm, arm: text``."""
     legend: tuple[str, ...]
-    """What metrics mean, ``name: definition``, as far as they say it."""
+    """``name: definition`` of the metrics that have a definition."""
     curves: tuple[Curves, ...]
     bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
 
 
 def arm_id(role: str, number: int = 0) -> str:
-    """What ties an arm's points, lines and legend entries: the role, of candidates with their number."""
+    """The key of an arm's points, lines and legend entries: its role, for candidates with their number."""
     return f"{role}{number}" if role == "candidate" or number else role
 
 
@@ -208,7 +208,7 @@ def _shown(arm: Arm, measurement: Measurement) -> Shown | None:
 
 
 def _lined(record: _Words) -> _Words:
-    """A record whose words stay on their lines; keys stay as they are."""
+    """A record with every text on one line; its keys are unchanged."""
     words: dict[str, object] = {}
     for name, value in record:
         if isinstance(value, str) and name not in ("kind", "key"):

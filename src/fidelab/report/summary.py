@@ -1,4 +1,4 @@
-"""Summaries beside the main table: what stands for each other axis and for each bench, arm by arm."""
+"""Summaries next to the main table: the headline metrics of the other axes and of benches, and the attribution."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ KLD = "kld"
 
 @dataclass(frozen=True)
 class Performance:
-    """Speed and memory: what stands for each bench, a row of figures per arm, each with its ratio to the reference's.
+    """Speed and memory: the headline metrics of each bench, one row per arm, with ratios to the reference.
 
-    ``note``: how to read the figures; ``measured``: which benches, in words.
+    ``note``: how to read the figures; ``measured``: the names of the benches, as words.
     """
 
     columns: tuple[str, ...]
@@ -60,9 +60,9 @@ def contexts_of(report: Report) -> Table | None:
 
 
 def others_of(report: Report) -> Table | None:
-    """Arm × what stands for each axis besides KLD; ``None`` without such axes.
+    """Arm × headline metrics of each axis besides KLD; ``None`` without such axes.
 
-    The composite closes the row where all its axes were measured, or where its bands were asked for.
+    The last column is the composite, where all its axes were measured or its bands were requested.
     """
     arms = [*report.candidates, *([report.control] if report.control else [])]
     columns: dict[str, list[str]] = {}
@@ -83,23 +83,23 @@ def others_of(report: Report) -> Table | None:
 
 
 def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> str:
-    """The metric; where there is none, in the first column how the axis ended."""
+    """The metric; where it is missing, the first column shows the axis' status."""
     if metric is not None or axis is None:
         return str(estimate_of(metric))
     return STATUS[axis.status] if first else ABSENT
 
 
 def _shows_composite(report: Report) -> bool:
-    """It has a band where all its axes were measured; a band table that is not the default was asked for."""
+    """All axes of a composite were measured, or a band table other than the default was requested."""
     composites = [arm.composite for arm in report.candidates if arm.composite is not None]
     chosen = report.settings.get("bands", "fidelab") != "fidelab"
     return bool(composites) and (chosen or any(composite.band is not None for composite in composites))
 
 
 def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
-    """What stands for an axis or a bench by the first arm that has it: heading, and the same metric of all arms.
+    """(heading, the metric of all arms) of each headline metric, by the first arm that has any.
 
-    A coordinate that is the same wherever anything was measured is not told.
+    The heading names the coordinates that vary.
     """
     known = [measurement for measurement in measurements if measurement is not None and measurement.measured]
     shapes = [at for measurement in known for at in measurement.shapes()]
@@ -138,7 +138,7 @@ def titled(name: str, metric: Metric) -> str:
 
 
 def performance_of(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
-    """What stands for the benches, arm by arm; ``None`` where none was run."""
+    """The headline metrics of the benches, arm by arm; ``None`` where no bench was run."""
     names = list(dict.fromkeys(name for _, record in arms for name in record.benches))
     if not names:
         return None
@@ -192,7 +192,7 @@ _PARTS = (
 
 
 def attribution_of(report: Report) -> Table | None:
-    """Candidate × (three mean KLs, their paired differences), nats; ``None`` where that was not asked."""
+    """Candidate × (three mean KLs, their paired differences), nats; ``None`` where the run has no attribution."""
     if not report.attribution:
         return None
     return Table(
@@ -204,7 +204,7 @@ def attribution_of(report: Report) -> Table | None:
 
 
 def truth_line(report: Report) -> str:
-    """What the reference's own cache costs against 32 bits; empty where that was not asked."""
+    """The mean KL of the reference's cache from its 32-bit twin; empty where the run has no such twin."""
     truth = report.truth
     if truth is None:
         return ""

@@ -1,4 +1,4 @@
-"""Metrics of all arms as tables, by one path for every axis and every bench; and what ran."""
+"""Metrics of all arms as tables, the same way for every axis and every bench; and the runtime info."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "free", "ran_
 NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
-"""Units of which a ratio to the reference's says more than a difference."""
+"""Units that are compared by a ratio to the reference."""
 _PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
 
 
@@ -28,8 +28,8 @@ _PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
 class Table:
     """Rows of text; ``key``: a word for what they are about.
 
-    The first ``named`` columns say what a row is about, the arm first.  A cell holds a value, and behind it its
-    interval or spread in parentheses.
+    The first ``named`` columns identify a row, the arm first.  A cell holds a value, followed by its interval or
+    spread in parentheses.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Table:
 
 @dataclass
 class Notes:
-    """Footnotes of one section: the same words have one number."""
+    """Footnotes of one section: equal texts share a number."""
 
     owners: dict[str, list[str]] = field(default_factory=dict)
     """Text → arms."""
@@ -88,7 +88,7 @@ class _Row:
 
 
 def counts(measurement: Measurement, at: Coordinates) -> bool:
-    """The metrics of a shape of work may stand in a comparison."""
+    """The metrics of a cell are valid and may be compared."""
     cell = measurement.cell(at)
     return cell is None or (cell.valid and cell.measured)
 
@@ -99,7 +99,7 @@ def tables_of(
     """Arm × cell: metrics; one table for each set of coordinates.
 
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
-    Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
+    Empty columns are left out; a coordinate that is the same in all rows is part of the title.
     """
     rows = [
         _Row(arm, measurement, None if measurement is base else base, at)
@@ -107,13 +107,13 @@ def tables_of(
         for at in measurement.shapes()
     ]
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
-        whole = number == 0  # what is said of a whole measurement stands in its first table
+        whole = number == 0  # figures of the whole measurement belong to its first table
         shaped = [row for row in rows if tuple(row.at) == coordinates]
         yield _table(_headed(name, title) if whole else name, shaped, coordinates, notes, whole)
 
 
 def _headed(name: str, title: str) -> str:
-    """A title that says what it is about."""
+    """The title, with the name before it unless it begins with it."""
     plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
     return title if plain_title.startswith(plain_name) else f"{name}: {title}"
 
@@ -196,14 +196,14 @@ def _repeats(row: _Row) -> str:
 
 
 def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
-    """(heading, cells) of what cells say besides metrics, as far as it is one word or number."""
+    """(heading, cells) of the facts of cells that are a single word or number."""
     by_row = [row.cell.facts if row.cell else {} for row in rows]
     for name in dict.fromkeys(name for facts in by_row for name in facts):
         yield one_line(name), [fact_of(facts.get(name)) for facts in by_row]
 
 
 def _doubts(row: _Row) -> Iterator[str]:
-    """How the cell ended, where it did not end well, and what makes its metrics doubtful."""
+    """The cell's status unless it is ok, and everything that makes its metrics doubtful."""
     outcome: Outcome = row.cell or row.measurement
     if outcome.status is Status.IDENTICAL:
         yield STATUS[outcome.status]
@@ -228,13 +228,13 @@ _RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "
 
 
 def ran_of(arms: Iterable[ArmRecord]) -> Table:
-    """What was asked and what ran, arm by arm."""
+    """Requested and actual formats, arm by arm."""
     rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
     return Table("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
 
 
 def timing_of(arms: Iterable[ArmRecord]) -> Table | None:
-    """How long each arm's captures took; ``None`` where nobody knows."""
+    """Seconds that each arm's captures took; ``None`` where no arm has timings."""
     rows = tuple(
         (one_line(arm.name), format_amount(arm.timing.load_seconds), format_amount(arm.timing.seconds))
         for arm in arms

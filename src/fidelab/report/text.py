@@ -35,7 +35,7 @@ _LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, F
 _TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _KEPT = (NOTES, VALID)
-"""Columns that no narrow terminal loses: they say what to make of the others."""
+"""Columns that are kept on narrow terminals: they qualify the others."""
 _ASCII = str.maketrans(
     {"–": "-", "−": "-", "±": "+/-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf", "…": "..."}
 )
@@ -137,7 +137,7 @@ def _table(view: View, console: Console, padding: int, name_width: int, verdict_
 
 
 def _print_whole(shown: Others, console: Console) -> None:
-    """A table with all its columns: what one line has no room for stands below, after the same names."""
+    """A table with all its columns: those that do not fit follow in further tables with the same first columns."""
     names, rest = list(range(shown.named)), list(range(shown.named, len(shown.columns)))
     while rest:
         fitting = (
@@ -190,7 +190,7 @@ def _print_benches(view: View, console: Console) -> list[str]:
 
 
 def _grouped(table: Others, *, alone: bool) -> Others:
-    """An arm is named in its first row; not at all where it is the only one, which stands in the report's title."""
+    """An arm is named in its first row only; not at all where it is the report's only arm, which the title names."""
     if alone and table.named > 1:
         rows = tuple(row[1:] for row in table.rows)
         return Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
@@ -202,7 +202,7 @@ def _grouped(table: Others, *, alone: bool) -> Others:
 def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:
     """The table as wide as there is room for, and the columns that it lost, from the last one on.
 
-    Intervals stand behind their values, in less room below them, and always there where ``stacked``.
+    Intervals follow their values; where there is less room, and always with ``stacked``, they are on a second line.
     """
     columns, dropped = list(range(len(shown.columns))), []
     spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _KEPT]

@@ -48,7 +48,7 @@ __all__ = ["KLD", "ArmRow", "Estimate", "Group", "Performance", "Point", "Table"
 
 @dataclass(frozen=True)
 class Point:
-    """One arm in the chart: mean KL (nats) against cache bytes per token."""
+    """One arm in the frontier: mean KL (nats) against cache bytes per token."""
 
     name: str
     bytes: float
@@ -100,7 +100,7 @@ class ArmRow:
 
     @property
     def verdict(self) -> str:
-        """What stands in the verdict column."""
+        """The text of the verdict column."""
         if self.role != "candidate":
             return self.role
         if self.band != ABSENT:
@@ -109,7 +109,7 @@ class ArmRow:
 
     @property
     def note(self) -> str:
-        """The second line of the verdict column: what it could be, the status where it does not say it, a build."""
+        """The second line of the verdict column: best possible verdict, status, whether packages are modified."""
         best = f"at best {self.at_best}" if self.at_best and self.verdict == "no verdict" else ""
         status = self.status if self.status not in ("ok", self.verdict) else ""
         return ", ".join(part for part in (best, status, "modified" if self.modified else "") if part)
@@ -117,7 +117,7 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class View:
-    """Everything a report shows, in reading order; ``beside`` stands below the main table."""
+    """Everything a report shows, in reading order; ``beside``: tables below the main one."""
 
     title: str
     subtitle: str
@@ -261,7 +261,7 @@ def _capital(text: str) -> str:
 
 
 def _compared(report: Report, performance: Performance | None, fidelity: bool) -> str:
-    """One line: what was asked of whom."""
+    """One line: how many configurations were compared or measured, and on what."""
     n = len(report.candidates)
     if performance is not None and not fidelity:
         name = f"reference {one_line(report.reference.name)}" if n else one_line(report.reference.name)
@@ -289,7 +289,7 @@ def _text(report: Report) -> str:
 
 
 def _scored_at(kld: Measurement) -> list[Mapping[str, Any]]:
-    """What was scored at each context, where the axis says it in the form that is its own."""
+    """What axis KLD scored at each context; empty where its facts have another form."""
     contexts = kld.facts.get("contexts")
     known = isinstance(contexts, list) and all(
         isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
@@ -324,7 +324,7 @@ def _sentence(arm: ArmRecord) -> str:
 
 
 def _told_already(arm: ArmRecord, reason: str | None) -> bool:
-    """An axis failed with its whole arm, or with the reference, whose own line says why."""
+    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
     own, whole = one_line(reason or ""), one_line(arm.reason or "")
     lost = not arm.measured and whole != ""
     return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
@@ -349,11 +349,11 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
 # ---------------------------------------------------------------------------------------------- floor and control
 
 _SAME = {"max": 0.0, "exact match": 1.0}
-"""Metrics that say by themselves that nothing differed."""
+"""Metrics whose value alone proves that nothing differed."""
 
 
 def _repeats(measurement: Measurement) -> bool:
-    """Nothing differed."""
+    """The reference repeated itself exactly."""
     return measurement.status is Status.IDENTICAL or any(
         measurement.value(name, {}) == value for name, value in _SAME.items()
     )
@@ -376,7 +376,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
-    """Why it is not known what a change of last bits alone does; the same reason is told once."""
+    """Why the effect of a change of last bits alone was not measured; equal reasons are merged."""
     reasons = [
         (one_line(arm.name), one_line(arm.floor.reason or "").removeprefix("not measured: "))
         for arm in arms
@@ -395,7 +395,7 @@ def _repeated(name: str, measurement: Measurement) -> str:
 
 
 def _apart(name: str, measurement: Measurement) -> str:
-    """How far the two captures are from each other."""
+    """Figures of the difference between the two captures."""
     heads = [
         f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None
     ]
@@ -406,7 +406,7 @@ def _apart(name: str, measurement: Measurement) -> str:
 
 
 def _controls(arms: Sequence[ArmRecord]) -> str:
-    """What the control costs, and those of other kernel paths."""
+    """The cost of the control, and of the controls on other kernel paths."""
     tail = ["over control: paired differences"] if any(arm.measured for arm in arms) else []
     return "; ".join([*map(_control, arms), *tail]) or "control: none"
 
