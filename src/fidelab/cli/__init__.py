@@ -78,8 +78,8 @@ for _group in (bench, models, engines, captures):
 extensions.register(app, {"bench": bench.app})
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         import fidelab
 
         typer.echo(f"fidelab {fidelab.__version__}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,8 +13,6 @@ from fidelab.errors import UnknownNameError, UsageError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-    from fidelab.captures.container import Array
 
 __all__ = ["captured_tensors", "with_tensors"]
 
@@ -93,6 +91,9 @@ def captured_tensors(
     Raises:
         FidelabError: the model, its layers or the text do not allow it; or the engine came to no answer.
     """
+    import torch
+
+    from fidelab.captures.container import BFloat16
     from fidelab.cli.compare import experiment_from
     from fidelab.cli.progress import watcher
     from fidelab.models import resolve
@@ -118,22 +119,13 @@ def captured_tensors(
             "device": device,
             "output_dir": scratch,
         }
-        arrays = capture_qkv(experiment_from(data, "audit"), layers, listener=watcher())
-        tensors = _as_torch(arrays)
-    digits = len(str(max(layers)))  # so that names sort as numbers do
-    parts = {name: name.partition(".") for name in tensors}
-    return {f"layer {parts[name][0]:0>{digits}}.{parts[name][2]}": x for name, x in tensors.items()}
-
-
-def _as_torch(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Copies, since the mapped file is removed."""
-    import torch
-
-    from fidelab.captures.container import BFloat16
-
-    return {
-        name: torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
-        if isinstance(array, BFloat16)
-        else torch.from_numpy(array.copy())
-        for name, array in arrays.items()
-    }
+        digits = len(str(max(layers)))  # so that names sort as numbers do
+        tensors = {}
+        for name, array in capture_qkv(experiment_from(data, "audit"), layers, listener=watcher()).items():
+            layer, _, part = name.partition(".")
+            if isinstance(array, BFloat16):  # copied, since the mapped file is removed
+                tensor = torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
+            else:
+                tensor = torch.from_numpy(array.copy())
+            tensors[f"layer {layer:0>{digits}}.{part}"] = tensor
+    return tensors

@@ -61,8 +61,8 @@ class Options:
         super().__init_subclass__()
         cls._panel = panel or cls._panel
 
-    def __init__(self, **given: Any) -> None:
-        vars(self).update(given)
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
 
     @classmethod
     @functools.cache
@@ -102,12 +102,12 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.Signature(parameters, return_annotation=None)
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**values: Any) -> None:
         grouped = {
-            name: group(**{parameter.name: given.pop(parameter.name) for parameter in group.parameters()})
+            name: group(**{parameter.name: values.pop(parameter.name) for parameter in group.parameters()})
             for name, group in groups.items()
         }
-        function(**grouped, **given)
+        function(**grouped, **values)
 
     # typer reads the signature, and resolves names by the annotations
     command.__signature__ = signature  # type: ignore[attr-defined]

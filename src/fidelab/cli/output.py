@@ -47,7 +47,7 @@ def exit_on(faults: Collection[str]) -> None:
 
 
 def show_report(report: Report, *, as_json: bool, folder: Path | None = None, plot: bool = False) -> None:
-    """The report on standard output."""
+    """Print the report on standard output."""
     if as_json:
         sys.stdout.write(report.to_json())
         return

@@ -104,11 +104,11 @@ def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
     ]
     supply = advice.supply
     if supply is not None and supply.holds < advice.upper:
-        more = "a longer --text" if plan.source == "text" else "--prompts FILE with more of them"
+        remedy = "a longer --text" if plan.source == "text" else "--prompts FILE with more of them"
         if supply.name == "text default":
-            more = "--text wikitext-2 or a longer file"
-        short = f": pass {more}; what others cost may vary otherwise" if advice.short else ""
-        sentences.append(f"The {supply.name} holds {supply.holds:,} {plan.items}{short}.")
+            remedy = "--text wikitext-2 or a longer file"
+        advised = f": pass {remedy}; what others cost may vary otherwise" if advice.short else ""
+        sentences.append(f"The {supply.name} holds {supply.holds:,} {plan.items}{advised}.")
     mib = advice.disk_bytes / 2**20
     cost = f"about {mib:,.{0 if mib >= 10 else 1}f} MiB of captures"
     if advice.seconds is not None:

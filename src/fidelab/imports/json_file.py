@@ -74,10 +74,10 @@ class Node:
             raise self.wrong("a list of token ids")
         return list(self.value)
 
-    def wrong(self, wanted: str) -> InputError:
+    def wrong(self, expected: str) -> InputError:
         """The error that names the place, the expected kind of value and the actual one."""
         text = repr(self.value)
-        return InputError(f"{self.place}: expected {wanted}, found {text if len(text) <= 60 else text[:60] + '…'}")
+        return InputError(f"{self.place}: expected {expected}, found {text if len(text) <= 60 else text[:60] + '…'}")
 
 
 @dataclass(frozen=True)

@@ -57,28 +57,17 @@ def import_refract(
     notes = _notes(file, measured, lines)
     axes = {axis: part.record for axis, part in measured.items()}
     axes[AXIS] = Measurement(status=Status.OK, plots=(_comparison(lines),), facts=_facts(file, notes))
-    kv = file.kv("candidate")
-    kld = axes.get("kld")
-    candidate = _arm(file, kv, name or _label(kv)).model_copy(
-        update={
-            "axes": axes,
-            "composite": composite,
-            "verdict": kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v),
-        }
-    )
-    reference_kv = file.kv("reference")
-    report, folder = leave_run(
-        _source(file, measured), _arm(file, reference_kv, _label(reference_kv)), [candidate], output_dir, command
-    )
+    kv, kld = file.kv("candidate"), axes.get("kld")
+    verdict = kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v)
+    candidate = _arm(file, kv, name, axes=axes, composite=composite, verdict=verdict)
+    reference = _arm(file, file.kv("reference"))
+    report, folder = leave_run(_source(file, measured), reference, [candidate], output_dir, command)
     return Imported(report, folder, notes)
 
 
-def _arm(file: RefractFile, kv: KVFormats, name: str) -> ArmRecord:
-    return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv)
-
-
-def _label(kv: KVFormats) -> str:
-    return kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}"
+def _arm(file: RefractFile, kv: KVFormats, name: str | None = None, **fields: Any) -> ArmRecord:
+    name = name or (kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}")
+    return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv, **fields)
 
 
 def _why_no_bound(kld: Measurement | None) -> str:

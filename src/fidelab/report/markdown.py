@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from fidelab.report.ablation import Matrix
 from fidelab.report.cells import fact_of
 from fidelab.report.summary import KLD, Performance
 from fidelab.report.tables import Table
@@ -41,7 +40,7 @@ def render_markdown(report: Report) -> str:
     view = build_view(report)
     verdicts = (
         pipe_table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
-        *(part for table in view.beside for part in _beside(table)),
+        *(part for table in view.beside for part in _titled(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
         _bullets(escaped(line) for line in (view.control, view.floor, view.ranking) if line),
@@ -50,7 +49,7 @@ def render_markdown(report: Report) -> str:
         _opening(report, view),
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(verdicts if view.fidelity else ()),
-        *(part for matrix in view.isolation for part in _isolation(matrix)),
+        *(part for matrix in view.isolation for part in (*_titled(matrix.table), escaped(matrix.said))),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
@@ -136,18 +135,14 @@ def _speed(view: View, speed: Performance) -> list[str]:
     return [table, escaped(speed.note) if table else "", doubts]
 
 
-def _beside(table: Table) -> list[str]:
-    """A table of further figures under its title."""
-    rows = ((code_cell(name), *map(escaped, cells)) for name, *cells in table.rows)
-    columns = [escaped(column.replace("\\|", "\\ |")) for column in table.columns]  # as in code spans
-    return [f"{escaped(table.title)}:", pipe_table(columns, 1, rows)]
-
-
-def _isolation(matrix: Matrix) -> list[str]:
-    """A grid with its title and its sentence."""
-    words, columns = matrix.table.named, [escaped(column) for column in matrix.table.columns]
-    rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
-    return [f"{escaped(matrix.table.title)}:", pipe_table(columns, words, rows), escaped(matrix.said)]
+def _titled(table: Table) -> list[str]:
+    """A table under its title."""
+    words, columns = (
+        table.named,
+        [escaped(column.replace("\\|", "\\ |")) for column in table.columns],
+    )  # as in code spans
+    rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in table.rows)
+    return [f"{escaped(table.title)}:", pipe_table(columns, words, rows)]
 
 
 def code_cell(text: str) -> str:

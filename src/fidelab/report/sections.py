@@ -198,7 +198,11 @@ def _by_key(
 
 
 def _shown(arm: Arm, measurement: Measurement) -> Shown | None:
-    heatmaps = tuple(_lined_heatmap(plot) for plot in measurement.plots if isinstance(plot, Heatmap))
+    heatmaps = tuple(
+        _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
+        for plot in measurement.plots
+        if isinstance(plot, Heatmap)
+    )
     tables = tuple(plot for plot in measurement.plots if isinstance(plot, TablePlot))
     texts = tuple(_readable_texts(plot) for plot in measurement.plots if isinstance(plot, Texts))
     return Shown(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
@@ -221,10 +225,6 @@ def _lined(record: _Words) -> _Words:
 def _lined_bars(plot: Bars) -> Bars:
     parts = {one_line(name): lengths for name, lengths in plot.parts.items()}
     return _lined(plot).model_copy(update={"parts": parts})
-
-
-def _lined_heatmap(plot: Heatmap) -> Heatmap:
-    return _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
 
 
 def _readable_texts(plot: Texts) -> Texts:

@@ -219,18 +219,12 @@ def _parts(split: Attribution) -> tuple[str, ...]:
     contrasts = (split.here_minus_kernel, split.here_minus_format, split.format_minus_kernel)
     return (
         one_line(split.candidate),
-        *map(_part, (split.here, split.kernel, split.format)),
-        *map(_contrast, contrasts),
+        *(_nats(part) for part in (split.here, split.kernel, split.format)),
+        *(_nats(contrast, signed=True) for contrast in contrasts),
     )
 
 
-def _part(part: Part | None) -> str:
+def _nats(part: Part | Contrast | None, *, signed: bool = False) -> str:
     if part is None or part.mean is None:
         return ABSENT
-    return str(Estimate(format_kld(part.mean), format_span(part.ci)))
-
-
-def _contrast(contrast: Contrast | None) -> str:
-    if contrast is None:
-        return ABSENT
-    return str(Estimate(format_kld(contrast.mean, signed=True), format_span(contrast.ci)))
+    return str(Estimate(format_kld(part.mean, signed=signed), format_span(part.ci)))

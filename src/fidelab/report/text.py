@@ -69,9 +69,9 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         console.print(table)
     if view.performance is not None and view.performance.columns:
         _print_performance(view, view.performance, console)
-    for shown in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
-        line(shown.title)
-        _print_whole(shown, console)
+    for further in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+        line(further.title)
+        _print_whole(further, console)
     for matrix in view.isolation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)

@@ -270,7 +270,7 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
     arms = [*report.candidates, *([report.control] if report.control else [])]
     what = [text] if (text := _text(report)) else []
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
-        n_items = next((found.n_items for arm in arms if (found := arm.axes.get(name)) and found.n_items), None)
+        n_items = next((axis.n_items for arm in arms if (axis := arm.axes.get(name)) and axis.n_items), None)
         what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
     return f"{line} on {joined(what)}" if what else line
@@ -288,9 +288,9 @@ def _text(report: Report) -> str:
     return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
 
 
-def _scored_at(kld: Measurement) -> list[Mapping[str, Any]]:
-    """What axis KLD scored at each context; empty where its facts have another form."""
-    contexts = kld.facts.get("contexts")
+def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
+    """What an axis scored at each context; empty where its facts do not have the form of KLD's."""
+    contexts = axis.facts.get("contexts")
     known = isinstance(contexts, list) and all(
         isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
         for c in contexts
