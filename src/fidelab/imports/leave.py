@@ -75,7 +75,7 @@ def kld_verdict(
 
 
 def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:
-    """Resampling unit of each window ``[n_windows]`` of a text without known documents: blocks of adjacent windows.
+    """Resampling cluster of each window ``[n_windows]`` of a text without known documents: blocks of adjacent windows.
 
     Blocks are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than ``overlap``, the
     number of windows that share a token.
