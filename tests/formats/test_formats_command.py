@@ -15,7 +15,7 @@ from fidelab.formats import FORMATS
 
 def run(*args: str) -> str:
     app = typer.Typer()
-    formats.register(app)
+    app.command()(formats.formats)
     result = CliRunner().invoke(app, list(args), catch_exceptions=False, env={"COLUMNS": "100"})
     assert result.exit_code == 0
     return result.stdout

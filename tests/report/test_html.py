@@ -10,9 +10,11 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 
 from fidelab.core import Status
 from fidelab.report.html import render_html, write_html
+from fidelab.report.sections import sections_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import Report
 from tests.report.sample import (
@@ -268,6 +270,14 @@ def test_flags_are_numbered_footnotes_below_their_table() -> None:
     section = Page(rich_report()).source.split('<section id="bench-serving"')[1].split("</section>")[0]
     assert "<li>1: 64 requests at once were asked, 11.2 were in flight</li>" in section
     assert len(re.findall(r"<td>no</td><td>1</td></tr>", section)) == 4
+
+
+def test_definitions_of_metrics_stand_below_the_tables_of_their_section() -> None:
+    report = rich_report()
+    section = next(section for section in sections_of(report) if section.legend)
+    page = Page(report).source.split(f'<section id="{section.kind}-{section.name}"')[1].split("</section>")[0]
+    definitions = page.split("<summary>Definitions</summary>")[1]
+    assert all(f"<li>{escape(line)}</li>" in definitions for line in section.legend)
 
 
 def test_hollow_points_say_why() -> None:

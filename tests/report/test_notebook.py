@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from fidelab.report.notebook import render_notebook
+from fidelab.report.html import render_notebook
 from fidelab.results.numbers import one_line
 from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report

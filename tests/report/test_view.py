@@ -9,9 +9,8 @@ import pytest
 from rich.console import Console
 
 from fidelab.core import Status
-from fidelab.report.html import render_html
+from fidelab.report.html import render_html, render_notebook
 from fidelab.report.markdown import render_markdown
-from fidelab.report.notebook import render_notebook
 from fidelab.report.sections import Section, sections_of
 from fidelab.report.text import render_text
 from fidelab.report.view import ArmRow, build_view

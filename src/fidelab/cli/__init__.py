@@ -17,20 +17,19 @@ from fidelab.cli import (
     baseline,
     bench,
     captures,
-    charts,
     compare,
     doctor,
     engines,
     extensions,
     formats,
     imports,
+    layer_diff,
     models,
     phases,
     repeat,
     runs,
+    sample_size,
 )
-from fidelab.cli import layer_diff as bisect
-from fidelab.cli import sample_size as sizing
 
 __all__ = ["app", "main"]
 
@@ -39,7 +38,7 @@ _FlagError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
 class _Stopped(Exception):
-    """Ctrl-C, out of reach of typer, which would end silently."""
+    """Ctrl-C, as an exception that typer does not handle (it would exit silently)."""
 
     def __init__(self, folder: Path | None, command: str) -> None:
         self.folder = folder
@@ -66,26 +65,21 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-compare.register(app)
-bisect.register(app)
-phases.register(app)
-runs.register(app)
-charts.register(app)
-repeat.register(app)
-sizing.register(app)
-formats.register(app)
-doctor.register(app)
-imports.register(app)
-baseline.register(app)
-app.add_typer(bench.app, name="bench")
-app.add_typer(models.app, name="models")
-app.add_typer(engines.app, name="engines")
-app.add_typer(captures.app, name="captures")
+for _command in (
+    *(compare.compare, compare.run, layer_diff.bisect, phases.capture, phases.score),
+    *(runs.rescore, runs.report, runs.charts, repeat.repeat, sample_size.plan_size),
+    *(formats.formats, doctor.doctor, baseline.diff),
+):
+    app.command()(_command)
+app.add_typer(imports.app, name="import")
+app.add_typer(baseline.baseline, name="baseline")
+for _group in (bench, models, engines, captures):
+    app.add_typer(_group.app, name=_group.__name__.rpartition(".")[2])
 extensions.register(app, {"bench": bench.app})
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(requested: bool) -> None:
+    if requested:
         import fidelab
 
         typer.echo(f"fidelab {fidelab.__version__}")
@@ -140,7 +134,7 @@ def main() -> None:
 
 
 def _show_fetches() -> None:
-    """Fetching and converting a model takes half a minute and more: say so, on standard error."""
+    """Log on standard error what takes long, such as fetching and converting a model."""
     import logging
 
     logger = logging.getLogger("fidelab")
@@ -157,7 +151,7 @@ def _fault(text: str) -> int:
 
 
 def _usage(error: Any) -> int:
-    """A flag or a command that typer refused.  Where no command was named at all, it has shown the help already."""
+    """A flag or a command that typer refused; without any command it has printed the help already."""
     text = error.format_message().strip().rstrip(".")
     context = getattr(error, "ctx", None)
     return _fault(f"{text} (see: {context.command_path if context else 'fidelab'} --help)") if text else 2

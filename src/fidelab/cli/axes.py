@@ -1,13 +1,14 @@
-"""Flags → axes and their settings."""
+"""Flags → axes and benches, and their settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["axis_settings", "chosen_names"]
+__all__ = ["axis_settings", "bench_settings", "counts"]
 
-_PRESETS = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
+_AXES = {"core": ("trajectory", "kld"), "full": ("trajectory", "kld", "rniah", "plad")}
+_BENCHES = {"offline": ("startup", "prefill", "decode", "memory")}
 _FEWER = {"windows": "8", "lengths": "[512]", "trials": "1", "contexts": "[512]"}  # settings that say how much is asked
 _PROMPTED = ("trajectory", "plad")  # what a --limit without an axis means
 
@@ -18,7 +19,7 @@ def axis_settings(
     """The chosen axes with what flags say about them.
 
     ``flags``: axis → setting → value, ``None`` where the flag was not given.  A flag of an axis that is not measured
-    is an error, not a wish ignored.
+    is an error.
 
     Raises:
         UsageError: no axis, a flag without its axis, a limit that is no number.
@@ -26,17 +27,17 @@ def axis_settings(
     from fidelab.axes import AXES
     from fidelab.errors import UsageError
 
-    chosen: dict[str, dict[str, Any]] = {name: {} for name in chosen_names(axes, {**_PRESETS, "all": AXES.names()})}
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(axes, {**_AXES, "all": AXES.names()})}
     if not chosen:
         raise UsageError("--axes is empty; name at least one, as in --axes trajectory,kld")
     if quick:
         chosen = {name: dict(AXES.load(name).quick) for name in chosen}
     for axis, values in flags.items():
-        given = {key: value for key, value in values.items() if value is not None}
-        if given and axis not in chosen:
-            flag = next(iter(given)).replace("_", "-")
+        settings = {key: value for key, value in values.items() if value is not None}
+        if settings and axis not in chosen:
+            flag = next(iter(settings)).replace("_", "-")
             raise UsageError(f"--{flag} belongs to axis {axis}, which --axes {axes} leaves out")
-        chosen.get(axis, {}).update(given)
+        chosen.get(axis, {}).update(settings)
     for text in limit:
         axis, _, number = text.rpartition("=")
         if not (number.isascii() and number.isdigit()):
@@ -60,7 +61,48 @@ def _must_have_limit(axis: str, text: str) -> None:
         raise UsageError(f"--limit {text}: axis {axis} has no limit; it gets smaller with {ways or 'its own settings'}")
 
 
-def chosen_names(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:
+def bench_settings(benches: str, flags: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, dict[str, Any]]:
+    """The chosen benches with what flags say about them.
+
+    ``flags``: flag → ``bench.setting`` → value, ``None`` where the flag was not given.  A flag that no chosen bench
+    knows is an error.
+
+    Raises:
+        UsageError: a flag without its bench.
+    """
+    from fidelab.errors import UsageError
+
+    chosen: dict[str, dict[str, Any]] = {name: {} for name in _names(benches, _BENCHES)}
+    for flag, owners in (flags or {}).items():
+        values = {tuple(name.split(".")): value for name, value in owners.items() if value is not None}
+        if values and not any(bench in chosen for bench, _ in values):
+            names = " or ".join(bench for bench, _ in values)
+            raise UsageError(f"--{flag} belongs to bench {names}, which --benches {benches} leaves out")
+        for (bench, setting), value in values.items():
+            if bench in chosen:
+                chosen[bench][setting] = value
+    return chosen
+
+
+def counts(flag: str, text: str, *, least: int = 1) -> tuple[int, ...]:
+    """``128,1k`` → (128, 1024).
+
+    Raises:
+        UsageError: a part is no number, or below ``least``.
+    """
+    from fidelab.errors import UsageError
+
+    numbers = []
+    for part in text.lower().split(","):
+        digits, thousand = part.strip().removesuffix("k"), part.strip().endswith("k")
+        if not (digits.isascii() and digits.isdigit() and int(digits) >= least):
+            above = " above 0" if least else ""
+            raise UsageError(f"{flag} {text!r}: write numbers{above}, separated by commas, as in 128,1k")
+        numbers.append(int(digits) * (1024 if thousand else 1))
+    return tuple(numbers)
+
+
+def _names(text: str, presets: Mapping[str, Sequence[str]]) -> list[str]:
     """Names that commas separate: presets spelled out, each name once."""
     words = (part.strip() for part in text.split(","))
     return list(dict.fromkeys(name for word in words if word for name in presets.get(word, (word,))))

@@ -12,23 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli.options import Json, RunDir
-from fidelab.cli.output import note
+from fidelab.cli.output import exit_on, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.results.baselines import Baselines
 
-__all__ = ["register"]
+__all__ = ["baseline", "diff"]
 
 baseline = typer.Typer(help="Keep reports under a name, to compare later runs with.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The baseline's name.")]
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines; may be committed.")]
 _DIR = Path("baselines")
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.add_typer(baseline, name="baseline")
-    app.command("diff")(diff)
 
 
 @baseline.command()
@@ -54,18 +48,18 @@ def list_baselines(folder: Folder = _DIR, as_json: Json = False) -> None:
     """One line per baseline: name, day, metrics and arms; or what is wrong with its file."""
     from fidelab.results.baselines import Baselines
 
-    found = [_listed(Baselines(folder), name) for name in Baselines(folder).names()]
+    entries = [_entry(Baselines(folder), name) for name in Baselines(folder).names()]
     if as_json:
-        sys.stdout.write(json.dumps({"baselines": found}, indent=2, ensure_ascii=False) + "\n")
+        print(json.dumps({"baselines": entries}, indent=2, ensure_ascii=False))
         return
-    for entry in found:
+    for entry in entries:
         print(f"{entry['name']:<20}  {_described(entry)}")
-    if not found:
+    if not entries:
         note(f"fidelab: there is no baseline in {folder}")
 
 
-def _listed(store: Baselines, name: str) -> dict[str, Any]:
-    """What there is to say of a baseline; a damaged one is no reason not to list the others."""
+def _entry(store: Baselines, name: str) -> dict[str, Any]:
+    """One baseline as data; a damaged one is listed with its problem."""
     from fidelab.errors import FidelabError
     from fidelab.results.table import tabulate
 
@@ -144,26 +138,18 @@ def diff(
     )
     store = Baselines(folder)
     (old_name, old), (new_name, new) = store.read(baseline), store.read(run)
-    found = compare(old, new, thresholds, names=(old_name, new_name))
+    changes = compare(old, new, thresholds, names=(old_name, new_name))
     if as_json:
-        sys.stdout.write(found.to_json())
+        sys.stdout.write(changes.to_json())
     elif markdown:
         from fidelab.report.diff import render_diff_markdown
 
-        typer.echo(render_diff_markdown(found, full=full), nl=False)
+        typer.echo(render_diff_markdown(changes, full=full), nl=False)
     else:
-        from rich.console import Console
-
         from fidelab.report.diff import render_diff
 
-        console = Console()
-        # a file or a pipe has no width of its own
-        render_diff(found, console if console.is_terminal else Console(width=100), full=full)
-    faults = found.faults(allow_missing=allow_missing)
-    for fault in faults:
-        note(f"fidelab: {fault}")
-    if faults:
-        raise typer.Exit(1)
+        render_diff(changes, open_console(), full=full)
+    exit_on(changes.faults(allow_missing=allow_missing))
 
 
 def _percentage(flag: str, text: str) -> float:

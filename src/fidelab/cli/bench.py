@@ -8,7 +8,7 @@ import typer
 import typer.core
 
 from fidelab.cli import bench_calibrate, bench_serve, bench_speculation, options
-from fidelab.cli.benches import bench_settings, counts
+from fidelab.cli.axes import bench_settings, counts
 from fidelab.cli.compare import experiment_from, launch
 
 __all__ = ["app"]

@@ -39,7 +39,7 @@ def calibrate(
     """
     from fidelab.bench.load.calibrate import calibrate as measure
 
-    found = measure(
+    calibration = measure(
         ttft=ttft,
         itl=itl,
         jitter=jitter,
@@ -50,26 +50,26 @@ def calibrate(
         workers=workers,
         seed=seed,
     )
-    sys.stdout.write(found.to_json() + "\n" if as_json else "".join(f"{line}\n" for line in _lines(found)))
+    sys.stdout.write(calibration.to_json() + "\n" if as_json else "".join(f"{line}\n" for line in _lines(calibration)))
 
 
-def _lines(found: Calibration) -> Iterator[str]:
+def _lines(calibration: Calibration) -> Iterator[str]:
     from fidelab.bench.load.calibrate import GOAL_P50, GOAL_P99
 
-    asked, accuracy, speed = found.settings, found.accuracy, found.speed
+    settings, accuracy, speed = calibration.settings, calibration.accuracy, calibration.speed
     assert accuracy.events is not None
     yield (
-        f"{accuracy.streams} streams of {asked['tokens']} tokens, concurrency {asked['concurrency']}, "
-        f"TTFT {asked['ttft']:g} ms, ITL {asked['itl']:g} ± {asked['jitter']:g} ms"
+        f"{accuracy.streams} streams of {settings['tokens']} tokens, concurrency {settings['concurrency']}, "
+        f"TTFT {settings['ttft']:g} ms, ITL {settings['itl']:g} ± {settings['jitter']:g} ms"
     )
     if accuracy.failed or accuracy.unmatched:
         yield f"  {accuracy.failed} requests failed, {accuracy.unmatched} streams lack events: they are left out"
     yield _delay("timestamp error", accuracy.events)
     yield from (_latency(name, each) for name, each in (("TTFT", accuracy.ttft), ("TPOT", accuracy.tpot)) if each)
-    if found.lag is not None:
-        yield _delay("event loop lag", found.lag)
-    said = "met" if found.goals_met else "MISSED"
-    yield f"Goal (p50 ≤ {GOAL_P50:g} ms, p99 ≤ {GOAL_P99:g} ms, nothing lost): {said}."
+    if calibration.lag is not None:
+        yield _delay("event loop lag", calibration.lag)
+    outcome = "met" if calibration.goals_met else "MISSED"
+    yield f"Goal (p50 ≤ {GOAL_P50:g} ms, p99 ≤ {GOAL_P99:g} ms, nothing lost): {outcome}."
     yield f"As fast as possible: {speed.requests} streams of {speed.tokens} tokens"
     if speed.failed:
         yield f"  {speed.failed} of these failed"

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from fidelab.cli.benches import counts
+from fidelab.cli.axes import counts
 from fidelab.cli.options import Json, Options, RunsOptions, expand_options
-from fidelab.cli.output import note, show_report
+from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
     from fidelab.bench.serving import ServingSettings
@@ -184,8 +184,8 @@ def sweep(
 def _single(flag: str, text: str) -> int:
     from fidelab.errors import UsageError
 
-    first, *more = counts(flag, text)
-    if more:
+    first, *rest = counts(flag, text)
+    if rest:
         raise UsageError(f"{flag} {text!r}: write one number (for several contexts: fidelab bench sweep --contexts)")
     return first
 
@@ -209,18 +209,18 @@ def _rate(text: str) -> float | None:
 
 
 def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
-    """``["ttft:500 tpot:50"]`` → {"ttft": 500, "tpot": 50}; ``more``: words behind the option."""
+    """``["ttft:500 tpot:50"]`` → {"ttft": 500, "tpot": 50}; ``more``: words that follow the option."""
     from fidelab.errors import UsageError
 
     if more and not goodput:
         raise UsageError(f"unexpected {more[0]!r}: all settings are options (see: fidelab bench serve --help)")
-    found = {}
+    targets = {}
     for word in " ".join([*goodput, *more]).replace(",", " ").split():
         metric, colon, limit = word.partition(":")
         if not colon or metric not in ("ttft", "tpot", "e2el"):
             raise UsageError(f"--goodput {word!r}: write ttft:MS, tpot:MS or e2el:MS")
-        found[metric] = _number("--goodput", limit)
-    return found
+        targets[metric] = _number("--goodput", limit)
+    return targets
 
 
 # ------------------------------------------------------------------------------------------------- the run
@@ -231,10 +231,10 @@ def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, ru
     from fidelab.cli.bench_watch import watcher
     from fidelab.errors import EngineError, UsageError
 
-    given = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
+    options = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
     key = server.api_key
     try:
-        settings = ServingSettings.of(**given)
+        settings = ServingSettings.of(**options)
         keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv)
         serving = _measure(settings, key, keeper)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
@@ -247,7 +247,7 @@ def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, ru
 
 
 def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Measurement:
-    """The load; whatever stops it, the cells so far are kept."""
+    """The load; on any exception the finished cells are kept."""
     from fidelab.bench.serving import measure_serving
 
     try:
@@ -266,11 +266,11 @@ def _gate(serving: Measurement) -> None:
     from fidelab.results.measurement import label
 
     bad = [cell for cell in serving.cells if not cell.valid and cell.status != "not_supported"]
-    for cell in bad:
-        note(f"fidelab: {label(cell.at)}: {why_invalid(cell)}")
+    faults = [f"{label(cell.at)}: {why_invalid(cell)}" for cell in bad]
     if serving.reason and serving.reason not in {cell.reason for cell in bad}:
-        note(f"fidelab: {serving.reason}")
-    if bad or serving.status != "ok":
+        faults.append(serving.reason)
+    exit_on(faults)
+    if serving.status != "ok":
         raise typer.Exit(1)
 
 
@@ -281,7 +281,7 @@ def _command(key: str | None) -> str:
 
 
 def _in_flags(text: str) -> str:
-    for theirs, ours in (
+    for option, flag in (
         ("engine openai: base-url", "--base-url"),
         ("correct base-url or model", "correct --base-url or --model"),
         ("correct base-url", "correct --base-url"),
@@ -296,5 +296,5 @@ def _in_flags(text: str) -> str:
         ("--engine-arg model=NAME", "--model NAME"),
         (", start it again, then --resume", ", start it again"),
     ):
-        text = text.replace(theirs, ours)
+        text = text.replace(option, flag)
     return text

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fidelab.cli.options import Json
-from fidelab.cli.output import note
+from fidelab.cli.output import exit_on, open_console
 
 if TYPE_CHECKING:
     from fidelab.results.composition_record import Composition
@@ -39,51 +38,40 @@ def speculation(
     """
     from fidelab.runs.speculation import compose_runs
 
-    found = compose_runs({"plain": plain, "quantized": quantized, "speculative": speculative, "both": both})
+    records = compose_runs({"plain": plain, "quantized": quantized, "speculative": speculative, "both": both})
     if as_json:
-        records = [record.model_dump(mode="json") for record in found]
-        sys.stdout.write(json.dumps({"compositions": records}, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+        data = [record.model_dump(mode="json") for record in records]
+        print(json.dumps({"compositions": data}, indent=2, ensure_ascii=False, allow_nan=False))
     else:
-        _show(found)
-    faults = sum(record.rho is None for record in found)
-    if faults:
-        note(f"fidelab: {faults} of {len(found)} cells have no ratio: an arm was not what it should have been")
-        raise typer.Exit(1)
+        _show(records)
+    if missing := sum(record.rho is None for record in records):
+        exit_on([f"{missing} of {len(records)} cells have no ratio: an arm was not what it should have been"])
 
 
-def _show(found: Sequence[Composition]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+def _show(records: Sequence[Composition]) -> None:
     from fidelab.metrics.speculation import ARMS
-    from fidelab.report.text import literal
+    from fidelab.report.text import literal, print_line, simple_table
     from fidelab.results.numbers import one_line
 
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=100)
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(one_line(text), console, style), overflow="fold")
-
-    line("output tok/s; how many times the plain arm's; tokens per verification of drafts", "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    console = open_console()
+    print_line(console, "output tok/s; how many times the plain arm's; tokens per verification of drafts", "bold")
+    table = simple_table()
     for heading in ("context\noutput", "conc.\nrate", *ARMS, "ρ\n95%"):
         table.add_column(literal(heading, console), justify="right")
     table.add_column("together")
-    for record in found:
+    for record in records:
         table.add_row(*(literal(cell, console) for cell in _row(record)))
     console.print(table)
-    for name, where in found[0].arms.items():
-        line(f"{name}: {where}")
-    for record in found:
+    for name, where in records[0].arms.items():
+        print_line(console, one_line(f"{name}: {where}"))
+    for record in records:
         for flag in record.flags:
-            line(f"{_cell(record)}{flag.text} ({flag.kind})", "red" if record.rho is None else "")
+            text = one_line(f"{_cell(record)}{flag.text} ({flag.kind})")
+            print_line(console, text, "red" if record.rho is None else "")
 
 
 def _row(record: Composition) -> list[str]:
-    """One cell; figures stand over what belongs to them."""
+    """The row of one cell; a cell of the table holds several figures, one per line."""
     from fidelab.metrics.speculation import ARMS
     from fidelab.results.numbers import ABSENT, format_amount, format_ratio, format_tokens
 
@@ -102,7 +90,7 @@ def _row(record: Composition) -> list[str]:
 
 
 def _cell(record: Composition) -> str:
-    """Which cell a flag is of."""
+    """The coordinates of the cell that a flag belongs to, as a prefix."""
     named = {"context": record.context, "output": record.output, "concurrency": record.concurrency}
-    told = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
-    return f"{told}: " if told else ""
+    coordinates = ", ".join(f"{name} {value}" for name, value in named.items() if value is not None)
+    return f"{coordinates}: " if coordinates else ""

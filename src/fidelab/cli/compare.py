@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.benches import bench_settings
-from fidelab.cli.options import Json  # also for the commands of kernels
-from fidelab.cli.output import gate, show_report
+from fidelab.cli.axes import bench_settings
+from fidelab.cli.output import command_line, exit_on, gate, note, open_console, show_report
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
+    from fidelab.runs.runner import Listener
 
-__all__ = ["Json", "experiment_from", "launch", "register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("compare")(compare)
-    app.command("run")(run)
+__all__ = ["compare", "experiment_from", "launch", "run"]
 
 
 @options.expand_options
@@ -148,7 +141,6 @@ def run(
 
       fidelab run cross-engine --set threads=2
     """
-    from fidelab.cli.cross import run_cross_engine
     from fidelab.config.cross import KIND
     from fidelab.config.load import read_yaml, validate
     from fidelab.config.profiles import find_experiment
@@ -163,7 +155,7 @@ def run(
     elif dry_run or plot:
         raise UsageError(f"{'--dry-run' if dry_run else '--plot'} is for an experiment on one engine")
     else:
-        run_cross_engine(data, str(path), as_json=as_json)
+        _run_cross_engine(data, str(path), as_json)
 
 
 def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -184,8 +176,7 @@ def launch(experiment: Experiment, as_json: bool, dry_run: bool = False, plot: b
 
         show_plan(experiment, as_json)
         return
-    command = shlex.join(["fidelab", *sys.argv[1:]])
-    report, folder = execute(experiment, command=command, listener=watcher())
+    report, folder = execute(experiment, command=command_line(), listener=watcher())
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, experiment.fail_under)
 
@@ -198,3 +189,36 @@ def _go_on(run_dir: Path, fail_under: float | None, as_json: bool, plot: bool) -
     report, folder = resume(run_dir, listener=watcher())
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, fail_under if fail_under is not None else load(folder.config).fail_under)
+
+
+# ----------------------------------------------------------------------------------------------- across engines
+
+
+def _run_cross_engine(data: Mapping[str, Any], where: str, as_json: bool) -> None:
+    """Run a cross-engine experiment and print it; exit with 1 where an engine failed.
+
+    What an engine does not support is a finding; what failed is a fault.
+    """
+    from fidelab.config.cross import validate_cross
+    from fidelab.report.cross import render_cross
+    from fidelab.runs.cross_engine import run_cross
+
+    report, folder = run_cross(validate_cross(data, where), command=command_line(), watch=_watch)
+    if as_json:
+        sys.stdout.write(report.to_json())
+    else:
+        render_cross(report, open_console(), folder=folder)
+    faults = [
+        f"{row.name} failed: {part.reason}"
+        for row in report.engines
+        for part in (row, row.candidate, row.speed, row.long)
+        if part is not None and part.status in ("failed", "not_engaged")
+    ]
+    exit_on(dict.fromkeys(faults))
+
+
+def _watch(what: str) -> Listener:
+    from fidelab.cli.progress import watcher
+
+    note(f"fidelab: {what}")
+    return watcher()

@@ -8,12 +8,7 @@ import typer
 
 from fidelab.cli import options
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("doctor")(doctor)
+__all__ = ["doctor"]
 
 
 def doctor(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import note
+from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
     from fidelab.environments.listing import Place
@@ -23,7 +23,7 @@ Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
 
 
 class _EnvironmentOptions(options.Options):
-    """Which environment of an engine is meant."""
+    """The environment of an engine."""
 
     cuda: Annotated[bool, typer.Option("--cuda", help="For NVIDIA GPUs.")] = False
     rocm: Annotated[bool, typer.Option("--rocm", help="For AMD GPUs.")] = False
@@ -54,10 +54,9 @@ def list_engines(as_json: options.Json = False) -> None:
 
     places = listing()
     if as_json:
-        sys.stdout.write(json.dumps({"engines": [_record(place) for place in places]}, indent=2) + "\n")
+        print(json.dumps({"engines": [_record(place) for place in places]}, indent=2))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -73,9 +72,7 @@ def list_engines(as_json: options.Json = False) -> None:
         else:
             cells = [place.engine, place.problem if place.environment is None else place.name, "", "", ""]
         table.add_row(*map(Text, cells))
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=100)
+    console = open_console()
     console.print(table)
     for place in places:
         if place.problem is not None:
@@ -111,13 +108,13 @@ def install_engine(
     from fidelab.environments.install import install
     from fidelab.environments.recipes import machine_variant, recipe
 
-    found = recipe(name, environment.variant() or machine_variant())
+    chosen = recipe(name, environment.variant() or machine_variant())
     maker = interpreter(python) if python else sys.executable
     shims = [shim(str(folder)) for folder in pythonpath or ()]
-    made = install(found, environment.path or engines_dir() / found.name, note, python=maker, pythonpath=shims)
+    installed = install(chosen, environment.path or engines_dir() / chosen.name, note, python=maker, pythonpath=shims)
     if environment.path is not None:
-        note(f"runs use it with --python {made.python}")
-    print(made.python)
+        note(f"runs use it with --python {installed.python}")
+    print(installed.python)
 
 
 @app.command("remove")
@@ -136,15 +133,19 @@ def remove_engine(*, name: Name, environment: _EnvironmentOptions) -> None:
 
 
 def _only(engine: str) -> Recipe:
-    """The recipe whose environment of this engine is there, where it is one alone."""
+    """The recipe of the only installed environment of this engine; of this machine's variant where there is none.
+
+    Raises:
+        UsageError: several are installed.
+    """
     from fidelab.environments.environment import engines_dir
     from fidelab.environments.recipes import RECIPES, machine_variant, recipe
     from fidelab.errors import UsageError
 
-    there = [found for found in RECIPES.values() if found.engine == engine and (engines_dir() / found.name).exists()]
-    if len(there) > 1:
-        raise UsageError(f"there are several: {', '.join(f'--{found.variant}' for found in there)}; name one")
-    return there[0] if there else recipe(engine, machine_variant())
+    recipes = [entry for entry in RECIPES.values() if entry.engine == engine and (engines_dir() / entry.name).exists()]
+    if len(recipes) > 1:
+        raise UsageError(f"there are several: {', '.join(f'--{entry.variant}' for entry in recipes)}; name one")
+    return recipes[0] if recipes else recipe(engine, machine_variant())
 
 
 def _device(place: Place) -> str:

@@ -1,4 +1,4 @@
-"""Commands that other packages bring: all words behind their names are passed on.
+"""Commands of other packages: all words after their names are passed on.
 
 A package declares them as entry points of group ``fidelab.commands``.  The name is the command's, with a dot where it
 belongs to a group (``bench.kernels``: ``fidelab bench kernels``); what it names takes the words and returns the exit
@@ -15,7 +15,7 @@ import typer
 __all__ = ["GROUP", "register"]
 
 GROUP = "fidelab.commands"
-# Those of k16v8 are known by name, so that where it is not installed they say what to install.
+# The commands of k16v8 are declared here too, so that without k16v8 they print what to install.
 _KNOWN = (EntryPoint("kernels", "k16v8.cli:main", GROUP), EntryPoint("bench.kernels", "k16v8.cli:bench", GROUP))
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 

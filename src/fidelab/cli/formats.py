@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli import options
+from fidelab.cli.output import open_console
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from fidelab.engines.base import Engine
 
-__all__ = ["register"]
+__all__ = ["formats"]
 
 _MODEL = "smollm2-135m"
 _GEOMETRY = (30, 3, 64)  # its layers, KV heads and head dimension: the table needs no model on this machine
 _TOKENS = 2048  # of one head, measured
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("formats")(formats)
 
 
 def formats(
@@ -46,10 +41,9 @@ def formats(
     rows = _rows(layers, heads, dim)
     if as_json:
         geometry = {"model": name, "layers": layers, "kv_heads": heads, "head_dim": dim}
-        sys.stdout.write(json.dumps({"geometry": geometry, "formats": rows}, indent=2) + "\n")
+        print(json.dumps({"geometry": geometry, "formats": rows}, indent=2))
         return
     from rich import box
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -68,9 +62,7 @@ def formats(
             f"{row['worst_error']:.3%}",
             Text(", ".join(row["engines"])),
         )
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=100)
+    console = open_console()
     console.print(table)
     console.print(
         Text(
@@ -87,14 +79,14 @@ def _geometry(model: str | None) -> tuple[str, tuple[int, int, int]]:
     from fidelab.errors import InputError
     from fidelab.models import resolve
 
-    found = resolve(model)
-    if found.layers is None or found.kv_heads is None or found.head_dim is None:
+    resolved = resolve(model)
+    if resolved.layers is None or resolved.kv_heads is None or resolved.head_dim is None:
         raise InputError(f"{model} does not say how many layers, KV heads or values per head it has")
-    return found.name, (found.layers, found.kv_heads, found.head_dim)
+    return resolved.name, (resolved.layers, resolved.kv_heads, resolved.head_dim)
 
 
 def _names(engine: type[Engine]) -> set[str]:
-    """The formats of an engine that can be asked here; a server has those of whoever started it."""
+    """The formats of an engine that is importable here; none for servers."""
     from fidelab.errors import EngineError
 
     try:

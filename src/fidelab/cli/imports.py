@@ -2,35 +2,28 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import gate, note, show_report
+from fidelab.cli.output import command_line, gate, note, open_console, show_report
 
 if TYPE_CHECKING:
     from fidelab.imports.leave import Imported
 
-__all__ = ["register"]
+__all__ = ["app"]
 
 
 class _RunsOptions(options.RunsOptions):
     output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
 
 
-_group = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
+app = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
 
 
-def register(app: typer.Typer) -> None:
-    """Add the group."""
-    app.add_typer(_group, name="import")
-
-
-@_group.command("refract")
+@app.command("refract")
 @options.expand_options
 def refract(
     *,
@@ -50,13 +43,13 @@ def refract(
     """
     from fidelab.imports import IMPORTS
 
-    imported = IMPORTS.load("refract")(report, runs.output_dir, name=name, seed=bootstrap.seed, command=_command())
+    imported = IMPORTS.load("refract")(report, runs.output_dir, name=name, seed=bootstrap.seed, command=command_line())
     if not as_json:
         _show_comparison(imported)
     _finish(imported, as_json=as_json)
 
 
-@_group.command("kld-dumps")
+@app.command("kld-dumps")
 @options.expand_options
 def kld_dumps(
     *,
@@ -93,14 +86,14 @@ def kld_dumps(
         model=model,
         stride=stride,
         seed=bootstrap.seed,
-        command=_command(),
+        command=command_line(),
         progress=lambda text: note(f"fidelab: {text}"),
     )
     _finish(imported, as_json=as_json)
     gate(imported.report, fail_under)
 
 
-@_group.command("throughput")
+@app.command("throughput")
 @options.expand_options
 def throughput(
     *,
@@ -129,12 +122,8 @@ def throughput(
     """
     from fidelab.imports import IMPORTS
 
-    imported = IMPORTS.load("throughput")(files, runs.output_dir, names=name or None, command=_command())
+    imported = IMPORTS.load("throughput")(files, runs.output_dir, names=name or None, command=command_line())
     _finish(imported, as_json=as_json)
-
-
-def _command() -> str:
-    return shlex.join(["fidelab", *sys.argv[1:]])
 
 
 def _finish(imported: Imported, *, as_json: bool) -> None:
@@ -147,30 +136,24 @@ def _finish(imported: Imported, *, as_json: bool) -> None:
 
 def _show_comparison(imported: Imported) -> None:
     """The file's figures, REFRACT's definition and ours, side by side."""
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     from fidelab.imports.refract import AXIS
+    from fidelab.report.text import literal, print_line, simple_table
     from fidelab.results.numbers import ABSENT, one_line
     from fidelab.results.plots import TablePlot
 
-    panel = imported.report.candidates[0].axes[AXIS].plots[0]
-    assert isinstance(panel, TablePlot)
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=100)
+    plot = imported.report.candidates[0].axes[AXIS].plots[0]
+    assert isinstance(plot, TablePlot)
+    console = open_console()
 
-    def cell(value: str | float | None) -> Text:
+    def cell(value: str | float | None) -> str:
         if value is None:
-            return Text(ABSENT)
-        return Text(one_line(value) if isinstance(value, str) else f"{value:.4f}")
+            return ABSENT
+        return one_line(value) if isinstance(value, str) else f"{value:.4f}"
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(panel.columns):
-        table.add_column(Text(heading), justify="right" if index else "left", overflow="fold")
-    for row in panel.rows:
-        table.add_row(*map(cell, row))
-    console.print(Text(panel.title, style="bold"))
+    table = simple_table()
+    for index, heading in enumerate(plot.columns):
+        table.add_column(literal(heading, console), justify="right" if index else "left", overflow="fold")
+    for row in plot.rows:
+        table.add_row(*(literal(cell(value), console) for value in row))
+    print_line(console, plot.title, "bold")
     console.print(table)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,14 +14,12 @@ from fidelab.errors import UnknownNameError, UsageError
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fidelab.captures.container import Array
-
 __all__ = ["captured_tensors", "with_tensors"]
 
 _COMPUTE = {"bf16": "bfloat16", "f16": "float16", "f32": "float32"}
 _LONGEST = 4096  # tokens of the window unless told: attention without kernels takes their square
 _FEWEST = 8  # tokens of a window
-_INSTEAD = {  # flags of the audit that say otherwise where q, k and v come from
+_INSTEAD = {  # flags of the audit that name another source of q, k and v
     "--tensors": "--model and --tensors both say where q, k and v come from; give one of them",
     "--head-dim": "--head-dim is for random inputs: leave it out, or --model",
     "--seed": "--seed is for random inputs: leave it out, or --model",
@@ -31,7 +29,7 @@ _INSTEAD = {  # flags of the audit that say otherwise where q, k and v come from
 
 @contextmanager
 def with_tensors(words: Sequence[str]) -> Iterator[list[str]]:
-    """The words of an audit, with ``--model`` and what belongs to it replaced by a file of what was captured.
+    """The words of an audit, with ``--model`` and its flags replaced by a file of captured tensors.
 
     The file is there for as long as the context is.
 
@@ -93,21 +91,24 @@ def captured_tensors(
     Raises:
         FidelabError: the model, its layers or the text do not allow it; or the engine came to no answer.
     """
+    import torch
+
+    from fidelab.captures.container import BFloat16
     from fidelab.cli.compare import experiment_from
     from fidelab.cli.progress import watcher
     from fidelab.models import resolve
     from fidelab.runs.layer_diff import capture_qkv
 
-    found = resolve(model)
+    resolved = resolve(model)
     if not layers:
-        if found.layers is None:
+        if resolved.layers is None:
             raise UsageError(f"{model} does not say how many layers it has; name some with --layers")
-        layers = sorted({0, found.layers // 2, found.layers - 1})
-    tokens = n_ctx or min(longest, _LONGEST, found.max_positions or _LONGEST)
+        layers = sorted({0, resolved.layers // 2, resolved.layers - 1})
+    tokens = n_ctx or min(longest, _LONGEST, resolved.max_positions or _LONGEST)
     with tempfile.TemporaryDirectory() as scratch:
         data = {
             "model": model,
-            "reference": {"kv": dtype},  # nothing on the way is rounded
+            "reference": {"kv": dtype},  # the same type throughout: nothing is rounded
             "control": "none",
             "candidates": [{"kv": dtype}],
             "axes": {"kld": {"windows": 1, "n_ctx": tokens, "protocol": "full"}},
@@ -118,22 +119,13 @@ def captured_tensors(
             "device": device,
             "output_dir": scratch,
         }
-        arrays = capture_qkv(experiment_from(data, "audit"), layers, listener=watcher())
-        tensors = _as_torch(arrays)
-    digits = len(str(max(layers)))  # so that names sort as numbers do
-    parts = {name: name.partition(".") for name in tensors}
-    return {f"layer {parts[name][0]:0>{digits}}.{parts[name][2]}": x for name, x in tensors.items()}
-
-
-def _as_torch(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
-    """Copies: the file behind them may go."""
-    import torch
-
-    from fidelab.captures.container import BFloat16
-
-    return {
-        name: torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
-        if isinstance(array, BFloat16)
-        else torch.from_numpy(array.copy())
-        for name, array in arrays.items()
-    }
+        digits = len(str(max(layers)))  # so that names sort as numbers do
+        tensors = {}
+        for name, array in capture_qkv(experiment_from(data, "audit"), layers, listener=watcher()).items():
+            layer, _, part = name.partition(".")
+            if isinstance(array, BFloat16):  # copied, since the mapped file is removed
+                tensor = torch.from_numpy(array.bits.copy()).view(torch.bfloat16)
+            else:
+                tensor = torch.from_numpy(array.copy())
+            tensors[f"layer {layer:0>{digits}}.{part}"] = tensor
+    return tensors

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
-from fidelab.cli.output import note
+from fidelab.cli.output import command_line, exit_on, open_console
 
-if TYPE_CHECKING:
-    from fidelab.results.layer_diff_record import BisectReport
-
-__all__ = ["register"]
+__all__ = ["bisect"]
 
 _ROWS = "full"  # every row but the first
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("bisect")(bisect)
 
 
 class _EngineOptions(options.EngineOptions):
@@ -73,20 +64,21 @@ def bisect(
     """
     from fidelab.cli.progress import watcher
     from fidelab.errors import UsageError
+    from fidelab.report.layer_diff import render_bisect
     from fidelab.runs.layer_diff import bisect as run_bisect
 
-    given = [*(kv or []), *(candidate or [])]
-    if len(given) != 1:
+    candidates = [*(kv or []), *(candidate or [])]
+    if len(candidates) != 1:
         raise UsageError(
             f"a bisect is between two arms: name one candidate (--kv FORMAT or --candidate KEY=VALUE,…), "
-            f"not {len(given)}"
+            f"not {len(candidates)}"
         )
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),
         **({} if reference is None else {"reference": reference}),
         "control": "none",
-        "candidates": given,
+        "candidates": candidates,
         "axes": {"kld": {"windows": windows, "n_ctx": n_ctx, "protocol": _ROWS}},
         **text.settings(),
         "floor": 1.0 if floor else 0.0,
@@ -94,25 +86,11 @@ def bisect(
         **runs.settings(),
     }
     experiment = experiment_from(data, "bisect")
-    report, folder = run_bisect(experiment, command=shlex.join(["fidelab", *sys.argv[1:]]), listener=watcher())
+    report, folder = run_bisect(experiment, command=command_line(), listener=watcher())
     if as_json:
         sys.stdout.write(report.to_json())
     else:
-        from rich.console import Console
-
-        from fidelab.report.layer_diff import render_bisect
-
-        console = Console()
-        # a file or a pipe has no width of its own
-        render_bisect(report, console if console.is_terminal else Console(width=100), folder=folder.path)
-    _gate(report)
-
-
-def _gate(report: BisectReport) -> None:
-    """A layer that stands out is a finding; that there is nothing to compare is a fault."""
+        render_bisect(report, open_console(), folder=folder.path)
+    # a layer that stands out is a finding, that there is nothing to compare is a fault
     arms = (report.reference, report.candidate)
-    faults = [f"{arm.name} failed: {arm.reason}" for arm in arms if arm.status not in ("ok", "identical")]
-    for fault in faults:
-        note(f"fidelab: {fault}")
-    if faults:
-        raise typer.Exit(1)
+    exit_on([f"{arm.name} failed: {arm.reason}" for arm in arms if arm.status not in ("ok", "identical")])

@@ -18,7 +18,6 @@ from typing import Annotated, Any, get_args, get_type_hints
 import typer
 
 from fidelab.cli.axes import axis_settings
-from fidelab.cli.output import parse_pairs
 
 __all__ = [
     "AxesOptions",
@@ -62,8 +61,8 @@ class Options:
         super().__init_subclass__()
         cls._panel = panel or cls._panel
 
-    def __init__(self, **given: Any) -> None:
-        vars(self).update(given)
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
 
     @classmethod
     @functools.cache
@@ -81,7 +80,7 @@ class Options:
         return tuple(parameters)
 
     def settings(self) -> dict[str, Any]:
-        """What the options say, as data of an experiment; here the fields under their own names."""
+        """The options as data of an experiment; by default the fields under their own names."""
         return dict(vars(self))
 
 
@@ -103,12 +102,12 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     signature = inspect.Signature(parameters, return_annotation=None)
 
     @functools.wraps(function)
-    def command(**given: Any) -> None:
+    def command(**values: Any) -> None:
         grouped = {
-            name: group(**{parameter.name: given.pop(parameter.name) for parameter in group.parameters()})
+            name: group(**{parameter.name: values.pop(parameter.name) for parameter in group.parameters()})
             for name, group in groups.items()
         }
-        function(**grouped, **given)
+        function(**grouped, **values)
 
     # typer reads the signature, and resolves names by the annotations
     command.__signature__ = signature  # type: ignore[attr-defined]
@@ -128,8 +127,8 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
         name = parameter.name or ""
         source = context.get_parameter_source(name)
         if name not in ("resume_dir", *allowed) and source is not None and source.name == "COMMANDLINE":
-            said = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
-            raise UsageError(f"--resume takes the {owner}'s own settings: leave out {said}")
+            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+            raise UsageError(f"--resume takes the {owner}'s own settings: leave out {flag}")
 
 
 # --------------------------------------------------------------------------------- single options and arguments
@@ -208,11 +207,24 @@ class EngineOptions(Options):
         }
 
     def _engine_args(self) -> dict[str, str]:
-        return parse_pairs(self.engine_arg or [], "--engine-arg")
+        """``["a=b"]`` → ``{"a": "b"}``.
+
+        Raises:
+            UsageError: an entry without "=".
+        """
+        from fidelab.errors import UsageError
+
+        pairs = {}
+        for argument in self.engine_arg or []:
+            key, equals, value = argument.partition("=")
+            if not equals or not key:
+                raise UsageError(f"--engine-arg {argument!r}: write key=value")
+            pairs[key.strip()] = value.strip()
+        return pairs
 
 
 class ServableEngineOptions(EngineOptions):
-    """An engine, or a server that one is told the address of."""
+    """An engine, or a server by its address."""
 
     base_url: Annotated[
         str | None, typer.Option(help="Engine openai: the server, http://host:port/v1.", show_default=False)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["gate", "note", "parse_pairs", "show_report"]
+__all__ = ["command_line", "exit_on", "gate", "note", "open_console", "show_report"]
 
 _PIPE = 400  # a table of loads with everything in it
 
@@ -21,18 +25,35 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def command_line() -> str:
+    """The command that was given, for the record."""
+    return shlex.join(["fidelab", *sys.argv[1:]])
+
+
+def open_console(width: int = 100) -> Console:
+    """Standard output; a file or a pipe, which has no width of its own, gets ``width`` columns."""
+    from rich.console import Console
+
+    console = Console()
+    return console if console.is_terminal else Console(width=width)
+
+
+def exit_on(faults: Collection[str]) -> None:
+    """Print each fault on standard error, and exit with 1 where there is any."""
+    for fault in faults:
+        note(f"fidelab: {fault}")
+    if faults:
+        raise typer.Exit(1)
+
+
 def show_report(report: Report, *, as_json: bool, folder: Path | None = None, plot: bool = False) -> None:
-    """The report on standard output."""
+    """Print the report on standard output."""
     if as_json:
         sys.stdout.write(report.to_json())
         return
-    from rich.console import Console
-
     from fidelab.report.text import render_text
 
-    console = Console()
-    # a file or a pipe has no width of its own: room for every column
-    render_text(report, console if console.is_terminal else Console(width=_PIPE), folder=folder, plot=plot)
+    render_text(report, open_console(_PIPE), folder=folder, plot=plot)
 
 
 def gate(report: Report, fail_under: float | None) -> None:
@@ -46,10 +67,7 @@ def gate(report: Report, fail_under: float | None) -> None:
         faults += [f"{arm.name}: {name} failed: {bench.reason}" for name, bench in failed]
     if fail_under is not None:
         faults += [fault for arm in report.candidates if (fault := _misses(arm, fail_under))]
-    for fault in faults:
-        note(f"fidelab: {fault}")
-    if faults:
-        raise typer.Exit(1)
+    exit_on(faults)
 
 
 def _arms(report: Report) -> list[ArmRecord]:
@@ -63,20 +81,3 @@ def _misses(arm: ArmRecord, fail_under: float) -> str | None:
     if interval[0] < fail_under:
         return f"{arm.name} misses --fail-under {fail_under:g}: the lower bound of its KLD score is {interval[0]:.2f}"
     return None
-
-
-def parse_pairs(values: list[str], flag: str) -> dict[str, str]:
-    """``["a=b"]`` → ``{"a": "b"}``.
-
-    Raises:
-        UsageError: an entry without "=".
-    """
-    from fidelab.errors import UsageError
-
-    pairs: dict[str, Any] = {}
-    for value in values:
-        key, eq, text = value.partition("=")
-        if not eq or not key:
-            raise UsageError(f"{flag} {value!r}: write key=value")
-        pairs[key.strip()] = text.strip()
-    return pairs

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -11,15 +9,9 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.compare import experiment_from
-from fidelab.cli.output import gate, note, show_report
+from fidelab.cli.output import command_line, gate, note, show_report
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("capture")(capture)
-    app.command("score")(score)
+__all__ = ["capture", "score"]
 
 
 @options.expand_options
@@ -101,7 +93,6 @@ def score(
     from fidelab.runs.phases import score_captures
 
     labels = [name.strip() for name in names.split(",")] if names else None
-    command = shlex.join(["fidelab", *sys.argv[1:]])
     report, folder = score_captures(
         ref,
         test,
@@ -109,7 +100,7 @@ def score(
         seed=scoring.seed,
         bands=scoring.bands,
         output_dir=output_dir,
-        command=command,
+        command=command_line(),
         note=lambda text: note(f"fidelab: {text}"),
     )
     show_report(report, as_json=as_json, folder=folder)

@@ -28,7 +28,7 @@ def watcher() -> Listener:
 
 
 class _Name(ProgressColumn):
-    """The only column that gives way on a narrow terminal: it is cut, not folded."""
+    """The only column that shrinks on a narrow terminal: it is cut, not folded."""
 
     def render(self, task: Task) -> Text:
         return Text(task.description, no_wrap=True, overflow="ellipsis")
@@ -50,7 +50,7 @@ def _ending(job: PlannedJob, result: ArmResult) -> str:
 
 
 class _Bars:
-    """One bar for the whole run in tokens, and a line for what it is at."""
+    """One bar for the whole run in tokens, with a description of the current job."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

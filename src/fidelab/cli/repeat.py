@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,23 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import note
+from fidelab.cli.output import command_line, exit_on, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Experiment
     from fidelab.runs.repeat import AxisSpread, Judgement, Repeat
     from fidelab.runs.runner import Listener
 
-__all__ = ["register"]
+__all__ = ["repeat"]
 
 _RUNS = 4
 _GATES: dict[str, Judgement] = {"noisy": "NOISY", "unstable": "UNSTABLE"}
 _STYLES = {"HEALTHY": "green", "NOISY": "yellow", "UNSTABLE": "bold red"}
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("repeat")(repeat)
 
 
 def repeat(
@@ -67,18 +61,18 @@ def repeat(
         raise UnknownNameError("verdict of --fail-on", fail_on, _GATES)
     if resume_dir is not None:
         options.refuse_beside_resume(context, "repeat", ("fail_on", "as_json"))
-        found, folder = resume_repeat(resume_dir, watch=_watch)
+        result, folder = resume_repeat(resume_dir, watch=_watch)
     elif experiment is None:
         raise UsageError("name an experiment: fidelab repeat EXPERIMENT (or --resume REPEAT_DIR)")
     else:
-        command = shlex.join(["fidelab", *sys.argv[1:]])
-        wanted = _load(experiment, overrides or [])
-        found, folder = repeat_experiment(wanted, _RUNS if runs is None else runs, command=command, watch=_watch)
+        settings = _load(experiment, overrides or [])
+        runs = _RUNS if runs is None else runs
+        result, folder = repeat_experiment(settings, runs, command=command_line(), watch=_watch)
     if as_json:
-        sys.stdout.write(found.to_json())
+        sys.stdout.write(result.to_json())
     else:
-        _show(found, folder)
-    _gate(found, fail_on)
+        _show(result, folder)
+    _gate(result, fail_on)
 
 
 def _load(path: Path, overrides: list[str]) -> Experiment:
@@ -100,47 +94,32 @@ def _watch(number: int, runs: int) -> Listener:
     return watcher()
 
 
-def _gate(found: Repeat, fail_on: str | None) -> None:
+def _gate(result: Repeat, fail_on: str | None) -> None:
     """Exit with 1 where an arm failed or a candidate misses the gate; say why on standard error."""
-    faults = {
-        f"{spread.candidate} failed in run {lost.run} of {len(found.runs)}: {lost.reason}"
-        for spread in found.spreads
+    failures = {
+        f"{spread.candidate} failed in run {lost.run} of {len(result.runs)}: {lost.reason}"
+        for spread in result.spreads
         for lost in spread.lost
         if lost.status in ("failed", "not_engaged")
     }
-    lines = sorted(faults)
-    if fail_on is not None:
-        lines += [f"{name} misses --fail-on {fail_on}" for name in found.reaches(_GATES[fail_on])]
-    for line in lines:
-        note(f"fidelab: {line}")
-    if lines:
-        raise typer.Exit(1)
+    reaching = [] if fail_on is None else result.reaches(_GATES[fail_on])
+    exit_on([*sorted(failures), *(f"{name} misses --fail-on {fail_on}" for name in reaching)])
 
 
-def _show(found: Repeat, folder: Path) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    from fidelab.report.text import literal, wrap_name
+def _show(result: Repeat, folder: Path) -> None:
+    from fidelab.report.text import literal, print_line, print_path, simple_table, wrap_name
     from fidelab.results.numbers import one_line
 
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=100)
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(one_line(text), console, style), overflow="fold")
-
-    line(f"{found.repeat_id}: {len(found.runs)} runs", "bold")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    console = open_console()
+    print_line(console, one_line(f"{result.repeat_id}: {len(result.runs)} runs"), "bold")
+    table = simple_table()
     table.add_column("arm", overflow="fold", max_width=17)
     table.add_column("axis", overflow="fold", max_width=12)
     table.add_column("verdict")
     for heading in ("sd\npoints", "mean\nrange", "cost, nats\nsd, nats"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("scores of the runs", overflow="fold")
-    for spread in found.spreads:
+    for spread in result.spreads:
         name, axis, verdict, *rest = _row(spread)
         table.add_row(
             literal(wrap_name(name, 17), console),
@@ -149,16 +128,15 @@ def _show(found: Repeat, folder: Path) -> None:
             *(literal(cell, console) for cell in rest),
         )
     console.print(table)
-    for text in _lost(found):
-        line(text)
-    line(f"{found.sentence}.")
-    console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+    for text in (*_lost(result), f"{result.sentence}."):
+        print_line(console, one_line(text))
+    print_path(console, "files", folder)
 
 
-def _lost(found: Repeat) -> list[str]:
-    """Scores that are lacking, a line per candidate and reason."""
+def _lost(result: Repeat) -> list[str]:
+    """The missing scores, one line per candidate and reason."""
     places: dict[tuple[str, str], tuple[dict[str, None], dict[int, None]]] = {}
-    for spread in found.spreads:
+    for spread in result.spreads:
         for lost in spread.lost:
             axes, runs = places.setdefault((spread.candidate, lost.reason), ({}, {}))
             axes[spread.axis] = runs[lost.run] = None
@@ -172,10 +150,10 @@ def _row(spread: AxisSpread) -> list[str]:
     from fidelab.results.numbers import format_figure, format_kld, format_range, format_score, one_line
 
     score, nats = spread.score, spread.nats
-    there = len(score.values) - len(spread.lost)
+    n_scored = len(score.values) - len(spread.lost)
     verdict = (spread.verdict or "not measurable") + ("\nrepeats exactly" if spread.exact else "")
     if spread.lost:
-        verdict += f"\n{there} of {len(score.values)} runs"
+        verdict += f"\n{n_scored} of {len(score.values)} runs"
     scale = None if score.low is None or score.high is None else (score.low, score.high)
     return [
         one_line(spread.candidate),

@@ -1,21 +1,22 @@
-"""``fidelab rescore`` and ``fidelab report``: runs that are over."""
+"""``fidelab rescore``, ``fidelab report`` and ``fidelab charts``: runs that are over."""
 
 from __future__ import annotations
 
+from enum import StrEnum
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import gate, show_report
+from fidelab.cli.output import gate, note, show_report
 
-__all__ = ["register"]
+__all__ = ["charts", "report", "rescore"]
 
 
-def register(app: typer.Typer) -> None:
-    """Add the commands."""
-    app.command("rescore")(rescore)
-    app.command("report")(report)
+class _Format(StrEnum):
+    SVG = "svg"
+    PNG = "png"
 
 
 def rescore(
@@ -51,19 +52,44 @@ def report(
 
       fidelab report runs/20260101-120000-smollm2-135m --markdown
     """
-    from fidelab.errors import InputError, UsageError
+    from fidelab.errors import UsageError
     from fidelab.report.html import write_html
-    from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
     if markdown and (as_json or plot):
         raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
     folder = RunFolder.open(run_dir.absolute())
-    if not folder.report.is_file():
-        raise InputError(f"{run_dir} has no report yet; finish the run with: fidelab compare --resume {run_dir}")
-    result = Report.from_json(folder.report)
+    result = folder.read_report(run_dir)
     write_html(result, folder.html)
     if markdown:
         typer.echo(result.to_markdown(), nl=False)
         return
     show_report(result, as_json=as_json, folder=folder.path, plot=plot)
+
+
+def charts(
+    run_dir: options.RunDir,
+    output_dir: Annotated[Path, typer.Option(help="Folder for the files; made where it is missing.")],
+    form: Annotated[_Format, typer.Option("--format", help="SVG, or PNG drawn from it.")] = _Format.SVG,
+    width: Annotated[int, typer.Option(min=200, max=8000, help="Pixels from left to right.")] = 900,
+) -> None:
+    """Write each chart of a run's report as a file of its own: decode.svg, latency-throughput.svg, …
+
+    [bold]Examples[/bold]
+
+      fidelab charts runs/20260101-120000-smollm2-135m --output-dir figures
+
+      fidelab charts runs/my-run --output-dir figures --format png
+    """
+    from fidelab.errors import InputError
+    from fidelab.report.standalone import draw_charts, write_charts
+    from fidelab.results.store import RunFolder
+
+    folder = RunFolder.open(run_dir.absolute())
+    drawn = draw_charts(folder.read_report(run_dir), width, folder.positions)
+    if not drawn:
+        lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
+        raise InputError(f"{run_dir} has nothing to draw: {lacking}")
+    for path in write_charts(drawn, output_dir.absolute(), form.value, width):
+        typer.echo(path)
+    note(f"fidelab: {len(drawn)} charts")

@@ -5,25 +5,18 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import note
+from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.text import Text
-
     from fidelab.runs.sample_size import Advice, Line, SizePlan
 
-__all__ = ["register"]
-
-
-def register(app: typer.Typer) -> None:
-    """Add the command."""
-    app.command("plan-size")(plan_size)
+__all__ = ["plan_size"]
 
 
 def plan_size(
@@ -50,34 +43,26 @@ def plan_size(
 
     if sys.stderr.isatty():
         note("fidelab: scoring the run again from its captures")
-    found = plan(run_dir, precision, axis)
+    size_plan = plan(run_dir, precision, axis)
     if as_json:
-        sys.stdout.write(json.dumps(asdict(found), indent=2, ensure_ascii=False) + "\n")
+        print(json.dumps(asdict(size_plan), indent=2, ensure_ascii=False))
     else:
-        _show(found)
+        _show(size_plan)
 
 
 def _show(plan: SizePlan) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
+    from fidelab.report.text import literal, print_line, simple_table
     from fidelab.results.numbers import one_line
 
-    console = Console()
-    if not console.is_terminal:  # a file or a pipe has no width of its own
-        console = Console(width=100)
-
-    def line(text: str) -> None:
-        console.print(_literal(text, console), overflow="fold")
-
+    console = open_console()
+    line = partial(print_line, console)
     line(f"{one_line(plan.run_id)}: {plan.axis}, {plan.items_now} {plan.items}; 95% intervals")
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    table = simple_table()
     table.add_column("arm", overflow="fold", max_width=30)
     for heading in (plan.unit, "± now", "± asked", "units\nnow", "units\nneeded", f"{plan.items}\nneeded"):
-        table.add_column(_literal(heading, console), justify="right")
+        table.add_column(literal(heading, console), justify="right")
     for entry in plan.lines:
-        table.add_row(*(_literal(cell, console) for cell in _row(entry, plan.unit)))
+        table.add_row(*(literal(cell, console) for cell in _row(entry, plan.unit)))
     console.print(table)
     for entry in plan.lines:
         if entry.reason:
@@ -88,19 +73,7 @@ def _show(plan: SizePlan) -> None:
     for text in _sentences(plan, plan.advice):
         line(text)
     command = plan.advice.command or f"fidelab compare … {plan.advice.flag} {plan.advice.items}"
-    console.print(_literal(f"  {command}", console), soft_wrap=True)  # not wrapped: a command is to be copied
-
-
-def _literal(text: str, console: Console) -> Text:
-    """Text, never markup, that the console's encoding can hold."""
-    from rich.text import Text
-
-    try:
-        text.encode(console.encoding)
-    except UnicodeEncodeError:
-        plain = text.replace("±", "+/-").replace("−", "-").replace("–", "-").replace("…", "...")
-        text = plain.encode(console.encoding, "replace").decode(console.encoding)
-    return Text(text)
+    console.print(literal(f"  {command}", console), soft_wrap=True)  # not wrapped: a command is to be copied
 
 
 def _row(line: Line, unit: str) -> list[str]:
@@ -125,23 +98,23 @@ def _up_to(needed: int | None, upper: int | None) -> str:
 def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
     n = _up_to(advice.items, advice.upper)
     span = " A unit (document or block of windows) is taken to span as many windows as here."
-    found = [
+    sentences = [
         f"About {n} {plan.items} give what is asked, if more are like these; skewed costs make the upper figure "
         f"optimistic.{span if plan.source == 'text' else ''}"
     ]
     supply = advice.supply
     if supply is not None and supply.holds < advice.upper:
-        more = "a longer --text" if plan.source == "text" else "--prompts FILE with more of them"
+        remedy = "a longer --text" if plan.source == "text" else "--prompts FILE with more of them"
         if supply.name == "text default":
-            more = "--text wikitext-2 or a longer file"
-        short = f": pass {more}; what others cost may vary otherwise" if advice.short else ""
-        found.append(f"The {supply.name} holds {supply.holds:,} {plan.items}{short}.")
+            remedy = "--text wikitext-2 or a longer file"
+        advised = f": pass {remedy}; what others cost may vary otherwise" if advice.short else ""
+        sentences.append(f"The {supply.name} holds {supply.holds:,} {plan.items}{advised}.")
     mib = advice.disk_bytes / 2**20
     cost = f"about {mib:,.{0 if mib >= 10 else 1}f} MiB of captures"
     if advice.seconds is not None:
         cost = f"about {_duration(advice.seconds)} of capturing and {cost}"
-    found.append(f"By the pilot's own figures, in proportion: {cost}.")
-    return found
+    sentences.append(f"By the pilot's own figures, in proportion: {cost}.")
+    return sentences
 
 
 def _duration(seconds: float) -> str:

@@ -1,6 +1,6 @@
-"""Imports: what other tools measured, read from their files, computed again, and left as a run of ours.
+"""Imports: results of other tools, read from their files, recomputed, and written as a run of fidelab.
 
-Nothing is taken on trust: what a file holds the data for is recomputed, and what it does not hold stays absent.
+Figures whose data a file holds are recomputed; figures without data stay absent.
 """
 
 from fidelab.registry import Registry

@@ -1,4 +1,4 @@
-"""One folder of dumped log-probabilities: what is in it, and what must be refused before anything is compared."""
+"""One folder of dumped log-probabilities: its files, and the checks before anything is compared."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
 _CHECKED = 4  # rows of each file whose probabilities are summed
-# How far log Σ exp of a row may lie from 0: rounding to 16 bits moves each of the entries, some to one side.
+# Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
 _FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
 
 
@@ -48,7 +48,7 @@ class WindowFile:
 
 @dataclass(frozen=True)
 class DumpFolder:
-    """A dump whose files are all there and alike; ``shapes``: window → rows and vocabulary."""
+    """A checked dump; ``shapes``: window → (rows, vocabulary)."""
 
     path: Path
     shapes: Mapping[int, tuple[int, int]]
@@ -69,7 +69,7 @@ class DumpFolder:
         return _open_file(self.path / f"{number}.safetensors")
 
     def facts(self) -> dict[str, Any]:
-        """What the report says about it."""
+        """The facts for the report's environment."""
         return {
             "folder": self.path.resolve().name,
             "files": len(self.shapes),
@@ -79,7 +79,7 @@ class DumpFolder:
 
 
 def open_dump(path: Path) -> DumpFolder:
-    """Look at every file of a dump, and at the sum of some rows of each.
+    """Open a dump: check every file, and the sum of some rows of each.
 
     Raises:
         InputError: no folder, no numbered files, pickles, draft-head rows among them, no tensor ``log_probs``, rows
@@ -124,18 +124,18 @@ def pair_windows(ref: DumpFolder, test: DumpFolder) -> None:
         raise MismatchError(
             f"{many.path} has {len(many.shapes)} files for the {len(few.shapes)} windows of {few.path}: {_DRAFT}"
         )
-    for here, there in ((ref, test), (test, ref)):
-        alone = sorted(set(here.shapes) - set(there.shapes))
-        if alone:
-            more = f" and {len(alone) - 1} more" if len(alone) > 1 else ""
+    for dump, other in ((ref, test), (test, ref)):
+        missing = sorted(set(dump.shapes) - set(other.shapes))
+        if missing:
+            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
             raise MismatchError(
-                f"{there.path} lacks {alone[0]}.safetensors{more}, which {here.path} has: capture the same windows"
+                f"{other.path} lacks {missing[0]}.safetensors{rest}, which {dump.path} has: capture the same windows"
             )
     for number in ref.numbers:
-        ours, theirs = ref.shapes[number][0], test.shapes[number][0]
-        if ours != theirs:
+        n_ref, n_test = ref.shapes[number][0], test.shapes[number][0]
+        if n_ref != n_test:
             raise MismatchError(
-                f"{test.path / f'{number}.safetensors'} has {theirs} rows, the reference {ours}: "
+                f"{test.path / f'{number}.safetensors'} has {n_test} rows, the reference {n_ref}: "
                 "the windows are not the same; capture both with one tokenizer and one window length"
             )
 
@@ -167,8 +167,8 @@ def _open_file(path: Path) -> WindowFile:
     except CaptureError as error:
         raise InputError(f"{path} is no complete safetensors file: {error.__context__ or error}") from error
     if KEY not in names:
-        found = ", ".join(map(repr, names[:5])) or "nothing"
-        raise InputError(f"{path} has no tensor {KEY!r}; it holds {found}")
+        holding = ", ".join(map(repr, names[:5])) or "nothing"
+        raise InputError(f"{path} has no tensor {KEY!r}; it holds {holding}")
     try:
         array = tensors.get(KEY)
     except (KeyError, ValueError, TypeError) as error:
@@ -183,7 +183,7 @@ def _open_file(path: Path) -> WindowFile:
 
 
 def _check_sums(file: WindowFile) -> None:
-    """Refuse rows that are no log-probabilities; a row with NaN is counted later, and shows nothing here."""
+    """Refuse rows that are no log-probabilities; rows with NaN are skipped here, and counted as failed later."""
     n = file.shape[0]
     for row in sorted({round(place) for place in np.linspace(0, n - 1, _CHECKED)}):
         scores = file.rows(row, row + 1)[0].astype(np.float64)

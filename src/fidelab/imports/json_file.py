@@ -1,4 +1,4 @@
-"""A file of JSON that another tool wrote: it may hold bare NaN, and every value is checked where it is taken."""
+"""A JSON file of another tool: it may contain NaN, and every value is checked when it is read."""
 
 from __future__ import annotations
 
@@ -74,10 +74,10 @@ class Node:
             raise self.wrong("a list of token ids")
         return list(self.value)
 
-    def wrong(self, wanted: str) -> InputError:
-        """The error that says what should stand here."""
-        found = repr(self.value)
-        return InputError(f"{self.place}: expected {wanted}, found {found if len(found) <= 60 else found[:60] + '…'}")
+    def wrong(self, expected: str) -> InputError:
+        """The error that names the place, the expected kind of value and the actual one."""
+        text = repr(self.value)
+        return InputError(f"{self.place}: expected {expected}, found {text if len(text) <= 60 else text[:60] + '…'}")
 
 
 @dataclass(frozen=True)
@@ -124,5 +124,5 @@ def read_json(path: Path, what: str = "file") -> JsonFile:
 
 
 def _text(value: str) -> str:
-    """Without lone surrogates, which UTF-8 cannot hold."""
+    """Replace lone surrogates, which UTF-8 cannot encode."""
     return value.encode("utf-8", "replace").decode()

@@ -196,13 +196,13 @@ def _record(arm: _Arm, label: str, bare: dict[str, Any], places: Places, seed: i
 def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
     rows, items = arm.rows, arm.items()
     facts = {"estimator": str(Estimator.LOGPROBS)}
-    asked: dict[str, Any] = {
+    common: dict[str, Any] = {
         "title": "KL divergence of dumped distributions",
         "n_items": len(rows),
         "n_failed": int(rows.failed.sum()),
     }
     if not arm.usable.any():
-        return Measurement(status=Status.FAILED, reason="no row was usable", facts=facts, **asked)
+        return Measurement(status=Status.FAILED, reason="no row was usable", facts=facts, **common)
     figures = {
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
         **vars(summarise_flips(rows, arm.units, seed)),
@@ -224,7 +224,7 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
             "n_units": len(np.unique(items.units)),
             "n_ctx": int(places["n_ctx"][0]) if len(np.unique(places["n_ctx"])) == 1 else None,
         },
-        **asked,
+        **common,
     )
 
 
@@ -236,15 +236,15 @@ def _comparisons(arms: Sequence[_Arm], labels: Sequence[str], seed: int) -> Iter
     for (_, better, a), (mean, worse, b) in pairwise(sorted(scored, key=lambda entry: entry[0])):
         if not (a.usable & b.usable).any():
             continue
-        found = paired_difference(b.items(a.usable), a.items(b.usable), seed, bounds=_BOUNDS)
+        difference = paired_difference(b.items(a.usable), a.items(b.usable), seed, bounds=_BOUNDS)
         yield Comparison(
             axis="kld",
             better=better,
             worse=worse,
-            difference=found.estimate,
-            ci=found.interval,
-            differs=found.excludes_zero,
-            equivalent=cost_alike(found.interval, mean),
+            difference=difference.estimate,
+            ci=difference.interval,
+            differs=difference.excludes_zero,
+            equivalent=cost_alike(difference.interval, mean),
         )
 
 

@@ -1,4 +1,4 @@
-"""What all imports share: the verdict on figures that no capture stands behind, blocks of windows, the run folder."""
+"""Common to all imports: the verdict on imported figures, blocks of windows, and writing the run folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Imported", "Source", "kld_verdict", "leave_run", "window_blocks"]
 
 @dataclass(frozen=True)
 class Imported:
-    """The run that an import left, and what a person should know about it, a line each."""
+    """The run that an import wrote, and notes for the user, one per line."""
 
     report: Report
     folder: Path
@@ -36,7 +36,7 @@ class Imported:
 
 @dataclass(frozen=True)
 class Source:
-    """Where figures come from.  ``facts`` stand in the report's environment, ``key`` in its comparability key."""
+    """The origin of figures: ``facts`` for the report's environment, ``key`` for its comparability key."""
 
     kind: str
     facts: Mapping[str, Any]
@@ -47,7 +47,7 @@ class Source:
 def kld_verdict(
     axis: Measurement | None, reason: str, *, k: str = "auto", v: str = "auto", status: Status = Status.OK
 ) -> Verdict:
-    """The verdict by the upper 95% bound of the mean KL; ``reason`` says why there is no such bound.
+    """The verdict by the upper 95% bound of the mean KL; ``reason``: why there is no such bound.
 
     ``k`` and ``v`` are the cache's formats where they are what was changed; the sentence may advise on them.
     """
@@ -75,7 +75,7 @@ def kld_verdict(
 
 
 def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:
-    """Resampling unit of each window ``[n_windows]`` of a text without known documents: blocks of adjacent windows.
+    """Resampling cluster of each window ``[n_windows]`` of a text without known documents: blocks of adjacent windows.
 
     Blocks are ∛n_windows long (Hall, Horowitz & Jing, Biometrika 82, 1995), and no shorter than ``overlap``, the
     number of windows that share a token.

@@ -43,42 +43,31 @@ def import_refract(
         OutputError: the run folder cannot be written.
     """
     file = read_refract(path)
-    found = {
+    axes_read = {
         "trajectory": read_trajectory(file, seed),
         "kld": read_kld(file, seed),
         "rniah": read_rniah(file),
         "plad": read_plad(file, seed),
     }
-    measured = {axis: part for axis, part in found.items() if part is not None}
+    measured = {axis: part for axis, part in axes_read.items() if part is not None}
     if not measured:
         raise InputError(f"{path}: holds no axis that was measured; known are gtm, {', '.join(_AXES)}")
-    summary, ours = _combined(file, measured)
-    notes = _notes(file, measured, summary)
+    summary, composite = _combined(file, measured)
     lines = [line for part in measured.values() for line in part.lines] + summary
+    notes = _notes(file, measured, lines)
     axes = {axis: part.record for axis, part in measured.items()}
     axes[AXIS] = Measurement(status=Status.OK, plots=(_comparison(lines),), facts=_facts(file, notes))
-    kv = file.kv("candidate")
-    kld = axes.get("kld")
-    candidate = _arm(file, kv, name or _label(kv)).model_copy(
-        update={
-            "axes": axes,
-            "composite": ours,
-            "verdict": kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v),
-        }
-    )
-    reference_kv = file.kv("reference")
-    report, folder = leave_run(
-        _source(file, measured), _arm(file, reference_kv, _label(reference_kv)), [candidate], output_dir, command
-    )
+    kv, kld = file.kv("candidate"), axes.get("kld")
+    verdict = kld_verdict(kld, _why_no_bound(kld), k=kv.k, v=kv.v)
+    candidate = _arm(file, kv, name, axes=axes, composite=composite, verdict=verdict)
+    reference = _arm(file, file.kv("reference"))
+    report, folder = leave_run(_source(file, measured), reference, [candidate], output_dir, command)
     return Imported(report, folder, notes)
 
 
-def _arm(file: RefractFile, kv: KVFormats, name: str) -> ArmRecord:
-    return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv)
-
-
-def _label(kv: KVFormats) -> str:
-    return kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}"
+def _arm(file: RefractFile, kv: KVFormats, name: str | None = None, **fields: Any) -> ArmRecord:
+    name = name or (kv.k if kv.k == kv.v else f"{kv.k}/{kv.v}")
+    return ArmRecord(status=Status.OK, name=name, engine=file.backend, model=file.model, kv=kv, **fields)
 
 
 def _why_no_bound(kld: Measurement | None) -> str:
@@ -93,39 +82,37 @@ def _why_no_bound(kld: Measurement | None) -> str:
 def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[Line], Composite | None]:
     """Lines of the composite and of its bands by both tables; and our composite, which the file's data give."""
     scores = {axis: part.lines[0] for axis, part in measured.items()}
-    again = [float(line.again) for line in scores.values() if line.again is not None]
-    theirs = harmonic_mean(again) if len(again) == len(scores) else None
-    ours = {axis: float(line.ours) for axis, line in scores.items() if line.ours is not None}
-    mine = combine({axis: ours.get(axis) for axis in _AXES})
-    stated = file.root["composite"].number()
-    values = (stated, theirs, mine.value)
+    refract_scores = [float(line.again) for line in scores.values() if line.again is not None]
+    refract_mean = harmonic_mean(refract_scores) if len(refract_scores) == len(scores) else None
+    own_scores = {axis: float(line.ours) for axis, line in scores.items() if line.ours is not None}
+    own = combine({axis: own_scores.get(axis) for axis in _AXES})
+    values = (file.root["composite"].number(), refract_mean, own.value)
     lines = [Line("composite", *values)]
     for table, bands in BANDS.items():
         edges = f"{bands.excellent:g}/{bands.passed:g}/{bands.degraded:g}"
         cells = [None if value is None else bands.band(value).value for value in values]
         if table == "refract":
             cells[0] = file.root["band"].text() or None
-        if mine.missing:
+        if own.missing:
             cells[2] = None
         lines.append(Line(f"band, {table} {edges}", cells[0], cells[1], cells[2]))
-    if mine.value is None:
+    if own.value is None:
         return lines, None
-    band = None if mine.band is None else mine.band.value
-    return lines, Composite.model_validate({"value": mine.value, "axes": list(ours), "band": band})
+    band = None if own.band is None else own.band.value
+    return lines, Composite.model_validate({"value": own.value, "axes": list(own_scores), "band": band})
 
 
 def _comparison(lines: list[Line]) -> TablePlot:
-    said = {True: "yes", False: "no", None: ""}
+    words = {True: "yes", False: "no", None: ""}
     return TablePlot(
         title="REFRACT's figures, computed again",
         columns=("figure", "in the file", "REFRACT's definition", "fidelab's definition", "file agrees"),
-        rows=tuple((line.name, line.stated, line.again, line.ours, said[line.agrees]) for line in lines),
+        rows=tuple((line.name, line.stated, line.again, line.ours, words[line.agrees]) for line in lines),
         note="the two columns in the middle come from what the file holds per prompt, cell and chunk",
     )
 
 
-def _notes(file: RefractFile, measured: Mapping[str, Recomputed], summary: list[Line]) -> tuple[str, ...]:
-    lines = [line for part in measured.values() for line in part.lines] + summary
+def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[Line]) -> tuple[str, ...]:
     notes = [
         f"{line.name}: the file says {_shown(line.stated)}, its own data give {_shown(line.again)}"
         for line in lines
@@ -148,10 +135,12 @@ def _shown(value: float | str | None) -> str:
 
 
 def _facts(file: RefractFile, notes: tuple[str, ...]) -> dict[str, Any]:
-    theirs = [note.text() for node in file.root["axes"].value for note in file.root["axes"][node]["notes"].items()]
+    notes_of_axes = [
+        note.text() for node in file.root["axes"].value for note in file.root["axes"][node]["notes"].items()
+    ]
     return {
         "notes": list(notes),
-        "REFRACT's notes": theirs,
+        "REFRACT's notes": notes_of_axes,
         "REFRACT's diagnosis": [line.text() for line in file.root["diagnosis"].items()],
         "REFRACT's floor score": file.detail["floor_score"].number(),
     }

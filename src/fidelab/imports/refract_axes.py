@@ -47,7 +47,7 @@ _ROUNDING = 1e-6  # relative: the files hold doubles, some of them made from fig
 
 @dataclass(frozen=True)
 class Line:
-    """One figure three times: as the file says, by REFRACT's definition, by ours."""
+    """One figure three times: as stated in the file, by REFRACT's definition, by fidelab's."""
 
     name: str
     stated: float | str | None
@@ -56,7 +56,7 @@ class Line:
 
     @property
     def agrees(self) -> bool | None:
-        """The file says what its own definition gives; None where one of the two is lacking."""
+        """The stated figure equals the recomputed one; None where one of the two is missing."""
         if self.stated is None or self.again is None:
             return None
         if isinstance(self.stated, str) or isinstance(self.again, str):
@@ -94,16 +94,16 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
         [float(pair.prefix) for pair in pairs], [float(pair.longest) for pair in pairs], np.arange(len(pairs))
     )
     items = RatioItems(items.num[usable], items.den[usable], items.units[usable])
-    ours, again = trajectory_score(pairs), trajectory_score(pairs, compat="refract")
+    score, refract_score = trajectory_score(pairs), trajectory_score(pairs, compat="refract")
     with_ids = all(prompt["ref_token_ids"].value is not None for prompt in prompts)
     rate, median = exact_match_rate(pairs), median_first_divergence(pairs)
     figures = {
-        "score": ours,
+        "score": score,
         "score_ci": ratio_interval(items, seed, transform=_percent, bounds=(0.0, 1.0), proportion=True),
         "exact_match_rate": rate,
         "positional_agreement": positional_agreement(pairs) if with_ids else None,
         "median_first_divergence": median,
-        "score_refract": again,
+        "score_refract": refract_score,
     }
     record = Measurement(
         status=Status.OK if usable.any() else Status.FAILED,
@@ -115,7 +115,7 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
         facts={"n_predict": n_predict},
     )
     lines = (
-        Line("trajectory score", stated, again, ours),
+        Line("trajectory score", stated, refract_score, score),
         Line("exact match rate", axis["full_match_rate"].number(), rate, rate),
         Line("median first divergence", axis["median_first_divergence"].number(), median, median),
     )
@@ -136,7 +136,7 @@ def _agreement(prompt: Node) -> PairAgreement | None:
 
 
 def _contradictions(prompts: Sequence[Node], pairs: Sequence[PairAgreement]) -> tuple[str, ...]:
-    """Prompts whose token ids say something else than the lengths beside them."""
+    """A note on prompts whose token ids contradict their stated lengths."""
     wrong = [
         prompt["id"].text() or str(index)
         for index, (prompt, pair) in enumerate(zip(prompts, pairs, strict=True))
@@ -223,9 +223,9 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
         means.append(value)
         sizes.append(1.0 if size is None else float(size))
     items = RatioItems.of(np.multiply(means, sizes), sizes, window_blocks(len(means)))
-    found = ratio_estimate(items)
-    if found is None or not math.isclose(found, mean, rel_tol=1e-3, abs_tol=1e-6):
-        return None, (f"the chunks' mean KL is {found}, the file says {mean:g}: no interval of the mean KL",)
+    average = ratio_estimate(items)
+    if average is None or not math.isclose(average, mean, rel_tol=1e-3, abs_tol=1e-6):
+        return None, (f"the chunks' mean KL is {average}, the file says {mean:g}: no interval of the mean KL",)
     return items, ()
 
 
@@ -235,7 +235,7 @@ def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]
 def read_rniah(file: RefractFile) -> Recomputed | None:
     """Axis C from its cells; ours counts those in which the reference finds the needle.  None: not measured.
 
-    The file keeps how often each side hit, not in which trials: the exact bound needs no more than that.
+    The file holds the hits of each side, not their trials; the exact bound needs only the hits.
     """
     axis = file.axis("rniah")
     if axis is None:
@@ -257,16 +257,16 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
     refs, tests = np.array([cell.ref for cell in known]), np.array([cell.test for cell in known])
     base, cand, cell = (np.repeat(values, n_trials) for values in (refs, tests, np.arange(len(known))))
     trials = Cells(base, cand, cell)
-    ours, again = retrieval_score(trials), retrieval_score(trials, compat="refract")
+    score, refract_score = retrieval_score(trials), retrieval_score(trials, compat="refract")
     counted = all(cell.n_trials for cell in known)
     reason = "the reference finds the needle in no cell" if known else "the file holds no cell"
     accuracy = Definition("reference's accuracy", "share"), Definition("candidate's accuracy", "share")
     sides = (values.mean() if known else None for values in (refs, tests))
     record = Measurement(
-        status=Status.NOT_MEASURABLE if ours is None else Status.OK,
-        reason=reason if ours is None else None,
+        status=Status.NOT_MEASURABLE if score is None else Status.OK,
+        reason=reason if score is None else None,
         metrics=(
-            *([] if ours is None else [SCORE(ours, retrieval_interval(trials) if counted else None, headline=True)]),
+            *([] if score is None else [SCORE(score, retrieval_interval(trials) if counted else None, headline=True)]),
             *(define(side) for define, side in zip(accuracy, sides, strict=True)),
             Definition("informative cells", "count")((refs > 0).sum()),
         ),
@@ -275,7 +275,7 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
         n_failed=len(entries) - len(known),
         facts={"needle": axis["needle"].text(), "skipped cells": len(axis["skipped_cells"].items())},
     )
-    return Recomputed(record, (Line("R-NIAH score", file.score("rniah"), again, ours),))
+    return Recomputed(record, (Line("R-NIAH score", file.score("rniah"), refract_score, score),))
 
 
 @dataclass(frozen=True)
@@ -343,7 +343,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
     cells = cell_scores([ref for _, _, ref, _ in drifts], [test for _, _, _, test in drifts])
     score = RatioItems.of(cells / 100, 1.0, prompts)
     signed = RatioItems.of(excess, 1.0, prompts)
-    again = float(cells.mean())
+    mean_score = float(cells.mean())
     by_kind: dict[str, list[int]] = defaultdict(list)
     for index, (_, kind, _, _) in enumerate(drifts):
         by_kind[kind].append(index)
@@ -353,7 +353,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
     record = Measurement(
         status=Status.OK,
         metrics=(
-            SCORE(again, interval, headline=True),
+            SCORE(mean_score, interval, headline=True),
             drift(excess.mean(), ratio_interval(signed, seed, bounds=(-1.0, 1.0))),
             Definition("sign test", "p")(sign_test(signed.by_unit().num)),
             *(Definition(kind, "points")(value) for kind, value in kinds.items()),
@@ -364,7 +364,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
     )
     stated_kinds = {kind: node.number() for kind, node in axis["per_perturbation_score"].entries()}
     per_kind = (Line(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
-    return Recomputed(record, (Line("PLAD score", stated, again, again), *per_kind))
+    return Recomputed(record, (Line("PLAD score", stated, mean_score, mean_score), *per_kind))
 
 
 def _kinds_plot(

@@ -87,12 +87,12 @@ def read_refract(path: Path) -> RefractFile:
         InputError: unreadable, not JSON, or of another schema; the message names the place.
     """
     file = read_json(path, "report")
-    read = " and ".join(f"{name}.*" for name in READABLE)
+    readable = " and ".join(f"{name}.*" for name in READABLE)
     if not isinstance(file.root.value, dict) or not isinstance(file.root["schema"].value, str):
-        raise InputError(f"{path}: not a REFRACT report (it names no schema); read are {read}")
+        raise InputError(f"{path}: not a REFRACT report (it names no schema); read are {readable}")
     schema = file.root["schema"].text()
     if not any(schema == name or schema.startswith(f"{name}.") for name in READABLE):
-        raise InputError(f"{path}: has schema {schema!r}; read are {read}")
+        raise InputError(f"{path}: has schema {schema!r}; read are {readable}")
     if not file.root["axes"].value:
         raise InputError(f"{path}: holds no axis; make the report with at least one")
     return RefractFile(file, schema)

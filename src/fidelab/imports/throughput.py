@@ -51,10 +51,10 @@ def import_throughput(
         raise UsageError("name at least one file of recorded throughput")
     if names is not None and len(names) != len(paths):
         raise UsageError(f"{len(names)} names for {len(paths)} files: give --name once per file, in their order")
-    found = [_read(path / "report.json" if path.is_dir() else path) for path in paths]
-    recorded = [file for file in found if isinstance(file, Recorded)]
+    files = [_read(path / "report.json" if path.is_dir() else path) for path in paths]
+    recorded = [file for file in files if isinstance(file, Recorded)]
     arms: list[ArmRecord] = []
-    for file, label in zip(found, _labels(found, paths, names), strict=True):
+    for file, label in zip(files, _labels(files, paths, names), strict=True):
         arms += [_arm(file, label, recorded)] if isinstance(file, Recorded) else _own(file, label)
     twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
     if twice is not None:
@@ -62,7 +62,7 @@ def import_throughput(
     reference, *candidates = arms
     verdict = kld_verdict(None, "files of recorded throughput hold no fidelity")
     report, folder = leave_run(
-        _source(found, paths, arms),
+        _source(files, paths, arms),
         reference,
         [arm.model_copy(update={"verdict": verdict}) for arm in candidates],
         output_dir,
@@ -73,7 +73,7 @@ def import_throughput(
 
 def speed_ratios(candidate: Measurement, reference: Measurement) -> dict[tuple[int | float | str, int], float]:
     """Output tok/s of a candidate over the reference's, by context and concurrency, where both cells are valid."""
-    ours, theirs = (
+    rates, reference_rates = (
         {
             _load(metric.cell): metric.value
             for metric in serving.metrics
@@ -82,7 +82,7 @@ def speed_ratios(candidate: Measurement, reference: Measurement) -> dict[tuple[i
         }
         for serving in (candidate, reference)
     )
-    return {load: rate / theirs[load] for load, rate in ours.items() if load in theirs}
+    return {load: rate / reference_rates[load] for load, rate in rates.items() if load in reference_rates}
 
 
 def _load(at: Coordinates) -> tuple[int | float | str, int]:
@@ -102,25 +102,25 @@ def _read(path: Path) -> Recorded | Report:
     if str(root["schema"].value).startswith("fidelab.report/"):
         return Report.from_json(path)
     if "results" in root:
-        read = read_cells(file)
+        recorded = read_cells(file)
     elif any(name in root for name in SWEEPS):
-        read = read_sweeps(file)
+        recorded = read_sweeps(file)
     else:
-        there = ", ".join(name for name, _ in root.entries())
+        names = ", ".join(name for name, _ in root.entries())
         raise InputError(
             f"{path}: no recorded throughput that is read: neither {' nor '.join(SWEEPS)} nor results (with metadata) "
-            f"is there, found {there[:100]!r}"
+            f"is there, found {names[:100]!r}"
         )
-    if not read.loads:
+    if not recorded.loads:
         raise InputError(f"{path}: holds no row of results")
-    return read
+    return recorded
 
 
-def _labels(found: Sequence[Recorded | Report], paths: Sequence[Path], names: Sequence[str] | None) -> list[str]:
-    """A name per file; empty for a run of ours, whose arms keep theirs.  Equal ones get their folder's name before."""
+def _labels(files: Sequence[Recorded | Report], paths: Sequence[Path], names: Sequence[str] | None) -> list[str]:
+    """A name per file; empty for a run of fidelab, whose arms keep their names.  Equal ones get their folder's name."""
     if names is not None:
         return list(names)
-    stems = [file.stem if isinstance(file, Recorded) else "" for file in found]
+    stems = [file.stem if isinstance(file, Recorded) else "" for file in files]
     return [
         f"{path.resolve().parent.name}/{stem}" if stem and stems.count(stem) > 1 else stem
         for stem, path in zip(stems, paths, strict=True)
@@ -128,7 +128,7 @@ def _labels(found: Sequence[Recorded | Report], paths: Sequence[Path], names: Se
 
 
 def _own(report: Report, label: str) -> list[ArmRecord]:
-    """The arms of a run of ours that were benched; their fidelity is over another reference and stays behind."""
+    """The arms of a fidelab run that have benches, without their fidelity, which is over another reference."""
     arms = [arm for arm in (report.reference, report.control, *report.candidates) if arm and arm.benches]
     if not arms:
         raise InputError(f"run {report.run_id}: no arm of it has benches")
@@ -156,19 +156,19 @@ def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]
     for other in among:
         if other is file or _identity(file) is None or _identity(other) != _identity(file):
             continue
-        theirs = {_load(load.cell.at): load.value(OUTPUT_RATE.name) for load in other.loads}
+        other_rates = {_load(load.cell.at): load.value(OUTPUT_RATE.name) for load in other.loads}
         cases = [
-            (max(rate / their, their / rate), flag)
+            (max(rate / other_rate, other_rate / rate), flag)
             for load in file.loads
-            if (rate := load.value(OUTPUT_RATE.name)) and (their := theirs.get(_load(load.cell.at)))
-            for flag in check_twice(rate, their, _where(load.cell.at), other.file.path.name)
+            if (rate := load.value(OUTPUT_RATE.name)) and (other_rate := other_rates.get(_load(load.cell.at)))
+            for flag in check_twice(rate, other_rate, _where(load.cell.at), other.file.path.name)
         ]
         if cases:
             yield max(cases, key=lambda case: case[0])[1]
 
 
 def _identity(file: Recorded) -> tuple[Any, ...] | None:
-    """What two files must share; None where a file does not say on what machine it was made."""
+    """The fields in which two comparable files agree; None where a file does not name its hardware."""
     facts = {"model": file.model, "engine": file.engine, **file.settings}
     return tuple(facts.get(name) for name in _SAME) if facts.get("hardware") else None
 
@@ -208,12 +208,12 @@ def _counted(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"{kind} ({n} of {len(cells)} cells): {texts[0]}"
 
 
-def _source(found: Sequence[Recorded | Report], paths: Sequence[Path], arms: Sequence[ArmRecord]) -> Source:
-    facts = [_facts(file, path) for file, path in zip(found, paths, strict=True)]
+def _source(files: Sequence[Recorded | Report], paths: Sequence[Path], arms: Sequence[ArmRecord]) -> Source:
+    facts = [_facts(file, path) for file, path in zip(files, paths, strict=True)]
     shared: dict[str, Any] = {"recorded": sorted({fact["form"] for fact in facts})}
     settings = [serving.facts.get("settings", {}) for arm in arms if (serving := arm.benches.get("serving"))]
     for name in ("method", "output_tokens", "max_tokens", "duration_per_test", "ignore_eos"):
-        values = [one.get(name) for one in settings]
+        values = [options.get(name) for options in settings]
         if any(value is not None for value in values):
             shared[name] = values[0] if all(value == values[0] for value in values) else values
     return Source("throughput", {"files": facts}, {"files": facts}, {"benches.serving": shared})
@@ -222,5 +222,5 @@ def _source(found: Sequence[Recorded | Report], paths: Sequence[Path], arms: Seq
 def _facts(file: Recorded | Report, path: Path) -> dict[str, Any]:
     if isinstance(file, Report):
         return {"file": path.name, "form": "fidelab", "run": file.run_id}
-    said = {name: file.settings[name] for name in ("hardware", "timestamp", "method") if name in file.settings}
-    return {"file": file.file.path.name, "form": file.form, "sha256": file.file.sha256, "model": file.model, **said}
+    settings = {name: file.settings[name] for name in ("hardware", "timestamp", "method") if name in file.settings}
+    return {"file": file.file.path.name, "form": file.form, "sha256": file.file.sha256, "model": file.model, **settings}

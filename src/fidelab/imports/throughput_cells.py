@@ -33,7 +33,7 @@ __all__ = ["FORM", "read_cells"]
 
 FORM = "cells"
 _SETTINGS = ("version", "timestamp", "duration_per_test", "max_tokens", "ignore_eos", "decode_mode", "dcp_size")
-_UNDERFILLED = 0.9  # share of the asked concurrency below which a cell is not what it says
+_UNDERFILLED = 0.9  # share of the requested concurrency below which a cell is flagged
 _FAILED = 0.05  # share of failed requests above which a cell is invalid
 _QUANTILES = ("p50", "p90", "p95", "p99")
 _SHARE = "server_spec_accept_rate"
@@ -132,7 +132,7 @@ def _first(row: Node, *names: str) -> float | None:
 
 
 def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
-    """``underfilled``, by the requests that ran; by what the file says of itself where these were not recorded."""
+    """``underfilled``, by the average of running requests; where that was not recorded, by the file's own flag."""
     running = positive(row["avg_running_reqs"])
     if running is None and row["underfilled"].value is True:
         return (Flag(kind="underfilled", text=f"fewer requests ran than the {concurrency} that were asked"),)
@@ -142,7 +142,7 @@ def _filling(row: Node, concurrency: int) -> tuple[Flag, ...]:
 
 
 def _server(row: Node, engine: str, gauge: float | None) -> dict[str, Any] | None:
-    """What the server said of itself, named as in :class:`fidelab.bench.load.server_metrics.ServerReading`."""
+    """The server's own metrics, named as in :class:`fidelab.bench.load.server_metrics.ServerReading`."""
     running = positive(row["avg_running_reqs"])
     if gauge is None and running is None:
         return None

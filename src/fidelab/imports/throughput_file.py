@@ -19,7 +19,7 @@ __all__ = ["MOST", "Recorded", "at_least_one", "load_cell", "positive", "speed_c
 MOST: Final = 10**9
 """No count, rate or latency of these files is larger."""
 _LARGEST = 1e15  # of settings, times in ms among them
-_LEAST = 1e-6  # a figure below this is an empty field: nothing is divided by it
+_LEAST = 1e-6  # a smaller figure is an empty field, so that nothing is divided by it
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Recorded:
 
     @property
     def stem(self) -> str:
-        """The file's name without what says that it holds results."""
+        """The file's name without ``.results``."""
         return re.sub(r"\.results$", "", self.file.path.stem) or "unnamed"
 
 
@@ -60,17 +60,17 @@ def at_least_one(node: Node) -> int:
 
 
 def texts(node: Node, names: tuple[str, ...]) -> dict[str, Any]:
-    """Those of an object's entries that are a text, a number or yes or no."""
-    found: dict[str, Any] = {}
+    """The entries ``names`` of an object that are text, numbers or booleans."""
+    entries: dict[str, Any] = {}
     for name in names:
         entry = node[name]
         if isinstance(entry.value, bool):
-            found[name] = entry.value
+            entries[name] = entry.value
         elif isinstance(entry.value, str):
-            found[name] = entry.text()
+            entries[name] = entry.text()
         elif entry.value is not None:
-            found[name] = entry.number(-_LARGEST, _LARGEST)
-    return found
+            entries[name] = entry.number(-_LARGEST, _LARGEST)
+    return entries
 
 
 def load_cell(
@@ -87,7 +87,7 @@ def load_cell(
 ) -> CellResult:
     """A load; invalid where it is not ``usable``, or a flag says that its figures must not be used."""
     times = list(latencies)
-    measured = rates.get(OUTPUT_RATE) is not None or any(one.name in ("tpot", "ttft") for one in times)
+    measured = rates.get(OUTPUT_RATE) is not None or any(latency.name in ("tpot", "ttft") for latency in times)
     status, reason = Status.OK, None
     if error or not measured:
         status = Status.FAILED if error else Status.NOT_MEASURABLE

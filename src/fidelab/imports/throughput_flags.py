@@ -1,4 +1,4 @@
-"""What is wrong with recorded throughput, said with figures: from the checks of ``metrics.consistency`` to flags."""
+"""Flags with figures on recorded throughput, by the checks of ``metrics.consistency``."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ INVALID: Final = frozenset({"depth", "inconsistent", "stream-events", "underfill
 Flags = tuple[Flag, ...]
 
 
-def check_depth(asked: int | None, counted: float | None, *, requested: bool = False) -> Flags:
+def check_depth(context: int | None, counted: float | None, *, requested: bool = False) -> Flags:
     """``depth`` where prompts were more than 5% longer or shorter than the context they stand for.
 
     ``requested``: the shorter length is what a client asked for, not what a server counted.
     """
-    if not asked or counted is None or agree(counted, asked, DEPTH):
+    if not context or counted is None or agree(counted, context, DEPTH):
         return ()
     how = "requested, and nothing counted them" if requested else "counted"
     return (
         Flag(
             kind="depth",
-            text=f"stands for a context of {asked:,} tokens, but prompts of {counted:,.0f} were {how} "
-            f"({counted / asked:.2f}× the depth)",
+            text=f"stands for a context of {context:,} tokens, but prompts of {counted:,.0f} were {how} "
+            f"({counted / context:.2f}× the depth)",
         ),
     )
 

@@ -65,9 +65,9 @@ def read_sweeps(file: JsonFile) -> Recorded:
 
 
 def _is_halved(row: Node) -> bool:
-    """The input is half the context to the token: what a client asked for, since no server counts so."""
-    context, asked = row["context"].count(MOST), row["input_len"].count(MOST)
-    return bool(context and asked) and 2 * (asked or 0) == context
+    """The input is exactly half the context: a requested length, not one that a server counted."""
+    context, length = row["context"].count(MOST), row["input_len"].count(MOST)
+    return bool(context and length) and 2 * (length or 0) == context
 
 
 def _at_context(row: Node, output: int | None, median: bool, halved: bool) -> tuple[CellResult, CellResult]:

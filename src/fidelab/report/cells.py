@@ -24,6 +24,7 @@ from fidelab.results.numbers import (
     one_line,
 )
 from fidelab.results.record import ArmRecord
+from fidelab.results.values import Outcome
 
 __all__ = [
     "STATUS",
@@ -41,6 +42,7 @@ __all__ = [
     "run_of",
     "scored",
     "shared",
+    "status_line",
 ]
 
 STATUS = {
@@ -66,7 +68,7 @@ class Estimate:
 
     @property
     def absent(self) -> bool:
-        """There is nothing to show."""
+        """There is no value."""
         return self.value == ABSENT
 
     def __str__(self) -> str:
@@ -86,9 +88,9 @@ def estimate_of(metric: Metric | None, *, mib: bool = False) -> Estimate:
 
 
 def ratio_of(own: Metric | None, base: Metric | None) -> str:
-    """own / base; ``≈`` before it where the repeats of either overlap, or one of both has none to tell by.
+    """own / base; ``≈`` before it where the ranges of their repeats overlap, or one of both has no repeats.
 
-    What was measured once by its nature (bytes of storage, one load on a server) has no repeats on either side and no
+    What is measured once by its nature (bytes of storage, one load on a server) has no repeats on either side and no
     sign.
     """
     if own is None or base is None or own.value is None or not base.value:
@@ -96,72 +98,72 @@ def ratio_of(own: Metric | None, base: Metric | None) -> str:
     ratio = format_ratio(own.value / base.value)
     if own.exact or not (own.repeats or base.repeats):
         return ratio
-    ours, theirs = own.span, base.span
-    told = ours is not None and theirs is not None and (ours[0] > theirs[1] or ours[1] < theirs[0])
-    return ratio if told else f"≈ {ratio}"
+    span, other = own.span, base.span
+    apart = span is not None and other is not None and (span[0] > other[1] or span[1] < other[0])
+    return ratio if apart else f"≈ {ratio}"
 
 
 def kv_of(arm: ArmRecord) -> str:
-    """What was asked for the cache, with its options."""
+    """The requested cache format, with its options."""
     k, v = kv_sides(arm)
     rest = {name: value for name, value in arm.kv.options.items() if name not in ("k", "v")}
     return f"{k if k == v else f'K {k}, V {v}'} {_options(rest)}".strip()
 
 
 def kv_sides(arm: ArmRecord) -> tuple[str, str]:
-    """What was asked of keys and of values."""
-    k, v = ((arm.kv.k, arm.kv.options.get("k")), (arm.kv.v, arm.kv.options.get("v")))
-    return one_line(k[0]) + _options(k[1]), one_line(v[0]) + _options(v[1])
+    """The requested formats of keys and of values, each with its options."""
+    options = arm.kv.options
+    return one_line(arm.kv.k) + _options(options.get("k")), one_line(arm.kv.v) + _options(options.get("v"))
 
 
-def _options(given: Any) -> str:
-    """``[name=value, …]``, or nothing."""
-    if not isinstance(given, Mapping) or not given:
+def _options(options: Any) -> str:
+    """``[name=value, …]``; empty where there are none."""
+    if not isinstance(options, Mapping) or not options:
         return ""
-    return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in given.items())}]"
+    return f"[{', '.join(one_line(f'{name}={plain(value)}') for name, value in options.items())}]"
 
 
 # ------------------------------------------------------------------- the main table: metrics of the KLD by name
 
 
-def kld_of(found: Measurement | None, at: Coordinates | None = None) -> Estimate:
+def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
     """Mean KL (nats) and its interval: of the worst context, or of one."""
-    return estimate_of(found.metric("mean", at or {}) if found else None)
+    return estimate_of(kld.metric("mean", at or {}) if kld else None)
 
 
-def excess_of(found: Measurement | None) -> Estimate:
+def excess_of(kld: Measurement | None) -> Estimate:
     """Mean KL beyond the control's, paired (nats)."""
-    excess = found.metric(OVER_CONTROL, {}) if found else None
+    excess = kld.metric(OVER_CONTROL, {}) if kld else None
     # The difference of two lower bounds bounds nothing: not shown.
     if excess is None or excess.value is None or excess.bound:
         return Estimate()
     return Estimate(format_kld(excess.value, signed=True), format_span(excess.interval))
 
 
-def changed_of(found: Measurement | None) -> Estimate:
+def changed_of(kld: Measurement | None) -> Estimate:
     """How many of the most likely tokens change."""
-    top1 = found.metric("top-1", {}) if found else None
+    top1 = kld.metric("top-1", {}) if kld else None
     if top1 is None or top1.value is None:
         return Estimate()
-    return _odds(found, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
+    return _odds(kld, 1 - top1.value, top1.interval and (1 - top1.interval[1], 1 - top1.interval[0]))
 
 
-def flips_of(found: Measurement | None) -> Estimate:
-    """How many change that were no near tie."""
-    flips = found.metric("real flips", {}) if found else None
-    return Estimate() if flips is None or flips.value is None else _odds(found, flips.value, flips.interval)
+def flips_of(kld: Measurement | None) -> Estimate:
+    """How many of the changed tokens were no near tie."""
+    flips = kld.metric("real flips", {}) if kld else None
+    return Estimate() if flips is None or flips.value is None else _odds(kld, flips.value, flips.interval)
 
 
-def _odds(found: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
-    """Of none, how many positions there were."""
-    scored = (found.n_items or 0) - (found.n_failed or 0) if found else 0
+def _odds(kld: Measurement | None, share: float, interval: tuple[float, float] | None) -> Estimate:
+    """A share as odds; a share of 0 as ``0 of`` the scored positions."""
+    scored = (kld.n_items or 0) - (kld.n_failed or 0) if kld else 0
     text = f"0 of {scored:,}" if share == 0 and scored > 0 else format_odds(share)
     return Estimate(text, format_odds_span(interval, share), f"{share:g}")
 
 
-def run_of(found: Measurement | None) -> Estimate:
-    """Expected tokens until the most likely one changes; what bounds it is the interval of the changes."""
-    run = found.metric("tokens to flip", {}) if found else None
+def run_of(kld: Measurement | None) -> Estimate:
+    """Expected tokens until the most likely one changes, or the lower bound of that number."""
+    run = kld.metric("tokens to flip", {}) if kld else None
     if run is None or (run.value is None and run.ci is None):
         return Estimate()
     if run.value is not None:
@@ -171,6 +173,11 @@ def run_of(found: Measurement | None) -> Estimate:
 
 
 # ---------------------------------------------------------------------------------------------------------- words
+
+
+def status_line(outcome: Outcome) -> str:
+    """``failed: reason``, on one line."""
+    return f"{STATUS[outcome.status]}: {one_line(outcome.reason or '')}"
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:
@@ -195,7 +202,7 @@ def fact_of(value: Any) -> str:
 
 
 def shared(lines: Iterable[tuple[str, str]], between: str = ": ") -> list[str]:
-    """(arm, line) → lines that begin with the arms they hold for; the same words are said once."""
+    """(arm, line) → lines that begin with the names of their arms; equal lines are merged."""
     owners: dict[str, list[str]] = {}
     for name, line in lines:
         owners.setdefault(line, []).append(name)

@@ -47,7 +47,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Band:
-    """Shaded from the bottom up to a value: what is below it is noise."""
+    """An area shaded from the bottom up to ``upper``: values in it are noise."""
 
     label: str
     style: str
@@ -65,7 +65,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Chart:
-    """A drawing: what stands inside its SVG element."""
+    """A drawing: its size, and the content of its SVG element."""
 
     size: Size
     body: Markup
@@ -86,7 +86,7 @@ def element(name: str, *inside: str, **attributes: str | float) -> Markup:
 
 
 def text(x: float, y: float, words: str, anchor: str = "start", style: str = "") -> Markup:
-    """Words at a place; ``anchor``: which of their ends stands there."""
+    """An SVG text at (x, y); ``anchor``: which of its ends is there (start, middle or end)."""
     return element("text", words, x=x, y=y, text_anchor=anchor, **({"class": style} if style else {}))
 
 
@@ -103,9 +103,9 @@ def draw_frame(
     x_ticks: int = 0,
     y_ticks: int = Y_TICKS,
 ) -> Chart:
-    """Axes with their ticks, bands and levels, and what is drawn on them.
+    """A chart: axes with ticks, bands and levels, and the elements ``inside`` drawn on them.
 
-    ``rules``: thin levels, rising, with their names, which stand below them.
+    ``rules``: levels in rising order → their names, which are written below them.
     """
     left, right, bottom = x.start, x.end, y.start
     ends = {"x1": left, "x2": right}
@@ -126,11 +126,11 @@ def draw_frame(
         parts.append(element("line", class_="frame", x1=tick.at, x2=tick.at, y1=bottom, y2=bottom + 5))
         parts.append(text(tick.at, bottom + 19, tick.label, "middle", "tick"))
     parts.append(text(right, bottom + 39, x_axis.label, "end"))
-    held = {y(at): label for at, label in rules.items() if y.low < at <= y.high}
-    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in held]
+    levels = {y(at): label for at, label in rules.items() if y.low < at <= y.high}
+    parts += [element("line", class_="rule", **ends, y1=level, y2=level) for level in levels]
     above = [
         text(left + 5, level + 11, label, style="rulelabel")
-        for (level, label), lower in zip(held.items(), [bottom, *held], strict=False)
+        for (level, label), lower in zip(levels.items(), [bottom, *levels], strict=False)
         if lower - level >= 12  # else there is no room
     ]
     return Chart(size, Markup("\n".join([*parts, *inside, *names, *above])))
@@ -153,8 +153,8 @@ def draw_lines(
     top, bottom = 30.0, size.height - 48.0
     right = size.width - 14 - (8 + LETTER * longest if longest else 0)
     curves = [line.curve for line in lines]
-    found = (value for curve in curves for value in (*curve.y, *curve.low, *curve.high))
-    values = [*(value for value in found if value is not None), *(band.upper for band in bands)]
+    values = [value for curve in curves for value in (*curve.y, *curve.low, *curve.high) if value is not None]
+    values += [band.upper for band in bands]
     y_scale = scale_for(values, y, bottom, top)
     widest = LETTER * max((len(tick.label) for tick in y_scale.ticks(Y_TICKS)), default=0)
     left = max(58.0, min(14 + widest, size.width / 3))
@@ -168,7 +168,7 @@ def draw_lines(
 
 
 def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: Size) -> Markup:
-    """One line: areas, path, dots where points are few, hollow ones of what does not count, and names."""
+    """One line: areas, path, dots where points are few, hollow dots for points in doubt, and labels."""
     curve, runs = line.curve, _runs(line.curve, x, y)
     paths = [_path(run, curve.stairs) for run in runs]
     few = len(curve.x) <= FEW_POINTS and not curve.stairs
@@ -192,23 +192,23 @@ def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: 
 
 
 def _spread(curve: Curve, x: Scale, y: Scale) -> Iterator[str]:
-    """From low to high ends: a shape around each run, a bar around a lone value; none of points in doubt."""
+    """The intervals as paths: an area around each run of points, a bar around a lone one; points in doubt have none."""
     doubts = curve.doubts or ("",) * len(curve.x)
     ends = zip(curve.x, curve.low, curve.high, doubts, strict=True) if curve.low and curve.high else ()
     counted = [(at, low, high) for at, low, high, doubt in ends if not doubt]
-    for given, group in groupby(counted, lambda end: end[1] is not None and end[2] is not None):
+    for known, group in groupby(counted, lambda end: end[1] is not None and end[2] is not None):
         places = [(x(at), y(low), y(high)) for at, low, high in group if low is not None and high is not None]
-        if given and len(places) == 1:
+        if known and len(places) == 1:
             [(at, low, high)] = places
             yield f"M{at - 1.5:g} {low:g}H{at + 1.5:g}V{high:g}H{at - 1.5:g}Z"
-        elif given:
-            there = [f"{at:g} {high:g}" for at, _, high in places]
-            back = [f"{at:g} {low:g}" for at, low, _ in reversed(places)]
-            yield f"M{' L'.join(there + back)}Z"
+        elif known:
+            upper = [f"{at:g} {high:g}" for at, _, high in places]
+            lower = [f"{at:g} {low:g}" for at, low, _ in reversed(places)]
+            yield f"M{' L'.join(upper + lower)}Z"
 
 
 def _runs(curve: Curve, x: Scale, y: Scale) -> list[list[tuple[float, float]]]:
-    """Points between gaps; those in doubt are passed over."""
+    """Runs of points between missing values; points in doubt are left out."""
     runs: list[list[tuple[float, float]]] = [[]]
     for at, value, doubt in zip(curve.x, curve.y, curve.doubts or ("",) * len(curve.x), strict=True):
         if value is None:
@@ -234,21 +234,21 @@ def _path(run: Sequence[tuple[float, float]], stairs: bool) -> str:
 
 
 def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
-    """Stacked bars from 0 on, a row each: name above, figure behind; ``parts``: all names, which give the colours."""
+    """Stacked bars from 0, one row each with its name above and its total behind; ``parts`` gives the colours."""
     bars = [(arm, bars, n) for arm, bars in group.bars for n, _ in enumerate(bars.labels)]
-    sums = [sum(lengths[n] for lengths in found.parts.values()) for _, found, n in bars]
-    totals = [found.totals[n] if found.totals else whole for (_, found, n), whole in zip(bars, sums, strict=True)]
+    sums = [sum(lengths[n] for lengths in stack.parts.values()) for _, stack, n in bars]
+    totals = [stack.totals[n] if stack.totals else whole for (_, stack, n), whole in zip(bars, sums, strict=True)]
     figures = [shorten(format_amount(total), 12) for total in totals]
     left, top, bottom = 14.0, 26.0, 30.0 + ROW * len(bars)
     right = width - 20 - LETTER * max(map(len, figures), default=0)
     axis = Axis(group.bars[0][1].y_label, low=0.0, high=max(*sums, *totals) or 1.0)
     x = scale_for([], axis, left, right)
     rows = []
-    for row, (arm, found, n) in enumerate(bars):
-        name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(found.labels[n]))))
+    for row, (arm, stack, n) in enumerate(bars):
+        name = ", ".join(filter(None, (shorten(arm.name, 30), shorten(stack.labels[n]))))
         y, before = top + ROW * row + 18, 0.0
         pieces = [text(left, y - 5, name, style="name")]
-        for part, lengths in found.parts.items():
+        for part, lengths in stack.parts.items():
             begin, end = x(before), x(before + lengths[n])
             title = element("title", f"{name}: {part} {format_amount(lengths[n])} {axis.label}")
             piece = element("rect", x=begin, y=y, width=round(end - begin, 1), height=THICK)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from fidelab.core import Status
-from fidelab.report.cells import STATUS, Estimate, scored
-from fidelab.report.text import literal, wrap_name
+from fidelab.report.cells import STATUS, Estimate, scored, status_line
+from fidelab.report.text import literal, print_line, print_path, simple_table, wrap_name
 from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Spread
 from fidelab.results.numbers import ABSENT, format_bytes, format_count, format_kld, format_share, format_span, one_line
 from fidelab.results.values import Outcome
@@ -20,7 +19,6 @@ from fidelab.results.values import Outcome
 __all__ = ["render_cross"]
 
 _NAME_WIDTH = 14
-_WELL = (Status.OK, Status.IDENTICAL)
 _UNSTEADY = "*"
 
 
@@ -29,9 +27,7 @@ def render_cross(report: CrossReport, console: Console, *, folder: Path | None =
 
     Nothing from engines, logs or configs is read as markup.
     """
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
+    line = partial(print_line, console)
 
     def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         if rows:
@@ -42,7 +38,7 @@ def render_cross(report: CrossReport, console: Console, *, folder: Path | None =
     model = Path(str(settings.get("model", "")))
     line(f"{report.run_id}: {one_line(model.name if model.is_absolute() else str(model))}, {len(rows)} engines", "bold")
     for name, outcome in _faults(report):
-        line(f"  {one_line(name)}: {STATUS[outcome.status]}: {one_line(outcome.reason or '')}")
+        line(f"  {one_line(name)}: {status_line(outcome)}")
     contexts = list(dict.fromkeys(n for row in rows for n in row.perplexity))
     table(
         "16-bit baseline, measured simply (one prompt at a time)",
@@ -89,11 +85,11 @@ def render_cross(report: CrossReport, console: Console, *, folder: Path | None =
         [_long(row, cell) for row, cell in cells],
     )
     if folder is not None:
-        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+        print_path(console, "files", folder)
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table = simple_table()
     words = ("engine", "version", "KV", "band", "verdict\nby KLD", "rows from", "outcome")
     for column in columns:
         right = column not in words
@@ -106,24 +102,23 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], console: Conso
 
 
 def _cell(text: str, console: Console) -> Text:
-    """A value and its interval stand on two lines."""
+    """A value with its interval on a second line."""
     return literal(text.replace(" (", "\n(", 1), console)
 
 
 def _faults(report: CrossReport) -> list[tuple[str, Outcome]]:
-    """Everything that did not go well, each with its reason."""
-    found: list[tuple[str, Outcome]] = []
+    """Every part that has no result."""
+    parts: list[tuple[str, Outcome | None]] = []
     for row in report.engines:
         kv = row.candidate.kv if row.candidate else ""
-        parts: list[tuple[str, Outcome | None]] = [
-            ("", row),
-            (f" {kv}", row.candidate),
-            (" timing", row.speed),
-            (" long window", row.long),
+        parts += [
+            (row.name, row),
+            (f"{row.name} {kv}", row.candidate),
+            (f"{row.name} timing", row.speed),
+            (f"{row.name} long window", row.long),
         ]
-        found += [(f"{row.name}{what}", part) for what, part in parts if part is not None and part.status not in _WELL]
-    bad = [pair for pair in report.agreement if pair.status not in _WELL]
-    return found + [(f"{pair.other} from {pair.reference}", pair) for pair in bad]
+    parts += [(f"{pair.other} from {pair.reference}", pair) for pair in report.agreement]
+    return [(name, part) for name, part in parts if part is not None and not part.measured]
 
 
 def _baseline(row: EngineRow, contexts: Sequence[str]) -> list[str]:
@@ -166,36 +161,36 @@ def _timing_note(report: CrossReport) -> str:
 
 
 def _candidate(row: EngineRow, axes: Sequence[str]) -> list[str]:
-    found = row.candidate
-    if found is None:
+    candidate = row.candidate
+    if candidate is None:
         return [row.name, *[ABSENT] * (len(axes) + 3), STATUS[row.status], ABSENT]
-    composite = found.composite
+    composite = candidate.composite
     return [
         row.name,
-        one_line(found.kv),
-        str(Estimate(format_kld(found.kld), format_span(found.kld_ci))),
-        *(str(scored(found.scores.get(name), found.score_ci.get(name))) for name in axes),
+        one_line(candidate.kv),
+        str(Estimate(format_kld(candidate.kld), format_span(candidate.kld_ci))),
+        *(str(scored(candidate.scores.get(name), candidate.score_ci.get(name))) for name in axes),
         str(scored(composite.value, composite.ci)) if composite else ABSENT,
-        _band(found),
-        _verdict(found),
+        _band(candidate),
+        _verdict(candidate),
     ]
 
 
-def _verdict(found: Candidate) -> str:
-    said = found.verdict
-    if said is None:
+def _verdict(candidate: Candidate) -> str:
+    verdict = candidate.verdict
+    if verdict is None:
         return ABSENT
-    word = said.band or (f"at best\n{said.at_best}" if said.at_best else ABSENT)
-    return f"{word}\nmodified" if said.modified else word
+    word = verdict.band or (f"at best\n{verdict.at_best}" if verdict.at_best else ABSENT)
+    return f"{word}\nmodified" if verdict.modified else word
 
 
-def _band(found: Candidate) -> str:
+def _band(candidate: Candidate) -> str:
     """The composite's band, or why there is none."""
-    if found.status not in _WELL:
-        return STATUS[found.status]
-    if found.composite is None or found.composite.band is None:
+    if not candidate.measured:
+        return STATUS[candidate.status]
+    if candidate.composite is None or candidate.composite.band is None:
         return ABSENT
-    return found.composite.band + ("\ntoo close" if found.composite.too_close_to_call else "")
+    return candidate.composite.band + ("\ntoo close" if candidate.composite.too_close_to_call else "")
 
 
 def _agreement(row: EngineRow, first: bool, pair: Agreement | None) -> list[str]:

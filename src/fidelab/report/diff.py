@@ -7,15 +7,14 @@ reports is read as markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fidelab.report.cells import plain
-from fidelab.report.markdown import code_span, escaped
-from fidelab.report.text import literal
-from fidelab.results.comparability import Difference
+from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
+from fidelab.report.text import literal, print_line, simple_table
 from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
 from fidelab.results.table import BENCH
@@ -36,10 +35,7 @@ _LEGEND = (
 
 def render_diff(diff: Diff, console: Console, *, full: bool = False) -> None:
     """Print it."""
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
-
+    line = partial(print_line, console)
     line(f"{one_line(diff.now.name)} against baseline {one_line(diff.baseline.name)}", "bold")
     for refusal in diff.refused:
         line(f"not compared: {_refusal(refusal)}", "red")
@@ -55,24 +51,19 @@ def render_diff(diff: Diff, console: Console, *, full: bool = False) -> None:
 
 def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
     """The same in GitHub-flavoured Markdown, without headings; ends in a newline."""
-    rows: list[tuple[str, ...]] = [_COLUMNS, (*[":--"] * 3, *["--:"] * 3)]
+    rows = []
     for change in _rows(diff, full):
         outcome, arm, place, *figures = _cells(change)
-        rows.append((escaped(outcome), _cell(arm), _cell(place), *map(escaped, figures)))
-    table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        rows.append((escaped(outcome), code_cell(arm), code_cell(place), *map(escaped, figures)))
     parts = [
         f"{code_span(diff.now.name)} against baseline {code_span(diff.baseline.name)}: {escaped(_summary(diff, full))}",
         _bullets(f"not compared: {_refusal(refusal)}" for refusal in diff.refused),
-        table if len(rows) > 2 else "",
+        pipe_table(_COLUMNS, 3, rows) if rows else "",
         _bullets(_missing(diff)),
         _bullets(_asides(diff)),
-        _LEGEND if len(rows) > 2 else "",
+        _LEGEND if rows else "",
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def _cell(text: str) -> str:
-    return code_span(text).replace("|", "\\|")
 
 
 def _bullets(lines: Iterable[str]) -> str:
@@ -80,7 +71,7 @@ def _bullets(lines: Iterable[str]) -> str:
 
 
 def _table(rows: Iterable[MetricChange], console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table = simple_table()
     table.add_column("outcome", no_wrap=True)
     table.add_column("metric", overflow="fold")
     for name in ("baseline\nnow", "change"):
@@ -99,13 +90,13 @@ def _table(rows: Iterable[MetricChange], console: Console) -> Table:
 
 
 def _rows(diff: Diff, full: bool) -> list[MetricChange]:
-    """What stands in the table: everything that is on both sides and changed, or may have."""
+    """The rows of the table: metrics of both sides that changed or may have; with ``full`` all of both sides."""
     compared = [change for change in diff.changes if change.outcome not in ("lost", "new")]
     return [change for change in compared if full or (change.counts and change.outcome != "unchanged")]
 
 
 def _cells(change: MetricChange) -> tuple[str, ...]:
-    """One cell per column; behind the change stands its interval, or why it has none."""
+    """One cell per column; the change is followed by its interval, or by the reason why it has none."""
     unit = "" if change.unit in _PLAIN else f" ({change.unit})"
     flags = f" [{', '.join(change.flags)}]" if change.flags else ""
     why = f" ({change.doubt})" if change.doubt else ""
@@ -139,20 +130,20 @@ def _signed(value: float, change: MetricChange) -> str:
 
 
 def _missing(diff: Diff) -> Iterator[str]:
-    """Every metric that one side lacks; arms that lack the same ones share a line."""
-    there = {(change.role, change.arm) for change in diff.changes if change.basis}
+    """Every metric that one side lacks; arms that lack the same metrics share a line."""
+    common = {(change.role, change.arm) for change in diff.changes if change.basis}
     for outcome in ("lost", "new"):
         places: dict[tuple[str, str, str], list[str]] = {}
         for change in diff.changes:
             if change.outcome == outcome:
-                group = change.group.removeprefix(BENCH) if (change.role, change.arm) in there else ""
+                group = change.group.removeprefix(BENCH) if (change.role, change.arm) in common else ""
                 name = ", ".join(part for part in (change.cell, change.metric) if part)
                 places.setdefault((_arm(change), group, change.doubt), []).append(name)
         alike: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
         for (arm, group, doubt), names in places.items():
             alike.setdefault((group, doubt, tuple(names)), []).append(arm)
-        for (group, doubt, found), arms in alike.items():
-            what = f"{group}: {'; '.join(found)}" if group else f"all {len(found)} metrics"
+        for (group, doubt, metrics), arms in alike.items():
+            what = f"{group}: {'; '.join(metrics)}" if group else f"all {len(metrics)} metrics"
             yield one_line(f"{outcome}: {', '.join(arms)}, {what}{f' [{doubt}]' if doubt else ''}")
 
 
@@ -178,12 +169,8 @@ def _refusal(refusal: Refusal) -> str:
 def _asides(diff: Diff) -> Iterator[str]:
     for text in diff.unmeasured:
         yield one_line(f"measured on neither side: {text}")
-    for found in diff.beside:
-        yield _beside(found)
-
-
-def _beside(found: Difference) -> str:
-    return one_line(f"differs: {found.where}, {found.field}: {_short(found.baseline)} → {_short(found.now)}")
+    for other in diff.beside:
+        yield one_line(f"differs: {other.where}, {other.field}: {_short(other.baseline)} → {_short(other.now)}")
 
 
 def _short(value: object) -> str:

@@ -18,9 +18,9 @@ __all__ = ["draw_frontier", "pareto"]
 def pareto(points: Sequence[Point]) -> list[Point]:
     """Arms that no other beats in size and in KL, smallest first; of equal ones, all."""
 
-    def beats(one: Point, other: Point) -> bool:
-        differ = (one.bytes, one.mean) != (other.bytes, other.mean)
-        return differ and one.bytes <= other.bytes and one.mean <= other.mean
+    def beats(point: Point, other: Point) -> bool:
+        differ = (point.bytes, point.mean) != (other.bytes, other.mean)
+        return differ and point.bytes <= other.bytes and point.mean <= other.mean
 
     def beaten(point: Point) -> bool:
         return any(beats(other, point) for other in points)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,12 +11,12 @@ from fidelab.errors import InputError
 from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
 from fidelab.report.sections import Arm, Section, arms_of
-from fidelab.report.tables import Table
+from fidelab.report.tables import Table, free
 from fidelab.report.view import KLD, View
 from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
 
-__all__ = ["Gallery", "Part", "free", "gallery_of"]
+__all__ = ["Part", "gallery_of"]
 
 LEFT_OUT = "the tail of KL and the worst positions are left out"
 REMEDY = f"{LEFT_OUT}; make them with: fidelab rescore RUN_DIR"
@@ -40,7 +40,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Gallery:
-    """The plots by where they stand on the page."""
+    """The plots by their place on the page."""
 
     frontier: Drawing | None
     parts: tuple[Part, ...]
@@ -69,35 +69,28 @@ def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
     return Gallery(frontier(report, view), tuple(parts.values()))
 
 
-def free(name: str, taken: Iterable[str]) -> str:
-    """The name, or the first numbered one that is not taken."""
-    used = set(taken)
-    return next(found for found in (name, *(f"{name}-{n}" for n in range(2, len(used) + 3))) if found not in used)
-
-
 def _read(report: Report, path: Path | None) -> tuple[list[Arm], dict[str, ArmPositions], str]:
-    """Arms that have a KL, their positions by id, and why there are none."""
-    found = {
-        arm: (record.name, record.axes[KLD])
+    """Arms that have a mean KL, their positions by arm id, and the reason where these could not be read."""
+    klds = {
+        arm: (record.name, kld)
         for arm, record in arms_of(report)
-        if (arm.role == "candidate" or record is report.control) and KLD in record.axes
+        if (arm.role == "candidate" or record is report.control)
+        and (kld := record.axes.get(KLD))
+        and (mean := kld.metric("mean"))
+        and mean.value is not None
+        and not mean.bound
     }
-    found = {
-        arm: (name, kld)
-        for arm, (name, kld) in found.items()
-        if (mean := kld.metric("mean")) and mean.value is not None and not mean.bound
-    }
-    if not found:
+    if not klds:
         return [], {}, ""
     try:
         if path is None:
             raise InputError("no positions.parquet was given")
-        expected = {name: kld.n_items for name, kld in found.values()}
-        measured = read_positions(path, expected, {name: kld.facts.get("n_ctx") for name, kld in found.values()})
+        expected = {name: kld.n_items for name, kld in klds.values()}
+        measured = read_positions(path, expected, {name: kld.facts.get("n_ctx") for name, kld in klds.values()})
     except InputError as error:
         imported = "imported" in report.settings  # another tool's figures: there is nothing to score again
         return [], {}, f"{one_line(str(error))}: {LEFT_OUT if imported else REMEDY}"
-    return list(found), {arm.id: measured[name] for arm, (name, _) in found.items()}, ""
+    return list(klds), {arm.id: measured[name] for arm, (name, _) in klds.items()}, ""
 
 
 def _worst(arm: ArmPositions) -> Table:

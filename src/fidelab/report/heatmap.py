@@ -11,7 +11,7 @@ __all__ = ["Shade", "colour", "ink", "scale_of", "shades_of"]
 
 RGB = tuple[float, float, float]
 
-# Dark blue to yellow, and orange to blue over white: told apart with every common colour vision, and in grey.
+# Dark blue to yellow, and orange to blue over white: legible with common colour vision deficiencies and in grey.
 _SEQUENTIAL: tuple[RGB, ...] = ((16, 42, 92), (74, 89, 116), (124, 124, 122), (184, 168, 98), (250, 226, 74))
 _SIGNED: tuple[RGB, ...] = ((168, 78, 6), (236, 172, 104), (247, 247, 247), (133, 176, 216), (28, 84, 148))
 

@@ -1,4 +1,4 @@
-"""A report as one HTML file: no network, no external fonts, one script of ours.
+"""A report as one HTML file, and as a fragment for notebooks: no network, no external fonts, one script of ours.
 
 Everything from models, logs and configs passes through autoescape; the record itself is embedded as JSON in a
 data block in which ``<``, ``>`` and ``&`` are written as escapes, so that no text in it can end the block.  The
@@ -20,11 +20,11 @@ from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
-from fidelab.results.numbers import one_line
+from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
-__all__ = ["render_html", "templates", "write_html"]
+__all__ = ["render_html", "render_notebook", "templates", "write_html"]
 
 _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
@@ -32,7 +32,7 @@ _ESCAPES = str.maketrans({"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u202
 def render_html(report: Report, positions: Path | None = None) -> str:
     """The whole page; ``positions`` is the run's ``positions.parquet``.
 
-    Without that file, or with one that is damaged or of another run, the page lacks what is read from it, and says so.
+    Without that file, or with one that is damaged or of another run, the page says that these figures are left out.
     """
     view = build_view(report)
     gallery = gallery_of(report, view, positions)
@@ -56,8 +56,18 @@ def render_html(report: Report, positions: Path | None = None) -> str:
     )
 
 
+def render_notebook(report: Report) -> str:
+    """The fragment: title, failures, a card per candidate, main table, floor, control, ranking, command.
+
+    One root element, one style sheet whose every rule begins with its class, no script.  It follows the notebook's
+    theme (JupyterLab, VS Code, Colab, Sphinx) and else the system's; where the style sheet is stripped, a plain table
+    remains.
+    """
+    return templates().get_template("notebook.html.j2").render(view=build_view(report), absent=ABSENT)
+
+
 def write_html(report: Report, path: str | Path) -> Path:
-    """Write the page in one step; single positions are read from the file that a run leaves beside it.
+    """Write the page atomically; single positions are read from ``positions.parquet`` in the same folder.
 
     Raises:
         OutputError: the file cannot be written.

@@ -28,7 +28,7 @@ def spread(levels: Sequence[float], gap: float, low: float, high: float) -> list
 
 
 def shorten(name: str, letters: int = 18) -> str:
-    """A name that fits beside a chart."""
+    """The name, cut to ``letters`` characters."""
     return name if len(name) <= letters else name[: letters - 1] + "…"
 
 
@@ -53,7 +53,7 @@ class Labels:
         return self._find(x, y, name, 9, shifts) or fallback
 
     def beside(self, x: float, y: float, name: str) -> Place | None:
-        """The same, right beside the point; ``None`` where there is no room."""
+        """The same, directly next to the point; ``None`` where there is no room."""
         return self._find(x, y, name, 5, (-10, 10, 0))
 
     def _find(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS
-from fidelab.report.text import literal
+from fidelab.report.cells import status_line
+from fidelab.report.text import literal, print_line, print_path, simple_table
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, LayerRow
 from fidelab.results.numbers import format_amount, format_kld, one_line
 
@@ -18,20 +18,16 @@ __all__ = ["render_bisect", "sentence"]
 
 _BAR = 24  # characters of the largest added error
 _NOT_FINITE = "not finite"
-_WELL = (Status.OK, Status.IDENTICAL)
 
 
 def render_bisect(report: BisectReport, console: Console, *, folder: Path | None = None) -> None:
     """Print it; ``folder`` is where its files lie."""
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
-
+    line = partial(print_line, console)
     reference, candidate = report.reference, report.candidate
     line(f"{report.run_id}: {_called(candidate)} against {_called(reference)}", "bold")
     line(sentence(report), "bold red" if report.first is not None else "")
-    if report.floor is not None and report.floor.status not in _WELL:
-        line(f"floor: {STATUS[report.floor.status]}: {one_line(report.floor.reason or '')}", "red")
+    if report.floor is not None and not report.floor.measured:
+        line(f"floor: {status_line(report.floor)}", "red")
     if report.layers:
         windows = f"{report.windows} window{'' if report.windows == 1 else 's'}"
         console.print(_table(report, console))
@@ -41,22 +37,22 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
             "is more, over the root mean square of the other layers"
         )
     if folder is not None:
-        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)  # a path is to be copied
+        print_path(console, "files", folder)
 
 
 def sentence(report: BisectReport) -> str:
     """What was found, in words."""
     for what, arm in (("reference", report.reference), ("candidate", report.candidate)):
-        if arm.status not in _WELL:
-            return f"{what} {one_line(arm.name)}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
+        if not arm.measured:
+            return f"{what} {one_line(arm.name)}: {status_line(arm)}"
     if report.candidate.status is Status.IDENTICAL:
         return "No layer differs: both arms have the same states in every row."
-    said = [_verdict(report)]
+    sentences = [_verdict(report)]
     if report.entering is not None and report.entering.rms != 0:
-        said.append(f"What enters the first layer differs by {_number(report.entering.median)} already.")
+        sentences.append(f"What enters the first layer differs by {_number(report.entering.median)} already.")
     elif report.begins and all(row.error.rms == 0 for row in report.layers[: report.begins]):
-        said.append(f"The arms part in layer {report.begins}: before it their states are the same.")
-    return " ".join(said)
+        sentences.append(f"The arms part in layer {report.begins}: before it their states are the same.")
+    return " ".join(sentences)
 
 
 def _verdict(report: BisectReport) -> str:
@@ -86,7 +82,7 @@ def _called(arm: BisectArm) -> str:
 
 def _table(report: BisectReport, console: Console) -> Table:
     floor = any(row.floor is not None for row in report.layers)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), show_lines=False)
+    table = simple_table()
     for heading in ("layer", "error", "90%", "added", "×others", *(["floor"] if floor else [])):
         table.add_column(literal(heading, console), justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)

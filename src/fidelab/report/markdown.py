@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
-from fidelab.report.ablation import Matrix
 from fidelab.report.cells import fact_of
 from fidelab.report.summary import KLD, Performance
 from fidelab.report.tables import Table
@@ -20,7 +19,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import Report
 
-__all__ = ["code_span", "escaped", "render_markdown"]
+__all__ = ["code_cell", "code_span", "escaped", "pipe_table", "render_markdown"]
 
 _COLUMNS = (
     *("arm", "verdict", "KLD (nats)", "over control"),
@@ -40,8 +39,8 @@ def render_markdown(report: Report) -> str:
     """The section; ends in a newline."""
     view = build_view(report)
     verdicts = (
-        _table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
-        *(part for table in view.beside for part in _beside(table)),
+        pipe_table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
+        *(part for table in view.beside for part in _titled(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
         _bullets(escaped(line) for line in (view.control, view.floor, view.ranking) if line),
@@ -50,7 +49,7 @@ def render_markdown(report: Report) -> str:
         _opening(report, view),
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(verdicts if view.fidelity else ()),
-        *(part for matrix in view.isolation for part in _isolation(matrix)),
+        *(part for matrix in view.isolation for part in (*_titled(matrix.table), escaped(matrix.said))),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
@@ -63,12 +62,12 @@ def _opening(report: Report, view: View) -> str:
     """What was compared or measured, on which text and by which protocol, in one sentence."""
     engines = ", ".join(code_span(name) for name in dict.fromkeys(row.engine for row in view.rows))
     n = len(view.candidates) if view.fidelity else len(view.rows)
-    those = f"{n} configuration{'' if n == 1 else 's'} of {code_span(_public(view.rows[0].model))} on {engines}"
+    subject = f"{n} configuration{'' if n == 1 else 's'} of {code_span(_public(view.rows[0].model))} on {engines}"
     if view.performance is not None and not view.fidelity:
         what = view.performance.measured
         compared = f", compared with the reference {code_span(view.rows[0].name)}" if n > 1 else ""
-        return f"{what[:1].upper()}{what[1:]} of {those}{compared}."
-    return f"{those}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
+        return f"{what[:1].upper()}{what[1:]} of {subject}{compared}."
+    return f"{subject}, compared with the reference {code_span(view.rows[0].name)}{_protocol(report, view.text)}."
 
 
 def _protocol(report: Report, text: str) -> str:
@@ -83,16 +82,16 @@ def _protocol(report: Report, text: str) -> str:
         parts.append(f"KLD over {_setting(kld['windows'])} windows{size}{protocol}{scored}")
     for name in axes:
         measured = (arm.axes[name] for arm in report.candidates if name != KLD and name in arm.axes)
-        if found := next((one for one in measured if one.measured), None):
-            parts.append(f"{code_span(name)}{_facts(found)}")
+        if axis := next((axis for axis in measured if axis.measured), None):
+            parts.append(f"{code_span(name)}{_facts(axis)}")
     return f": {'; '.join(parts)}" if parts else ""
 
 
-def _facts(found: Measurement) -> str:
+def _facts(axis: Measurement) -> str:
     """``: 10 items, n_predict 64``."""
-    words = [f"{found.n_items:,} item{'' if found.n_items == 1 else 's'}"] if found.n_items else []
-    plain = (name for name, value in found.facts.items() if fact_of(value) != ABSENT)
-    words += [f"{escaped(one_line(name))} {_setting(found.facts[name])}" for name in plain]
+    words = [f"{axis.n_items:,} item{'' if axis.n_items == 1 else 's'}"] if axis.n_items else []
+    plain = (name for name, value in axis.facts.items() if fact_of(value) != ABSENT)
+    words += [f"{escaped(one_line(name))} {_setting(axis.facts[name])}" for name in plain]
     return f": {', '.join(words)}" if words else ""
 
 
@@ -101,8 +100,8 @@ def _windows_of(n_ctx: Any) -> str:
     shortest, *longer = n_ctx if isinstance(n_ctx, list | tuple) else [n_ctx]
     if shortest is None:
         return " of the shortest context"
-    more = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
-    return f" of {_setting(shortest)} tokens{more}"
+    others = f" and fewer of {' and '.join(map(_setting, longer))}" if longer else ""
+    return f" of {_setting(shortest)} tokens{others}"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:
@@ -114,50 +113,47 @@ def _setting(value: Any) -> str:
 
 
 def _public(name: str) -> str:
-    """A name as it is, an absolute path by its last part: cards are published, folders are nobody's business."""
+    """A name as it is, an absolute path by its last part: cards are published, and must not show local folders."""
     path = PurePath(name)
     return path.name if path.is_absolute() else name
 
 
-def _table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
-    """The first ``named`` columns hold words."""
+def pipe_table(columns: Sequence[str], named: int, rows: Iterable[Sequence[str]]) -> str:
+    """A table whose cells are Markdown already; the first ``named`` columns hold words."""
     ruler = [*[":--"] * named, *["--:"] * (len(columns) - named)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (columns, ruler, *rows))
 
 
 def _speed(view: View, speed: Performance) -> list[str]:
-    """Speed and memory of all arms, and what makes single figures doubtful."""
+    """Speed and memory of all arms, and the flags of their benches."""
     arms = zip(speed.names, speed.rows, strict=True)
-    cells = ((_name(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
-    table = _table(("arm", *speed.columns), 1, cells) if speed.columns else ""
+    cells = ((code_cell(name), *(escaped(str(figure)) for figure in figures)) for name, figures in arms)
+    table = pipe_table(("arm", *speed.columns), 1, cells) if speed.columns else ""
     doubts = _bullets(
         escaped(f"{bench.name}: {line}") for bench in view.benches for line in (*bench.lines, *bench.doubts)
     )
     return [table, escaped(speed.note) if table else "", doubts]
 
 
-def _beside(table: Table) -> list[str]:
-    """A table of further figures under its title."""
-    rows = ((_name(name), *map(escaped, cells)) for name, *cells in table.rows)
-    columns = [escaped(column.replace("\\|", "\\ |")) for column in table.columns]  # as in code spans
-    return [f"{escaped(table.title)}:", _table(columns, 1, rows)]
+def _titled(table: Table) -> list[str]:
+    """A table under its title."""
+    words, columns = (
+        table.named,
+        [escaped(column.replace("\\|", "\\ |")) for column in table.columns],
+    )  # as in code spans
+    rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in table.rows)
+    return [f"{escaped(table.title)}:", pipe_table(columns, words, rows)]
 
 
-def _isolation(matrix: Matrix) -> list[str]:
-    """A grid with its title, and what it says."""
-    words, columns = matrix.table.named, [escaped(column) for column in matrix.table.columns]
-    rows = ((*map(_name, row[:words]), *map(escaped, row[words:])) for row in matrix.table.rows)
-    return [f"{escaped(matrix.table.title)}:", _table(columns, words, rows), escaped(matrix.said)]
-
-
-def _name(name: str) -> str:
-    return code_span(name).replace("|", "\\|")
+def code_cell(text: str) -> str:
+    """A code span in a cell of a table."""
+    return code_span(text).replace("|", "\\|")
 
 
 def _cells(row: ArmRow) -> tuple[str, ...]:
     verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
     figures = (*map(str, (row.kld, row.excess, row.changed, row.flips, row.run)), row.cache_bytes)
-    return (_name(row.name), *(escaped(cell) for cell in (verdict, *figures)))
+    return (code_cell(row.name), *(escaped(cell) for cell in (verdict, *figures)))
 
 
 def _bullets(lines: Iterable[str]) -> str:
@@ -182,7 +178,7 @@ def code_span(text: str) -> str:
 
 
 def _fence(text: str) -> str:
-    """A code block that nothing in the text ends."""
+    """A fenced code block whose fence does not occur in the text."""
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     shown = "\n".join("".join(char if char.isprintable() else "\ufffd" for char in line) for line in lines)
     ticks = "`" * max(3, _longest_run(shown) + 1)

@@ -25,11 +25,11 @@ FRONTIER = (Size(1120, 430), Size(360, 400))
 MOST_LABELS = 6
 FEW_VALUES = 12
 GROUPS = 6
-"""Dash patterns: series that can be told apart within an arm's colour."""
+"""Number of dash patterns, which distinguish the series of an arm."""
 LOG_FROM = 10**1.5
-"""Ratio of largest to smallest abscissa from which measured lengths and loads stand on a logarithmic axis."""
+"""Ratio of the largest to the smallest abscissa from which an axis of lengths or loads is logarithmic."""
 RULES = {0.01: "EXCELLENT", 0.05: "PASS", 0.1: "DEGRADED"}
-"""Upper edges of the bands, which an interval has to stay below.  See docs/metrics.md#verdicts."""
+"""Upper edges (nats) of the verdict bands.  See docs/metrics.md#verdicts."""
 HOLLOW = "Hollow: not valid, see the table."
 
 
@@ -70,12 +70,12 @@ def frontier(report: Report, view: View) -> Drawing | None:
 
 
 def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
-    """Share of positions whose KL exceeds x; ``positions`` are those of the arms of these ids."""
-    found = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
-    if not found:
+    """Share of positions whose KL exceeds x; ``positions``: arm id → its positions."""
+    tails = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
+    if not tails:
         return None
-    shares = [part.tail() for _, part in found]
-    last = max(int(part.above.nonzero()[0][-1]) for _, part in found) + 1
+    shares = [part.tail() for _, part in tails]
+    last = max(int(part.above.nonzero()[0][-1]) for _, part in tails) + 1
     first = min(int((share >= 0.9).sum()) for share in shares)  # where the first line leaves 100%
     first = min(max(first - 1, last - 80, 0), last)
     curves = [
@@ -94,10 +94,10 @@ def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing 
     ]
     lines = [
         Line(arm.name, arm.id, line_style(arm.role, arm.number), curve, area=arm.id == "control")
-        for (arm, _), curve in zip(found, curves, strict=True)
+        for (arm, _), curve in zip(tails, curves, strict=True)
     ]
     x = Axis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
-    y = Axis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in found), high=1.0)
+    y = Axis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in tails), high=1.0)
     legend = [(line.name, line.arm, line.style) for line in lines]
     caption = (
         "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
@@ -107,14 +107,14 @@ def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing 
 
 
 def draw_plots(section: Section, report: Report) -> tuple[Drawing, ...]:
-    """The charts of one axis or bench, curves and bars; ``report``: whose bands stand behind mean KLs."""
+    """The charts of one axis or bench, bars and curves; ``report`` gives the noise bands behind mean KLs."""
     drawings = [_draw_bars(group) for group in section.bars]
     drawings += [_draw_curves(group, report) for group in section.curves]
     return tuple(drawing for drawing in drawings if drawing is not None)
 
 
 def noise(report: Report) -> str:
-    """What control and floor say about noise, where their bands cannot."""
+    """A sentence about the noise floor and the control where they are missing or exactly 0, and so have no band."""
     lines = []
     floor, control = (mean for *_, mean, _ in _noise(report))
     if floor is None:
@@ -159,7 +159,7 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
         and not (curve.kl and arm.role == "floor")  # it is a band
     ]
     if len({at for _, curve in kept for at in curve.x}) < 2:
-        return None  # the table says it better
+        return None  # one point is no curve: the table shows it
     first = kept[0][1]
     arms = list(dict.fromkeys(arm for arm, _ in kept))
     series = list(dict.fromkeys(curve.series for _, curve in kept))
@@ -195,14 +195,17 @@ def _drawing(
     size: Size,
     noisy: Report | None = None,
 ) -> Drawing:
-    """Both drawings; few lines are named where they end, many in a legend.  ``noisy``: whose bands are drawn."""
+    """The wide and the narrow drawing; up to ``MOST_LABELS`` lines are named where they end, more in a legend.
+
+    ``noisy``: the report whose noise bands are drawn.
+    """
     few = len(lines) <= MOST_LABELS
     wide = replace(size, labels=size.labels and few)
     bare = [line if few else replace(line, curve=line.curve.model_copy(update={"names": ()})) for line in lines]
     rules = RULES if noisy else {}
     drawn = [
-        draw_lines(found, x, y, place, bands=_bands(noisy, place) if noisy else (), rules=rules)
-        for found, place in ((lines, wide), (bare, NARROW))
+        draw_lines(strokes, x, y, place, bands=_bands(noisy, place) if noisy else (), rules=rules)
+        for strokes, place in ((lines, wide), (bare, NARROW))
     ]
     first = lines[0].curve
     return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend))
@@ -224,7 +227,7 @@ def _abscissa(curves: Sequence[Curve]) -> Axis:
 
 
 def _ordinate(curves: Sequence[Curve]) -> Axis:
-    """From 0 where nothing is below it, and shares up to 1; a little room beyond the other ends."""
+    """The axis starts at 0 unless values are negative, ends at 1 for shares, and else has a margin of 6%."""
     first = curves[0]
     if any(curve.log_y for curve in curves):
         return Axis(first.y_label, log=True, percent=first.percent)

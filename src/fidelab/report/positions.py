@@ -1,4 +1,4 @@
-"""What single positions say: the tail of KL per arm, and the worst positions, from ``positions.parquet``.
+"""Figures of single positions: the tail of KL per arm, and the worst positions, from ``positions.parquet``.
 
 The file is read one row group at a time, and only counts are kept: a run of 20 arms × 100,000 positions stays small.
 """
@@ -57,14 +57,14 @@ def read_positions(
 ) -> dict[str, ArmPositions]:
     """Tails and worst positions of the ``expected`` arms (name → number of positions, where that is known).
 
-    ``contexts``: name → the context whose positions count, in a file that tells them apart.
+    ``contexts``: name → the context whose positions count, where the file has a column of contexts.
 
     Raises:
         InputError: missing, unreadable, or of another run; says in one line what was wrong.
     """
     pa: Any = import_module("pyarrow")  # without types
     pq: Any = import_module("pyarrow.parquet")
-    found = {name: ArmPositions() for name in expected}
+    measured = {name: ArmPositions() for name in expected}
     if not path.is_file():
         raise InputError("there is no positions.parquet beside this report")
     try:
@@ -79,16 +79,16 @@ def read_positions(
                     rows = arms.indices.to_numpy() == code
                     if (context := (contexts or {}).get(name)) is not None and _CONTEXT in columns:
                         rows &= columns[_CONTEXT] == context
-                    if name in found:
-                        _add(found[name], {key: values[rows] for key, values in columns.items()}, expected[name])
+                    if name in measured:
+                        _add(measured[name], {key: values[rows] for key, values in columns.items()}, expected[name])
     except Exception as error:  # damage shows as many kinds of error, and the report is made whatever the file holds
         why = getattr(error, "strerror", None) or next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(f"positions.parquet cannot be read ({why})") from error
-    for name, arm in found.items():
+    for name, arm in measured.items():
         n = expected[name]
-        if arm.n == 0 or (n and arm.n % n):  # a candidate that is the control too stands there twice
+        if arm.n == 0 or (n and arm.n % n):  # a candidate that is also the control is there twice
             raise InputError("positions.parquet belongs to another run: its arms or positions are not the report's")
-    return found
+    return measured
 
 
 def _add(arm: ArmPositions, group: Mapping[str, NDArray[Any]], most: int | None) -> None:

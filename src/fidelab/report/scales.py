@@ -101,10 +101,10 @@ class Scale:
 
 def scale_for(values: Iterable[float], axis: Axis, start: float, end: float) -> Scale:
     """A scale that holds all values, with a margin and at least a decade where it is logarithmic."""
-    found = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
-    found += [value for value in (axis.low, axis.high) if value is not None]
-    low = axis.low if axis.low is not None else min(found, default=1e-4 if axis.log else 0.0)
-    high = axis.high if axis.high is not None else max(found, default=1e-3 if axis.log else 1.0)
+    shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
+    shown += [value for value in (axis.low, axis.high) if value is not None]
+    low = axis.low if axis.low is not None else min(shown, default=1e-4 if axis.log else 0.0)
+    high = axis.high if axis.high is not None else max(shown, default=1e-3 if axis.log else 1.0)
     if axis.log:
         # kept clear of the smallest and largest numbers that exist
         top = min(300.0, math.log10(high) + (MARGIN if axis.high is None else 0))

@@ -1,4 +1,4 @@
-"""What every axis and every bench shows beside the main table: one :class:`Section` each, all in the same form.
+"""The part of every axis and every bench in a report: one :class:`Section` each, all of the same form.
 
 A section takes the measurements of one name from all arms and lays them side by side: tables of metrics, charts that
 arms share (:class:`Curves` and :class:`BarGroup`, grouped by their key), and what each arm shows by itself
@@ -8,13 +8,13 @@ shown: on one line (texts keep their lines), without control characters.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from fidelab.report.cells import STATUS, fact_of, shared
+from fidelab.report.cells import fact_of, shared, status_line
 from fidelab.report.tables import Notes, Table, tables_of
-from fidelab.results.measurement import Flag, Measurement
+from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
 from fidelab.results.record import ArmRecord, Report
@@ -23,6 +23,7 @@ from fidelab.results.values import Record
 __all__ = ["Arm", "BarGroup", "Curves", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
 
 _Words = TypeVar("_Words", bound=Record)
+_Shared = TypeVar("_Shared", Curve, Bars)
 Role = Literal["reference", "control", "candidate", "floor"]
 
 
@@ -41,7 +42,7 @@ class Arm:
 
     @property
     def id(self) -> str:
-        """What ties the arm's lines and legend entries together."""
+        """The key of the arm's lines and legend entries."""
         return arm_id(self.role, self.number)
 
 
@@ -70,7 +71,7 @@ class BarGroup:
 
 @dataclass(frozen=True)
 class Shown:
-    """What an arm shows by itself."""
+    """Plots of a single arm."""
 
     arm: Arm
     heatmaps: tuple[Heatmap, ...]
@@ -89,7 +90,7 @@ class Section:
     notes: tuple[str, ...]
     """Why arms have no metrics: ``arm: failed: reason``."""
     lines: tuple[str, ...]
-    """What concerns all metrics of an arm, after the arms' names."""
+    """Flags of whole measurements, after the arms' names."""
     sources: tuple[str, ...]
     """Settings and facts, after the arms' names; they may name servers and are not for publication."""
     tables: tuple[Table, ...]
@@ -99,14 +100,14 @@ class Section:
     doubts: tuple[str, ...]
     """The same for a place without tables: ``arm, arm: text``."""
     legend: tuple[str, ...]
-    """What metrics mean, ``name: definition``, as far as they say it."""
+    """``name: definition`` of the metrics that have a definition."""
     curves: tuple[Curves, ...]
     bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
 
 
 def arm_id(role: str, number: int = 0) -> str:
-    """What ties an arm's points, lines and legend entries: the role, of candidates with their number."""
+    """The key of an arm's points, lines and legend entries: its role, for candidates with their number."""
     return f"{role}{number}" if role == "candidate" or number else role
 
 
@@ -137,78 +138,73 @@ def table_of(plot: TablePlot) -> Table:
 def _sections(
     kind: Literal["axis", "bench"], arms: Sequence[tuple[Arm, Mapping[str, Measurement]]]
 ) -> Iterable[Section]:
-    first = sorted(arms, key=lambda found: found[0].role != "candidate")  # candidates have every axis, in its order
-    for name in dict.fromkeys(name for _, found in first for name in found):
-        yield _section(kind, name, [(arm, found[name]) for arm, found in arms if name in found])
+    # candidates have every axis, in its order
+    candidates_first = sorted(arms, key=lambda entry: entry[0].role != "candidate")
+    for name in dict.fromkeys(name for _, measurements in candidates_first for name in measurements):
+        yield _section(kind, name, [(arm, part[name]) for arm, part in arms if name in part])
 
 
 def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm, Measurement]]) -> Section:
-    title = one_line(next((found.title for _, found in arms if found.title), name))
-    base = next((found for arm, found in arms if arm.role == "reference"), None)
+    title = one_line(next((measurement.title for _, measurement in arms if measurement.title), name))
+    base = next((measurement for arm, measurement in arms if arm.role == "reference"), None)
     notes = Notes()
-    tables = tables_of(one_line(name), title, [(arm.name, found) for arm, found in arms], base, notes)
-    drawn = [(arm, found) for arm, found in arms if arm.role in ("candidate", "floor") or arm.number == 0]
+    tables = tables_of(one_line(name), title, [(arm.name, measurement) for arm, measurement in arms], base, notes)
+    drawn = [(arm, measurement) for arm, measurement in arms if arm.role in ("candidate", "floor") or arm.number == 0]
     return Section(
         kind=kind,
         name=one_line(name),
         title=title,
         notes=tuple(
-            shared(
-                (arm.name, f"{STATUS[found.status]}: {one_line(found.reason or '')}")
-                for arm, found in arms
-                if not found.measured
-            )
+            shared((arm.name, status_line(measurement)) for arm, measurement in arms if not measurement.measured)
         ),
-        lines=tuple(shared((arm.name, line) for arm, found in arms for line in _flags(found.flags))),
-        sources=tuple(shared((arm.name, line) for arm, found in arms if (line := _facts(found)))),
+        lines=tuple(shared((arm.name, one_line(flag.text)) for arm, measurement in arms for flag in measurement.flags)),
+        sources=tuple(shared((arm.name, line) for arm, measurement in arms if (line := _facts(measurement)))),
         tables=tuple(tables),
         footnotes=tuple(notes.numbered()),
         doubts=tuple(notes.named()),
         legend=tuple(
             dict.fromkeys(
-                f"{one_line(m.name)}: {one_line(m.about)}" for _, found in arms for m in found.metrics if m.about
+                f"{one_line(m.name)}: {one_line(m.about)}"
+                for _, measurement in arms
+                for m in measurement.metrics
+                if m.about
             )
         ),
-        curves=tuple(_curves(drawn)),
-        bars=tuple(_bars(drawn)),
-        shown=tuple(shown for arm, found in arms if (shown := _shown(arm, found)) is not None),
+        curves=tuple(
+            Curves(key, lines[0][1].title, lines[0][1].caption, lines)
+            for key, lines in _by_key(drawn, Curve, _lined).items()
+        ),
+        bars=tuple(
+            BarGroup(key, bars[0][1].title, bars[0][1].caption, bars)
+            for key, bars in _by_key(drawn, Bars, _lined_bars).items()
+        ),
+        shown=tuple(shown for arm, measurement in arms if (shown := _shown(arm, measurement)) is not None),
     )
 
 
-def _flags(flags: Iterable[Flag]) -> Iterable[str]:
-    return (one_line(flag.text) for flag in flags)
-
-
-def _facts(found: Measurement) -> str:
+def _facts(measurement: Measurement) -> str:
     """``n_ctx 512, estimator hidden``: facts that are one word or number."""
-    words = {one_line(name): fact_of(value) for name, value in found.facts.items()}
+    words = {one_line(name): fact_of(value) for name, value in measurement.facts.items()}
     return ", ".join(f"{name} {word}" for name, word in words.items() if word != ABSENT)
 
 
-def _curves(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[Curves]:
-    groups: dict[str, list[tuple[Arm, Curve]]] = {}
-    for arm, found in arms:
-        for plot in found.plots:
-            if isinstance(plot, Curve):
-                groups.setdefault(plot.key, []).append((arm, _lined(plot)))
-    for key, lines in groups.items():
-        yield Curves(key, lines[0][1].title, lines[0][1].caption, tuple(lines))
+def _by_key(
+    arms: Sequence[tuple[Arm, Measurement]], kind: type[_Shared], lined: Callable[[_Shared], _Shared]
+) -> dict[str, tuple[tuple[Arm, _Shared], ...]]:
+    """The plots of one kind, grouped by the chart that they share."""
+    plots = [(arm, lined(plot)) for arm, measurement in arms for plot in measurement.plots if isinstance(plot, kind)]
+    keys = dict.fromkeys(plot.key for _, plot in plots)
+    return {key: tuple((arm, plot) for arm, plot in plots if plot.key == key) for key in keys}
 
 
-def _bars(arms: Sequence[tuple[Arm, Measurement]]) -> Iterable[BarGroup]:
-    groups: dict[str, list[tuple[Arm, Bars]]] = {}
-    for arm, found in arms:
-        for plot in found.plots:
-            if isinstance(plot, Bars):
-                groups.setdefault(plot.key, []).append((arm, _lined_bars(plot)))
-    for key, bars in groups.items():
-        yield BarGroup(key, bars[0][1].title, bars[0][1].caption, tuple(bars))
-
-
-def _shown(arm: Arm, found: Measurement) -> Shown | None:
-    heatmaps = tuple(_lined_heatmap(plot) for plot in found.plots if isinstance(plot, Heatmap))
-    tables = tuple(plot for plot in found.plots if isinstance(plot, TablePlot))
-    texts = tuple(_readable_texts(plot) for plot in found.plots if isinstance(plot, Texts))
+def _shown(arm: Arm, measurement: Measurement) -> Shown | None:
+    heatmaps = tuple(
+        _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
+        for plot in measurement.plots
+        if isinstance(plot, Heatmap)
+    )
+    tables = tuple(plot for plot in measurement.plots if isinstance(plot, TablePlot))
+    texts = tuple(_readable_texts(plot) for plot in measurement.plots if isinstance(plot, Texts))
     return Shown(arm, heatmaps, tables, texts) if heatmaps or tables or texts else None
 
 
@@ -216,12 +212,12 @@ def _shown(arm: Arm, found: Measurement) -> Shown | None:
 
 
 def _lined(record: _Words) -> _Words:
-    """A record whose words stay on their lines; keys stay as they are."""
+    """A record with every text on one line; its keys are unchanged."""
     words: dict[str, object] = {}
     for name, value in record:
         if isinstance(value, str) and name not in ("kind", "key"):
             words[name] = one_line(value)
-        elif isinstance(value, tuple) and all(isinstance(one, str) for one in value):
+        elif isinstance(value, tuple) and all(isinstance(entry, str) for entry in value):
             words[name] = tuple(map(one_line, value))
     return record.model_copy(update=words)
 
@@ -229,10 +225,6 @@ def _lined(record: _Words) -> _Words:
 def _lined_bars(plot: Bars) -> Bars:
     parts = {one_line(name): lengths for name, lengths in plot.parts.items()}
     return _lined(plot).model_copy(update={"parts": parts})
-
-
-def _lined_heatmap(plot: Heatmap) -> Heatmap:
-    return _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
 
 
 def _readable_texts(plot: Texts) -> Texts:

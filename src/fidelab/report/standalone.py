@@ -18,10 +18,11 @@ from markupsafe import Markup
 
 from fidelab.errors import OutputError, UsageError
 from fidelab.report.charts import element, text
-from fidelab.report.gallery import free, gallery_of
+from fidelab.report.gallery import gallery_of
 from fidelab.report.html import templates
 from fidelab.report.labels import LETTER
 from fidelab.report.plots import Drawing
+from fidelab.report.tables import free
 from fidelab.report.view import build_view
 from fidelab.results.record import Report
 
@@ -114,6 +115,6 @@ def _style() -> str:
     # what an arm's colour is called: few programs know variables, all know the current colour
     rules = re.sub(r"--(?:own|key):", "color:", rules)
     rules = re.sub(r"var\(--(?:own|key)\)", "currentColor", rules)
-    rules = re.sub(r"var\(--(\w+)\)", lambda found: colours[found[1]], rules)
+    rules = re.sub(r"var\(--(\w+)\)", lambda variable: colours[variable[1]], rules)
     title = f".title {{ fill: {colours['ink']}; font-size: 15px; font-weight: 600; }}"
     return f"{rules}\n{title}".replace("system-ui, sans-serif", "sans-serif")

@@ -1,18 +1,28 @@
-"""Summaries beside the main table: what stands for each other axis and for each bench, arm by arm."""
+"""Summaries next to the main table: the headline metrics of the other axes and of benches, and the attribution."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, ratio_of, scored
+from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored
 from fidelab.report.sections import Arm
 from fidelab.report.tables import SPEEDS, Table, counts
 from fidelab.results.measurement import Measurement, Metric, label
-from fidelab.results.numbers import ABSENT, MIB, format_figure, heading, one_line
-from fidelab.results.record import ArmRecord, Report
+from fidelab.results.numbers import ABSENT, MIB, format_figure, format_kld, format_span, heading, one_line
+from fidelab.results.record import ArmRecord, Attribution, Contrast, Part, Report
 
-__all__ = ["KLD", "Performance", "contexts_of", "joined", "others_of", "performance_of", "titled"]
+__all__ = [
+    "KLD",
+    "Performance",
+    "attribution_of",
+    "contexts_of",
+    "joined",
+    "others_of",
+    "performance_of",
+    "titled",
+    "truth_line",
+]
 
 KLD = "kld"
 """The axis of the main table, the frontier and the verdict."""
@@ -20,9 +30,9 @@ KLD = "kld"
 
 @dataclass(frozen=True)
 class Performance:
-    """Speed and memory: what stands for each bench, a row of figures per arm, each with its ratio to the reference's.
+    """Speed and memory: the headline metrics of each bench, one row per arm, with ratios to the reference.
 
-    ``note``: how to read the figures; ``measured``: which benches, in words.
+    ``note``: how to read the figures; ``measured``: the names of the benches, as words.
     """
 
     columns: tuple[str, ...]
@@ -35,14 +45,14 @@ class Performance:
 def contexts_of(report: Report) -> Table | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    found = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
-    means = [metric for axis in found.values() for metric in axis.metrics if metric.name == "mean"]
+    klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
+    means = [metric for axis in klds.values() for metric in axis.metrics if metric.name == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
     if len(sizes) < 2:
         return None
     rows = [
         (one_line(name), *(str(kld_of(axis, {"context": n})) for n in sizes))
-        for name, axis in found.items()
+        for name, axis in klds.items()
         if any(metric.cell for metric in axis.metrics)
     ]
     title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
@@ -50,17 +60,17 @@ def contexts_of(report: Report) -> Table | None:
 
 
 def others_of(report: Report) -> Table | None:
-    """Arm × what stands for each axis besides KLD; ``None`` without such axes.
+    """Arm × headline metrics of each axis besides KLD; ``None`` without such axes.
 
-    The composite closes the row where all its axes were measured, or where its bands were asked for.
+    The last column is the composite, where all its axes were measured or its bands were requested.
     """
     arms = [*report.candidates, *([report.control] if report.control else [])]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
-        found = [arm.axes.get(name) for arm in arms]
+        axes = [arm.axes.get(name) for arm in arms]
         nobody: list[Metric | None] = [None] * len(arms)
-        for n, (head, cells) in enumerate(_headlines(name, found) or [(one_line(name), nobody)]):
-            brief = zip(found, cells, strict=True)
+        for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)]):
+            brief = zip(axes, cells, strict=True)
             columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
     if not columns:
         return None
@@ -72,42 +82,50 @@ def others_of(report: Report) -> Table | None:
     return Table("others", "Other axes", ("arm", *columns), tuple(rows))
 
 
-def _brief(found: Measurement | None, metric: Metric | None, *, first: bool) -> str:
-    """The metric; where there is none, in the first column how the axis ended."""
-    if metric is not None or found is None:
+def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> str:
+    """The metric; where it is missing, the first column shows the axis' status."""
+    if metric is not None or axis is None:
         return str(estimate_of(metric))
-    return STATUS[found.status] if first else ABSENT
+    return STATUS[axis.status] if first else ABSENT
 
 
 def _shows_composite(report: Report) -> bool:
-    """It has a band where all its axes were measured; a band table that is not the default was asked for."""
-    found = [arm.composite for arm in report.candidates if arm.composite is not None]
-    asked = report.settings.get("bands", "fidelab") != "fidelab"
-    return bool(found) and (asked or any(composite.band is not None for composite in found))
+    """All axes of a composite were measured, or a band table other than the default was requested."""
+    composites = [arm.composite for arm in report.candidates if arm.composite is not None]
+    chosen = report.settings.get("bands", "fidelab") != "fidelab"
+    return bool(composites) and (chosen or any(composite.band is not None for composite in composites))
 
 
-def _headlines(name: str, found: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
-    """What stands for an axis or a bench by the first arm that has it: heading, and the same metric of all arms.
+def _headlines(name: str, measurements: Sequence[Measurement | None]) -> list[tuple[str, list[Metric | None]]]:
+    """(heading, the metric of all arms) of each headline metric, by the first arm that has any.
 
-    A coordinate that is the same wherever anything was measured is not told.
+    The heading names the coordinates that vary.
     """
-    known = [one for one in found if one is not None and one.measured]
-    shapes = [at for one in known for at in one.shapes()]
-    leading = next((heads for one in known if (heads := [m for m in one.headlines if _shown(one, m)])), [])
+    known = [measurement for measurement in measurements if measurement is not None and measurement.measured]
+    shapes = [at for measurement in known for at in measurement.shapes()]
+    leading = next(
+        (heads for measurement in known if (heads := [m for m in measurement.headlines if _shown(measurement, m)])), []
+    )
     columns = []
     for metric in leading:
         alike = [at for at in shapes if tuple(at) == tuple(metric.cell)]
-        told = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
-        cells = [one.metric(metric.name, metric.cell) if one is not None else None for one in found]
-        shown = [m if m and one and _shown(one, m) else None for m, one in zip(cells, found, strict=True)]
-        at = f", {one_line(label(told))}" if told else ""
+        varied = {key: value for key, value in metric.cell.items() if any(at[key] != value for at in alike)}
+        cells = [
+            measurement.metric(metric.name, metric.cell) if measurement is not None else None
+            for measurement in measurements
+        ]
+        shown = [
+            m if m and measurement and _shown(measurement, m) else None
+            for m, measurement in zip(cells, measurements, strict=True)
+        ]
+        at = f", {one_line(label(varied))}" if varied else ""
         mib = any(m is not None and _in_mib(m) for m in shown)
         columns.append((heading(titled(name, metric), metric.unit, mib=mib) + at, shown))
     return columns
 
 
-def _shown(found: Measurement, metric: Metric) -> bool:
-    return metric.value is not None and counts(found, metric.cell)
+def _shown(measurement: Measurement, metric: Metric) -> bool:
+    return metric.value is not None and counts(measurement, metric.cell)
 
 
 def _in_mib(metric: Metric) -> bool:
@@ -120,7 +138,7 @@ def titled(name: str, metric: Metric) -> str:
 
 
 def performance_of(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
-    """What stands for the benches, arm by arm; ``None`` where none was run."""
+    """The headline metrics of the benches, arm by arm; ``None`` where no bench was run."""
     names = list(dict.fromkeys(name for _, record in arms for name in record.benches))
     if not names:
         return None
@@ -158,3 +176,55 @@ def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
 def joined(words: Sequence[str]) -> str:
     """``a, b and c``."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+# ------------------------------------------------------------------------------------ format loss and kernel loss
+
+_PARTS = (
+    "arm",
+    "format and kernel",
+    "kernel alone",
+    "format alone",
+    "both − kernel",
+    "both − format",
+    "format − kernel",
+)
+
+
+def attribution_of(report: Report) -> Table | None:
+    """Candidate × (three mean KLs, their paired differences), nats; ``None`` where the run has no attribution."""
+    if not report.attribution:
+        return None
+    return Table(
+        "attribution",
+        "Format loss and kernel loss (mean KL, nats; KL is not additive: the parts need not sum up)",
+        _PARTS,
+        tuple(_parts(split) for split in report.attribution),
+    )
+
+
+def truth_line(report: Report) -> str:
+    """The mean KL of the reference's cache from its 32-bit twin; empty where the run has no such twin."""
+    truth = report.truth
+    if truth is None:
+        return ""
+    cost = kld_of(truth.axes.get("kld"))
+    twin = f"32-bit twin of the reference ({kv_of(truth)})"
+    if cost.absent:
+        return f"{twin}: not measured ({one_line(truth.reason or 'no KLD')})"
+    return f"{twin}: {cost} nats away"
+
+
+def _parts(split: Attribution) -> tuple[str, ...]:
+    contrasts = (split.here_minus_kernel, split.here_minus_format, split.format_minus_kernel)
+    return (
+        one_line(split.candidate),
+        *(_nats(part) for part in (split.here, split.kernel, split.format)),
+        *(_nats(contrast, signed=True) for contrast in contrasts),
+    )
+
+
+def _nats(part: Part | Contrast | None, *, signed: bool = False) -> str:
+    if part is None or part.mean is None:
+        return ABSENT
+    return str(Estimate(format_kld(part.mean, signed=signed), format_span(part.ci)))

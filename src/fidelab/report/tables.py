@@ -1,26 +1,26 @@
-"""Metrics of all arms as tables, by one path for every axis and every bench; and what ran."""
+"""Metrics of all arms as tables, the same way for every axis and every bench; and the runtime info."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import count
 
 from fidelab.core import Status
-from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of
+from fidelab.report.cells import STATUS, estimate_of, fact_of, kv_sides, plain, ratio_of, status_line
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, format_count, heading, one_line
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
-__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "ran_of", "tables_of", "timing_of"]
+__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "free", "ran_of", "tables_of", "timing_of"]
 
 NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
 SPEEDS = frozenset({"tok/s", "req/s", "ms", "s", "bytes"})
-"""Units of which a ratio to the reference's says more than a difference."""
+"""Units that are compared by a ratio to the reference."""
 _PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
 
 
@@ -28,8 +28,8 @@ _PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
 class Table:
     """Rows of text; ``key``: a word for what they are about.
 
-    The first ``named`` columns say what a row is about, the arm first.  A cell holds a value, and behind it its
-    interval or spread in parentheses.
+    The first ``named`` columns identify a row, the arm first.  A cell holds a value, followed by its interval or
+    spread in parentheses.
     """
 
     key: str
@@ -41,7 +41,7 @@ class Table:
 
 @dataclass
 class Notes:
-    """Footnotes of one section: the same words have one number."""
+    """Footnotes of one section: equal texts share a number."""
 
     owners: dict[str, list[str]] = field(default_factory=dict)
     """Text → arms."""
@@ -88,9 +88,9 @@ class _Row:
 
 
 def counts(measurement: Measurement, at: Coordinates) -> bool:
-    """The metrics of a shape of work may stand in a comparison."""
+    """The metrics of a cell are valid and may be compared."""
     cell = measurement.cell(at)
-    return cell is None or (cell.valid and cell.status in (Status.OK, Status.IDENTICAL))
+    return cell is None or (cell.valid and cell.measured)
 
 
 def tables_of(
@@ -99,17 +99,21 @@ def tables_of(
     """Arm × cell: metrics; one table for each set of coordinates.
 
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
-    Columns that nobody fills are left out; a coordinate that is the same in all rows stands in the title.
+    Empty columns are left out; a coordinate that is the same in all rows is part of the title.
     """
-    rows = [_Row(arm, found, None if found is base else base, at) for arm, found in arms for at in found.shapes()]
+    rows = [
+        _Row(arm, measurement, None if measurement is base else base, at)
+        for arm, measurement in arms
+        for at in measurement.shapes()
+    ]
     for number, coordinates in enumerate(dict.fromkeys(tuple(row.at) for row in rows)):
-        whole = number == 0  # what is said of a whole measurement stands in its first table
-        those = [row for row in rows if tuple(row.at) == coordinates]
-        yield _table(_headed(name, title) if whole else name, those, coordinates, notes, whole)
+        whole = number == 0  # figures of the whole measurement belong to its first table
+        shaped = [row for row in rows if tuple(row.at) == coordinates]
+        yield _table(_headed(name, title) if whole else name, shaped, coordinates, notes, whole)
 
 
 def _headed(name: str, title: str) -> str:
-    """A title that says what it is about."""
+    """The title, with the name before it unless it begins with it."""
     plain_name, plain_title = ("".join(filter(str.isalnum, text.casefold())) for text in (name, title))
     return title if plain_title.startswith(plain_name) else f"{name}: {title}"
 
@@ -120,33 +124,36 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
     columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
     columns |= {one_line(name): [_coordinate(row.at[name]) for row in rows] for name in varied}
     named = len(columns)
-    items = ((word, _counted(rows, what)) for word, what in (("items", "n_items"), ("failed", "n_failed")) if whole)
-    for head, cells in (*_metrics(rows), *items, ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
+    counted = {
+        "items": [format_count(row.measurement.n_items) for row in rows if whole],
+        "failed": [format_count(row.measurement.n_failed) for row in rows if whole],
+    }
+    for head, cells in (*_metrics(rows), *counted.items(), ("repeats", [_repeats(row) for row in rows]), *_facts(rows)):
         if any(cell not in (ABSENT, "") for cell in cells):
-            columns[_free(head, columns)] = cells
+            columns[free(head, columns, " #")] = cells
     if any(row.cell is not None and not row.cell.valid for row in rows):
-        columns[_free(VALID, columns)] = ["yes" if row.valid else "no" for row in rows]
+        columns[free(VALID, columns, " #")] = ["yes" if row.valid else "no" for row in rows]
     marks = [notes.mark(row.name, _doubts(row)) for row in rows]
     if any(marks):
-        columns[_free(NOTES, columns)] = marks
+        columns[free(NOTES, columns, " #")] = marks
     by = f", by {' and '.join(map(one_line, varied))}" if varied and not whole else ""
-    said = f" ({one_line(label(fixed))})" if fixed else ""
-    return Table("metrics", f"{title}{by}{said}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
+    at = f" ({one_line(label(fixed))})" if fixed else ""
+    return Table("metrics", f"{title}{by}{at}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
 
 
-def _free(head: str, taken: Mapping[str, Any]) -> str:
-    """The heading, or the first numbered one that is free."""
-    numbered = (head if n == 1 else f"{head} #{n}" for n in range(1, len(taken) + 2))
-    return next(name for name in numbered if name not in taken)
+def free(name: str, taken: Container[str], sign: str = "-") -> str:
+    """The name, or the first numbered one (``name-2`` …) that is not taken."""
+    numbered = (name if n == 1 else f"{name}{sign}{n}" for n in count(1))
+    return next(option for option in numbered if option not in taken)
 
 
 def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
     """(heading, cells) of every metric; of the first speed, and of headlines, with the ratio to the reference's."""
-    found = {metric.name: metric for row in rows for metric in row.metrics()}
+    by_name = {metric.name: metric for row in rows for metric in row.metrics()}
     leading = {metric.name for row in rows for metric in row.metrics() if metric.headline}
-    speeds = [name for name, metric in found.items() if metric.unit in SPEEDS]
-    joined = _percentiles(found)
-    for name, metric in found.items():
+    speeds = [name for name, metric in by_name.items() if metric.unit in SPEEDS]
+    joined = _percentiles(by_name)
+    for name, metric in by_name.items():
         if name in joined:
             yield from _tails(joined[name], metric, rows)
             continue
@@ -157,10 +164,10 @@ def _metrics(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
             yield RATIO if name == speeds[0] else f"{one_line(name)}, {RATIO}", [_ratio(row, name) for row in rows]
 
 
-def _percentiles(found: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
+def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
     """Metric → the percentiles of its stem (``TTFT p50`` …), where there are several: they share a column."""
     stems: dict[str, list[str]] = {}
-    for name in found:
+    for name in metrics:
         if match := _PERCENTILE.fullmatch(name):
             stems.setdefault(match[1], []).append(name)
     several = {stem: tuple(names) for stem, names in stems.items() if len(names) > 1}
@@ -183,30 +190,25 @@ def _ratio(row: _Row, name: str) -> str:
     return ratio_of(row.metric(name), row.base.metric(name, row.at))
 
 
-def _counted(rows: Sequence[_Row], what: str) -> list[str]:
-    """Items of whole measurements."""
-    return [format_count(getattr(row.measurement, what)) for row in rows]
-
-
 def _repeats(row: _Row) -> str:
     most = max((len(metric.repeats) for metric in row.metrics()), default=0)
     return str(most) if most else ABSENT
 
 
 def _facts(rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
-    """(heading, cells) of what cells say besides metrics, as far as it is one word or number."""
-    found = [row.cell.facts if row.cell else {} for row in rows]
-    for name in dict.fromkeys(name for facts in found for name in facts):
-        yield one_line(name), [fact_of(facts.get(name)) for facts in found]
+    """(heading, cells) of the facts of cells that are a single word or number."""
+    by_row = [row.cell.facts if row.cell else {} for row in rows]
+    for name in dict.fromkeys(name for facts in by_row for name in facts):
+        yield one_line(name), [fact_of(facts.get(name)) for facts in by_row]
 
 
 def _doubts(row: _Row) -> Iterator[str]:
-    """How the cell ended, where it did not end well, and what makes its metrics doubtful."""
+    """The cell's status unless it is ok, and everything that makes its metrics doubtful."""
     outcome: Outcome = row.cell or row.measurement
     if outcome.status is Status.IDENTICAL:
         yield STATUS[outcome.status]
     elif outcome.status is not Status.OK:
-        yield f"{STATUS[outcome.status]}: {outcome.reason or ''}"
+        yield status_line(outcome)
     flags: list[Flag] = [*(row.cell.flags if row.cell else ()), *(f for m in row.metrics() for f in m.flags)]
     yield from (flag.text for flag in flags)
     shaky = [metric.name for metric in row.metrics() if metric.steady is False]
@@ -226,13 +228,13 @@ _RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "
 
 
 def ran_of(arms: Iterable[ArmRecord]) -> Table:
-    """What was asked and what ran, arm by arm."""
+    """Requested and actual formats, arm by arm."""
     rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
     return Table("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
 
 
 def timing_of(arms: Iterable[ArmRecord]) -> Table | None:
-    """How long each arm's captures took; ``None`` where nobody knows."""
+    """Seconds that each arm's captures took; ``None`` where no arm has timings."""
     rows = tuple(
         (one_line(arm.name), format_amount(arm.timing.load_seconds), format_amount(arm.timing.seconds))
         for arm in arms

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich import box
@@ -26,7 +27,7 @@ from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import NO_REFERENCE, Report
 
-__all__ = ["literal", "render_text", "wrap_name"]
+__all__ = ["literal", "print_line", "print_path", "render_text", "simple_table", "wrap_name"]
 
 _NAME_WIDTH = 17
 _LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, False))
@@ -34,8 +35,10 @@ _LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, F
 _TAIL = "real flips and tokens to the first flip"
 _PLOT_WIDTH = 100
 _KEPT = (NOTES, VALID)
-"""Columns that no narrow terminal loses: they say what to make of the others."""
-_ASCII = str.maketrans({"–": "-", "−": "-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf"})
+"""Columns that are kept on narrow terminals: they qualify the others."""
+_ASCII = str.maketrans(
+    {"–": "-", "−": "-", "±": "+/-", "≥": ">=", "≤": "<=", "≈": "~", "Δ": "d", "×": "x", "∞": "inf", "…": "..."}
+)
 _STYLES = {
     "excellent": "bold green",
     "identical": "bold green",
@@ -49,19 +52,16 @@ _STYLES = {
 def render_text(report: Report, console: Console, *, folder: Path | None = None, plot: bool = False) -> None:
     """Print the report, with ``plot`` the frontier too; ``folder`` is where its files lie."""
     view = build_view(report)
-
-    def line(text: str, style: str = "") -> None:
-        console.print(literal(text, console, style), overflow="fold")
-
+    line = partial(print_line, console)
     line(f"{view.title}; {view.subtitle}", "bold")
     if view.failures:
         line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
     if folder is not None and any(row.status == STATUS[Status.FAILED] for row in view.rows):
-        console.print(literal(f"what the workers printed: {one_line(str(folder / 'logs'))}", console), soft_wrap=True)
-    for said in view.modified:
-        line(said, "yellow")
+        print_path(console, "what the workers printed", folder / "logs")
+    for modification in view.modified:
+        line(modification, "yellow")
     whole = True
     if view.fidelity:
         line(view.compared)
@@ -69,9 +69,9 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         console.print(table)
     if view.performance is not None and view.performance.columns:
         _print_performance(view, view.performance, console)
-    for shown in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
-        line(shown.title)
-        _print_whole(shown, console)
+    for further in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
+        line(further.title)
+        _print_whole(further, console)
     for matrix in view.isolation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)
@@ -79,8 +79,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("")
     dropped = _print_benches(view, console)
     lost = next((row.reason for row in view.rows if row.role == "reference"), "")
-    for said in shared((row.name, _said(row, lost)) for row in view.candidates if view.fidelity):
-        line(said)
+    for sentence in shared((row.name, _sentence(row, lost)) for row in view.candidates if view.fidelity):
+        line(sentence)
     if view.fidelity:
         line("")
         line(view.floor)
@@ -98,12 +98,11 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         ]:
             line(drawn)
     if folder is not None:
-        # Not wrapped: a path is to be copied.
-        console.print(literal(f"files: {one_line(str(folder))}", console), soft_wrap=True)
+        print_path(console, "files", folder)
 
 
-def _said(row: ArmRow, lost: str) -> str:
-    """A candidate's sentence; the cause that also hit the reference is not told again."""
+def _sentence(row: ArmRow, lost: str) -> str:
+    """A candidate's sentence; ``lost``, the reason why the reference did not run, is not repeated."""
     if lost and row.reason == lost:
         return "not running, for the same reason as the reference"
     if lost and row.reason.startswith(NO_REFERENCE):
@@ -121,7 +120,7 @@ def _fitted(view: View, console: Console) -> tuple[Table, bool]:
 
 
 def _table(view: View, console: Console, padding: int, name_width: int, verdict_width: int, tail: bool) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0), show_lines=False)
+    table = simple_table(padding)
     table.add_column("arm", overflow="fold", max_width=name_width)
     table.add_column("verdict", overflow="fold", max_width=verdict_width)
     flips = ("real\nflips", "tokens\nto flip") if tail else ()
@@ -138,7 +137,7 @@ def _table(view: View, console: Console, padding: int, name_width: int, verdict_
 
 
 def _print_whole(shown: Others, console: Console) -> None:
-    """A table with all its columns: what one line has no room for stands below, after the same names."""
+    """A table with all its columns: those that do not fit follow in further tables with the same first columns."""
     names, rest = list(range(shown.named)), list(range(shown.named, len(shown.columns)))
     while rest:
         fitting = (
@@ -171,7 +170,7 @@ def _print_performance(view: View, speed: Performance, console: Console) -> None
     table = Others("performance", "", (*named, *speed.columns), rows, len(named))
     console.print(_narrowed(table, console, stacked=True)[0])
     if speed.note:
-        console.print(literal(speed.note, console), overflow="fold")
+        print_line(console, speed.note)
     console.print()
 
 
@@ -185,13 +184,13 @@ def _print_benches(view: View, console: Console) -> list[str]:
             console.print(drawn)
             left_out += dropped
         for line in (*section.sources, *section.lines, *section.footnotes):
-            console.print(literal(line, console), overflow="fold")
+            print_line(console, line)
         console.print()
     return list(dict.fromkeys(left_out))
 
 
 def _grouped(table: Others, *, alone: bool) -> Others:
-    """An arm is named in its first row; not at all where it is the only one, which stands in the report's title."""
+    """An arm is named in its first row only; not at all where it is the report's only arm, which the title names."""
     if alone and table.named > 1:
         rows = tuple(row[1:] for row in table.rows)
         return Others(table.key, table.title, table.columns[1:], rows, table.named - 1)
@@ -203,7 +202,7 @@ def _grouped(table: Others, *, alone: bool) -> Others:
 def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tuple[Table, list[str]]:
     """The table as wide as there is room for, and the columns that it lost, from the last one on.
 
-    Intervals stand behind their values, in less room below them, and always there where ``stacked``.
+    Intervals follow their values; where there is less room, and always with ``stacked``, they are on a second line.
     """
     columns, dropped = list(range(len(shown.columns))), []
     spare = [n for n in columns[shown.named + 1 :] if shown.columns[n] not in _KEPT]
@@ -221,7 +220,7 @@ def _narrowed(shown: Others, console: Console, *, stacked: bool = False) -> tupl
 def _grid(shown: Others, kept: Sequence[int], console: Console, stacked: bool, padding: int) -> Table:
     """Some columns, each as wide as its longest line."""
     sign = "\n(" if stacked else " ("
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0), show_lines=False)
+    table = simple_table(padding)
     rows = [
         [cell.replace(" (", sign, 1) if n else wrap_name(cell, _NAME_WIDTH) for n, cell in enumerate(row)]
         for row in shown.rows
@@ -257,6 +256,21 @@ def literal(text: str, console: Console, style: str = "") -> Text:
     except UnicodeEncodeError:
         text = text.translate(_ASCII).encode(console.encoding, "replace").decode(console.encoding)
     return Text(text, style=style)
+
+
+def print_line(console: Console, text: str, style: str = "") -> None:
+    """Print text, never markup, folded at the console's width."""
+    console.print(literal(text, console, style), overflow="fold")
+
+
+def print_path(console: Console, label: str, path: Path) -> None:
+    """Print ``label: path``, not wrapped, so that the path can be copied."""
+    console.print(literal(f"{label}: {one_line(str(path))}", console), soft_wrap=True)
+
+
+def simple_table(padding: int = 1) -> Table:
+    """A table with a line below its heading, ``padding`` blanks to the right of each column."""
+    return Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, padding, 0, 0))
 
 
 def wrap_name(name: str, width: int) -> str:

@@ -37,7 +37,8 @@ def plot_frontier(points: Sequence[Point], width: int = 100) -> list[str]:
         return round((_HEIGHT - 1) * (1 - min(1.0, max(0.0, share))))
 
     grid = [[" "] * columns for _ in range(_HEIGHT)]
-    for mark, point in zip(_letters(len(shown)), shown, strict=True):
+    marks = _MARKS + "*" * len(shown)
+    for mark, point in zip(marks, shown, strict=False):
         column = round((columns - 1) * point.bytes / most)
         if point.interval is not None:
             for line in range(row(point.interval[1]), row(point.interval[0]) + 1):
@@ -49,16 +50,11 @@ def plot_frontier(points: Sequence[Point], width: int = 100) -> list[str]:
     lines.append(f"{'+':>{_LEFT + 1}}{'-' * columns}")
     right = f"{format_bytes(most)} cache bytes per token"
     lines.append(f"{'0':>{_LEFT + 1}}{right:>{columns}}")
-    lines += _legend(shown, width)
+    lines += _legend([f"{mark} {point.name}" for mark, point in zip(marks, shown, strict=False)], width)
     return [line.replace(MINUS, "-").rstrip() for line in lines]
 
 
-def _letters(n: int) -> list[str]:
-    return [_MARKS[i] if i < len(_MARKS) else "*" for i in range(n)]
-
-
-def _legend(points: Sequence[Point], width: int) -> list[str]:
-    entries = [f"{mark} {point.name}" for mark, point in zip(_letters(len(points)), points, strict=True)]
+def _legend(entries: Sequence[str], width: int) -> list[str]:
     lines = [""]
     for entry in entries:
         entry = entry if len(entry) <= width - _LEFT else entry[: width - _LEFT - 1] + "…"

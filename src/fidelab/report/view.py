@@ -1,19 +1,17 @@
 """Report → plain rows.
 
-Text and HTML lay out the same :class:`View`; it holds finished strings, and the few raw
-numbers that a chart needs.
+Text and HTML lay out the same :class:`View`; it holds finished strings, and the few raw numbers that a chart needs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Status
 from fidelab.report.ablation import Matrix, isolation_of
-from fidelab.report.attribution import attribution_of, truth_line
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -26,9 +24,20 @@ from fidelab.report.cells import (
     plain,
     run_of,
     shared,
+    status_line,
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
-from fidelab.report.summary import KLD, Performance, contexts_of, joined, others_of, performance_of, titled
+from fidelab.report.summary import (
+    KLD,
+    Performance,
+    attribution_of,
+    contexts_of,
+    joined,
+    others_of,
+    performance_of,
+    titled,
+    truth_line,
+)
 from fidelab.report.tables import Table, ran_of, timing_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, format_bytes, one_line
@@ -39,7 +48,7 @@ __all__ = ["KLD", "ArmRow", "Estimate", "Group", "Performance", "Point", "Table"
 
 @dataclass(frozen=True)
 class Point:
-    """One arm in the chart: mean KL (nats) against cache bytes per token."""
+    """One arm in the frontier: mean KL (nats) against cache bytes per token."""
 
     name: str
     bytes: float
@@ -70,7 +79,6 @@ class ArmRow:
     name: str
     engine: str
     model: str
-    kv: str
     band: str
     at_best: str
     status: str
@@ -92,7 +100,7 @@ class ArmRow:
 
     @property
     def verdict(self) -> str:
-        """What stands in the verdict column."""
+        """The text of the verdict column."""
         if self.role != "candidate":
             return self.role
         if self.band != ABSENT:
@@ -101,7 +109,7 @@ class ArmRow:
 
     @property
     def note(self) -> str:
-        """The second line of the verdict column: what it could be, the status where it does not say it, a build."""
+        """The second line of the verdict column: best possible verdict, status, whether packages are modified."""
         best = f"at best {self.at_best}" if self.at_best and self.verdict == "no verdict" else ""
         status = self.status if self.status not in ("ok", self.verdict) else ""
         return ", ".join(part for part in (best, status, "modified" if self.modified else "") if part)
@@ -109,7 +117,7 @@ class ArmRow:
 
 @dataclass(frozen=True)
 class View:
-    """Everything a report shows, in reading order; ``beside`` stands below the main table."""
+    """Everything a report shows, in reading order; ``beside``: tables below the main one."""
 
     title: str
     subtitle: str
@@ -167,7 +175,8 @@ def build_view(report: Report) -> View:
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
-    what = f"{one_line(report.reference.model)} on {', '.join(_engines(arm for _, arm in arms))}"
+    engines = dict.fromkeys(one_line(arm.engine) for _, arm in arms)
+    what = f"{one_line(report.reference.model)} on {', '.join(engines)}"
     role = "reference " if len(arms) > 1 or fidelity else ""
     return View(
         title=what if fidelity or performance is None else f"{_capital(performance.measured)}: {what}",
@@ -176,12 +185,10 @@ def build_view(report: Report) -> View:
         created=report.created.strftime("%Y-%m-%d %H:%M %Z").strip(),
         version=one_line(report.fidelab_version),
         failures=tuple(
-            shared([(one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity)])
+            shared((one_line(arm.name), line) for role, arm in arms for line in _failures(role, arm, fidelity))
         ),
         modified=tuple(
-            shared(
-                [(one_line(arm.name), f"ran with {', '.join(found)}") for _, arm in arms if (found := _modified(arm))]
-            )
+            shared((one_line(arm.name), f"ran with {', '.join(names)}") for _, arm in arms if (names := _modified(arm)))
         ),
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor="; ".join([_floor(report.floor), *_without_floor(report.candidates)]),
@@ -211,10 +218,6 @@ def _present(*tables: Table | None) -> tuple[Table, ...]:
     return tuple(table for table in tables if table is not None)
 
 
-def _engines(arms: Iterable[ArmRecord]) -> list[str]:
-    return list(dict.fromkeys(one_line(arm.engine) for arm in arms))
-
-
 def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
     kld, composite = arm.axes.get(KLD), arm.composite
     return ArmRow(
@@ -222,7 +225,6 @@ def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
         name=one_line(arm.name),
         engine=one_line(arm.engine),
         model=one_line(arm.model),
-        kv=kv_of(arm),
         band=(arm.verdict.band if arm.verdict else None) or ABSENT,
         at_best=(arm.verdict.at_best if arm.verdict else None) or "",
         status=STATUS[arm.status],
@@ -251,7 +253,7 @@ def _saving(arm: ArmRecord, size: float | None) -> str:
     if own is None or not size:
         return ""
     percent = 100 * own / size
-    return f"cache {percent:.0f}% of the reference's" if percent >= 1 else "cache under 1% of the reference's"
+    return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of the reference's"
 
 
 def _capital(text: str) -> str:
@@ -259,7 +261,7 @@ def _capital(text: str) -> str:
 
 
 def _compared(report: Report, performance: Performance | None, fidelity: bool) -> str:
-    """One line: what was asked of whom."""
+    """One line: how many configurations were compared or measured, and on what."""
     n = len(report.candidates)
     if performance is not None and not fidelity:
         name = f"reference {one_line(report.reference.name)}" if n else one_line(report.reference.name)
@@ -268,7 +270,7 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
     arms = [*report.candidates, *([report.control] if report.control else [])]
     what = [text] if (text := _text(report)) else []
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
-        n_items = next((found.n_items for arm in arms if (found := arm.axes.get(name)) and found.n_items), None)
+        n_items = next((axis.n_items for arm in arms if (axis := arm.axes.get(name)) and axis.n_items), None)
         what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
     return f"{line} on {joined(what)}" if what else line
@@ -277,18 +279,18 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
 def _text(report: Report) -> str:
     """``4,080 positions in 31 documents``, of several contexts one after the other; empty where no text was scored."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
-    found = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
-    if found is None:
+    kld = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
+    if kld is None:
         return ""
-    contexts = _scored_at(found)
+    contexts = _scored_at(kld)
     if len(contexts) < 2:
-        return _positions(found.n_items, found.facts.get("n_documents"))
+        return _positions(kld.n_items, kld.facts.get("n_documents"))
     return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
 
 
-def _scored_at(found: Measurement) -> list[Mapping[str, Any]]:
-    """What was scored at each context, where the axis says it in the form that is its own."""
-    contexts = found.facts.get("contexts")
+def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
+    """What an axis scored at each context; empty where its facts do not have the form of KLD's."""
+    contexts = axis.facts.get("contexts")
     known = isinstance(contexts, list) and all(
         isinstance(c, dict) and isinstance(c.get("n_ctx"), int) and isinstance(c.get("n_positions"), int)
         for c in contexts
@@ -302,7 +304,6 @@ def _positions(n: int | None, documents: int | None) -> str:
     return f"{n or 0:,} positions in {documents:,} document{'' if documents == 1 else 's'}"
 
 
-_MEASURED = (Status.OK, Status.IDENTICAL)
 _ORDER = ("excellent", "identical", "pass", "degraded", "fail", "none", "broken")
 
 
@@ -315,103 +316,105 @@ def _key(role: str, arm: ArmRecord) -> str:
 
 
 def _sentence(arm: ArmRecord) -> str:
-    reason = "" if arm.status in (Status.OK, Status.IDENTICAL) else one_line(arm.reason or "")
+    reason = "" if arm.measured else one_line(arm.reason or "")
     if arm.verdict is None:
-        return f"{STATUS[arm.status]}: {reason}" if reason else ""
-    said = one_line(arm.verdict.sentence)
-    return said if reason in said else f"{said} ({reason})"
+        return status_line(arm) if reason else ""
+    sentence = one_line(arm.verdict.sentence)
+    return sentence if reason in sentence else f"{sentence} ({reason})"
 
 
 def _told_already(arm: ArmRecord, reason: str | None) -> bool:
-    """An axis failed with its whole arm, or with the reference, whose own line says why."""
-    said, whole = one_line(reason or ""), one_line(arm.reason or "")
-    lost = arm.status not in _MEASURED and whole != ""
-    return said.startswith(NO_REFERENCE) or (lost and (said in whole or whole in said))
+    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
+    own, whole = one_line(reason or ""), one_line(arm.reason or "")
+    lost = not arm.measured and whole != ""
+    return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
 
 
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
-    broken = {name: found for name, found in arm.benches.items() if not found.measured and arm.status in _MEASURED}
-    lines = [f"{one_line(name)} {STATUS[f.status]}: {one_line(f.reason or '')}" for name, f in broken.items()]
-    if (role == "reference" or not fidelity) and arm.status not in (Status.OK, Status.IDENTICAL):
-        return [f"{STATUS[arm.status]}: {one_line(arm.reason or '')}"]
-    for name, found in arm.axes.items():
-        if not found.measured:
-            if not _told_already(arm, found.reason):
-                lines.append(f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}")
-        elif found.n_failed:
-            total = f" of {found.n_items:,}" if found.n_items is not None else ""
-            lines.append(f"{found.n_failed:,}{total} items failed ({one_line(name)})")
+    if (role == "reference" or not fidelity) and not arm.measured:
+        return [status_line(arm)]
+    broken = {name: bench for name, bench in arm.benches.items() if not bench.measured and arm.measured}
+    lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
+    for name, axis in arm.axes.items():
+        if not axis.measured:
+            if not _told_already(arm, axis.reason):
+                lines.append(f"{one_line(name)} {status_line(axis)}")
+        elif axis.n_failed:
+            total = f" of {axis.n_items:,}" if axis.n_items is not None else ""
+            lines.append(f"{axis.n_failed:,}{total} items failed ({one_line(name)})")
     return lines
 
 
 # ---------------------------------------------------------------------------------------------- floor and control
 
 _SAME = {"max": 0.0, "exact match": 1.0}
-"""Metrics that say by themselves that nothing differed."""
+"""Metrics whose value alone proves that nothing differed."""
 
 
-def _repeats(found: Measurement) -> bool:
-    """Nothing differed."""
-    said = any(found.value(name, {}) == value for name, value in _SAME.items())
-    return found.status is Status.IDENTICAL or said
+def _repeats(measurement: Measurement) -> bool:
+    """The reference repeated itself exactly."""
+    return measurement.status is Status.IDENTICAL or any(
+        measurement.value(name, {}) == value for name, value in _SAME.items()
+    )
 
 
 def _floor(floor: Mapping[str, Measurement]) -> str:
     """What repeats, counted; else how far the reference is from itself."""
-    measured = [(one_line(name), found) for name, found in floor.items() if found.measured]
-    same = [_repeated(name, found) for name, found in measured if _repeats(found)]
-    parts = [_apart(name, found) for name, found in measured if not _repeats(found)]
+    measured = [(one_line(name), axis) for name, axis in floor.items() if axis.measured]
+    same = [_repeated(name, axis) for name, axis in measured if _repeats(axis)]
+    parts = [_apart(name, axis) for name, axis in measured if not _repeats(axis)]
     if same:
         verb = "repeat" if len(same) > 1 else "repeats"
         parts = [f"{joined(same)} {verb}, on this machine and thread count", *parts]
     parts += [
-        f"{one_line(name)} {STATUS[found.status]}: {one_line(found.reason or '')}"
-        for name, found in floor.items()
-        if found.status not in (*_MEASURED, Status.NOT_MEASURABLE) and not (found.reason or "").startswith(NO_REFERENCE)
+        f"{one_line(name)} {status_line(axis)}"
+        for name, axis in floor.items()
+        if not (axis.measured or axis.status is Status.NOT_MEASURABLE or (axis.reason or "").startswith(NO_REFERENCE))
     ]
     return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
-    """Why it is not known what a change of last bits alone does; the same reason is told once."""
-    found = [
+    """Why the effect of a change of last bits alone was not measured; equal reasons are merged."""
+    reasons = [
         (one_line(arm.name), one_line(arm.floor.reason or "").removeprefix("not measured: "))
         for arm in arms
-        if arm.status in _MEASURED and arm.floor is not None
+        if arm.measured and arm.floor is not None
     ]
-    missing, said = [(name, why) for name, why in found if why], "a change of last bits alone was not measured"
-    if missing == found and len({why for _, why in missing}) == 1:
-        return [f"{said}: {missing[0][1]}"]
-    return [f"{said} for {line}" for line in shared(missing)]
+    missing, text = [(name, why) for name, why in reasons if why], "a change of last bits alone was not measured"
+    if missing == reasons and len({why for _, why in missing}) == 1:
+        return [f"{text}: {missing[0][1]}"]
+    return [f"{text} for {line}" for line in shared(missing)]
 
 
-def _repeated(name: str, found: Measurement) -> str:
+def _repeated(name: str, measurement: Measurement) -> str:
     """What is the same in both captures."""
-    n = sum(context["n_positions"] for context in _scored_at(found)) or found.n_items
-    return name if n is None else f"{name} ({n - (found.n_failed or 0):,} of {n:,} items)"
+    n = sum(context["n_positions"] for context in _scored_at(measurement)) or measurement.n_items
+    return name if n is None else f"{name} ({n - (measurement.n_failed or 0):,} of {n:,} items)"
 
 
-def _apart(name: str, found: Measurement) -> str:
-    """How far the two captures are from each other."""
-    heads = [f"{titled(name, metric)} {estimate_of(metric)}" for metric in found.headlines if metric.value is not None]
-    exact, n = found.value("exact match", {}), found.n_items
+def _apart(name: str, measurement: Measurement) -> str:
+    """Figures of the difference between the two captures."""
+    heads = [
+        f"{titled(name, metric)} {estimate_of(metric)}" for metric in measurement.headlines if metric.value is not None
+    ]
+    exact, n = measurement.value("exact match", {}), measurement.n_items
     if exact is not None and n is not None:
-        heads.insert(0, f"{name}: {round(exact * (n - (found.n_failed or 0))):,} of {n:,} items repeat")
+        heads.insert(0, f"{name}: {round(exact * (n - (measurement.n_failed or 0))):,} of {n:,} items repeat")
     return ", ".join(heads) or f"{name}: measured"
 
 
 def _controls(arms: Sequence[ArmRecord]) -> str:
-    """What the control costs, and those of other kernel paths."""
-    measured = any(arm.status in _MEASURED for arm in arms)
-    tail = ["over control: paired differences"] if measured else []
+    """The cost of the control, and of the controls on other kernel paths."""
+    tail = ["over control: paired differences"] if any(arm.measured for arm in arms) else []
     return "; ".join([*map(_control, arms), *tail]) or "control: none"
 
 
 def _control(arm: ArmRecord) -> str:
     name = one_line(arm.name)
-    if arm.status not in (Status.OK, Status.IDENTICAL):
-        return f"control {name}: {STATUS[arm.status]}: {one_line(arm.reason or '')}"
+    if not arm.measured:
+        return f"control {name}: {status_line(arm)}"
     parts = [STATUS[arm.status]] if arm.status is Status.IDENTICAL else []
     if not (cost := kld_of(arm.axes.get(KLD))).absent:
         parts.append(f"KLD {cost} nats")

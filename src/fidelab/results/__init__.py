@@ -8,7 +8,7 @@ from fidelab.registry import Registry
 FACES = Registry(
     "face",
     {
-        "html": "fidelab.report.notebook:render_notebook",
+        "html": "fidelab.report.html:render_notebook",
         "markdown": "fidelab.report.markdown:render_markdown",
     },
 )

@@ -100,6 +100,5 @@ def read_run(run: Path) -> Report:
     if not run.is_dir():
         raise InputError(f"{run}: there is no such run folder or report")
     if (run / CONFIG).is_file():
-        RunFolder.open(run)
-        raise InputError(f"{run} has no report yet; finish the run with: fidelab compare --resume {run}")
+        return RunFolder.open(run).read_report()
     raise InputError(f"{run} is no run folder: it holds no {REPORT}")

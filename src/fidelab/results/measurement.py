@@ -15,7 +15,6 @@ from typing import Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from fidelab.core import Status
 from fidelab.metrics.latency import is_steady
 from fidelab.results.plots import Plot
 from fidelab.results.values import Count, FreeDict, OpenInterval, Outcome, Record
@@ -216,11 +215,6 @@ class Measurement(Outcome):
                 raise ValueError(f"two metrics are named {place[0]!r}{f' at {place[1]}' if place[1] else ''}")
             seen.add(place)
         return self
-
-    @property
-    def measured(self) -> bool:
-        """It ended well."""
-        return self.status in (Status.OK, Status.IDENTICAL)
 
     def metric(self, name: str, cell: Coordinates | None = None) -> Metric | None:
         """The metric of a name: of a cell, or the first one."""

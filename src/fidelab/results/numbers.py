@@ -205,6 +205,8 @@ def _significant(value: float, digits: int) -> str:
 
 def one_line(text: str) -> str:
     """Text from models, logs and configs on one line, without control characters."""
+    if text.isprintable() and "  " not in text and text == text.strip():
+        return text
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
 
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from fidelab.core import digest, slug
 from fidelab.errors import InputError, OutputError
-from fidelab.results.record import write_atomically
+from fidelab.results.record import Report, write_atomically
 
 __all__ = ["RunFolder"]
 
@@ -99,6 +99,17 @@ class RunFolder:
     def positions(self) -> Path:
         """One row per scored position and arm."""
         return self.path / POSITIONS
+
+    def read_report(self, name: Path | None = None) -> Report:
+        """The artifact, read; ``name`` is what messages call the folder.
+
+        Raises:
+            InputError: the run was stopped before its report was written, or the report is damaged.
+        """
+        if not self.report.is_file():
+            name = name or self.path
+            raise InputError(f"{name} has no report yet; finish the run with: fidelab compare --resume {name}")
+        return Report.from_json(self.report)
 
     def log(self, role: str) -> Path:
         """What a worker printed; the digest tells names apart that look alike in a file's name."""

@@ -93,3 +93,8 @@ class Outcome(Record):
         if self.status in NEEDS_REASON and not (self.reason or "").strip():
             raise ValueError(f"status {self.status.value!r} needs a reason")
         return self
+
+    @property
+    def measured(self) -> bool:
+        """It ended well."""
+        return self.status in (Status.OK, Status.IDENTICAL)

@@ -167,9 +167,7 @@ def plan_size(run_dir: Path, precision: str, axis: str = "kld") -> SizePlan:
     """
     asked = Precision.parse(precision)
     folder = RunFolder.open(run_dir.absolute())
-    if not folder.report.is_file():
-        raise InputError(f"{run_dir} has no report yet; finish the run with: fidelab compare --resume {run_dir}")
-    report, experiment = Report.from_json(folder.report), load(folder.config)
+    report, experiment = folder.read_report(run_dir), load(folder.config)
     if axis not in experiment.axes:
         raise UnknownNameError("axis of this run", axis, experiment.axes)
     samples = {name: AXES.load(name).sample for name in experiment.axes}
