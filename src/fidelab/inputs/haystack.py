@@ -122,7 +122,7 @@ def _cut(sentence: str) -> Iterator[str]:
 
 
 def space_before(tokenizer: Tokenizer) -> str:
-    """What to put before a sentence so that it stands behind a space: nothing where tokenizers add one themselves."""
+    """The text to put before a sentence for a leading space: empty if the tokenizer adds one itself."""
     joined = tokenizer.decode((*tokenizer.encode("One."), *tokenizer.encode("Two.")))
     return "" if joined == "One. Two." else " "
 

@@ -1,4 +1,4 @@
-"""Prompts with a needle: a haystack of exactly the wanted length in which one fact, or several, is to be found again.
+"""Needle prompts: a haystack of exact length that contains one fact, or several, to be retrieved.
 
 A prompt is assembled from ids: what the chat template puts before the text, haystack, needle sentences at sentence
 boundaries, question, and what the template puts behind it.  Every prompt is read back: its text must hold each code

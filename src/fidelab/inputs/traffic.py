@@ -1,7 +1,7 @@
-"""Traffic for a server: distinct prompts of exact length, and the moments at which requests come.
+"""Traffic for a server: distinct prompts of exact length, and arrival times of requests.
 
-Prompts differ from their first token on, so that no prefix of one is in a cache because of another.  The same seed
-gives the same traffic.
+Prompts differ from their first token on, so that none finds a prefix of another in a cache.  The same seed gives the
+same traffic.
 """
 
 from __future__ import annotations

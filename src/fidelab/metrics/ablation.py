@@ -25,7 +25,7 @@ the answer to "does dequant move it?" is often "by no more than this", which a p
   the whole width.  This is the sign test turned round.  Shifts of one pair of levels change sign together when its
   labels are swapped, so the level is divided by the number of pairs alone.
 
-A factor *moves* the outcome where an interval lies wholly beyond ± the floor.
+A factor *moves* the outcome where an interval lies wholly beyond ± the noise floor.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class _Pair:
 
 
 def isolate(grid: Grid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95) -> Findings:
-    """The effect of every factor; what is not beyond ``floor`` does not move. See docs/metrics.md#isolation.
+    """The effect of every factor; shifts within ± ``floor`` do not count. See docs/metrics.md#isolation.
 
     Raises:
         ValueError: cells differ in their items, or hold what is not finite.

@@ -1,6 +1,6 @@
 """Whether recorded speed figures can be true together. See docs/metrics.md#recorded-figures.
 
-Pure arithmetic over figures that another tool wrote down; nothing here measures.  Latencies in milliseconds, rates in
+Pure arithmetic over figures recorded by another tool.  Latencies in milliseconds, rates in
 tok/s, lengths in tokens.
 """
 

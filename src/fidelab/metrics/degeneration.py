@@ -1,4 +1,4 @@
-"""Where a long generation turns to garbage: the first index from which all the rest is degenerate.
+"""Degeneration onset of a long generation: the first index from which all the rest is degenerate.
 
 Three kinds are seen in token ids alone; what counts is always the *rest* of the text, so a refrain or a table in the
 middle is none of them:

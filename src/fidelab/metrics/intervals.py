@@ -1,9 +1,9 @@
-"""How sure an estimate is. See docs/metrics.md#intervals.
+"""Confidence intervals of ratios of sums. See docs/metrics.md#intervals.
 
 Every estimate is a ratio of sums over items, ``Σ num / Σ den``: a mean KL has den = 1, the trajectory score
-has the longest length.  Items that belong together (positions of one article) share a *unit*, and units are
-what is resampled.  Which interval holds follows from what the ratio can be and from n, the number of units;
-``benchmarks/coverage.py`` prints how often each misses, beside the plain forms that miss too often.
+has the longest length.  Items that are not independent (positions of one article) share a *unit*: a resampling
+cluster.  The kind of interval depends on the values that the ratio can take and on n, the number of units;
+``benchmarks/coverage.py`` prints how often each kind misses, next to the plain forms that miss too often.
 
 - One unit: None.  Never a width of zero for want of data.
 - A mean, 6 units or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, section 12.5),

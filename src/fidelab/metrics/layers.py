@@ -14,7 +14,7 @@ their squares add up.
 1. a_l is more than 3 times the root mean square of all other layers' added errors.
 2. ``a_l ≥ e_{l−1}``: it adds at least as much as came in.  Some layers enlarge whatever enters them, the last one of
    many models among them; by less than this.
-3. a_l is more than 3 times the floor's e_l, the reference's distance from itself in another process.
+3. a_l is more than 3 times e_l of the noise floor: the reference against itself in another process.
 
 A format that is equally coarse in every layer makes a curve without such a layer.  Where all layers are coarse, a fault
 in one of them shows once its added error is about three times theirs, late in the model more.
@@ -32,7 +32,7 @@ __all__ = ["TIMES", "Curve", "Parting", "added_errors", "outlier_ratios", "part"
 
 Floats = NDArray[np.float64]
 
-TIMES = 3.0  # the other layers' root mean square, and the floor
+TIMES = 3.0  # multiple of the other layers' root mean square, and of the noise floor
 _TAIL = 0.9
 
 
@@ -119,7 +119,9 @@ def outlier_ratios(added: ArrayLike) -> Floats:
 
 
 def part(curve: Curve, floor: Curve | None = None) -> Parting:
-    """Judge a curve; without a floor, repeatability counts as exact. See docs/metrics.md#layer-differences."""
+    """Judge a curve; without a noise floor (``None``), the reference counts as repeatable to the bit.
+
+    See docs/metrics.md#layer-differences."""
     layers = len(curve.median) - 1
     noise = Curve(*[np.zeros(layers + 1)] * 3) if floor is None else floor
     stand_out: set[int] = set()

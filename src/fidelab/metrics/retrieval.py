@@ -1,4 +1,4 @@
-"""Retrieval of needles (axis C): hits, accuracies per cell, degradation, and how sure they are.
+"""Retrieval of needles (axis C): hits, accuracies per cell, degradation, and their intervals.
 
 See docs/metrics.md#retrieval.
 
@@ -6,9 +6,10 @@ A *cell* is a length and a position; its trials are what is resampled.  A trial'
 needles that it returns (0 or 1 with one needle).  A cell is informative where the reference returned any.
 
 The score is one-sided, as REFRACT defines it: what a candidate loses in one cell it cannot win back in another, and
-cells count by the reference's luck.  It lies below 100 for arms that do not differ at all: with nine cells of three
-trials on average at 82 where either arm finds half of the needles, at 86 where it finds 70%.  :func:`chance_score`
-says what chance alone makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0 on average.
+the reference's chance hits decide which cells count.  It lies below 100 for arms that do not differ: with nine cells
+of three trials on average at 82 where either arm finds half of the needles, at 86 where it finds 70%.
+:func:`chance_score` says what chance alone makes of the trials at hand; :func:`accuracy_difference` has a sign and is 0
+on average.
 
 The interval of the score is the binomial's exact bound (Clopper-Pearson) over all trials of the informative cells, with
 the mean degradation as their share lost.  That is on the safe side: a sum of independent values in [0, 1] is no more

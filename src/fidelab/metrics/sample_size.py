@@ -1,4 +1,6 @@
-"""How many units an interval of a given half-width takes, from a pilot. See docs/metrics.md#sample-size.
+"""Sample size: units (resampling clusters) for an interval of a given half-width, from a pilot run.
+
+See docs/metrics.md#sample-size.
 
 The 95% interval of ``Σ num / Σ den`` over n units reaches about
 
@@ -9,10 +11,10 @@ wider, as its interval is (:func:`fidelab.metrics.intervals.critical_value`).  T
 least n with ``h(n) ≤ precision`` is searched for; h falls in n.  (Cochran, *Sampling Techniques*, 3rd ed. 1977:
 chapter 4 for n from an advance estimate of the variance, chapter 6 for the variance of a ratio.)
 
-A small pilot knows s badly.  Its one-sided 95% upper bound is ``s · √((m − 1) / χ²(0.05; m − 1))``, exact for normal
-units; the costs of units are skewed, which makes it optimistic.
+A small pilot estimates s poorly.  Its one-sided 95% upper bound is ``s · √((m − 1) / χ²(0.05; m − 1))``, exact for
+normal units; the costs of units are skewed, which makes it optimistic.
 
-A share whose units all agree has s = 0 and is not known exactly for that: the exact binomial interval reaches
+A share whose units all agree has s = 0 and still an error: the exact binomial interval reaches
 ``1 − 0.025^(1/n)`` to its one side.
 """
 

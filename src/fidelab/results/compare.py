@@ -1,4 +1,4 @@
-"""Two reports compared, metric by metric: what regressed, improved, stayed, and what nobody can tell.
+"""Comparison of two reports, metric by metric: regressed, improved, unchanged, or cannot tell.
 
 See docs/metrics.md#changes-between-runs.
 
@@ -161,7 +161,7 @@ def _change(
 
 
 def _growth(log: float) -> float:
-    """Of a log ratio, as a share; what no float holds is cut."""
+    """The relative change for a log ratio; capped where it would overflow."""
     return math.expm1(min(log, _LARGEST_LOG))
 
 
@@ -175,7 +175,7 @@ def _cost(value: float, interval: Interval, sign: float) -> Estimate:
 
 
 def _single_cost(value: float, sign: float, scaled: bool) -> float:
-    """Of a rate the time that it stands for."""
+    """The cost of a single value: for rates the time per piece of work."""
     if scaled and sign < 0:
         return 1 / value if value > 0 else math.inf
     return sign * value
@@ -206,7 +206,7 @@ def _words(allowance: Allowance, metric: Metric) -> str:
 
 
 def _order(metric: Metric, change: MetricChange, limits: Thresholds) -> tuple[float, float]:
-    """Worst first: by outcome, then by how many times over the cost rose by what is allowed."""
+    """Sort key, worst first: the outcome, then the rise of the cost as a multiple of the allowance."""
     rank = _WORST_FIRST[change.outcome]
     if change.outcome == "cannot tell" and not change.counts:
         rank = _UNDIRECTED
@@ -229,7 +229,7 @@ def _times(rise: float, allowed: float) -> float:
 
 
 class _Refusals:
-    """What had to agree and does not, each once, with the groups and the number of metrics behind it."""
+    """Fields that had to agree and differ, each once, with the groups and the number of metrics concerned."""
 
     def __init__(self) -> None:
         self.entries: dict[tuple[str, str], tuple[Any, Any, Counter[str]]] = {}

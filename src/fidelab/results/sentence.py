@@ -125,7 +125,7 @@ def _facts(arm: ArmFacts) -> list[str]:
 
 
 def _changes(arm: ArmFacts) -> list[str]:
-    """How many of the most likely tokens change, and how many of those were no near tie."""
+    """Share of positions whose top token changes, and the share of changes beyond a near tie."""
     if arm.top1 is None:
         return []
     changed = 1 - arm.top1
@@ -137,7 +137,7 @@ def _changes(arm: ArmFacts) -> list[str]:
 
 
 def _reach(arm: ArmFacts) -> list[str]:
-    """What a longer context costs is not known; what fails need not be known to fail there, too."""
+    """The longest context measured; left out of a FAIL, which longer contexts would not improve."""
     if arm.n_ctx is None or arm.band == "FAIL":
         return []
     return [f"up to {arm.n_ctx:,} tokens of context, not measured beyond"]
@@ -166,5 +166,5 @@ def _mostly_control(arm: ArmFacts) -> bool:
 
 
 def _hides_the_format(arm: ArmFacts) -> bool:
-    """Something else than the format's width explains the band."""
+    """The band is explained by something other than the width of the format."""
     return bool(arm.n_failed or arm.lowered_by) or _mostly_control(arm)

@@ -112,7 +112,7 @@ class RunFolder:
         return Report.from_json(self.report)
 
     def log(self, role: str) -> Path:
-        """What a worker printed; the digest tells names apart that look alike in a file's name."""
+        """The log of a worker; the digest distinguishes names that become equal in a file name."""
         kind, _, name = role.partition(":")
         return self.path / "logs" / (f"{kind}-{slug(name)}-{digest(name)[:6]}.log" if name else f"{kind}.log")
 
@@ -176,7 +176,7 @@ class RunFolder:
 
 
 def _named(temporary: Path, wanted: Path) -> Path:
-    """Rename to a name that nobody has; a run folder is never empty, so none is overwritten."""
+    """Rename to an unused name; run folders are never empty, so none is overwritten."""
     for attempt in range(1000):
         path = wanted if attempt == 0 else wanted.with_name(f"{wanted.name}-{attempt}")
         try:

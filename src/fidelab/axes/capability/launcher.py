@@ -1,8 +1,8 @@
-"""The inside of the sandbox: a script, run by a fresh interpreter, that reads a program, gives up rights and runs it.
+"""The script inside the sandbox: a fresh interpreter reads a program, drops its privileges and runs it.
 
 Order matters: everything that the program may need is imported, the limits are set, then a seccomp filter leaves only
-the system calls below; what they are not is refused by the kernel with EPERM.  There is no call among them that opens
-a file, makes a socket or a process, or sends a signal.  ``READY`` on standard error says that the filter is in force;
+the system calls below; the kernel refuses all others with EPERM.  None of the allowed calls opens a file, makes a
+socket or a process, or sends a signal.  ``READY`` on standard error says that the filter is in force;
 without it the program is not run.
 """
 

@@ -1,6 +1,6 @@
-"""Reading answers: what a text says, not which strings occur in it.
+"""Parsing of answers.
 
-Every reader takes an answer and returns what it understood, or ``None``.
+Every function takes the text of an answer and returns the value that it states, or ``None``.
 """
 
 from __future__ import annotations

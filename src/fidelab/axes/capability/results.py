@@ -1,4 +1,4 @@
-"""Capability checks judged: what each side's captures say to each check of the set."""
+"""Results of the capability checks: the answers of both sides, read from captures and judged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that a model wrote, run where they can do no harm; where that cannot be, they are not run.
+"""A sandbox for programs written by a model; where a program cannot be confined, it is not run.
 
 A fresh interpreter without site packages or environment, in a folder of its own, as the leader of a process group
 that is killed when time is up.  Limits on CPU time, memory and output; a seccomp filter (``launcher.py``) under which

@@ -1,4 +1,4 @@
-"""What a model's chat template can do beyond plain turns: offer tools, let the model think."""
+"""Features of a model's chat template beyond plain turns: tools and thinking."""
 
 from __future__ import annotations
 
