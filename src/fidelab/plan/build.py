@@ -1,4 +1,4 @@
-"""Settings → jobs: which captures are needed, which exist already, one model load per arm, plus twins and the noise floor."""
+"""Settings → jobs: captures that are needed and do not exist, one model load per arm, twins and the noise floor."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Plan:
     """All jobs of a run, in order: reference, control, candidates, diagnostic arms, twins, noise floor.
 
     ``roles`` are unique: ``reference``, ``control``, ``control:<attention>``, ``candidate:<name>``, ``truth``,
-    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made because
+    ``exact``, ``exact:<name>``, ``twin:<name>``, ``floor``.  ``unavailable``: axes whose requests cannot be made as
     their data are not available, and why.  ``remarks``: further lines to show before the run.
     """
 

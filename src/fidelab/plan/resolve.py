@@ -48,9 +48,9 @@ _EXACT_ENGINE = EngineConfig(name="hf")
 class Settings:
     """A resolved experiment.
 
-    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → diagnostic arm, which
-    separates format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's name: where it
-    runs, and why it cannot.
+    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → diagnostic arm,
+    which separates format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's
+    name: where it runs, and why it cannot.
     """
 
     experiment: Experiment
