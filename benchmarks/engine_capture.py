@@ -1,6 +1,6 @@
 """Prefill with capture against the engine's own prefill of the same prompts, in one process, in turn; medians.
 
-Capture: a Prefill probe, half of each window's rows handed to a sink.  Own: ``LLM.generate`` of vLLM,
+Capture: a Prefill request, half of each window's rows handed to a sink.  Own: ``LLM.generate`` of vLLM,
 ``sglang.Engine.generate``, with one token to generate, all prompts at once, as the engine batches them.  Runs itself in
 the engine's environment; SGLang on a CPU with the import stand-ins of the tests.
 
@@ -84,11 +84,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     engine.open(Arm("arm", engine.name, options.model, options.path, "0" * 8, kv, "bfloat16", "cpu", options.threads))
     drawn = np.random.default_rng(0).integers(10, 10_000, (options.windows, n))
     windows = tuple(tuple(int(token) for token in window) for window in drawn)
-    probe = Prefill("kld", windows, n // 2, n - 2, tuple((0,) * (n - 1 - n // 2) for _ in windows))
+    request = Prefill("kld", windows, n // 2, n - 2, tuple((0,) * (n - 1 - n // 2) for _ in windows))
     own = {"vllm": _vllm, "sglang": _sglang}[engine.name]
     asked: dict[str, Callable[[], Any]] = {
-        "own": own(engine, [window[:-1] for window in windows]),  # what the probe feeds, too
-        "capture": lambda: engine.answer(probe, _Sink()),
+        "own": own(engine, [window[:-1] for window in windows]),  # what the request feeds, too
+        "capture": lambda: engine.answer(request, _Sink()),
     }
     seconds: dict[str, list[float]] = {name: [] for name in asked}
     try:
@@ -125,9 +125,9 @@ def _vllm(engine: Any, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Any]:
 
 
 def _sglang(engine: Any, prompts: Sequence[tuple[int, ...]]) -> Callable[[], Any]:
-    from fidelab.engines.sglang.session import Request
+    from fidelab.engines.sglang.session import SGLangRequest
 
-    plain = [Request(prompt) for prompt in prompts]  # no instructions: no capture
+    plain = [SGLangRequest(prompt) for prompt in prompts]  # no instructions: no capture
     return lambda: engine._session.ask(plain)
 
 

@@ -77,7 +77,7 @@ def _overhead(options: argparse.Namespace) -> dict[str, Any]:
             engine = HFEngine()
             engine.open(job.arm)
             engines.append(engine)
-        windows = plan.jobs[0].captures[0].probe.items()
+        windows = plan.jobs[0].captures[0].request.items()
         model = engines[0]._model.module
         bare, whole = [], []
         for repeat in range(options.repeats):
@@ -112,8 +112,8 @@ def _pipeline(plan: Any, engines: list[Any], store: Path) -> None:
     for job, engine in zip(plan.jobs, engines, strict=True):
         capture = job.captures[0]
         target = store / job.role.replace(":", "-") / "kld"
-        writer = CaptureWriter(target, capture.probe, capture.key, job.arm.record(), Vocabulary(VOCAB, "0" * 64))
-        answer = engine.answer(capture.probe, _Sink(writer))
+        writer = CaptureWriter(target, capture.request, capture.key, job.arm.record(), Vocabulary(VOCAB, "0" * 64))
+        answer = engine.answer(capture.request, _Sink(writer))
         writer.head(store_head(store, answer.head, answer.softcap, answer.scale))
         folders.append(writer.finish(answer.estimator, engine.ran().record(), answer.facts))
     score_captures(folders[0], folders[1:])
@@ -154,11 +154,11 @@ def _random_capture(store: Path, windows: int, name: str) -> Path:
     rng = np.random.default_rng(1)
     noise = np.random.default_rng(2 if name == "test" else 3)
     tokens = tuple(tuple(rng.integers(0, VOCAB, 512).tolist()) for _ in range(windows))
-    probe = Prefill("kld", tokens, 256, 510, tuple((i,) * 255 for i in range(windows)), (("n_ctx", 512),))
+    request = Prefill("kld", tokens, 256, 510, tuple((i,) * 255 for i in range(windows)), (("n_ctx", 512),))
     arm = Arm("x", "hf", "m", "m", "0" * 64, KVSpec.parse("f32"), "float32", "cpu", 1)
     arm = replace(arm, name=name, kv=KVSpec.parse("f32" if name == "ref" else "int4"))
     target = store / f"{name}-{windows}" / "kld"
-    writer = CaptureWriter(target, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(VOCAB, "0" * 64))
+    writer = CaptureWriter(target, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(VOCAB, "0" * 64))
     for item in range(windows):
         rows = rng.standard_normal((255, WIDTH), dtype=np.float32)
         writer.add(item, {"hidden": rows + 0.05 * noise.standard_normal((255, WIDTH), dtype=np.float32)})

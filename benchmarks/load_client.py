@@ -185,14 +185,14 @@ def _drive(task: dict[str, Any]) -> None:
     import numpy as np
 
     from fidelab.bench.load.drive import Load, Target, drive
-    from fidelab.bench.load.exchange import Request
+    from fidelab.bench.load.exchange import LoadRequest
 
     requests, tokens = [], task["tokens"]
     with Path(task["prompts"]).open(encoding="utf-8") as file:
         for index, line in zip(range(task["count"]), file, strict=False):
             body = {"model": "mock", "prompt": json.loads(line)["prompt"], "max_tokens": tokens, "stream": True}
             said = json.dumps(body | {"stream_options": {"include_usage": True}}).encode()
-            requests.append(Request(index, said, None, tokens))
+            requests.append(LoadRequest(index, said, None, tokens))
     result = drive(Target(task["url"]), Load(requests, concurrency=task["concurrency"], workers=1))
     if failed := [each for each in result.exchanges if each.error or len(each.events) != tokens]:
         sys.exit(f"{len(failed)} of {len(requests)} requests failed: {failed[0]}")

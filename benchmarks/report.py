@@ -20,7 +20,7 @@ from fidelab.core import Status
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Curve
-from fidelab.results.record import ArmRecord, KVFormats, Ran, Report, Verdict
+from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord, Verdict
 from fidelab.results.store import RunFolder
 
 GOAL_SECONDS, GOAL_BYTES = 2.0, 3e6
@@ -101,7 +101,7 @@ def _arm(name: str, size: float, axes: dict[str, Measurement]) -> ArmRecord:
         engine="hf",
         model="synthetic",
         kv=KVFormats(k=name, v=name),
-        ran=Ran(cache_bytes_per_token=size),
+        ran=RuntimeRecord(cache_bytes_per_token=size),
         axes=axes,
         verdict=Verdict(band="PASS", sentence="safe"),
     )

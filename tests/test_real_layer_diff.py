@@ -15,7 +15,7 @@ from fidelab.captures.requests import Layerwise
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.layers import Curve, Parting, part, relative_errors
+from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
 from fidelab.models import Model
 from tests.engines.tiny import Answers, arm
 
@@ -48,7 +48,7 @@ def bisected(smollm2: Model) -> Bisect:
 
     def compare(kv: str, change: Change = lambda _layers: None) -> Parting:
         wrong = _states(smollm2, kv, change)
-        return part(Curve.of([relative_errors(a, b) for a, b in zip(right, wrong, strict=True)]))
+        return part(LayerCurve.of([relative_errors(a, b) for a, b in zip(right, wrong, strict=True)]))
 
     return compare
 

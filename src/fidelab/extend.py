@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fidelab.captures.reader import Capture
     from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Timed
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
-    from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, answer_with_head
+    from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, answer_with_head
     from fidelab.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
     from fidelab.formats.base import Format, Parts
     from fidelab.results.measurement import Cell, Definition, Flag, Measurement, Metric
@@ -73,16 +73,16 @@ __all__ = [
     "Parts",
     "Prefill",
     "Question",
-    "Ran",
+    "RuntimeInfo",
     "SampleSize",
     "Sink",
     "Status",
+    "Support",
     "TablePlot",
     "TextPair",
     "Texts",
     "Timed",
     "UsageError",
-    "Verdict",
     "answer_with_head",
     "joined",
     "outcome_of",
@@ -140,9 +140,9 @@ _MODULES = {
         (
             "Answer",
             "Engine",
-            "Ran",
+            "RuntimeInfo",
             "Sink",
-            "Verdict",
+            "Support",
             "answer_with_head",
         ),
         "engines.base",

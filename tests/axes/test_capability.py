@@ -49,31 +49,31 @@ def _inputs(limit: int | None = None, tokenizer: Tokenizer | None = None) -> Axi
 
 
 def _probes(limit: int | None = None, **settings: Any) -> dict[str, Generate]:
-    return Capability(Capability.Settings.model_validate(settings)).probes(_inputs(limit))
+    return Capability(Capability.Settings.model_validate(settings)).requests(_inputs(limit))
 
 
-def _ids(probe: Generate) -> list[str]:
-    return [json.loads(note)["id"] for note in probe.notes]
+def _ids(request: Generate) -> list[str]:
+    return [json.loads(note)["id"] for note in request.notes]
 
 
 # -------------------------------------------------------------------------------------------- questions
 
 
 def test_kinds_share_probes_by_the_length_of_their_answers() -> None:
-    probes = _probes()
-    assert {part: (len(probe.prompts), probe.max_tokens, probe.batch) for part, probe in probes.items()} == {
+    requests = _probes()
+    assert {part: (len(request.prompts), request.max_tokens, request.batch) for part, request in requests.items()} == {
         "short": (19, 48, 8),
         "code": (8, 256, 8),
         "single": (8, 32, 1),
         "batch": (8, 32, 8),
     }
-    assert all(probe.axis == f"capability.{part}" and not probe.rows for part, probe in probes.items())
+    assert all(request.axis == f"capability.{part}" and not request.rows for part, request in requests.items())
 
 
 def test_the_batch_is_asked_what_is_asked_one_by_one() -> None:
-    probes = _probes(kinds=["parallel"])
-    assert set(probes) == {"single", "batch"}
-    assert probes["single"] == replace(probes["batch"], axis="capability.single", batch=1)
+    requests = _probes(kinds=["parallel"])
+    assert set(requests) == {"single", "batch"}
+    assert requests["single"] == replace(requests["batch"], axis="capability.single", batch=1)
 
 
 def test_what_cannot_be_asked_is_in_the_settings_with_its_reason() -> None:
@@ -91,15 +91,15 @@ def test_what_cannot_be_asked_is_in_the_settings_with_its_reason() -> None:
 
 @pytest.mark.parametrize(("limit", "room"), [(None, 2048), (1000, 1000 - 48)])
 def test_the_long_prompt_fills_what_it_may(limit: int | None, room: int) -> None:
-    probe = _probes(limit, kinds=["edge"])["short"]
-    length = len(probe.prompts[_ids(probe).index("edge-long")])
+    request = _probes(limit, kinds=["edge"])["short"]
+    length = len(request.prompts[_ids(request).index("edge-long")])
     assert room - 80 < length <= room  # a line has fewer than 80 bytes
 
 
 def test_what_does_not_fit_the_model_is_not_asked() -> None:
-    probes = _probes(200)
-    assert set(probes) == {"short", "single", "batch"}
-    settings = dict(probes["short"].settings)
+    requests = _probes(200)
+    assert set(requests) == {"short", "single", "batch"}
+    settings = dict(requests["short"].settings)
     assert settings["without edge-long"] == "the model has no room for a prompt of 256 tokens"
     assert settings["without code-1"] == "prompt and answer do not fit the model's 200 positions"
 
@@ -112,13 +112,13 @@ def test_nothing_to_ask_is_one_line() -> None:
 # ----------------------------------------------------------------------------------------- closed forms
 
 
-def _capture(store: Path, name: str, probe: Generate, answers: Answers) -> Capture:
+def _capture(store: Path, name: str, request: Generate, answers: Answers) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(BYTES), digest(*BYTES))
     store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name / probe.axis, probe, capture_key(arm, probe, {}, 0), arm.record(), words)
-    for item, check in enumerate(_ids(probe)):
-        answer = answers.get(f"{check} in batch", answers.get(check)) if "batch" in probe.axis else answers.get(check)
+    writer = CaptureWriter(store / name / request.axis, request, capture_key(arm, request, {}, 0), arm.record(), words)
+    for item, check in enumerate(_ids(request)):
+        answer = answers.get(f"{check} in batch", answers.get(check)) if "batch" in request.axis else answers.get(check)
         writer.add(item, {"ids": np.array([] if answer is None else [*answer.encode(), 0], dtype=np.int32)})
         if answer is None:
             writer.fail(item, "empty output")
@@ -127,10 +127,10 @@ def _capture(store: Path, name: str, probe: Generate, answers: Answers) -> Captu
 
 def _score(store: Path, ref: Answers, test: Answers, **settings: Any) -> AxisScore:
     axis = Capability(Capability.Settings.model_validate(settings))
-    probes = axis.probes(_inputs())
+    requests = axis.requests(_inputs())
     pairs = {
-        part: Pair.match(_capture(store, "f32", probe, ref), _capture(store, "int4", probe, test))
-        for part, probe in probes.items()
+        part: Pair.match(_capture(store, "f32", request, ref), _capture(store, "int4", request, test))
+        for part, request in requests.items()
     }
     return axis.score_parts(pairs, 0)
 
@@ -239,7 +239,7 @@ def test_items_without_an_answer_are_counted_and_in_no_figure(tmp_path: Path) ->
 def test_a_reference_that_passes_nothing_is_not_measurable(tmp_path: Path) -> None:
     score = _score(tmp_path, dict.fromkeys(RIGHT, "What?"), RIGHT, kinds=["arithmetic"])
     assert score.not_measurable == "the reference passes none of the 8 applicable checks"
-    assert (_axis(score).value("score"), score.lowers) == (None, ())
+    assert (_axis(score).value("score"), score.downgrades) == (None, ())
 
 
 def test_silence_alone_and_in_a_batch_is_no_agreement(tmp_path: Path) -> None:
@@ -250,7 +250,7 @@ def test_silence_alone_and_in_a_batch_is_no_agreement(tmp_path: Path) -> None:
 def test_a_clear_loss_of_right_answers_costs_a_band(tmp_path: Path) -> None:
     lost = {f"arithmetic_{n}": "0" for n in range(1, 8)}
     score = _score(tmp_path, RIGHT, _changed(**lost), **WORDS)
-    [harm] = score.lowers
+    [harm] = score.downgrades
     assert harm.startswith("capability checks: 7 of the 15 that the reference answers right are lost (")
 
 
@@ -258,7 +258,7 @@ def test_a_small_loss_and_a_batch_that_forks_cost_no_band(tmp_path: Path) -> Non
     forks = {f"parallel-{n} in batch": "otherwise" for n in range(1, 9)}
     score = _score(tmp_path, RIGHT, {**_changed(arithmetic_1="0"), **forks}, **WORDS)
     assert _values(_axis(score))["lost"] == 9
-    assert score.lowers == ()
+    assert score.downgrades == ()
 
 
 def test_the_excess_over_the_control_is_paired_in_points(tmp_path: Path) -> None:
@@ -290,8 +290,8 @@ def test_without_a_sandbox_code_is_not_applicable_and_nothing_is_run(
 def test_captures_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fidelab.axes.capability.axis.SET_VERSION", "0")
     axis = Capability(Capability.Settings.model_validate({"kinds": ["arithmetic"]}))
-    probe = axis.probes(_inputs())["short"]
-    pair = Pair.match(_capture(tmp_path, "f32", probe, RIGHT), _capture(tmp_path, "int4", probe, RIGHT))
+    request = axis.requests(_inputs())["short"]
+    pair = Pair.match(_capture(tmp_path, "f32", request, RIGHT), _capture(tmp_path, "int4", request, RIGHT))
     monkeypatch.setattr("fidelab.axes.capability.axis.SET_VERSION", "1")
     with pytest.raises(CaptureError, match="captures hold check set 0, this version scores set 1; capture again"):
         axis.score_parts({"short": pair}, 0)
@@ -302,12 +302,12 @@ def test_captures_of_another_set_are_refused(tmp_path: Path, monkeypatch: pytest
 )
 def test_thinking_must_end_in_the_right_answer(answer: str, passed: int, tmp_path: Path) -> None:
     axis = Capability(Capability.Settings.model_validate({"kinds": ["arithmetic"]}))
-    probe = axis.probes(_inputs())["short"].select([0])
-    settings = tuple(sorted({**dict(probe.settings), "kinds": "thinking"}.items()))
+    request = axis.requests(_inputs())["short"].select([0])
+    settings = tuple(sorted({**dict(request.settings), "kinds": "thinking"}.items()))
     note = '{"ends":"</think>","id":"thinking"}'
-    probe = replace(probe, axis="capability.thinking", settings=settings, notes=(note,))
-    ref = _capture(tmp_path, "f32", probe, {"thinking": "</think>43"})
-    pair = Pair.match(ref, _capture(tmp_path, "int4", probe, {"thinking": answer}))
+    request = replace(request, axis="capability.thinking", settings=settings, notes=(note,))
+    ref = _capture(tmp_path, "f32", request, {"thinking": "</think>43"})
+    pair = Pair.match(ref, _capture(tmp_path, "int4", request, {"thinking": answer}))
     assert axis.score_parts({"thinking": pair}, 0).num.tolist() == [passed]
 
 
@@ -387,17 +387,17 @@ def _same_torch_afterwards() -> Iterator[None]:
 def test_the_embedded_model_knows_capitals_and_batches_as_it_answers_alone(smollm2: Model, tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(smollm2)
     axis = Capability(Capability.Settings.model_validate({"kinds": ["knowledge", "parallel"], "n_predict": 12}))
-    asked = axis.probes(_inputs(smollm2.max_positions, tokenizer))
+    asked = axis.requests(_inputs(smollm2.max_positions, tokenizer))
     assert dict(asked["short"].settings)["template"] == "chat"
-    probes = {part: probe.select([0, 2, 3] if part == "short" else [1, 2]) for part, probe in asked.items()}
+    requests = {part: request.select([0, 2, 3] if part == "short" else [1, 2]) for part, request in asked.items()}
     engine, arm = tiny.opened(smollm2.path), tiny.arm(smollm2.path)
     store_vocabulary(tmp_path, tokenizer.vocabulary(), tokenizer.pieces())
     pairs = {}
-    for part, probe in probes.items():
+    for part, request in requests.items():
         sink = tiny.Answers()
-        answer = engine.answer(probe, sink)
-        key = capture_key(arm, probe, {}, 0)
-        writer = CaptureWriter(tmp_path / part, probe, key, arm.record(), tokenizer.vocabulary())
+        answer = engine.answer(request, sink)
+        key = capture_key(arm, request, {}, 0)
+        writer = CaptureWriter(tmp_path / part, request, key, arm.record(), tokenizer.vocabulary())
         for item, arrays in sink.items.items():
             writer.add(item, arrays)
         capture = Capture(writer.finish(str(answer.estimator), {}, {}))

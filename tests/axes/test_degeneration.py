@@ -55,9 +55,11 @@ def _noise(seed: int, at: int) -> list[int]:
 def _capture(store: Path, name: str, texts: Sequence[Sequence[int]], failed: dict[int, str]) -> Capture:
     settings = (("n_predict", LENGTH), ("template", "raw"))
     prompts = tuple((1, 2, i) for i in range(len(texts)))
-    probe = Generate("degeneration", prompts, LENGTH, (STOP,), settings=settings, rows=False)
+    request = Generate("degeneration", prompts, LENGTH, (STOP,), settings=settings, rows=False)
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(
+        store / name, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64)
+    )
     for item, ids in enumerate(texts):
         writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
         if item in failed:
@@ -86,12 +88,12 @@ def test_clean_texts_that_differ_are_no_harm(tmp_path: Path) -> None:
     score = _score(tmp_path, CLEAN, [_text(10 + i) for i in range(8)])
     found = _values(score)
     assert (found["degenerate earlier"], found["degenerate"], found["median onset"]) == (0.0, 0, None)
-    assert (score.lowers, score.fails, score.identical) == ((), (), False)
+    assert (score.downgrades, score.fails, score.identical) == ((), (), False)
 
 
 def test_noise_where_the_reference_has_none_lowers_the_verdict_and_says_from_where(tmp_path: Path) -> None:
     score = _score(tmp_path, CLEAN, [*CLEAN[:7], _noise(7, 200)])
-    [sentence] = score.lowers
+    [sentence] = score.downgrades
     at, k, n = map(int, re.findall(r"\d+", sentence))
     assert sentence == f"garbage from token ~{at} in {k} of {n} prompts (reference: none)"
     assert (abs(at - 200) <= 16, k, n) == (True, 1, 8)
@@ -102,7 +104,7 @@ def test_noise_where_the_reference_has_none_lowers_the_verdict_and_says_from_whe
 def test_loops_lower_the_verdict_when_they_are_more_than_chance(tmp_path: Path, looping: int, lowered: bool) -> None:
     assert (mcnemar_exact(looping, 0) <= 0.05) is lowered
     score = _score(tmp_path, CLEAN, [_loop(i, 150) if i < looping else CLEAN[i] for i in range(8)])
-    assert bool(score.lowers) is lowered
+    assert bool(score.downgrades) is lowered
     assert _values(score)["degenerate earlier"] == looping / 8
 
 
@@ -116,14 +118,14 @@ def test_loops_as_often_later_as_earlier_are_chance(tmp_path: Path) -> None:
         0.5,
         1,
     )
-    assert score.lowers == ()
+    assert score.downgrades == ()
 
 
 @pytest.mark.parametrize(("at", "share"), [(217, 1.0), (218, 0.0)])
 def test_harm_begins_more_than_32_tokens_before_the_references_onset(tmp_path: Path, at: int, share: float) -> None:
     score = _score(tmp_path, [_loop(i, 250) for i in range(8)], [_loop(i, at) for i in range(8)])
     assert _values(score)["degenerate earlier"] == share
-    told = ["reference: in 8 of these, from token ~250" in sentence for sentence in score.lowers]
+    told = ["reference: in 8 of these, from token ~250" in sentence for sentence in score.downgrades]
     assert told == ([True] if share else [])
 
 
@@ -142,7 +144,7 @@ def test_most_means_most_of_what_the_reference_begins_well(tmp_path: Path) -> No
 def test_garbage_that_the_reference_writes_too_is_no_failure(tmp_path: Path) -> None:
     texts = [_noise(i, 0) for i in range(8)]
     score = _score(tmp_path, texts, [_noise(50 + i, 0) for i in range(8)])
-    assert (score.fails, score.lowers, _values(score)["degenerate"]) == ((), (), 8)
+    assert (score.fails, score.downgrades, _values(score)["degenerate"]) == ((), (), 8)
 
 
 # ---------------------------------------------------------------------------------------- what is judged

@@ -18,7 +18,7 @@ from fidelab.axes.forced import ForcedDecode, greedy_probe
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Forced, Generate, Probe
+from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.errors import CaptureError, InputError
@@ -36,10 +36,12 @@ AXIS = ForcedDecode(ForcedDecode.Settings())
 
 
 def _capture(
-    store: Path, name: str, probe: Probe, answers: Sequence[dict[str, Any]], failed: dict[int, str] | None = None
+    store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]], failed: dict[int, str] | None = None
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(
+        store / name, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64)
+    )
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
         if failed and item in failed:
@@ -66,8 +68,8 @@ def _kl(p: Rows, q: Rows) -> Rows:
     return np.asarray((np.exp(log_p) * (log_p - log_q)).sum(-1))
 
 
-def _score(store: Path, probe: Forced, ref: Sequence[Rows], test: Sequence[Rows]) -> AxisScore:
-    p, q = (_capture(store, name, probe, _stored(rows)) for name, rows in (("f32", ref), ("int4", test)))
+def _score(store: Path, request: Forced, ref: Sequence[Rows], test: Sequence[Rows]) -> AxisScore:
+    p, q = (_capture(store, name, request, _stored(rows)) for name, rows in (("f32", ref), ("int4", test)))
     return AXIS.score_parts({"kl": Pair.match(p, q)}, 0)
 
 
@@ -114,8 +116,8 @@ def test_equal_rows_are_identical_and_cost_nothing(tmp_path: Path) -> None:
 
 
 def test_a_prompt_without_rows_is_counted_and_left_out(tmp_path: Path) -> None:
-    probe, rows = _forced(4, 0), [_rows(0, 4), np.zeros((0, V))]
-    score = _score(tmp_path, probe, rows, rows)
+    request, rows = _forced(4, 0), [_rows(0, 4), np.zeros((0, V))]
+    score = _score(tmp_path, request, rows, rows)
     assert (score.measurement().n_items, score.measurement().n_failed) == (5, 1)
     assert not score.identical
 
@@ -149,14 +151,14 @@ def _inputs(*prompts: str, max_positions: int | None = None) -> AxisInputs:
 
 
 def test_what_the_reference_wrote_is_forced_and_a_failed_prompt_has_nothing(tmp_path: Path) -> None:
-    [(part, probe)] = AXIS.probes(_inputs("ab", "c", "d")).items()
-    assert isinstance(probe, Generate)
-    assert (part, probe.rows) == ("path", False)
+    [(part, request)] = AXIS.requests(_inputs("ab", "c", "d")).items()
+    assert isinstance(request, Generate)
+    assert (part, request.rows) == ("path", False)
     answers = [{"ids": np.array(ids, dtype=np.int32)} for ids in ([5, 6, 0], [], [7])]
-    path = _capture(tmp_path, "f32", probe, answers, {1: "empty output", 2: "NaN logits at generated token 1"})
+    path = _capture(tmp_path, "f32", request, answers, {1: "empty output", 2: "NaN logits at generated token 1"})
     [(part, forced)] = AXIS.follow_up(_inputs(), {"path": path}).items()
     assert isinstance(forced, Forced)
-    assert (part, forced.axis, forced.prompts) == ("kl", "forced.kl", probe.prompts)
+    assert (part, forced.axis, forced.prompts) == ("kl", "forced.kl", request.prompts)
     assert forced.continuations == ((5, 6, 0), (), ())
 
 

@@ -52,14 +52,14 @@ def _problems(folder: Path, *numbers: int, question: str = "Problem {i:03}: what
 def _probe(tmp_path: Path, limit: int | None = None, tokenizer: Tokenizer | None = None, **settings: Any) -> Generate:
     inputs = AxisInputs(tokenizer or Tokenizer.load(resolve("fake")), Text("t", "x", (), ""), (), limit)
     data = str(_problems(tmp_path, 7, 1200))
-    found = GSM8K(GSM8K.Settings.model_validate({"data": data, **settings})).probe(inputs)
+    found = GSM8K(GSM8K.Settings.model_validate({"data": data, **settings})).request(inputs)
     assert isinstance(found, Generate)
     return found
 
 
 def test_prompts_hold_the_worked_examples_and_the_question(tmp_path: Path) -> None:
-    probe = _probe(tmp_path, shots=3)
-    text = bytes(probe.prompts[1]).decode()
+    request = _probe(tmp_path, shots=3)
+    text = bytes(request.prompts[1]).decode()
     assert text.count("Question: ") == 4
     assert text.endswith("Question: Problem 001: what is 1200?\nAnswer:")
 
@@ -72,9 +72,9 @@ def test_notes_hold_the_gold_answer_and_the_id(tmp_path: Path) -> None:
 
 
 def test_settings_are_the_comparability_key_and_no_rows_are_stored(tmp_path: Path) -> None:
-    probe = _probe(tmp_path, shots=2, n_predict=32, batch=4, template="chat")
-    assert dict(probe.settings) == {"n_predict": 32, "shots": 2, "template": "raw"}  # the fake has no template
-    assert (probe.rows, probe.max_tokens, probe.batch, probe.stop) == (False, 32, 4, (STOP,))
+    request = _probe(tmp_path, shots=2, n_predict=32, batch=4, template="chat")
+    assert dict(request.settings) == {"n_predict": 32, "shots": 2, "template": "raw"}  # the fake has no template
+    assert (request.rows, request.max_tokens, request.batch, request.stop) == (False, 32, 4, (STOP,))
 
 
 def test_a_limit_chooses_among_the_files_problems(tmp_path: Path) -> None:
@@ -92,11 +92,11 @@ def test_chat_puts_the_examples_as_turns(tmp_path: Path) -> None:
 
     fake = Tokenizer.load(resolve("fake"))
     tokenizer = replace(fake, template="chat", backend=Turns())  # type: ignore[arg-type]
-    probe = _probe(tmp_path, tokenizer=tokenizer, shots=1, template="chat")
-    text = bytes(probe.prompts[0]).decode()
+    request = _probe(tmp_path, tokenizer=tokenizer, shots=1, template="chat")
+    text = bytes(request.prompts[0]).decode()
     assert text.startswith("<user>A bakery")
     assert text.endswith("#### 15<user>Problem 000: what is 7?")
-    assert dict(probe.settings)["template"] == "chat"
+    assert dict(request.settings)["template"] == "chat"
 
 
 def test_a_prompt_beyond_the_models_limit_names_the_shots(tmp_path: Path) -> None:
@@ -109,12 +109,12 @@ def test_a_prompt_beyond_the_models_limit_names_the_shots(tmp_path: Path) -> Non
 # --------------------------------------------------------------------------------------- captures by hand
 
 
-def _capture(store: Path, name: str, probe: Generate, answers: Sequence[str | Sequence[int] | None]) -> Capture:
+def _capture(store: Path, name: str, request: Generate, answers: Sequence[str | Sequence[int] | None]) -> Capture:
     """Answers as text (with the stop behind it), as ids, or none: the item failed."""
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(BYTES), digest(*BYTES))
     store_vocabulary(store, words, BYTES)
-    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), words)
+    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
     for item, answer in enumerate(answers):
         ids = [*answer.encode(), STOP] if isinstance(answer, str) else list(answer or [])
         writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
@@ -126,7 +126,7 @@ def _capture(store: Path, name: str, probe: Generate, answers: Sequence[str | Se
 def _pair(
     store: Path, gold: Sequence[str], ref: Sequence[Any], test: Sequence[Any], stop: int = STOP, opened: str = ""
 ) -> Pair:
-    probe = Generate(
+    request = Generate(
         "gsm8k",
         tuple((1, i, *opened.encode()) for i in range(len(gold))),
         400,
@@ -135,7 +135,7 @@ def _pair(
         rows=False,
         notes=tuple(canonical_json({"gold": number, "id": f"p{i}"}) for i, number in enumerate(gold)),
     )
-    return Pair.match(_capture(store, "f32", probe, ref), _capture(store, "int4", probe, test))
+    return Pair.match(_capture(store, "f32", request, ref), _capture(store, "int4", request, test))
 
 
 def _score(store: Path, gold: Sequence[str], ref: Sequence[Any], test: Sequence[Any]) -> AxisScore:
@@ -185,20 +185,20 @@ def test_mcnemar_looks_only_at_what_was_lost_and_gained(tmp_path: Path) -> None:
 
 def test_a_clear_loss_costs_the_verdict_a_band(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=30, lost=10, gained=0, neither=10)
-    [sentence] = score.lowers
+    [sentence] = score.downgrades
     assert sentence.startswith("GSM8K accuracy falls by 20.0 points (95%: ")
     assert _metric(score, "difference").ci[1] < -5
 
 
 @pytest.mark.parametrize(("lost", "gained"), [(0, 0), (2, 0), (10, 8), (0, 10)])
 def test_what_may_be_chance_costs_nothing(lost: int, gained: int, tmp_path: Path) -> None:
-    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).lowers == ()
+    assert _counts(tmp_path, both=30, lost=lost, gained=gained, neither=20 - lost - gained).downgrades == ()
 
 
 def test_a_reference_below_five_percent_is_not_measurable(tmp_path: Path) -> None:
     score = _counts(tmp_path, both=0, lost=1, gained=3, neither=20)
     assert score.not_measurable == "the reference solves 1 of 24 problems; below 5% a loss cannot be seen"
-    assert (score.value("score"), score.interval("score"), score.lowers) == (None, None, ())
+    assert (score.value("score"), score.interval("score"), score.downgrades) == (None, None, ())
 
 
 def test_a_reference_of_five_percent_is_measurable(tmp_path: Path) -> None:
@@ -385,13 +385,15 @@ def test_the_embedded_model_answers_what_it_only_has_to_copy(smollm2: Model, tmp
     data = _problems(tmp_path, *numbers, question="Anna has {n} apples. How many apples does Anna have?")
     axis = GSM8K(GSM8K.Settings.model_validate({"data": str(data), "shots": 2, "n_predict": 16}))
     tokenizer = Tokenizer.load(smollm2)
-    probe = axis.probe(AxisInputs(tokenizer, Text("t", "x", (), ""), (), smollm2.max_positions))
-    assert isinstance(probe, Generate)
+    request = axis.request(AxisInputs(tokenizer, Text("t", "x", (), ""), (), smollm2.max_positions))
+    assert isinstance(request, Generate)
     engine, sink = tiny.opened(smollm2.path), tiny.Answers()
-    answer = engine.answer(probe, sink)
+    answer = engine.answer(request, sink)
     arm = tiny.arm(smollm2.path)
     store_vocabulary(tmp_path, tokenizer.vocabulary(), tokenizer.pieces())
-    writer = CaptureWriter(tmp_path / "c", probe, capture_key(arm, probe, {}, 0), arm.record(), tokenizer.vocabulary())
+    writer = CaptureWriter(
+        tmp_path / "c", request, capture_key(arm, request, {}, 0), arm.record(), tokenizer.vocabulary()
+    )
     for item, arrays in sink.items.items():
         writer.add(item, arrays)
     capture = Capture(writer.finish(str(answer.estimator), {}, {}))

@@ -20,7 +20,7 @@ from fidelab.captures.container import Array
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill, Probe
+from fidelab.captures.requests import Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.engines.hf.adapter import HFEngine
@@ -45,42 +45,42 @@ def _inputs(content: str, limit: int | None = None, bos: int | None = None) -> A
 
 
 def _probes(content: str, limit: int | None = None, bos: int | None = None, **settings: Any) -> dict[str, Prefill]:
-    found = Perplexity(Perplexity.Settings(**settings)).probes(_inputs(content, limit, bos))
-    return {part: probe for part, probe in found.items() if isinstance(probe, Prefill)}
+    found = Perplexity(Perplexity.Settings(**settings)).requests(_inputs(content, limit, bos))
+    return {part: request for part, request in found.items() if isinstance(request, Prefill)}
 
 
-def _scored(probe: Prefill, step: int) -> list[int]:
+def _scored(request: Prefill, step: int) -> list[int]:
     """Index in the text of every predicted token, window by window."""
-    rows = range(probe.first, probe.last + 1)
-    return [w * step + row + 1 for w in range(len(probe.windows)) for row in rows]
+    rows = range(request.first, request.last + 1)
+    return [w * step + row + 1 for w in range(len(request.windows)) for row in rows]
 
 
 def test_chunked_scores_the_last_half_of_each_window() -> None:
-    [(part, probe)] = _probes("x" * 64, contexts=[16]).items()
-    assert (part, probe.axis) == ("16", "perplexity.16")
-    assert (probe.first, probe.last, len(probe.windows)) == (8, 14, 4)
+    [(part, request)] = _probes("x" * 64, contexts=[16]).items()
+    assert (part, request.axis) == ("16", "perplexity.16")
+    assert (request.first, request.last, len(request.windows)) == (8, 14, 4)
 
 
 def test_strided_scores_each_token_once_with_enough_context() -> None:
-    [probe] = _probes("abcdefghij" * 6, contexts=[16], mode="strided", stride=4).values()
-    assert _scored(probe, 4) == list(range(12, 60))
-    assert probe.first + 1 >= 16 - 4
-    assert [len(units) for units in probe.units] == [4] * len(probe.windows)
+    [request] = _probes("abcdefghij" * 6, contexts=[16], mode="strided", stride=4).values()
+    assert _scored(request, 4) == list(range(12, 60))
+    assert request.first + 1 >= 16 - 4
+    assert [len(units) for units in request.units] == [4] * len(request.windows)
 
 
 def test_strided_rows_belong_to_the_document_of_the_token_they_predict() -> None:
     text = Text("t", "A" * 14 + "B" * 10, (0, 14), "")
     axis = Perplexity(Perplexity.Settings.model_validate({"contexts": [16], "mode": "strided", "stride": 4}))
-    [probe] = axis.probes(replace(_inputs(""), text=text)).values()
-    assert isinstance(probe, Prefill)
-    assert probe.units == ((1, 1, 2, 2), (2,) * 4, (2,) * 4)
+    [request] = axis.requests(replace(_inputs(""), text=text)).values()
+    assert isinstance(request, Prefill)
+    assert request.units == ((1, 1, 2, 2), (2,) * 4, (2,) * 4)
 
 
 def test_windows_start_with_bos_where_the_tokenizer_adds_one() -> None:
     for mode in ("chunked", "strided"):
-        [probe] = _probes("x" * 64, bos=1, contexts=[16], mode=mode).values()
-        assert {window[0] for window in probe.windows} == {1}
-        assert dict(probe.settings)["bos"] == 1
+        [request] = _probes("x" * 64, bos=1, contexts=[16], mode=mode).values()
+        assert {window[0] for window in request.windows} == {1}
+        assert dict(request.settings)["bos"] == 1
 
 
 def test_default_contexts_are_those_that_fit() -> None:
@@ -90,16 +90,16 @@ def test_default_contexts_are_those_that_fit() -> None:
 
 
 def test_default_windows_score_about_8192_rows_of_the_same_text() -> None:
-    probes = _probes("x" * 40_000)
-    assert {part: len(probe.windows) for part, probe in probes.items()} == {"512": 32, "2048": 8}
-    assert {len(p.windows) * len(p.windows[0]) for p in probes.values()} == {16_384}
+    requests = _probes("x" * 40_000)
+    assert {part: len(request.windows) for part, request in requests.items()} == {"512": 32, "2048": 8}
+    assert {len(p.windows) * len(p.windows[0]) for p in requests.values()} == {16_384}
     strided = _probes("x" * 40_000, mode="strided", contexts=[512])
     assert [len(p.windows) * p.n_rows for p in strided.values()] == [8192]
 
 
 def test_contexts_stand_in_the_comparability_key() -> None:
-    [probe] = _probes("x" * 64, contexts=[16], mode="strided").values()
-    assert dict(probe.settings) == {"bos": None, "mode": "strided", "n_ctx": 16, "place": "start", "stride": 4}
+    [request] = _probes("x" * 64, contexts=[16], mode="strided").values()
+    assert dict(request.settings) == {"bos": None, "mode": "strided", "n_ctx": 16, "place": "start", "stride": 4}
 
 
 @pytest.mark.parametrize(
@@ -141,13 +141,13 @@ def test_settings_that_cannot_be_exit_2_in_one_line(lines: str, says: str, tmp_p
 def _capture(
     store: Path,
     name: str,
-    probe: Probe,
+    request: Request,
     answers: Sequence[Mapping[str, Array]],
     head: Mapping[str, Array] | None = None,
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    folder = store / f"{name}-{probe.axis}"
-    writer = CaptureWriter(folder, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    folder = store / f"{name}-{request.axis}"
+    writer = CaptureWriter(folder, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
     if head is not None:
@@ -168,9 +168,9 @@ def _score(tmp_path: Path, sides: Mapping[int, tuple[Sequence[Rows], Sequence[Ro
     kind = "logprobs" if head is None else "hidden"
     pairs = {}
     for n_ctx, (ref, test) in sides.items():
-        probe = _probe(n_ctx, len(ref))
+        request = _probe(n_ctx, len(ref))
         ours, theirs = (
-            _capture(tmp_path, name, probe, [{kind: x.astype(np.float32)} for x in rows], weights)
+            _capture(tmp_path, name, request, [{kind: x.astype(np.float32)} for x in rows], weights)
             for name, rows in (("f32", ref), ("int4", test))
         )
         pairs[str(n_ctx)] = Pair.match(ours, theirs)
@@ -378,16 +378,16 @@ def test_perplexity_is_that_of_transformers_on_the_same_windows(
     plain: Any = transformers.AutoModelForCausalLM.from_pretrained(smollm2.path, dtype=torch.float32)
     for mode, n_rows in (("chunked", 63), ("strided", 32)):
         axis = Perplexity(Perplexity.Settings.model_validate({"contexts": [128], "windows": 2, "mode": mode}))
-        [probe] = axis.probes(inputs).values()
-        assert isinstance(probe, Prefill)
+        [request] = axis.requests(inputs).values()
+        assert isinstance(request, Prefill)
         sink = tiny.Answers()
-        answer = engine.answer(probe, sink)
-        capture = _capture(tmp_path / mode, "f32", probe, list(sink.items.values()), answer.head)
+        answer = engine.answer(request, sink)
+        capture = _capture(tmp_path / mode, "f32", request, list(sink.items.values()), answer.head)
         score = axis.score_parts({"128": Pair.match(capture, capture)}, 0)
         costs = []
-        for window in probe.windows:
+        for window in request.windows:
             with torch.no_grad():
                 rows = torch.log_softmax(plain(torch.tensor([window])).logits[0].double(), dim=-1)
-            costs += [-float(rows[i, window[i + 1]]) for i in range(probe.first, probe.last + 1)]
+            costs += [-float(rows[i, window[i + 1]]) for i in range(request.first, request.last + 1)]
         assert len(costs) == 2 * n_rows
         assert _value(score, "PPL", 128) == pytest.approx(math.exp(np.mean(costs)), rel=1e-5)

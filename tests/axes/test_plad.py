@@ -76,11 +76,11 @@ def _probe(asked: Sequence[tuple[int, str]], n_prompts: int) -> Generate:
 
 
 def _capture(
-    store: Path, name: str, probe: Generate, answers: Sequence[Sequence[int]], failed: Failures | None = None
+    store: Path, name: str, request: Generate, answers: Sequence[Sequence[int]], failed: Failures | None = None
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     words = Vocabulary(len(PIECES), digest(*PIECES))
-    writer = CaptureWriter(store / "arms" / name, probe, capture_key(arm, probe, {}, 0), arm.record(), words)
+    writer = CaptureWriter(store / "arms" / name, request, capture_key(arm, request, {}, 0), arm.record(), words)
     for item, ids in enumerate(answers):
         writer.add(item, {"ids": np.array(ids, dtype=np.int32)})
     for item, reason in (failed or {}).items():
@@ -93,7 +93,7 @@ def _pair(
 ) -> Pair:
     """Answers at the given drifts; the same cells on both sides.  ``failed``: items of the test side."""
     asked = _asked(ref)
-    probe = _probe(asked, prompts or len({p for p, _ in asked}))
+    request = _probe(asked, prompts or len({p for p, _ in asked}))
 
     def answers(cells: Cells) -> list[list[int]]:
         return [_moved(cells[key]) if key in cells else PLAIN for key in asked]
@@ -101,7 +101,7 @@ def _pair(
     folder = store / f"against-{name}"
     store_vocabulary(folder, Vocabulary(len(PIECES), digest(*PIECES)), PIECES)
     return Pair.match(
-        _capture(folder, "f32", probe, answers(ref)), _capture(folder, name, probe, answers(test), failed)
+        _capture(folder, "f32", request, answers(ref)), _capture(folder, name, request, answers(test), failed)
     )
 
 
@@ -190,9 +190,9 @@ def test_a_failed_answer_costs_its_cell_and_a_failed_unperturbed_one_all_of_its_
 
 
 def test_a_failed_answer_of_the_reference_costs_its_cell_too(tmp_path: Path) -> None:
-    probe = _probe([(0, ""), (0, "typo"), (0, "case")], 1)
-    ref = _capture(tmp_path, "f32", probe, [[1], [1], [1]], failed={2: "NaN logits"})
-    score = _score(Pair.match(ref, _capture(tmp_path, "int4", probe, [[1], [1], [1]])))
+    request = _probe([(0, ""), (0, "typo"), (0, "case")], 1)
+    ref = _capture(tmp_path, "f32", request, [[1], [1], [1]], failed={2: "NaN logits"})
+    score = _score(Pair.match(ref, _capture(tmp_path, "int4", request, [[1], [1], [1]])))
     assert score.usable.tolist() == [True, False]
 
 
@@ -205,17 +205,17 @@ def test_no_usable_answer_gives_no_figure(tmp_path: Path) -> None:
 
 
 def test_two_empty_answers_that_did_not_fail_have_no_drift(tmp_path: Path) -> None:
-    probe = _probe([(0, ""), (0, "typo")], 1)
-    both = _capture(tmp_path, "f32", probe, [[], []])
-    score = _score(Pair.match(both, _capture(tmp_path, "int4", probe, [[], [5]])))
+    request = _probe([(0, ""), (0, "typo")], 1)
+    both = _capture(tmp_path, "f32", request, [[], []])
+    score = _score(Pair.match(both, _capture(tmp_path, "int4", request, [[], [5]])))
     assert score.value("score") == pytest.approx(100 * math.exp(-5))
 
 
 def test_equal_drifts_of_other_answers_are_not_identical(tmp_path: Path) -> None:
-    probe = _probe([(0, ""), (0, "typo")], 1)
-    ref = _capture(tmp_path, "f32", probe, [[1, 2], [1, 3]])
-    same = _score(Pair.match(ref, _capture(tmp_path, "bf16", probe, [[1, 2], [1, 3]])))
-    other = _score(Pair.match(ref, _capture(tmp_path, "int4", probe, [[7, 8], [7, 9]])))
+    request = _probe([(0, ""), (0, "typo")], 1)
+    ref = _capture(tmp_path, "f32", request, [[1, 2], [1, 3]])
+    same = _score(Pair.match(ref, _capture(tmp_path, "bf16", request, [[1, 2], [1, 3]])))
+    other = _score(Pair.match(ref, _capture(tmp_path, "int4", request, [[7, 8], [7, 9]])))
     assert (same.identical, other.identical) == (True, False)
     assert same.value("score") == other.value("score") == 100.0
 
@@ -232,10 +232,10 @@ def test_full_agreement_has_the_exact_binomial_bound(tmp_path: Path) -> None:
 def _answered(store: Path, prompts: Sequence[int], ref: Sequence[int], test: Sequence[int]) -> AxisScore:
     """Answers of one token, the same to each prompt as it is and with a typo; ``prompts``: which are alike."""
     asked = [key for p in range(len(prompts)) for key in [(p, ""), (p, "typo")]]
-    probe = _probe(asked, len(prompts))
-    probe = replace(probe, prompts=tuple((7, prompts[p], len(name)) for p, name in asked))
+    request = _probe(asked, len(prompts))
+    request = replace(request, prompts=tuple((7, prompts[p], len(name)) for p, name in asked))
     sides = ([[ids[p]] * 5 for p, _ in asked] for ids in (ref, test))
-    captures = (_capture(store, kv, probe, side) for kv, side in zip(("f32", "int4"), sides, strict=True))
+    captures = (_capture(store, kv, request, side) for kv, side in zip(("f32", "int4"), sides, strict=True))
     return _score(Pair.match(*captures))
 
 
@@ -333,12 +333,12 @@ def inputs() -> AxisInputs:
 
 
 def _asks(inputs: AxisInputs, **settings: Any) -> Generate:
-    return PLAD(PLAD.Settings(**settings)).probe(inputs)
+    return PLAD(PLAD.Settings(**settings)).request(inputs)
 
 
 def test_the_probe_asks_each_prompt_as_it_is_and_perturbed(inputs: AxisInputs) -> None:
-    probe = _asks(inputs)
-    notes = [json.loads(note) for note in probe.notes]
+    request = _asks(inputs)
+    notes = [json.loads(note) for note in request.notes]
     names = ["", "typo", "case", "punct", "paraphrase"]
     assert [(n["prompt"], n["perturbation"]) for n in notes] == [
         *((0, name) for name in names),
@@ -346,12 +346,12 @@ def test_the_probe_asks_each_prompt_as_it_is_and_perturbed(inputs: AxisInputs) -
         (2, ""),
         (2, "punct"),
     ]
-    texts = [bytes(ids).decode() for ids in probe.prompts]
+    texts = [bytes(ids).decode() for ids in request.prompts]
     assert texts[0] == "Find the big Castle 101"
     assert texts[2:5] == ["find the big castle 101", "Find the big Castle 101?", "Find the large Castle 101"]
     assert [n["change"] for n in notes[3:5]] == ["101 → 101?", "big → large"]
-    assert not probe.rows
-    assert dict(probe.settings) == {
+    assert not request.rows
+    assert dict(request.settings) == {
         "n_predict": 64,
         "perturbations": "typo,case,punct,paraphrase",
         "prompts": 3,
@@ -367,9 +367,9 @@ def test_the_same_seed_asks_the_same_and_another_one_does_not(inputs: AxisInputs
 
 def test_the_prompts_number_is_added_to_the_seed(inputs: AxisInputs) -> None:
     same = replace(inputs, prompts=tuple(replace(inputs.prompts[0], id=str(i)) for i in range(8)))
-    probe = _asks(same, seed=3, perturbations=["typo"])
+    request = _asks(same, seed=3, perturbations=["typo"])
     text = inputs.prompts[0].messages[0]["content"]
-    asked = [bytes(ids).decode() for ids in probe.prompts[1::2]]
+    asked = [bytes(ids).decode() for ids in request.prompts[1::2]]
     assert asked == [perturb(text, "typo", 3 + index) for index in range(8)]
     assert len(set(asked)) > 1
 
@@ -393,8 +393,8 @@ def test_a_perturbation_that_the_tokenizer_does_not_see_is_skipped(inputs: AxisI
             return inputs.tokenizer.backend.encode(text.lower())
 
     uncased: Any = Uncased()
-    probe = _asks(replace(inputs, tokenizer=replace(inputs.tokenizer, backend=uncased)))
-    assert {json.loads(note)["perturbation"] for note in probe.notes} == {"", "typo", "punct", "paraphrase"}
+    request = _asks(replace(inputs, tokenizer=replace(inputs.tokenizer, backend=uncased)))
+    assert {json.loads(note)["perturbation"] for note in request.notes} == {"", "typo", "punct", "paraphrase"}
 
 
 def test_what_does_not_fit_into_the_model_is_one_line(inputs: AxisInputs) -> None:

@@ -39,18 +39,18 @@ def _axis(**settings: Any) -> RNIAH:
 
 
 def _main(axis: RNIAH) -> Generate:
-    probe = axis.probes(_inputs())["main"]
-    assert isinstance(probe, Generate)
-    return probe
+    request = axis.requests(_inputs())["main"]
+    assert isinstance(request, Generate)
+    return request
 
 
-def _capture(store: Path, name: str, probe: Generate, answers: list[str | None]) -> Capture:
+def _capture(store: Path, name: str, request: Generate, answers: list[str | None]) -> Capture:
     """``None``: the item failed."""
     arm = Arm(name, "fake", "fake", "fake", "0" * 64, KVSpec.parse("exact"), "float32", "cpu", 1)
     vocabulary = TOKENIZER.vocabulary()
     store_vocabulary(store, vocabulary, TOKENIZER.pieces())
-    key = capture_key(arm, probe, {"name": name}, 0)
-    writer = CaptureWriter(store / name / probe.axis, probe, key, arm.record(), vocabulary)
+    key = capture_key(arm, request, {"name": name}, 0)
+    writer = CaptureWriter(store / name / request.axis, request, key, arm.record(), vocabulary)
     for item, answer in enumerate(answers):
         writer.add(item, {"ids": np.array([*(answer or "").encode(), 0], dtype=np.int32)})
         if answer is None:
@@ -58,23 +58,23 @@ def _capture(store: Path, name: str, probe: Generate, answers: list[str | None])
     return Capture(writer.finish("logprobs", {}, {}))
 
 
-def _codes(probe: Generate) -> list[str]:
-    return [json.loads(note)["codes"][0] for note in probe.notes]
+def _codes(request: Generate) -> list[str]:
+    return [json.loads(note)["codes"][0] for note in request.notes]
 
 
 def _score(tmp_path: Path, axis: RNIAH, ref: list[Any], test: list[Any]) -> AxisScore:
     """Answers: True for the code, False for another text, or a text, or None for a failed item."""
-    probe = _main(axis)
+    request = _main(axis)
 
     def told(answers: list[Any]) -> list[str | None]:
         words = {True: "{}.", False: "nothing"}
         return [
             None if answer is None else words.get(answer, answer).format(code)
-            for answer, code in zip(answers, _codes(probe), strict=True)
+            for answer, code in zip(answers, _codes(request), strict=True)
         ]
 
     pair = Pair.match(
-        _capture(tmp_path, "ref", probe, told(ref)), _capture(tmp_path, "test", probe, told(test)), subset=False
+        _capture(tmp_path, "ref", request, told(ref)), _capture(tmp_path, "test", request, told(test)), subset=False
     )
     return axis.score_parts({"main": pair}, 0)
 
@@ -83,7 +83,7 @@ def _values(score: AxisScore) -> dict[str, float | None]:
     return {metric.name: metric.value for metric in score.metrics}
 
 
-# ---------------------------------------------------------------------------------------------- probes
+# ---------------------------------------------------------------------------------------------- requests
 
 
 @pytest.mark.parametrize(
@@ -104,22 +104,22 @@ def test_default_lengths_leave_room_for_the_answer(limit: int | None, lengths: l
 
 def test_a_model_too_small_for_every_length_is_told_its_limit() -> None:
     with pytest.raises(InputError, match="fake has 256 positions; the shortest default length, 512, does not fit"):
-        _axis(lengths="auto").probes(_inputs(256))
+        _axis(lengths="auto").requests(_inputs(256))
 
 
 def test_a_length_beyond_the_limit_is_refused() -> None:
     with pytest.raises(UsageError, match=r"length 600 with \d+ tokens of answer is beyond the limit of fake, 610"):
-        _axis().probes(_inputs(610))
+        _axis().requests(_inputs(610))
 
 
 def test_a_prompt_for_every_length_position_and_trial() -> None:
-    probe = _main(_axis(lengths=[600, 700], trials=2))
-    assert [len(prompt) for prompt in probe.prompts] == [600] * 6 + [700] * 6
-    assert len(set(probe.prompts)) == 12
+    request = _main(_axis(lengths=[600, 700], trials=2))
+    assert [len(prompt) for prompt in request.prompts] == [600] * 6 + [700] * 6
+    assert len(set(request.prompts)) == 12
     codes = [needles.codes[0] for needles in draw_needles(2, 1, 0, 0)]
-    assert _codes(probe) == codes * 6
-    assert all(code in TOKENIZER.decode(ids) for ids, code in zip(probe.prompts, _codes(probe), strict=True))
-    assert probe.rows is False
+    assert _codes(request) == codes * 6
+    assert all(code in TOKENIZER.decode(ids) for ids, code in zip(request.prompts, _codes(request), strict=True))
+    assert request.rows is False
 
 
 def test_compat_asks_for_the_fixed_needle() -> None:
@@ -167,12 +167,12 @@ def test_settings_that_cannot_be_are_refused(settings: dict[str, Any], said: str
 
 def _auto(tmp_path: Path, answers: list[str | None], lengths: list[int]) -> dict[str, Generate]:
     axis = _axis(style="auto", lengths=lengths, trials=1)
-    asked = axis.probes(_inputs())
-    probe = asked["question"]
-    assert isinstance(probe, Generate)
-    assert {len(ids) for ids in probe.prompts} == {lengths[0]}
-    found = axis.follow_up(_inputs(), {"question": _capture(tmp_path, "ref", probe, answers)})
-    return {part: probe for part, probe in found.items() if isinstance(probe, Generate)}
+    asked = axis.requests(_inputs())
+    request = asked["question"]
+    assert isinstance(request, Generate)
+    assert {len(ids) for ids in request.prompts} == {lengths[0]}
+    found = axis.follow_up(_inputs(), {"question": _capture(tmp_path, "ref", request, answers)})
+    return {part: request for part, request in found.items() if isinstance(request, Generate)}
 
 
 def test_where_the_question_is_answered_all_lengths_are_asked_so(tmp_path: Path) -> None:
@@ -191,7 +191,7 @@ def test_where_it_is_not_answered_all_lengths_are_a_cloze(tmp_path: Path) -> Non
 
 def test_a_given_style_needs_no_follow_up() -> None:
     axis = _axis()
-    assert axis.probes(_inputs()).keys() == {"main"}
+    assert axis.requests(_inputs()).keys() == {"main"}
     assert axis.follow_up(_inputs(), {}) == {}
 
 
@@ -200,7 +200,7 @@ def test_a_given_style_needs_no_follow_up() -> None:
 
 def test_equal_answers_are_identical_and_score_100(tmp_path: Path) -> None:
     score = _score(tmp_path, _axis(), [True] * 9, [True] * 9)
-    assert (score.identical, score.value("score"), score.lowers) == (True, 100.0, ())
+    assert (score.identical, score.value("score"), score.downgrades) == (True, 100.0, ())
     assert score.interval("score") == pytest.approx((100 * 0.025 ** (1 / 9), 100.0))
 
 
@@ -265,8 +265,8 @@ def test_in_hard_mode_a_wrong_code_in_the_answer_is_a_miss_and_one_behind_it_is_
 
 def test_harm_needs_an_interval_wholly_below_minus_5_points(tmp_path: Path) -> None:
     hard = _score(tmp_path, _axis(), [True] * 9, [False] * 9)
-    assert hard.lowers[0].startswith("R-NIAH: 100 points fewer needles found than by the reference")
-    assert _score(tmp_path / "one", _axis(), [True] * 9, [False, *[True] * 8]).lowers == ()
+    assert hard.downgrades[0].startswith("R-NIAH: 100 points fewer needles found than by the reference")
+    assert _score(tmp_path / "one", _axis(), [True] * 9, [False, *[True] * 8]).downgrades == ()
 
 
 def test_excess_over_the_control_is_a_paired_difference_of_accuracies(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fidelab.axes.trajectory import Trajectory
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Prefill, Probe
+from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.errors import InputError, UsageError
@@ -32,10 +32,12 @@ Rows = NDArray[np.float64]
 
 
 def _capture(
-    store: Path, name: str, probe: Probe, answers: Sequence[dict[str, Any]], head: Rows | None = None
+    store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]], head: Rows | None = None
 ) -> Capture:
     arm = Arm(name, "hf", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
-    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    writer = CaptureWriter(
+        store / name, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64)
+    )
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
     if head is not None:
@@ -60,9 +62,9 @@ def _log_softmax(x: Rows) -> Rows:
 
 
 def test_mean_kl_is_the_mean_over_all_rows(tmp_path: Path) -> None:
-    probe, ref, test = _prefill(3), [_rows(w, 3) for w in range(3)], [_rows(9 + w, 3) for w in range(3)]
-    p = _capture(tmp_path, "f32", probe, [{"logprobs": x.astype(np.float32)} for x in ref])
-    q = _capture(tmp_path, "int4", probe, [{"logprobs": x.astype(np.float32)} for x in test])
+    request, ref, test = _prefill(3), [_rows(w, 3) for w in range(3)], [_rows(9 + w, 3) for w in range(3)]
+    p = _capture(tmp_path, "f32", request, [{"logprobs": x.astype(np.float32)} for x in ref])
+    q = _capture(tmp_path, "int4", request, [{"logprobs": x.astype(np.float32)} for x in test])
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     log_p, log_q = _log_softmax(np.concatenate(ref)), _log_softmax(np.concatenate(test))
     expected = (np.exp(log_p) * (log_p - log_q)).sum(-1).mean()
@@ -71,52 +73,52 @@ def test_mean_kl_is_the_mean_over_all_rows(tmp_path: Path) -> None:
 
 
 def test_hidden_states_times_head_are_the_distribution(tmp_path: Path) -> None:
-    probe = _prefill(2)
+    request = _prefill(2)
     head = np.random.default_rng(1).normal(size=(V, 4))
     states = [np.random.default_rng(w).normal(size=(3, 4)) for w in range(4)]
-    p = _capture(tmp_path, "f32", probe, [{"hidden": x.astype(np.float32)} for x in states[:2]], head)
-    q = _capture(tmp_path, "int4", probe, [{"hidden": x.astype(np.float32)} for x in states[2:]], head)
+    p = _capture(tmp_path, "f32", request, [{"hidden": x.astype(np.float32)} for x in states[:2]], head)
+    q = _capture(tmp_path, "int4", request, [{"hidden": x.astype(np.float32)} for x in states[2:]], head)
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     log_p, log_q = (_log_softmax(np.concatenate(x) @ head.T) for x in (states[:2], states[2:]))
     assert score.value("mean") == pytest.approx((np.exp(log_p) * (log_p - log_q)).sum(-1).mean(), abs=1e-5)
 
 
 def test_rows_are_scored_against_the_token_that_follows_them(tmp_path: Path) -> None:
-    probe = _prefill(1)
+    request = _prefill(1)
     ref, test = _rows(0, 3), _rows(1, 3)
-    p = _capture(tmp_path, "f32", probe, [{"logprobs": ref.astype(np.float32)}])
-    q = _capture(tmp_path, "int4", probe, [{"logprobs": test.astype(np.float32)}])
+    p = _capture(tmp_path, "f32", request, [{"logprobs": ref.astype(np.float32)}])
+    q = _capture(tmp_path, "int4", request, [{"logprobs": test.astype(np.float32)}])
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
-    targets = np.array(probe.windows[0][2:5])
+    targets = np.array(request.windows[0][2:5])
     dp = np.exp(_log_softmax(test))[np.arange(3), targets] - np.exp(_log_softmax(ref))[np.arange(3), targets]
     assert score.value("RMS Δp") == pytest.approx(np.sqrt((dp**2).mean()), abs=1e-6)
 
 
 def test_a_nan_row_is_counted_and_left_out(tmp_path: Path) -> None:
-    probe, ref = _prefill(2), [_rows(w, 3).astype(np.float32) for w in range(2)]
+    request, ref = _prefill(2), [_rows(w, 3).astype(np.float32) for w in range(2)]
     broken = [x.copy() for x in ref]
     broken[0][1, 2] = np.nan
-    p = _capture(tmp_path, "f32", probe, [{"logprobs": x} for x in ref])
-    q = _capture(tmp_path, "int4", probe, [{"logprobs": x} for x in broken])
+    p = _capture(tmp_path, "f32", request, [{"logprobs": x} for x in ref])
+    q = _capture(tmp_path, "int4", request, [{"logprobs": x} for x in broken])
     score = KLD(KLD.Settings()).score(Pair.match(p, q), 0)
     assert (score.measurement().n_items, score.measurement().n_failed, score.value("mean")) == (6, 1, 0.0)
 
 
 def test_one_unit_gives_no_interval(tmp_path: Path) -> None:
-    probe = _prefill(1)
-    p = _capture(tmp_path, "f32", probe, [{"logprobs": _rows(0, 3).astype(np.float32)}])
-    q = _capture(tmp_path, "int4", probe, [{"logprobs": _rows(1, 3).astype(np.float32)}])
+    request = _prefill(1)
+    p = _capture(tmp_path, "f32", request, [{"logprobs": _rows(0, 3).astype(np.float32)}])
+    q = _capture(tmp_path, "int4", request, [{"logprobs": _rows(1, 3).astype(np.float32)}])
     assert KLD(KLD.Settings()).score(Pair.match(p, q), 0).interval("mean") is None
 
 
 def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
-    probe = _prefill(12)
+    request = _prefill(12)
     ref = [_rows(w, 3) for w in range(12)]
 
     def moved(name: str, by: float) -> Capture:
         noise = [_rows(50 + w, 3) * by for w in range(12)]
         return _capture(
-            tmp_path, name, probe, [{"logprobs": (x + n).astype(np.float32)} for x, n in zip(ref, noise, strict=True)]
+            tmp_path, name, request, [{"logprobs": (x + n).astype(np.float32)} for x, n in zip(ref, noise, strict=True)]
         )
 
     p, axis = moved("f32", 0.0), KLD(KLD.Settings())
@@ -130,9 +132,9 @@ def test_excess_is_the_paired_difference_to_the_control(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_an_interval_is_marked_as_proving_no_change(tmp_path: Path) -> None:
-    probe = _prefill(3)
-    p = _capture(tmp_path, "f32", probe, [{"logprobs": _rows(w, 3).astype(np.float32)} for w in range(3)])
-    q = _capture(tmp_path, "int4", probe, [{"logprobs": _rows(9 + w, 3).astype(np.float32)} for w in range(3)])
+    request = _prefill(3)
+    p = _capture(tmp_path, "f32", request, [{"logprobs": _rows(w, 3).astype(np.float32)} for w in range(3)])
+    q = _capture(tmp_path, "int4", request, [{"logprobs": _rows(9 + w, 3).astype(np.float32)} for w in range(3)])
     found = KLD(KLD.Settings()).score(Pair.match(p, q), 0).measurement()
     caveats = {metric.name: metric.caveat for metric in found.metrics}
     assert (caveats["mean"], caveats["top-1"], caveats["median"]) == ("", "", "no interval")
@@ -154,7 +156,7 @@ def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], units: Sequence[in
     for n_ctx, costs in kls.items():
         first, last = n_ctx // 2, n_ctx - 2
         owners = units or range(len(costs))
-        probe = Prefill(
+        request = Prefill(
             f"kld.{n_ctx}",
             tuple(tuple((w + i) % V for i in range(n_ctx)) for w in range(len(costs))),
             first,
@@ -166,7 +168,7 @@ def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], units: Sequence[in
         answers = [np.tile(_two_levels(kl) if kl >= 0 else np.full(V, np.nan), (rows, 1)) for kl in costs]
         sides = (("f32", [np.zeros((rows, V))] * len(costs)), ("int4", answers))
         ref, test = (
-            _capture(tmp_path / str(n_ctx), name, probe, [{"logprobs": x.astype(np.float32)} for x in side])
+            _capture(tmp_path / str(n_ctx), name, request, [{"logprobs": x.astype(np.float32)} for x in side])
             for name, side in sides
         )
         pairs[str(n_ctx)] = Pair.match(ref, test)
@@ -210,10 +212,10 @@ def test_every_context_counts_its_positions_documents_and_windows(tmp_path: Path
 
 
 def test_blocks_of_windows_are_not_counted_as_documents(tmp_path: Path) -> None:
-    probe = replace(_prefill(3), settings=(("unit", "block"),))
+    request = replace(_prefill(3), settings=(("unit", "block"),))
     rows = [{"logprobs": _rows(w, 3).astype(np.float32)} for w in range(3)]
     score = KLD(KLD.Settings()).score(
-        Pair.match(_capture(tmp_path, "f32", probe, rows), _capture(tmp_path, "int4", probe, rows)), 0
+        Pair.match(_capture(tmp_path, "f32", request, rows), _capture(tmp_path, "int4", request, rows)), 0
     )
     assert (score.facts["n_documents"], score.facts["n_units"]) == (None, 3)
 
@@ -251,21 +253,21 @@ def test_positions_of_all_contexts_are_kept_and_told_apart(tmp_path: Path) -> No
 
 def _kld_probes(content: str, limit: int | None = None, **settings: Any) -> dict[str, Prefill]:
     inputs = AxisInputs(Tokenizer.load(resolve("fake")), Text("t", content, (), ""), (), limit)
-    found = KLD(KLD.Settings.model_validate(settings)).probes(inputs)
-    return {part: probe for part, probe in found.items() if isinstance(probe, Prefill)}
+    found = KLD(KLD.Settings.model_validate(settings)).requests(inputs)
+    return {part: request for part, request in found.items() if isinstance(request, Prefill)}
 
 
 def test_the_default_contexts_score_about_as_many_positions_each() -> None:
-    probes = _kld_probes("x" * 40_000)
-    assert {part: len(probe.windows) for part, probe in probes.items()} == {"512": 32, "2048": 8}
-    assert [probe.axis for probe in probes.values()] == ["kld.512", "kld.2048"]
-    counts = [len(probe.windows) * probe.n_rows for probe in probes.values()]
+    requests = _kld_probes("x" * 40_000)
+    assert {part: len(request.windows) for part, request in requests.items()} == {"512": 32, "2048": 8}
+    assert [request.axis for request in requests.values()] == ["kld.512", "kld.2048"]
+    counts = [len(request.windows) * request.n_rows for request in requests.values()]
     assert max(counts) < 1.01 * min(counts)
 
 
 def test_a_longer_context_keeps_six_windows_but_no_more_than_the_shortest_has() -> None:
     for windows, longer in ((1, 1), (4, 4), (6, 6), (8, 6), (24, 6), (40, 10)):
-        found = {part: len(probe.windows) for part, probe in _kld_probes("x" * 60_000, windows=windows).items()}
+        found = {part: len(request.windows) for part, request in _kld_probes("x" * 60_000, windows=windows).items()}
         assert found == {"512": windows, "2048": longer}
 
 
@@ -278,7 +280,7 @@ def test_a_context_that_was_asked_for_is_not_left_out() -> None:
     fake, axis = Tokenizer.load(resolve("fake")), KLD(KLD.Settings.model_validate({"n_ctx": "512,2048"}))
     short = replace(fake, model=replace(fake.model, max_positions=1024))
     with pytest.raises(UsageError, match="n_ctx 2048 is beyond the limit of fake"):
-        axis.probes(AxisInputs(short, Text("t", "x" * 60_000, (), ""), (), 1024))
+        axis.requests(AxisInputs(short, Text("t", "x" * 60_000, (), ""), (), 1024))
     with pytest.raises(InputError, match="6 windows of n_ctx 2048 need 12288"):
         _kld_probes("x" * 10_000, n_ctx="512,2048", windows=8)
 
@@ -286,8 +288,8 @@ def test_a_context_that_was_asked_for_is_not_left_out() -> None:
 @pytest.mark.parametrize("asked", [512, "512", [512], "512,512"])
 def test_a_single_context_is_the_axis_itself(asked: object) -> None:
     assert KLD.Settings.model_validate({"n_ctx": asked}).model_dump()["n_ctx"] == 512
-    [(part, probe)] = _kld_probes("x" * 20_000, n_ctx=asked).items()
-    assert (part, probe.axis) == ("", "kld")
+    [(part, request)] = _kld_probes("x" * 20_000, n_ctx=asked).items()
+    assert (part, request.axis) == ("", "kld")
 
 
 def test_contexts_are_taken_rising_however_they_are_written() -> None:
@@ -321,10 +323,10 @@ def _answers(sequences: list[list[int]], margin: float = 1.0) -> list[dict[str, 
 
 
 def _score(tmp_path: Path, ref: list[list[int]], test: list[list[int]], margin: float = 1.0, **settings: str) -> Any:
-    probe = _generate(len(ref), max(map(len, ref + test)))
-    probe = replace(probe, settings=(*probe.settings, *settings.items()))
-    p = _capture(tmp_path, "f32", probe, _answers(ref, margin))
-    q = _capture(tmp_path, "int4", probe, _answers(test))
+    request = _generate(len(ref), max(map(len, ref + test)))
+    request = replace(request, settings=(*request.settings, *settings.items()))
+    p = _capture(tmp_path, "f32", request, _answers(ref, margin))
+    q = _capture(tmp_path, "int4", request, _answers(test))
     return Trajectory(Trajectory.Settings()).score(Pair.match(p, q), 0)
 
 

@@ -18,7 +18,7 @@ from fidelab.axes.trajectory import Trajectory
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe
+from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_vocabulary
 from fidelab.core import Arm, Estimator, KVSpec, Vocabulary, digest
 from fidelab.metrics.composite import verdict
@@ -28,11 +28,11 @@ PIECES = [f"<{i}>" for i in range(V)]
 Rows = NDArray[np.float64]
 
 
-def _capture(store: Path, name: str, probe: Probe, answers: Sequence[dict[str, Any]]) -> Capture:
+def _capture(store: Path, name: str, request: Request, answers: Sequence[dict[str, Any]]) -> Capture:
     arm = Arm(name, "openai", "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     vocabulary = Vocabulary(V, digest(*PIECES))
     store_vocabulary(store, vocabulary, PIECES)
-    writer = CaptureWriter(store / name, probe, capture_key(arm, probe, {}, 0), arm.record(), vocabulary)
+    writer = CaptureWriter(store / name, request, capture_key(arm, request, {}, 0), arm.record(), vocabulary)
     for item, arrays in enumerate(answers):
         writer.add(item, arrays)
     return Capture(writer.finish("topk", {}, {}))
@@ -139,18 +139,18 @@ def test_perplexity_of_the_likely_tokens_alone_is_not_measurable(tmp_path: Path)
 
 def _perplexity(tmp_path: Path, also: Sequence[Sequence[int]]) -> AxisScore:
     settings = (("bos", None), ("mode", "chunked"), ("n_ctx", 8), ("stride", 8))
-    probe = Prefill("perplexity.8", PREFILL.windows, 1, ROWS, PREFILL.units, settings)
+    request = Prefill("perplexity.8", PREFILL.windows, 1, ROWS, PREFILL.units, settings)
     ref, cand = (
-        _capture(tmp_path, name, probe, [_top(r, 3, a) for r, a in zip(rows, also, strict=True)])
+        _capture(tmp_path, name, request, [_top(r, 3, a) for r, a in zip(rows, also, strict=True)])
         for name, rows in (("auto", REF), ("fp8", TEST))
     )
     return Perplexity(Perplexity.Settings()).score_parts({"8": Pair.match(ref, cand)}, 0)
 
 
 def test_forced_decode_says_at_least(tmp_path: Path) -> None:
-    probe = Forced("forced.kl", ((1,), (2,)), (tuple(range(ROWS)), tuple(range(ROWS))))
+    request = Forced("forced.kl", ((1,), (2,)), (tuple(range(ROWS)), tuple(range(ROWS))))
     ref, cand = (
-        _capture(tmp_path, name, probe, [_top(r, 3) for r in rows]) for name, rows in (("auto", REF), ("fp8", TEST))
+        _capture(tmp_path, name, request, [_top(r, 3) for r in rows]) for name, rows in (("auto", REF), ("fp8", TEST))
     )
     score = ForcedDecode(ForcedDecode.Settings()).score(Pair.match(ref, cand), 0)
     first = score.metrics[0]
@@ -161,13 +161,13 @@ def test_forced_decode_says_at_least(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("token", "known"), [("second", True), ("last", False)])
 def test_a_margin_is_known_where_the_candidates_token_is_reported(token: str, known: bool, tmp_path: Path) -> None:
-    probe = Generate("trajectory", ((1,),), 4, (), settings=(("n_predict", 4), ("template", "raw")))
+    request = Generate("trajectory", ((1,),), 4, (), settings=(("n_predict", 4), ("template", "raw")))
     ranked = np.argsort(-REF[0][:4], axis=-1)
     forked = int(ranked[1, 1] if token == "second" else ranked[1, -1])
     ids = ranked[:, 0].astype(np.int32)
-    ref = _capture(tmp_path, "auto", probe, [{"ids": ids, **_top(REF[0][:4], 3)}])
+    ref = _capture(tmp_path, "auto", request, [{"ids": ids, **_top(REF[0][:4], 3)}])
     other = np.array([ids[0], forked, *ids[2:]], dtype=np.int32)
-    cand = _capture(tmp_path, "fp8", probe, [{"ids": other}])
+    cand = _capture(tmp_path, "fp8", request, [{"ids": other}])
     [texts] = [p for p in Trajectory(Trajectory.Settings()).score(Pair.match(ref, cand), 0).plots if p.kind == "texts"]
     margin = f"margin {REF[0][1].max() - REF[0][1][forked]:.3g} nats" if known else "one side ends"
     assert [pair.label for pair in texts.pairs] == [f"prompt 0, token 1: {margin}"]

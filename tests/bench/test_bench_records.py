@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from fidelab.bench.base import Answers, BenchInputs, Facts, Question
 from fidelab.bench.decode import Decode, DecodeSettings
 from fidelab.bench.memory import Memory, MemorySettings
-from fidelab.bench.prefill import Prefill, PrefillSettings
+from fidelab.bench.prefill import PrefillBench, PrefillSettings
 from fidelab.bench.startup import COLD, WARM, Startup, StartupSettings
 from fidelab.captures.requests import Tokens
 from fidelab.core import Status
@@ -35,7 +35,7 @@ def by_part(questions: tuple[Question, ...], times: Mapping[str, list[list[float
 
 
 def test_the_prefill_rate_counts_the_tokens_of_the_whole_batch() -> None:
-    bench = Prefill(PrefillSettings.model_validate({"lengths": "100", "batch": "4"}))
+    bench = PrefillBench(PrefillSettings.model_validate({"lengths": "100", "batch": "4"}))
     record = bench.record(by_part(bench.questions(INPUTS), {"100.b4": [[2.0], [2.0], [4.0]]}), Facts())
     [rate], [cell] = record.metrics, record.cells
     assert rate.repeats == (200.0, 200.0, 100.0)
@@ -80,13 +80,13 @@ def test_a_subtraction_of_scattered_prefills_is_flagged_with_its_figure() -> Non
 
 
 def test_repeats_over_several_loads_are_said_to_be() -> None:
-    bench = Prefill(PrefillSettings(lengths=(8,)))
+    bench = PrefillBench(PrefillSettings(lengths=(8,)))
     [cell] = bench.record(by_part(bench.questions(INPUTS), {"8.b1": [[1.0]] * 3}), Facts(loads=3)).cells
     assert [flag.kind for flag in cell.flags] == ["loads"]
 
 
 def test_a_length_beyond_the_models_positions_is_its_own_affair() -> None:
-    bench = Prefill(PrefillSettings(lengths=(8, 2000)))
+    bench = PrefillBench(PrefillSettings(lengths=(8, 2000)))
     good, bad = bench.questions(INPUTS)
     answers = {
         good.part: answer(good, [1.0]),
@@ -99,7 +99,7 @@ def test_a_length_beyond_the_models_positions_is_its_own_affair() -> None:
 
 
 def test_a_failed_cell_makes_the_bench_failed_and_keeps_the_other() -> None:
-    bench = Prefill(PrefillSettings(lengths=(8, 16)))
+    bench = PrefillBench(PrefillSettings(lengths=(8, 16)))
     good, bad = bench.questions(INPUTS)
     answers = {good.part: answer(good, [1.0]), bad.part: Answers(bad, None, status=Status.FAILED, reason="out of room")}
     record = bench.record(answers, Facts())
@@ -164,7 +164,7 @@ def test_a_pool_is_no_cost_and_its_tokens_are_a_gain() -> None:
 
 
 def test_speeds_are_plotted_against_the_length_and_headed_by_the_longest_of_the_smallest_batch() -> None:
-    bench = Prefill(PrefillSettings(lengths=(10, 1000), batch=(1, 4)))
+    bench = PrefillBench(PrefillSettings(lengths=(10, 1000), batch=(1, 4)))
     times = {f"{n}.b{batch}": [[0.5], [1.0], [2.0]] for n in (10, 1000) for batch in (1, 4)}
     record = bench.record(by_part(bench.questions(INPUTS), times), Facts())
     assert [metric.cell for metric in record.headlines] == [{"tokens": 1000, "batch": 1}]
@@ -185,17 +185,17 @@ def test_what_a_bench_found_is_the_same_after_json() -> None:
 def test_every_answer_has_prompts_of_its_own() -> None:
     bench = Decode(DecodeSettings(depths=(16,), n=2, batch=(2,), repeats=3, max_warmup=2))
     whole = next(q for q in bench.questions(INPUTS) if q.n)
-    probes = [whole.probe(number) for number in (-2, -1, 0, 1, 2)]
-    asked = [prompt for probe in probes for prompt in probe.prompts]
+    requests = [whole.request(number) for number in (-2, -1, 0, 1, 2)]
+    asked = [prompt for request in requests for prompt in request.prompts]
     assert len(set(asked)) == len(asked) == 10
-    assert all(len(probe.groups()) == 1 and len(prompt) == 16 for probe in probes for prompt in probe.prompts)
+    assert all(len(request.groups()) == 1 and len(prompt) == 16 for request in requests for prompt in request.prompts)
 
 
 def test_at_depth_0_a_prompt_has_one_token() -> None:
     bench = Decode(DecodeSettings(depths=(0,), n=2))
     question = bench.questions(INPUTS)[0]
     assert question.tokens == 0
-    assert [len(prompt) for prompt in question.probe(0).prompts] == [1]
+    assert [len(prompt) for prompt in question.request(0).prompts] == [1]
 
 
 @pytest.mark.parametrize(

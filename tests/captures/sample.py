@@ -13,7 +13,7 @@ import numpy as np
 
 from fidelab.captures.container import Array
 from fidelab.captures.manifest import MANIFEST, capture_folder, capture_key, dump_manifest
-from fidelab.captures.requests import Generate, Prefill, Probe
+from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.captures.writer import CaptureWriter, store_head, store_vocabulary
 from fidelab.core import Arm, KVSpec, Vocabulary, digest
 
@@ -39,19 +39,19 @@ def rows(item: int, width: int = 8) -> dict[str, Array]:
 
 
 def writer(
-    store: Path, arm: Arm = ARM, probe: Probe = WINDOWS, pieces: Sequence[str] = PIECES, n: int = 0
+    store: Path, arm: Arm = ARM, request: Request = WINDOWS, pieces: Sequence[str] = PIECES, n: int = 0
 ) -> CaptureWriter:
     """An open writer; its vocabulary is stored."""
-    key = capture_key(arm, probe, {"fake": "1"}, n)
+    key = capture_key(arm, request, {"fake": "1"}, n)
     words = vocabulary(pieces)
     store_vocabulary(store, words, pieces)
-    return CaptureWriter(capture_folder(store, arm, probe, key), probe, key, arm.record(), words)
+    return CaptureWriter(capture_folder(store, arm, request, key), request, key, arm.record(), words)
 
 
 def write(
     store: Path,
     arm: Arm = ARM,
-    probe: Probe = WINDOWS,
+    request: Request = WINDOWS,
     pieces: Sequence[str] = PIECES,
     *,
     replicate: int = 0,
@@ -60,8 +60,8 @@ def write(
     ran: Mapping[str, Any] | None = None,
 ) -> Path:
     """A finished capture."""
-    out = writer(store, arm, probe, pieces, replicate)
-    for item in range(len(probe.items())):
+    out = writer(store, arm, request, pieces, replicate)
+    for item in range(len(request.items())):
         out.add(item, rows(item))
     if head is not None:
         out.head(store_head(store, head, None, 1.0))

@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 
 from fidelab.captures.manifest import capture_folder, capture_key
-from fidelab.captures.requests import Probe
+from fidelab.captures.requests import Request
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.variables import variables_of
 from tests.captures import sample
 
 A, W, P = sample.ARM, sample.WINDOWS, sample.PROMPTS
-BASE: dict[str, Any] = {"arm": A, "probe": W, "versions": {"fake": "1", "torch": "2"}, "replicate": 0}
+BASE: dict[str, Any] = {"arm": A, "request": W, "versions": {"fake": "1", "torch": "2"}, "replicate": 0}
 
 
-def place(arm: Arm, probe: Probe, versions: dict[str, str], replicate: int) -> tuple[dict[str, Any], Path]:
-    key = capture_key(arm, probe, versions, replicate)
-    return key, capture_folder(Path("store"), arm, probe, key)
+def place(arm: Arm, request: Request, versions: dict[str, str], replicate: int) -> tuple[dict[str, Any], Path]:
+    key = capture_key(arm, request, versions, replicate)
+    return key, capture_folder(Path("store"), arm, request, key)
 
 
 CHANGES: dict[str, dict[str, Any]] = {
@@ -35,9 +35,9 @@ CHANGES: dict[str, dict[str, Any]] = {
     "threads": {"arm": replace(A, threads=1)},
     "dtype": {"arm": replace(A, dtype="bfloat16")},
     "engine": {"arm": replace(A, engine="hf")},
-    "probe-token": {"probe": replace(W, windows=((1, 2, 3, 9), *W.windows[1:]))},
-    "probe-rows": {"probe": replace(W, first=0)},
-    "probe-settings": {"probe": replace(W, settings=(("n_ctx", 5), ("protocol", "half")))},
+    "probe-token": {"request": replace(W, windows=((1, 2, 3, 9), *W.windows[1:]))},
+    "probe-rows": {"request": replace(W, first=0)},
+    "probe-settings": {"request": replace(W, settings=(("n_ctx", 5), ("protocol", "half")))},
     "engine-version": {"versions": {"fake": "2", "torch": "2"}},
     "replicate": {"replicate": 1},
 }
@@ -73,7 +73,7 @@ def test_a_fingerprint_sees_all_that_an_arm_computes(arm: Arm) -> None:
 
 
 def test_batch_is_part_of_the_key() -> None:
-    assert place(**{**BASE, "probe": P}) != place(**{**BASE, "probe": replace(P, batch=8)})
+    assert place(**{**BASE, "request": P}) != place(**{**BASE, "request": replace(P, batch=8)})
 
 
 def test_two_spellings_of_one_format_are_one_arm() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Prefill, Probe
+from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.errors import MismatchError
 from tests.captures import sample
 
@@ -18,15 +18,15 @@ W, P = sample.WINDOWS, sample.PROMPTS
 OTHER = sample.named("int4")
 
 
-def pair(tmp_path: Path, ref: Probe = W, test: Probe = W, *, subset: bool = False) -> Pair:
-    left, right = Capture(sample.write(tmp_path, probe=ref)), Capture(sample.write(tmp_path, OTHER, test))
+def pair(tmp_path: Path, ref: Request = W, test: Request = W, *, subset: bool = False) -> Pair:
+    left, right = Capture(sample.write(tmp_path, request=ref)), Capture(sample.write(tmp_path, OTHER, test))
     return Pair.match(left, right, subset=subset)
 
 
-@pytest.mark.parametrize("probe", [W, P], ids=["windows", "prompts"])
-def test_equal_questions_pair_item_by_item(probe: Probe, tmp_path: Path) -> None:
-    n = len(probe.items())
-    assert pair(tmp_path, probe, probe).items == tuple((i, i) for i in range(n))
+@pytest.mark.parametrize("request", [W, P], ids=["windows", "prompts"])
+def test_equal_questions_pair_item_by_item(request: Request, tmp_path: Path) -> None:
+    n = len(request.items())
+    assert pair(tmp_path, request, request).items == tuple((i, i) for i in range(n))
 
 
 @pytest.mark.parametrize(
@@ -91,12 +91,12 @@ def test_a_floor_with_foreign_tokens_is_refused(tmp_path: Path) -> None:
 
 def test_comparability_sees_the_tokens(tmp_path: Path) -> None:
     foreign = replace(W, windows=(*W.windows[:2], (9, 9, 9, 9)))
-    left, right = Capture(sample.write(tmp_path)), Capture(sample.write(tmp_path, probe=foreign))
+    left, right = Capture(sample.write(tmp_path)), Capture(sample.write(tmp_path, request=foreign))
     assert comparability_key(left) != comparability_key(right)
 
 
 def test_comparability_does_not_see_the_batch(tmp_path: Path) -> None:
-    left, right = (Capture(sample.write(tmp_path, probe=replace(P, batch=n))) for n in (4, 16))
+    left, right = (Capture(sample.write(tmp_path, request=replace(P, batch=n))) for n in (4, 16))
     assert left.folder != right.folder
     assert comparability_key(left) == comparability_key(right)
 
@@ -108,7 +108,7 @@ def test_comparability_does_not_see_the_arm(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("ref", "test"), [(None, "retokenized"), ("retokenized", "returned")])
 def test_ids_tokenized_again_never_pair_with_an_engines_own(ref: str | None, test: str, tmp_path: Path) -> None:
-    left = sample.write(tmp_path, probe=P, ran={"ids": ref} if ref else {})
+    left = sample.write(tmp_path, request=P, ran={"ids": ref} if ref else {})
     right = sample.write(tmp_path, OTHER, P, ran={"ids": test})
     with pytest.raises(MismatchError, match=f"generated ids that are {test} cannot be paired with"):
         Pair.match(Capture(left), Capture(right))

@@ -43,14 +43,14 @@ def capture(tmp_path: Path) -> Path:
 def test_a_capture_says_what_it_was_given(capture: Path) -> None:
     opened = Capture(capture)
     assert (opened.axis, opened.estimator, len(opened.items)) == ("kld", "hidden", 3)
-    assert opened.probe == sample.WINDOWS
+    assert opened.request == sample.WINDOWS
     assert opened.vocabulary == sample.vocabulary()
     assert opened.pieces() == sample.PIECES
     assert opened.manifest["asked"] == sample.ARM.record()
 
 
 def test_generate_probes_come_back_as_they_went(tmp_path: Path) -> None:
-    assert Capture(sample.write(tmp_path, probe=sample.PROMPTS)).probe == sample.PROMPTS
+    assert Capture(sample.write(tmp_path, request=sample.PROMPTS)).request == sample.PROMPTS
 
 
 def test_rows_are_read_in_slices_as_float32(tmp_path: Path) -> None:

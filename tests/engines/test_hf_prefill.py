@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fidelab.captures.container import BFloat16, to_float32
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe
+from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Estimator
 from fidelab.errors import EngineError
 from tests.captures import sample
@@ -51,10 +51,10 @@ def edited(checkpoint: Path, folder: Path, **changes: Any) -> Path:
 
 @kinds
 def test_stored_states_and_head_replay_the_models_own_logits(kind: str, checkpoint: Checkpoint) -> None:
-    probe, sink = windows(), Answers()
-    answer = tiny.opened(checkpoint(kind)).answer(probe, sink)
+    request, sink = windows(), Answers()
+    answer = tiny.opened(checkpoint(kind)).answer(request, sink)
     assert answer.estimator is Estimator.HIDDEN
-    for item, window in enumerate(probe.windows):
+    for item, window in enumerate(request.windows):
         torch.testing.assert_close(tiny.replayed(answer, sink.items[item]), live(kind, window), rtol=1e-4, atol=1e-4)
     assert answer.facts["sentinel_cosine"] >= 0.9999
     assert answer.facts["sentinel_kl"] <= 1e-8
@@ -62,9 +62,9 @@ def test_stored_states_and_head_replay_the_models_own_logits(kind: str, checkpoi
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "falcon_h1"])
 def test_a_stored_state_is_the_one_after_the_final_norm(kind: str, checkpoint: Checkpoint) -> None:
-    probe, sink = windows(1), Answers()
-    tiny.opened(checkpoint(kind)).answer(probe, sink)
-    out = tiny.model(kind).model(input_ids=torch.tensor(probe.windows), use_cache=False).last_hidden_state
+    request, sink = windows(1), Answers()
+    tiny.opened(checkpoint(kind)).answer(request, sink)
+    out = tiny.model(kind).model(input_ids=torch.tensor(request.windows), use_cache=False).last_hidden_state
     torch.testing.assert_close(tiny.hidden(sink.items[0]), out[0, FIRST : LAST + 1], rtol=1e-4, atol=1e-4)
 
 
@@ -164,7 +164,7 @@ def test_a_16_bit_head_loaded_in_float32_is_stored_in_16_bits_without_loss(
 # ---------------------------------------------------------------------------------------------- sentinels
 
 
-PROBES: dict[str, Probe] = {
+PROBES: dict[str, Request] = {
     "prefill": windows(),
     "generate": Generate("trajectory", (tiny.tokens(9),), 3, ()),
     "forced": Forced("forced", (tiny.tokens(9),), ((4, 5),)),
@@ -172,14 +172,14 @@ PROBES: dict[str, Probe] = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("probe", PROBES.values(), ids=PROBES.keys())
+@pytest.mark.parametrize("request", PROBES.values(), ids=PROBES.keys())
 def test_a_transform_that_the_model_does_not_apply_fails_and_names_the_way_out(
-    probe: Probe, dtype: str, checkpoint: Checkpoint, tmp_path: Path
+    request: Request, dtype: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     wrong = edited(checkpoint("llama"), tmp_path / "wrong", final_logit_softcapping=1.0)
     with pytest.raises(EngineError, match=r"does not replay .* pass --engine-arg estimator=logprobs"):
-        tiny.opened(wrong, dtype=dtype).answer(probe, Answers())
-    answer = tiny.opened(wrong, dtype=dtype, estimator="logprobs").answer(probe, Answers())
+        tiny.opened(wrong, dtype=dtype).answer(request, Answers())
+    answer = tiny.opened(wrong, dtype=dtype, estimator="logprobs").answer(request, Answers())
     assert answer.head is None
 
 
@@ -216,8 +216,8 @@ def test_live_log_probabilities_agree_with_the_replay_of_states(kind: str, check
 def test_a_capture_of_states_takes_d_times_two_bytes_per_position(tmp_path: Path) -> None:
     d, n, rng = 576, 24, np.random.default_rng(0)
     texts = tuple(tuple(int(token) for token in rng.integers(0, 49_152, 512)) for _ in range(n))
-    probe = Prefill("kld", texts, 256, 510, ((0,) * 255,) * n)
-    writer = sample.writer(tmp_path, probe=probe)
+    request = Prefill("kld", texts, 256, 510, ((0,) * 255,) * n)
+    writer = sample.writer(tmp_path, request=request)
     for item in range(n):
         writer.add(item, {"hidden": BFloat16(rng.integers(0, 1 << 16, (255, d), dtype=np.uint16))})
     folder = writer.finish("hidden", {}, {})

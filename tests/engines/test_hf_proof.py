@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request
 from fidelab.core import FormatSpec, Status
-from fidelab.engines.base import Ran
+from fidelab.engines.base import RuntimeInfo
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.cache import EncodedStore, _EncodedAttention
 from fidelab.formats import FORMATS, create
@@ -30,7 +30,7 @@ from tests.runs.harness import Done, cli
 
 PREFILL = Prefill("kld", (tiny.tokens(40, seed=1),), 0, 38, ((0,) * 39,))
 PROMPTS = (tiny.tokens(9, seed=2), tiny.tokens(21, seed=3), tiny.tokens(12, seed=4))
-PROBES: list[Probe] = [
+PROBES: list[Request] = [
     PREFILL,
     Generate("trajectory", PROMPTS, 4, (), batch=3),
     Forced("forced", PROMPTS[:1], (PROMPTS[1],)),
@@ -41,13 +41,13 @@ OWN_KEYS = {"minicpm3", "bloom"}  # their attention takes no keys and values tha
 FP8 = ["fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz", "fp8_e5m2fnuz"]
 
 
-def asked(path: Path, kv: str, probe: Probe = PREFILL, dtype: str = "float32", **options: str) -> Ran:
+def asked(path: Path, kv: str, request: Request = PREFILL, dtype: str = "float32", **options: str) -> RuntimeInfo:
     engine = tiny.opened(path, kv, dtype, **options)
-    engine.answer(probe, Answers())
+    engine.answer(request, Answers())
     return engine.ran()
 
 
-def judged(path: Path, kv: str, ran: Ran) -> tuple[Status, str]:
+def judged(path: Path, kv: str, ran: RuntimeInfo) -> tuple[Status, str]:
     status, reason = engaged(ArmResult("candidate:x", tiny.arm(path, kv), Status.OK, ran=ran.record()))
     return status, reason or ""
 
@@ -65,8 +65,8 @@ def not_engaged(path: Path, kv: str, dtype: str = "float32", **options: str) -> 
 @pytest.mark.parametrize("kind", KINDS)
 def test_all_three_questions_are_answered_for_every_kind_of_cache(kind: str, checkpoint: Checkpoint) -> None:
     kv = "int4[group=8]/fp8_e4m3"
-    for probe in PROBES[:3]:
-        ran = asked(checkpoint(kind), kv, probe)
+    for request in PROBES[:3]:
+        ran = asked(checkpoint(kind), kv, request)
         received = ran.more["proof"].pop("received")
         assert ran.more["proof"] == {"stored": "shown", "named": "shown"}
         assert received.startswith("open: attention makes keys" if kind in OWN_KEYS else "shown")
@@ -83,11 +83,13 @@ def test_every_format_is_named_and_seen_to_reach_attention(kv: str, dtype: str, 
     assert (ran.more["k_changed"] == 0) is (holds is not False)
 
 
-@pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.kind)
+@pytest.mark.parametrize("request", PROBES, ids=lambda request: request.kind)
 @pytest.mark.parametrize("dequant", ["fused", "unpack"])
-def test_what_our_kernels_read_is_told_from_their_output(probe: Probe, dequant: str, checkpoint: Checkpoint) -> None:
+def test_what_our_kernels_read_is_told_from_their_output(
+    request: Request, dequant: str, checkpoint: Checkpoint
+) -> None:
     for kind, kv in (("llama", "bf16/fp8_e4m3"), ("gemma2", "int8/int4")):
-        ran = asked(checkpoint(kind), kv, probe, "bfloat16", attention="k16v8", dequant=dequant)
+        ran = asked(checkpoint(kind), kv, request, "bfloat16", attention="k16v8", dequant=dequant)
         assert ran.more["proof"] == SHOWN
         assert f"{ran.k_format}/{ran.v_format}" == kv
 

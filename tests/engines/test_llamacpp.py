@@ -25,7 +25,7 @@ from fidelab.engines.base import Engine
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.llamacpp.adapter import LlamaCppEngine
 from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaModel, Seen
-from fidelab.engines.llamacpp.proof import Side, decoded, proof, read_state
+from fidelab.engines.llamacpp.proof import CacheSide, decoded, proof, read_state
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
@@ -66,9 +66,9 @@ def ids(answers: Answers, item: int) -> list[int]:
     return [int(token) for token in np.asarray(answers.items[item]["ids"])]
 
 
-def answered(engine: Engine, probe: Prefill | Generate | Forced) -> Answers:
+def answered(engine: Engine, request: Prefill | Generate | Forced) -> Answers:
     answers = Answers()
-    engine.answer(probe, answers)
+    engine.answer(request, answers)
     return answers
 
 
@@ -336,13 +336,13 @@ BLOCKS = ["q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 GIVEN = np.random.default_rng(5).standard_normal((4, 128)).astype(np.float32)
 
 
-def side(name: str, values: NDArray[np.float32] = GIVEN) -> Side:
+def side(name: str, values: NDArray[np.float32] = GIVEN) -> CacheSide:
     """As llama.cpp stores rows, by gguf's quantizers."""
     raw = gguf.quants.quantize(values, gguf.GGMLQuantizationType[name.upper()])
-    return Side(GGML_TYPES[name][0], raw.view(np.uint8).reshape(len(values), -1))
+    return CacheSide(GGML_TYPES[name][0], raw.view(np.uint8).reshape(len(values), -1))
 
 
-def answers_of(k: Side, v: Side, asked: str, rotated: bool = False) -> tuple[str, str]:
+def answers_of(k: CacheSide, v: CacheSide, asked: str, rotated: bool = False) -> tuple[str, str]:
     exact = side("f32"), side("f32")
     found = proof((asked, asked), (k, v), exact, (rotated, rotated), {"k": {asked}, "v": {asked}})
     assert found["received"] == "shown"
@@ -378,7 +378,7 @@ def test_rows_of_other_keys_are_not_what_came(name: str) -> None:
 
 @pytest.mark.parametrize(("name", "other"), [("iq4_nl", "q4_0"), ("f16", "bf16"), ("q8_0", "q4_0"), ("f32", "f16")])
 def test_rows_of_another_type_are_named_although_they_are_called_as_asked(name: str, other: str) -> None:
-    called = Side(GGML_TYPES[name][0], side(other).rows)
+    called = CacheSide(GGML_TYPES[name][0], side(other).rows)
     _, named = answers_of(called, side("f32"), name)
     assert named == f"refuted: keys of the first layer are {other}, not {name}"
 

@@ -62,9 +62,9 @@ def generate(engine: OpenAIEngine, n: int = 6, rows: bool = True) -> tuple[Answe
 
 def prefill(engine: OpenAIEngine, window: Sequence[int] = WINDOW, first: int = 2) -> tuple[Answers, Answer]:
     last = len(window) - 2
-    probe = Prefill("kld", (tuple(window),), first, last, ((0,) * (last - first + 1),))
+    request = Prefill("kld", (tuple(window),), first, last, ((0,) * (last - first + 1),))
     sink = Answers()
-    return sink, engine.answer(probe, sink)
+    return sink, engine.answer(request, sink)
 
 
 def greedy(prompt: Sequence[int], n: int) -> list[int]:

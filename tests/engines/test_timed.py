@@ -1,4 +1,4 @@
-"""Timed probes: what the clock sees, and which tokens engines decode for it.  No test measures time."""
+"""Timed requests: what the clock sees, and which tokens engines decode for it.  No test measures time."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import fidelab
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Timed, Tokens, probe_record
+from fidelab.captures.requests import Generate, Timed, Tokens, request_record
 from fidelab.core import Arm, KVSpec, Status
 from fidelab.engines import timing
 from fidelab.engines.base import Engine
@@ -264,14 +264,14 @@ def test_more_prompts_than_llama_cpp_takes_together_are_refused(tmp_path: Path) 
 # --------------------------------------------------------------------------------------------- the captures
 
 
-def worked(arm: Arm, probe: Timed, store: Path) -> Capture:
+def worked(arm: Arm, request: Timed, store: Path) -> Capture:
     """The capture that a real worker makes."""
-    key = capture_key(arm, probe, {}, 0)
+    key = capture_key(arm, request, {}, 0)
     words = sample.vocabulary()
     job = Job(
         arm.record(),
         str(store),
-        [ProbeTask(probe_record(probe), str(capture_folder(store, arm, probe, key)), key)],
+        [ProbeTask(request_record(request), str(capture_folder(store, arm, request, key)), key)],
         {"size": words.size, "sha256": words.sha256},
     )
     said: list[Message] = []
@@ -282,15 +282,15 @@ def worked(arm: Arm, probe: Timed, store: Path) -> Capture:
 
 
 def test_times_come_back_from_a_workers_capture_to_the_last_bit(tmp_path: Path) -> None:
-    probe = Timed("decode", ((1,) * 3, (2,) * 5), 2)
+    request = Timed("decode", ((1,) * 3, (2,) * 5), 2)
     arm = replace(sample.ARM, kv=KVSpec.parse("exact"), options=(("estimator", "hidden"),))
-    ref, test = worked(arm, probe, tmp_path / "a"), worked(arm, probe, tmp_path / "b")
+    ref, test = worked(arm, request, tmp_path / "a"), worked(arm, request, tmp_path / "b")
     expected = [3 / 1024, 3 / 1024 + 1 / 64, 3 / 1024 + 2 / 64]
     stored = ref.array(0, "seconds")
     assert isinstance(stored, np.ndarray)
     assert stored.dtype == np.float64
     assert stored.tolist() == expected
-    assert (ref.probe, ref.head) == (probe, None)
+    assert (ref.request, ref.head) == (request, None)
     assert Pair.match(ref, test).items == ((0, 0), (1, 1))
 
 

@@ -14,9 +14,9 @@ from typing import ClassVar
 
 import numpy as np
 
-from fidelab.captures.requests import Generate, Prefill, Probe
+from fidelab.captures.requests import Generate, Prefill, Request
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support
 from fidelab.errors import EngineError
 
 __all__ = ["Odd"]
@@ -42,8 +42,8 @@ class Odd(Engine):
         return ["any", "some", "every"]
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
-        return Verdict(arm.kv.k.name != "every", f"{arm.kv.label} is odd on {arm.device}")
+    def supports(cls, arm: Arm) -> Support:
+        return Support(arm.kv.k.name != "every", f"{arm.kv.label} is odd on {arm.device}")
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -72,7 +72,7 @@ class Odd(Engine):
     def tokenize(self, text: str) -> list[int]:
         raise NotImplementedError
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         match self._fault:
             case "crash":
                 print("a harmless warning", file=sys.stderr, flush=True)
@@ -83,7 +83,7 @@ class Odd(Engine):
             case "raise":
                 raise EngineError("no kernel for this format")
         rows = np.zeros((1, 4), np.float16)
-        match probe:
+        match request:
             case Prefill():
                 sink.add(0, {"logprobs": rows})
             case Generate(max_tokens=n):
@@ -91,5 +91,5 @@ class Odd(Engine):
                 sink.add(0, {"logprobs": rows, "ids": np.arange(n, dtype=np.int32)})
         return Answer(Estimator.LOGPROBS)
 
-    def ran(self) -> Ran:
-        return Ran({"odd-engine": "1"}, "cpu")
+    def ran(self) -> RuntimeInfo:
+        return RuntimeInfo({"odd-engine": "1"}, "cpu")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.core import KVSpec
-from fidelab.environments.answers import Asked, ask
+from fidelab.environments.answers import EngineAnswers, ask
 from fidelab.environments.environment import Environment, link_folder, locate
 from fidelab.errors import EngineError, FidelabError, InputError, UsageError
 from fidelab.workers.messages import PROTOCOL
@@ -28,13 +28,13 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def there(second: Second) -> Iterator[Asked]:
+def there(second: Second) -> Iterator[EngineAnswers]:
     with ask(locate("fake", python=second.python)) as asked:
         yield asked
 
 
 @pytest.fixture
-def strange(odd: Second) -> Iterator[Asked]:
+def strange(odd: Second) -> Iterator[EngineAnswers]:
     with ask(locate("odd", python=odd.python), limit=20) as asked:
         yield asked
 
@@ -50,7 +50,7 @@ def stand_in(tmp_path: Path, text: str) -> Environment:
 # ------------------------------------------------------------------------------------------------- the same answers
 
 
-def test_another_interpreter_gives_the_answers_of_this_one(there: Asked) -> None:
+def test_another_interpreter_gives_the_answers_of_this_one(there: EngineAnswers) -> None:
     arm = replace(sample.ARM, engine="fake", kv=KVSpec.parse("exact"), options=())
     refused = replace(arm, kv=KVSpec.parse("refused"))
     with ask(locate("fake")) as here:
@@ -76,10 +76,10 @@ def test_behind_a_prefix_the_variables_are_those_of_that_place(second: Second, m
 
 
 @pytest.mark.parametrize("kv", ["tilt[q=7]", "tilt[z=1]"])
-def test_another_interpreter_raises_the_errors_of_this_one(kv: str, there: Asked) -> None:
+def test_another_interpreter_raises_the_errors_of_this_one(kv: str, there: EngineAnswers) -> None:
     arm = replace(sample.ARM, engine="fake", options=(("colour", "red"),))
     with ask(locate("fake")) as here:
-        questions: list[Callable[[Asked], object]] = [
+        questions: list[Callable[[EngineAnswers], object]] = [
             lambda asked: asked.check_kv(KVSpec.parse(kv)),
             lambda asked: asked.supports(arm),
         ]
@@ -91,7 +91,7 @@ def test_another_interpreter_raises_the_errors_of_this_one(kv: str, there: Asked
             assert str(theirs.value) == str(ours.value)
 
 
-def test_an_error_leaves_the_process_able_to_answer(there: Asked) -> None:
+def test_an_error_leaves_the_process_able_to_answer(there: EngineAnswers) -> None:
     with pytest.raises(UsageError):
         there.check_kv(KVSpec.parse("tilt[z=1]"))
     there.check_kv(EXACT)
@@ -100,28 +100,28 @@ def test_an_error_leaves_the_process_able_to_answer(there: Asked) -> None:
 # ------------------------------------------------------------------------------------------------ engines that fail
 
 
-def test_a_missing_engine_says_what_the_engine_says(strange: Asked) -> None:
+def test_a_missing_engine_says_what_the_engine_says(strange: EngineAnswers) -> None:
     with pytest.raises(EngineError, match=r"^engine odd needs odd-engine: pip install odd-engine$"):
         strange.versions()
 
 
-def test_a_broken_import_is_named(strange: Asked) -> None:
+def test_a_broken_import_is_named(strange: EngineAnswers) -> None:
     with pytest.raises(EngineError, match=r"^ModuleNotFoundError: No module named 'odd_native'$"):
         strange.kv_names()
 
 
-def test_what_an_engine_prints_is_no_answer(strange: Asked) -> None:
+def test_what_an_engine_prints_is_no_answer(strange: EngineAnswers) -> None:
     assert strange.control_for(EXACT, "talk") == "exact"
     assert strange.control_for(EXACT, "") == "exact"
 
 
-def test_an_engine_that_exits_is_an_error_and_not_the_end(strange: Asked) -> None:
+def test_an_engine_that_exits_is_an_error_and_not_the_end(strange: EngineAnswers) -> None:
     with pytest.raises(EngineError, match=r"^SystemExit: no licence$"):
         strange.control_for(EXACT, "sys.exit")
     assert strange.control_for(EXACT, "") == "exact"
 
 
-def test_a_process_that_dies_says_its_last_words(strange: Asked) -> None:
+def test_a_process_that_dies_says_its_last_words(strange: EngineAnswers) -> None:
     with pytest.raises(EngineError, match=r"did not answer about its control_for: libodd.so: undefined symbol$"):
         strange.control_for(EXACT, "exit")
 

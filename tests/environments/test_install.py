@@ -78,7 +78,7 @@ def recipe(*steps: Step, **changes: str) -> Recipe:
     return Recipe("odd-cpu", "odd", "cpu", steps, "small", **changes)  # type: ignore[arg-type]
 
 
-def quiet(line: str) -> None:
+def sleeps_when_idle(line: str) -> None:
     pass
 
 
@@ -111,7 +111,7 @@ def test_an_environment_is_made_found_asked_and_removed(wheel: Path, monkeypatch
 def test_a_step_that_fails_leaves_its_log_and_nothing_else(tmp_path: Path, quick: None) -> None:
     folder = tmp_path / "engines" / "odd"
     with pytest.raises(EngineError) as error:
-        install(recipe(Step(("no-such-package==1",)), hint="mind the gap"), folder, quiet)
+        install(recipe(Step(("no-such-package==1",)), hint="mind the gap"), folder, sleeps_when_idle)
     assert re.fullmatch(
         r"odd-cpu cannot be installed: Could not find a version that satisfies the requirement no-such-package==1 "
         rf"\(from versions: none\); mind the gap; log: {folder}\.log",
@@ -130,7 +130,7 @@ def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\n[ "$2 $#" = "venv 3" ] && exit 1\nexec {sys.executable} "$@"\n')
     bare.chmod(0o755)
-    found = install(recipe(Step((str(wheel),))), tmp_path / "odd", quiet, python=str(bare))
+    found = install(recipe(Step((str(wheel),))), tmp_path / "odd", sleeps_when_idle, python=str(bare))
     assert locate("odd", python=found.python) == found
     assert read_marker(tmp_path / "odd") is not None
 
@@ -141,12 +141,12 @@ def test_where_python_lacks_ensurepip_the_pip_that_is_here_takes_its_place(
 def test_a_complete_environment_stays_and_one_of_another_recipe_is_made_anew(tmp_path: Path, quick: None) -> None:
     folder = tmp_path / "engines" / "odd"
     said: list[str] = []
-    install(recipe(), folder, quiet)
+    install(recipe(), folder, sleeps_when_idle)
     created = (folder / MARKER).stat().st_mtime_ns
     install(recipe(hint="another word"), folder, said.append)
     assert said == [f"odd-cpu is already in {folder}"]
     assert (folder / MARKER).stat().st_mtime_ns == created
-    install(replace(recipe(), absent=("x",)), folder, quiet)
+    install(replace(recipe(), absent=("x",)), folder, sleeps_when_idle)
     assert (folder / MARKER).stat().st_mtime_ns != created
 
 
@@ -155,7 +155,7 @@ def test_an_unfinished_environment_is_made_anew(tmp_path: Path, quick: None) -> 
     folder.mkdir()
     (folder / "rest").touch()
     write_marker(folder, {"recipe": "odd-cpu"})
-    install(recipe(), folder, quiet)
+    install(recipe(), folder, sleeps_when_idle)
     assert read_marker(folder) is not None
     assert not (folder / "rest").exists()
 
@@ -179,13 +179,13 @@ def test_an_environment_whose_engine_does_not_answer_is_not_kept(
 ) -> None:
     monkeypatch.delenv("PYTHONPATH")  # and with it numpy
     with pytest.raises(EngineError, match="has no numpy"):
-        install(recipe(), tmp_path / "odd", quiet)
+        install(recipe(), tmp_path / "odd", sleeps_when_idle)
     assert not (tmp_path / "odd").exists()
 
 
 def test_a_build_for_another_device_is_not_kept(tmp_path: Path, quick: None) -> None:
     with pytest.raises(EngineError, match=r"^odd-cpu: what pip found is built for None, not for hip: set an index$"):
-        install(recipe(build="hip", hint="set an index"), tmp_path / "odd", quiet)
+        install(recipe(build="hip", hint="set an index"), tmp_path / "odd", sleeps_when_idle)
     assert not (tmp_path / "odd").exists()
 
 
@@ -223,7 +223,7 @@ def test_an_engine_whose_native_format_does_not_run_is_not_installed(
 ) -> None:
     native |= {"any": fault}
     with pytest.raises(EngineError) as error:
-        install(recipe(), tmp_path / "odd", quiet)
+        install(recipe(), tmp_path / "odd", sleeps_when_idle)
     found = re.match(
         rf"odd-cpu is not installed: KV format any does not run: {said}.*; log: (?P<log>\S+)$", str(error.value)
     )
@@ -240,7 +240,7 @@ def test_a_build_that_crashes_is_replaced_by_the_conservative_one(
     calls = rebuilt(monkeypatch, {})
     monkeypatch.delenv("CMAKE_ARGS", raising=False)
     found = replace(recipe(Step(("x",))), variables={"CMAKE_ARGS": "-fast"}, fallback={"CMAKE_ARGS": "-safe"})
-    install(found, tmp_path / "odd", quiet)
+    install(found, tmp_path / "odd", sleeps_when_idle)
     assert calls == [
         (["install", "x"], "-fast"),
         (["install", "--force-reinstall", "--no-deps", "--no-cache-dir", "x"], "-safe"),
@@ -256,7 +256,7 @@ def test_where_the_conservative_build_crashes_too_nothing_is_installed(
     native |= {"any": "crash", "some": "crash"}
     rebuilt(monkeypatch, native)
     with pytest.raises(EngineError, match="odd-cpu is not installed: the engine does not run: the worker was ended by"):
-        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", quiet)
+        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", sleeps_when_idle)
     assert not (tmp_path / "odd").exists()
 
 
@@ -267,7 +267,7 @@ def test_a_build_that_the_user_chose_is_not_replaced(
     calls = rebuilt(monkeypatch, {})
     monkeypatch.setenv("CMAKE_ARGS", "-mine")
     with pytest.raises(EngineError, match="is not installed"):
-        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", quiet)
+        install(replace(recipe(Step(("x",))), fallback={"CMAKE_ARGS": "-safe"}), tmp_path / "odd", sleeps_when_idle)
     assert [words for words, _ in calls] == [["install", "x"]]
 
 
@@ -318,14 +318,14 @@ def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
     shim = tmp_path / "shim"
     shim.mkdir()
     (shim / "odd_native.py").write_text("")
-    install(recipe(), environment.engines_dir() / "odd", quiet, pythonpath=[str(shim)])
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle, pythonpath=[str(shim)])
     assert locate("odd").pythonpath == (str(shim),)
     [place] = places("odd")
     assert place.environment == locate("odd")
     other = tmp_path / "other"
     other.mkdir()
     assert locate("odd", pythonpath=[str(other)]).pythonpath == (str(other),)
-    install(recipe(), environment.engines_dir() / "odd", quiet, pythonpath=[str(other)])
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle, pythonpath=[str(other)])
     assert locate("odd").pythonpath == (str(other),)
 
 
@@ -342,7 +342,7 @@ def test_what_is_not_ours_is_neither_filled_nor_removed(what: str, tmp_path: Pat
         target.touch()
     before = sorted(tmp_path.rglob("*"))
     with pytest.raises(UsageError, match="not empty and was not made by"):
-        install(recipe(), target, quiet)
+        install(recipe(), target, sleeps_when_idle)
     with pytest.raises(UsageError, match=r"was not made by .*; nothing was removed$"):
         remove(target)
     with pytest.raises(UsageError, match=r"does not exist; nothing was removed$"):
@@ -353,7 +353,7 @@ def test_what_is_not_ours_is_neither_filled_nor_removed(what: str, tmp_path: Pat
 def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OutputError, match=r"cannot write .*pass another --path"):
-        install(recipe(), tmp_path / "file" / "odd", quiet)
+        install(recipe(), tmp_path / "file" / "odd", sleeps_when_idle)
 
 
 # ---------------------------------------------------------------------------------------------- listing, recipes
@@ -362,7 +362,7 @@ def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: None) -> None:
     [absent] = places("odd")
     assert (absent.environment, absent.problem) == (None, "not installed")
-    install(recipe(), environment.engines_dir() / "odd", quiet)
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
     [place] = places("odd")
     assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "some", "every"])
     assert place.refused == {"every": "every is odd on cpu"}
@@ -397,7 +397,7 @@ def test_what_is_built_for_gpus_comes_neither_from_nor_into_pips_cache(
 ) -> None:
     asked: list[list[str]] = []
     monkeypatch.setattr(module, "_pip", lambda recipe, found, words, log: asked.append(list(words)))
-    install(recipe(Step(("a",)), Step(("b",), alone=True, fresh=True)), tmp_path / "odd", quiet)
+    install(recipe(Step(("a",)), Step(("b",), alone=True, fresh=True)), tmp_path / "odd", sleeps_when_idle)
     assert asked == [["install", "a"], ["install", "--no-deps", "--no-cache-dir", "b"]]
     compiled = [found for found in RECIPES.values() if found.variables]
     assert compiled

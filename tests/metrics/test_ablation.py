@@ -11,7 +11,7 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from fidelab.metrics.ablation import Effect, Findings, Grid, common_levels, isolate
+from fidelab.metrics.ablation import AblationGrid, Effect, Findings, common_levels, isolate
 from fidelab.metrics.intervals import binomial_interval
 
 Floats = NDArray[np.float64]
@@ -28,7 +28,7 @@ def grid(
     noise: float = 0.001,
     without: tuple[tuple[str, ...], ...] = (),
     seed: int = 0,
-) -> Grid:
+) -> AblationGrid:
     """Cells whose mean is what is planted (0 elsewhere), on a common background, with noise of each cell's own."""
     random = np.random.default_rng(seed)
     units = np.repeat(np.arange(n_units), ROWS)
@@ -38,7 +38,7 @@ def grid(
         own = random.normal(scale=noise, size=len(units))
         if key not in without:
             cells[key] = background + own + planted.get(key, 0.0)
-    return Grid(factors, cells, units)
+    return AblationGrid(factors, cells, units)
 
 
 def effect(found: Findings, factor: str) -> Effect:
@@ -103,7 +103,7 @@ def test_a_shift_whose_other_context_is_lost_in_noise_is_unclear() -> None:
     clean = grid({("fidelab", "bf16"): 0.01}, factors=TWO)
     noise = np.random.default_rng(1).normal(scale=0.3, size=len(clean.units))
     noisy = dict(clean.cells) | {("fidelab", "int8"): clean.cells["fidelab", "int8"] + noise}
-    attention = effect(isolate(Grid(TWO, noisy, clean.units)), "attention")
+    attention = effect(isolate(AblationGrid(TWO, noisy, clean.units)), "attention")
     assert (attention.reach, attention.depends) == ("unclear", False)
     assert [shift.context for shift in attention.where] == [{"kv": "bf16"}]
 
@@ -147,7 +147,7 @@ def test_a_factor_without_two_comparable_cells_is_unmeasured() -> None:
 
 
 def test_a_grid_without_a_measured_cell_says_nothing() -> None:
-    found = isolate(Grid(FACTORS, {}, np.zeros(0)))
+    found = isolate(AblationGrid(FACTORS, {}, np.zeros(0)))
     assert [e.reach for e in found.effects] == ["unmeasured", "unmeasured"]
 
 
@@ -200,7 +200,7 @@ def test_bootstrap_intervals_hold_together_as_often_as_they_say() -> None:
 def differing(n: int, differ: int) -> tuple[float, float]:
     """The interval of a shift that is 1 in some units and 0 in all others."""
     shift = np.where(np.arange(n) < differ, 1.0, 0.0)
-    found = isolate(Grid({"kv": ("a", "b")}, {("a",): np.zeros(n), ("b",): shift}, np.arange(n)), seed=2)
+    found = isolate(AblationGrid({"kv": ("a", "b")}, {("a",): np.zeros(n), ("b",): shift}, np.arange(n)), seed=2)
     [kv] = found.effects
     assert kv.mean is not None
     assert kv.mean.estimate == pytest.approx(differ / n)
@@ -248,14 +248,14 @@ def test_a_bounded_outcome_on_which_all_units_agree_has_the_exact_bound() -> Non
     zero, full = np.zeros(n), np.full(n, 100.0)
     cells: dict[tuple[str, ...], Floats] = {}
     cells |= {("sdpa", "bf16"): zero, ("fidelab", "bf16"): zero, ("sdpa", "int8"): full, ("fidelab", "int8"): full}
-    found = isolate(Grid(factors, cells, np.arange(n), width=100.0))
+    found = isolate(AblationGrid(factors, cells, np.arange(n), width=100.0))
     kv, attention = effect(found, "kv"), effect(found, "attention")
     share = binomial_interval(n, n, 1 - 0.05 / pairs)[0]
     assert kv.mean is not None
     assert kv.mean.interval == pytest.approx((100 * (2 * share - 1), 100.0))
     assert kv.reach == "everywhere"
     assert attention.most == pytest.approx(100 * (1 - share))
-    few = Grid(factors, {key: values[:4] for key, values in cells.items()}, np.arange(4), width=100.0)
+    few = AblationGrid(factors, {key: values[:4] for key, values in cells.items()}, np.arange(4), width=100.0)
     assert effect(isolate(few), "kv").reach == "none"  # four prompts that agree are no proof
 
 
@@ -283,4 +283,6 @@ def test_levels_name_contexts_only_where_they_name_exactly_these() -> None:
 
 def test_cells_with_other_items_are_refused() -> None:
     with pytest.raises(ValueError, match="finite outcome of every item"):
-        isolate(Grid({"kv": ("a", "b")}, {("a",): np.zeros(3), ("b",): np.array([0.0, np.nan, 0.0])}, np.arange(3)))
+        isolate(
+            AblationGrid({"kv": ("a", "b")}, {("a",): np.zeros(3), ("b",): np.array([0.0, np.nan, 0.0])}, np.arange(3))
+        )

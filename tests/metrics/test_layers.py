@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from fidelab.metrics.layers import Curve, Parting, added_errors, outlier_ratios, part, relative_errors
+from fidelab.metrics.layers import LayerCurve, Parting, added_errors, outlier_ratios, part, relative_errors
 
 Floats = NDArray[np.float64]
 LAYERS, ROWS, WIDTH = 16, 200, 48
@@ -38,8 +38,8 @@ def _normed(x: Floats) -> Floats:
     return np.asarray(x / np.sqrt(np.mean(x**2, axis=1, keepdims=True)))
 
 
-def curve(pairs: list[tuple[Floats, Floats]]) -> Curve:
-    return Curve.of([relative_errors(ref, test) for ref, test in pairs])
+def curve(pairs: list[tuple[Floats, Floats]]) -> LayerCurve:
+    return LayerCurve.of([relative_errors(ref, test) for ref, test in pairs])
 
 
 def planted(layer: int, size: float, ground: float = 0.0) -> Parting:
@@ -123,7 +123,7 @@ def test_a_layer_that_enlarges_what_enters_it_does_not_stand_out() -> None:
     """The last layer's added error is beyond three times the others', but less than what entered it."""
     errors = np.array([0.0, *[0.01] * 20, 0.0135])
     errors[1:8] = np.linspace(0.004, 0.01, 7)
-    found = part(Curve(errors, errors, errors))
+    found = part(LayerCurve(errors, errors, errors))
     assert found.ratios[-1] > 3
     assert found.stand_out == ()
 

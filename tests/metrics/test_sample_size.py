@@ -12,7 +12,7 @@ from scipy import stats
 
 from fidelab.metrics.intervals import RatioItems, paired_difference, ratio_interval, resample_weights, standard_error
 from fidelab.metrics.sample_size import (
-    Spread,
+    ClusterSpread,
     agreement_reach,
     half_width,
     paired_spread,
@@ -99,12 +99,12 @@ def test_without_a_denominator_there_is_no_spread() -> None:
 
 def test_the_upper_bound_of_the_sd_holds_in_95_percent_of_normal_pilots() -> None:
     rng = np.random.default_rng(2)
-    sds = [Spread(0.0, float(rng.normal(0, 1, 10).std(ddof=1)), 10).upper_sd() for _ in range(4000)]
+    sds = [ClusterSpread(0.0, float(rng.normal(0, 1, 10).std(ddof=1)), 10).upper_sd() for _ in range(4000)]
     assert np.mean(np.array(sds) >= 1.0) == pytest.approx(0.95, abs=0.012)
 
 
 def test_the_upper_bound_comes_close_to_the_sd_as_pilots_grow() -> None:
-    bounds = [Spread(0.0, 1.0, n).upper_sd() for n in (2, 5, 10, 100, 10**6)]
+    bounds = [ClusterSpread(0.0, 1.0, n).upper_sd() for n in (2, 5, 10, 100, 10**6)]
     assert bounds == sorted(bounds, reverse=True)
     assert bounds[-1] == pytest.approx(1.0, abs=0.002)
 

@@ -54,7 +54,7 @@ def opened(engine: type[Engine], path: Path, kv: str, dtype: str) -> Any:
 
 
 def log_probs(engine: Engine) -> Tensor:
-    """Rows [190, V] of the probe, as scoring sees them."""
+    """Rows [190, V] of the request, as scoring sees them."""
     answers = Answers()
     answer = engine.answer(PROBE, answers)
     if answer.head is not None:

@@ -261,7 +261,7 @@ def test_the_floor_takes_a_quarter_of_the_items_spread_evenly(tmp_path: Path) ->
     floor, reference = plan.job("floor"), plan.job("reference")
     assert floor is not None
     assert reference is not None
-    whole, part = reference.captures[0].probe.items(), floor.captures[0].probe.items()
+    whole, part = reference.captures[0].request.items(), floor.captures[0].request.items()
     assert part == (whole[0], whole[7])
 
 

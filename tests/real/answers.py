@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fidelab.captures.container import Array, to_float32
-from fidelab.captures.requests import probe_from_record
+from fidelab.captures.requests import request_from_record
 from fidelab.core import finite
 from fidelab.engines.base import Engine
 from fidelab.errors import FidelabError
@@ -42,23 +42,23 @@ class Answers:
 
 @dataclass
 class Said:
-    """What one arm said: arrays by ``probe.item.name``, the rest as plain data."""
+    """What one arm said: arrays by ``request.item.name``, the rest as plain data."""
 
     arrays: dict[str, Any] = field(default_factory=dict)
     plain: dict[str, Any] = field(default_factory=dict)
 
-    def put(self, engine: Engine, probes: Mapping[str, Any], source: Any, method: str) -> None:
-        """Ask each probe; ``source.method`` yields the token ids of each step of the engine, which are noted."""
+    def put(self, engine: Engine, requests: Mapping[str, Any], source: Any, method: str) -> None:
+        """Ask each request; ``source.method`` yields the token ids of each step of the engine, which are noted."""
         facts, failed, progress, errors, steps = (
             self.plain.setdefault(name, {}) for name in ("facts", "failed", "progress", "errors", "steps")
         )
         heads = set()
         stepped = getattr(source, method)
-        for name, record in probes.items():
+        for name, record in requests.items():
             answers = Answers(name)
             setattr(source, method, _noted(stepped, steps.setdefault(name, [])))
             try:
-                answer = engine.answer(probe_from_record(record), answers)
+                answer = engine.answer(request_from_record(record), answers)
             except FidelabError as error:
                 errors[name] = str(error)
                 continue

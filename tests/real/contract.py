@@ -13,7 +13,7 @@ from tests.real.harness import CONTINUATIONS, PREFILL, Run, Said, lacking, state
 
 
 class Contract:
-    """Fixtures of the test file: ``said`` (all probes in one process), ``run`` (other arms), ``checkpoint``."""
+    """Fixtures of the test file: ``said`` (all requests in one process), ``run`` (other arms), ``checkpoint``."""
 
     unfilled: ClassVar[str]  # the first parameter that the engine misses in a checkpoint without the second layer's MLP
 

@@ -21,12 +21,12 @@ from torch import Tensor
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, probe_record
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, request_record
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.environments.environment import Environment, locate
 from fidelab.errors import EngineError
-from fidelab.results.record import Ran
+from fidelab.results.record import RuntimeRecord
 from tests.engines import tiny
 
 VOCAB = 515  # odd: vLLM pads it to a multiple of 64 for each rank, SGLang pads it too
@@ -53,7 +53,7 @@ EQUAL = tuple(tokens(9, 30 + n) for n in range(4))
 CONTINUATIONS = tuple(tokens(12, 50 + n) for n in range(4))
 PREFILL = Prefill("kld", WINDOWS, 10, 98, tuple((0,) * 89 for _ in WINDOWS))
 GENERATE = Generate("trajectory", PROMPTS, 12, (), batch=4)
-PROBES: dict[str, Probe] = {
+PROBES: dict[str, Request] = {
     "prefill": PREFILL,
     "generate": GENERATE,
     "one": replace(GENERATE, batch=1),
@@ -72,7 +72,7 @@ OWN = {"prompts": PROMPTS, "max_tokens": 12, "window": WINDOWS[0], "vocabulary":
 
 @dataclass(frozen=True)
 class Said:
-    """What the process found: arrays by ``probe.item.name``, the rest as plain data."""
+    """What the process found: arrays by ``request.item.name``, the rest as plain data."""
 
     arrays: dict[str, NDArray[Any]]
     plain: dict[str, Any]
@@ -84,13 +84,13 @@ class Said:
         return (self[name] @ self["head.weight"].T).double().log_softmax(-1)
 
 
-def asked(environment: Environment, arm: Arm, probes: Mapping[str, Probe], folder: Path, **more: Any) -> Said:
+def asked(environment: Environment, arm: Arm, requests: Mapping[str, Request], folder: Path, **more: Any) -> Said:
     """One arm in a process of its engine's environment (``vllm_answers``, ``sglang_answers``).
 
     ``more``: ``own``, the tokens about which the engine's own interface is asked; ``end`` (SGLang).
     """
-    records = {name: probe_record(probe) for name, probe in probes.items()}
-    job = {"arm": arm.record(), "probes": records, "own": None, "end": False, **more}
+    records = {name: request_record(request) for name, request in requests.items()}
+    job = {"arm": arm.record(), "requests": records, "own": None, "end": False, **more}
     (folder / "job.json").write_text(json.dumps(job))
     plain = ran_there(environment, f"{environment.engine}_answers", folder, str(folder / "job.json"), str(folder))
     with np.load(folder / "arrays.npz") as arrays:
@@ -118,7 +118,7 @@ Run = Callable[..., Said]
 def asking(
     environment: Environment,
     checkpoint: Path,
-    probes: Mapping[str, Probe],
+    requests: Mapping[str, Request],
     factory: pytest.TempPathFactory,
     **always: str,
 ) -> Run:
@@ -134,7 +134,7 @@ def asking(
         **options: str,
     ) -> Said:
         one = arm(environment.engine, path, kv, dtype, **always, **options)
-        chosen = {name: probes[name] for name in names}
+        chosen = {name: requests[name] for name in names}
         return asked(environment, one, chosen, factory.mktemp("answers"), own=OWN if own else None, end=end)
 
     return cache(run)
@@ -171,15 +171,15 @@ def lacking(part: str, checkpoint: Path, folder: Path) -> Path:
     return folder
 
 
-def states_of_transformers(arm: Arm, probe: Prefill) -> list[NDArray[np.float32]]:
+def states_of_transformers(arm: Arm, request: Prefill) -> list[NDArray[np.float32]]:
     """What Transformers says of each window."""
     engine, answers = HFEngine(), tiny.Answers()
     engine.open(arm)
-    engine.answer(probe, answers)
-    return [to_float32(answers.items[item]["hidden"]) for item in range(len(probe.windows))]
+    engine.answer(request, answers)
+    return [to_float32(answers.items[item]["hidden"]) for item in range(len(request.windows))]
 
 
-def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[Ran, Ran]:
+def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[RuntimeRecord, RuntimeRecord]:
     """What ran with K16/V8 and with the engine's own cache, when the first was found to cost next to nothing."""
     report = compare(
         "smollm2-135m",

@@ -1,4 +1,4 @@
-"""Runs in SGLang's environment: one arm answers probes, then SGLang's own interface is asked about the same tokens.
+"""Runs in SGLang's environment: one arm answers requests, then SGLang's own interface is asked about the same tokens.
 
 python -m tests.real.sglang_answers JOB.json FOLDER
 """
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fidelab.captures.requests import Probe, probe_from_record
+from fidelab.captures.requests import Request, request_from_record
 from fidelab.core import Arm
 from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.errors import FidelabError
@@ -23,13 +23,13 @@ def main() -> None:
     with answering() as (job, said):
         engine.open(Arm.from_record(job["arm"]))
         said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
-        said.put(engine, job["probes"], engine._session, "stream")
+        said.put(engine, job["requests"], engine._session, "stream")
         if job["own"]:
             said.plain["own"] = _own(engine, job["own"])
         said.plain["ran"] = engine.ran().record()
         if job["end"]:
             said.plain["processes"] = [pid for pid, _ in _children()]
-            said.plain["errors"]["ended"] = _ended(engine, probe_from_record(next(iter(job["probes"].values()))))
+            said.plain["errors"]["ended"] = _ended(engine, request_from_record(next(iter(job["requests"].values()))))
         engine.close()
         said.plain["left"] = [name for _, name in _children() if name.startswith("sglang")]
 
@@ -54,13 +54,13 @@ def _own(engine: SGLangEngine, asked: Mapping[str, Any]) -> dict[str, Any]:
     return {"generated": [answer["output_ids"] for answer in generated], "logprobs": rows}
 
 
-def _ended(engine: SGLangEngine, probe: Probe) -> str:
+def _ended(engine: SGLangEngine, request: Request) -> str:
     """What is said when the scheduler is killed in the middle."""
     for pid, name in _children():
         if name.startswith("sglang::sched"):
             os.kill(pid, signal.SIGKILL)
     try:
-        engine.answer(probe, Answers("ended"))
+        engine.answer(request, Answers("ended"))
     except FidelabError as error:
         return str(error)
     return "nothing"

@@ -92,11 +92,11 @@ def test_prompt_rows_are_those_of_the_tokens_generated_there(smollm2: Model, url
 
 def test_a_quantized_cache_costs_something_and_not_much(smollm2: Model, urls: list[str]) -> None:
     tokens = Tokenizer.load(smollm2).encode(TEXT)
-    probe = Prefill("kld", (tokens,), 2, len(tokens) - 2, ((0,) * (len(tokens) - 3),))
+    request = Prefill("kld", (tokens,), 2, len(tokens) - 2, ((0,) * (len(tokens) - 3),))
     sides = []
     for url in urls:
         sink = Answers()
-        _opened(smollm2, url).answer(probe, sink)
+        _opened(smollm2, url).answer(request, sink)
         sides.append((np.asarray(sink.items[0]["topk_ids"]), np.asarray(sink.items[0]["topk_logprobs"])))
     rows = compare_topk(sides[0], sides[1], np.asarray(tokens[3:]))
     assert 0 < rows.kl.mean() < 0.05

@@ -40,7 +40,7 @@ def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def said(run: Run) -> Said:
-    """All probes in one process, SGLang's own answers, and the end of its scheduler."""
+    """All requests in one process, SGLang's own answers, and the end of its scheduler."""
     return run(tuple(PROBES), own=True, end=True)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import transformers
 
-from fidelab.captures.requests import Forced, Probe
+from fidelab.captures.requests import Forced, Request
 from fidelab.core import KVSpec
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
@@ -169,10 +169,13 @@ def test_windows_and_scale_are_the_models(environment: Environment, tmp_path: Pa
     special |= {"query_pre_attn_scalar": 9}
     config = transformers.Gemma3TextConfig(**shape, **heads, **special, pad_token_id=None, eos_token_id=None)
     path = tiny.save(drawn(config), tmp_path / "model")
-    probes: dict[str, Probe] = {"prefill": PREFILL, "forced": Forced("forced", (WINDOWS[0][:11],), (WINDOWS[0][11:],))}
+    requests: dict[str, Request] = {
+        "prefill": PREFILL,
+        "forced": Forced("forced", (WINDOWS[0][:11],), (WINDOWS[0][11:],)),
+    }
     options = {"chunked_prefill_size": "48", "max_total_tokens": "2048", "page_size": "16"}
     one = arm("sglang", path, "bf16/fp8_e4m3[scale=per-token-head]", "bfloat16", **options)
-    said = asked(environment, one, probes, tmp_path)
+    said = asked(environment, one, requests, tmp_path)
     assert "error" not in said.plain, said.plain["error"]
     ran = said.plain["ran"]
     assert (ran["k_format"], ran["v_format"]) == ("bf16", "fp8_e4m3[scale=per-token-head]")

@@ -35,7 +35,7 @@ def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.Tem
 
 @pytest.fixture(scope="module")
 def said(run: Run) -> Said:
-    """All probes in one process, and vLLM's own answers."""
+    """All requests in one process, and vLLM's own answers."""
     return run(tuple(PROBES), own=True)
 
 

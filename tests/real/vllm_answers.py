@@ -1,4 +1,4 @@
-"""Runs in vLLM's environment: one arm answers probes, then vLLM's own interface is asked about the same tokens.
+"""Runs in vLLM's environment: one arm answers requests, then vLLM's own interface is asked about the same tokens.
 
 python -m tests.real.vllm_answers JOB.json FOLDER
 """
@@ -18,7 +18,7 @@ def main() -> None:
     with answering() as (job, said):
         engine.open(Arm.from_record(job["arm"]))
         said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
-        said.put(engine, job["probes"], engine._model, "tokens")
+        said.put(engine, job["requests"], engine._model, "tokens")
         if job["own"]:
             said.plain["own"] = _own(engine, job["own"])
         said.plain["ran"] = engine.ran().record()

@@ -13,7 +13,7 @@ import numpy as np
 from fidelab.core import KVSpec, Status
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Curve, TextPair, Texts
-from fidelab.results.record import ArmRecord, Composite, KVFormats, Ran, Report, Verdict
+from fidelab.results.record import ArmRecord, Composite, KVFormats, Report, RuntimeRecord, Verdict
 from fidelab.results.store import RunFolder
 from tests.report.sample_axes import DIVERGENCES, hostile_axis, plad_axis, rniah_axis
 from tests.report.sample_axes import HOSTILE as HOSTILE
@@ -256,7 +256,7 @@ def arm(kv: str, **changes: Any) -> ArmRecord:
         "model": MODEL,
         "kv": KVFormats.from_spec(spec),
         "status": Status.OK,
-        "ran": Ran.model_validate(
+        "ran": RuntimeRecord.model_validate(
             {
                 "k_dtype": spec.k.name,
                 "v_dtype": spec.v.name,
@@ -275,7 +275,7 @@ def candidate(kv: str, mean: float, band: str, size: float, sentence: str, **cha
     spec = KVSpec.parse(kv)
     composite = Composite(value=88.1, ci=(84.2, 91.0), too_close_to_call=band == "DEGRADED")
     fields: dict[str, Any] = {
-        "ran": Ran(k_dtype=spec.k.name, v_dtype=spec.v.name, attention="sdpa", cache_bytes_per_token=size),
+        "ran": RuntimeRecord(k_dtype=spec.k.name, v_dtype=spec.v.name, attention="sdpa", cache_bytes_per_token=size),
         "axes": {"kld": kld_axis(mean, mean / 5, control=0.00003), "trajectory": trajectory_axis(70.3, 12.1)},
         "composite": composite,
         "verdict": Verdict.model_validate(
@@ -320,7 +320,7 @@ def sample_report(**changes: Any) -> Report:
             "seed": 0,
         },
         "comparability_key": {"inputs": "9f2c", "protocol": "half", "n_predict": 64},
-        "reference": arm("f32", ran=Ran(k_dtype="f32", v_dtype="f32", cache_bytes_per_token=92160)),
+        "reference": arm("f32", ran=RuntimeRecord(k_dtype="f32", v_dtype="f32", cache_bytes_per_token=92160)),
         "control": arm("bf16", axes={"kld": kld_axis(0.00003, 0.000004), "trajectory": trajectory_axis(90, 6)}),
         "candidates": (
             candidate(

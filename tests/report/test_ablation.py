@@ -9,7 +9,14 @@ import pytest
 from fidelab.report.ablation import isolation_of
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
-from fidelab.results.ablation_record import FactorEffect, Isolation, IsolationCell, LevelShift, Outcome, sentence_of
+from fidelab.results.ablation_record import (
+    AblationOutcome,
+    FactorEffect,
+    Isolation,
+    IsolationCell,
+    LevelShift,
+    sentence_of,
+)
 from fidelab.results.record import Report
 from tests.report.sample import HOSTILE, sample_report
 
@@ -26,9 +33,9 @@ def effect(factor: str, reach: Any, mean: LevelShift, *shifts: LevelShift, **mor
     return FactorEffect(factor=factor, reach=reach, mean=mean, shifts=shifts, **more)
 
 
-def outcome(*effects: FactorEffect, **changes: Any) -> Outcome:
+def outcome(*effects: FactorEffect, **changes: Any) -> AblationOutcome:
     fields = {"name": "kld", "unit": "nats", "floor": 0.001, "floor_from": "rounding in bfloat16", "effects": effects}
-    return Outcome.model_validate({**fields, **changes})
+    return AblationOutcome.model_validate({**fields, **changes})
 
 
 def still(factor: str, most: float | None) -> FactorEffect:
@@ -97,11 +104,13 @@ def test_contexts_that_no_levels_name_are_listed() -> None:
 
 
 def test_a_pair_without_main_effects_is_named_once() -> None:
-    def some(factor: str, levels: dict[str, str], other: str, quiet: str, loud: str, mean: float) -> FactorEffect:
+    def some(
+        factor: str, levels: dict[str, str], other: str, sleeps_when_idle: str, loud: str, mean: float
+    ) -> FactorEffect:
         def context(level: str) -> dict[str, Any]:
             return {other: level}
 
-        shifts = [shift(levels, 0.0, moves=False, **context(quiet)), shift(levels, mean, **context(loud))]
+        shifts = [shift(levels, 0.0, moves=False, **context(sleeps_when_idle)), shift(levels, mean, **context(loud))]
         return effect(factor, "some", shift(levels, mean / 2), *shifts, only={other: (loud,)}, depends=True)
 
     attention = some("attention", ATTENTION, "kv", "bf16", "int8", 0.021)

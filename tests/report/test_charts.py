@@ -13,16 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fidelab.report.charts import Band, Chart, Line, Size, draw_bars, draw_lines, line_style
+from fidelab.report.charts import Chart, ChartLine, ChartSize, ShadedBand, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier, pareto
 from fidelab.report.heatmap import colour, ink, scale_of, shades_of
 from fidelab.report.labels import LETTER, spread
-from fidelab.report.scales import Axis, Scale, scale_for
-from fidelab.report.sections import Arm, BarGroup
-from fidelab.report.view import Point
+from fidelab.report.scales import ChartAxis, Scale, scale_for
+from fidelab.report.sections import BarGroup, ReportArm
+from fidelab.report.view import FrontierPoint
 from fidelab.results.plots import Bars, Curve, Grid, Heatmap
 
-SIZE, BARE = Size(560, 330), Size(560, 330, labels=False)
+SIZE, BARE = ChartSize(560, 330), ChartSize(560, 330, labels=False)
 positive = st.floats(1e-9, 1e3)
 
 
@@ -70,11 +70,11 @@ def y_ticks(chart: Chart) -> dict[str, float]:
 
 def line(
     y: Sequence[float | None], x: Sequence[float] = (), name: str = "a", area: bool = False, **changes: Any
-) -> Line:
+) -> ChartLine:
     """A line through these values, at 0, 1, 2, … unless ``x`` says otherwise."""
     at = tuple(x) or tuple(range(len(y)))
     curve = Curve(key="k", title="t", x_label="x", y_label="y", x=at, y=tuple(y), **changes)
-    return Line(name, "candidate0", "s0 d0", curve, area)
+    return ChartLine(name, "candidate0", "s0 d0", curve, area)
 
 
 def points_of(d: str) -> list[tuple[float, float]]:
@@ -109,7 +109,7 @@ def test_a_linear_scale_clips_at_its_ends(value: float, place: float) -> None:
 
 @given(st.lists(positive, min_size=1), st.booleans())
 def test_a_scale_holds_all_its_values(values: list[float], log: bool) -> None:
-    scale = scale_for(values, Axis("", log=log), 0, 100)
+    scale = scale_for(values, ChartAxis("", log=log), 0, 100)
     floor = max(values) * 10**-11 if log else min(values)  # twelve decades are shown at most
     assert scale.low <= max(min(values), floor)
     assert scale.high >= max(values)
@@ -118,7 +118,7 @@ def test_a_scale_holds_all_its_values(values: list[float], log: bool) -> None:
 @pytest.mark.parametrize("values", [[], [0.0], [3.0, 3.0], [5e-324, 1e308], [math.inf, 1.0], [-2.0, -2.0]])
 @pytest.mark.parametrize("log", [True, False])
 def test_a_scale_of_odd_values_has_a_length(values: list[float], log: bool) -> None:
-    scale = scale_for(values, Axis("", log=log), 0, 100)
+    scale = scale_for(values, ChartAxis("", log=log), 0, 100)
     assert scale.low < scale.high
     assert all(math.isfinite(tick.at) for tick in scale.ticks(6))
 
@@ -160,24 +160,24 @@ def test_percent_ticks_read_as_percentages() -> None:
 
 
 def test_a_line_runs_through_its_values() -> None:
-    y = Axis("y", log=True, low=0.01, high=1.0)
-    chart = draw_lines([line([1.0, 0.1, 0.01], [0, 5, 10])], Axis("x"), y, BARE)
+    y = ChartAxis("y", log=True, low=0.01, high=1.0)
+    chart = draw_lines([line([1.0, 0.1, 0.01], [0, 5, 10])], ChartAxis("x"), y, BARE)
     left, right, top, bottom = ends(chart)
     middle = ((left + right) / 2, (top + bottom) / 2)
     assert points_of(path_of(parts(chart, "g", "stroke")[0])) == [(left, top), middle, (right, bottom)]
 
 
 def test_a_gap_interrupts_the_line_and_a_lone_value_is_a_dot() -> None:
-    chart = draw_lines([line([1, 2, None, 3, None, 4])], Axis("x"), Axis("y"), SIZE)
+    chart = draw_lines([line([1, 2, None, 3, None, 4])], ChartAxis("x"), ChartAxis("y"), SIZE)
     assert path_of(parts(chart, "g", "stroke")[0]).count("M") == 3
     assert len(parts(chart, "circle")) == 4
     many = line([1.0, None] * 5 + [1.0] * 10)
-    assert len(parts(draw_lines([many], Axis("x"), Axis("y"), SIZE), "circle")) == 5
+    assert len(parts(draw_lines([many], ChartAxis("x"), ChartAxis("y"), SIZE), "circle")) == 5
 
 
 @given(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=2, max_size=30))
 def test_stairs_hold_each_value_until_the_next_abscissa(values: list[float]) -> None:
-    chart = draw_lines([line(values, stairs=True)], Axis("x"), Axis("y", low=0, high=1), SIZE)
+    chart = draw_lines([line(values, stairs=True)], ChartAxis("x"), ChartAxis("y", low=0, high=1), SIZE)
     left, right, top, bottom = ends(chart)
     x, y = Scale(0, len(values) - 1, left, right), Scale(0, 1, bottom, top)
     corners = points_of(path_of(parts(chart, "g", "stroke")[0]))
@@ -190,7 +190,7 @@ def test_stairs_hold_each_value_until_the_next_abscissa(values: list[float]) -> 
 
 
 def test_an_area_reaches_down_to_the_axis() -> None:
-    chart = draw_lines([line([1.0, 2.0], area=True)], Axis("x"), Axis("y"), SIZE)
+    chart = draw_lines([line([1.0, 2.0], area=True)], ChartAxis("x"), ChartAxis("y"), SIZE)
     [stroke] = parts(chart, "g", "stroke")
     left, _, _, bottom = ends(chart)
     assert shape_of(stroke) == f"{path_of(stroke)}V{bottom:g}H{left:g}Z"
@@ -198,7 +198,7 @@ def test_an_area_reaches_down_to_the_axis() -> None:
 
 def test_the_spread_reaches_from_the_lowest_to_the_highest_repeat() -> None:
     drawn = line([3.0, 2.0], low=(2.0, 1.5), high=(4.0, 2.5))
-    chart = draw_lines([drawn], Axis("x"), Axis("y", low=0, high=5), BARE)
+    chart = draw_lines([drawn], ChartAxis("x"), ChartAxis("y", low=0, high=5), BARE)
     left, right, top, bottom = ends(chart)
     y = Scale(0, 5, bottom, top)
     corners = points_of(shape_of(parts(chart, "g", "stroke")[0]).removesuffix("Z"))
@@ -208,7 +208,9 @@ def test_the_spread_reaches_from_the_lowest_to_the_highest_repeat() -> None:
 @given(st.lists(st.one_of(st.none(), st.floats(0, 10)), min_size=1, max_size=8).filter(any))
 def test_a_spread_is_one_closed_shape_per_run_of_values(low: list[float | None]) -> None:
     high = tuple(None if value is None else value + 1 for value in low)
-    [stroke] = parts(draw_lines([line(low, low=tuple(low), high=high)], Axis("x"), Axis("y"), BARE), "g", "stroke")
+    [stroke] = parts(
+        draw_lines([line(low, low=tuple(low), high=high)], ChartAxis("x"), ChartAxis("y"), BARE), "g", "stroke"
+    )
     runs = "".join(" " if value is None else "x" for value in low).split()
     assert shape_of(stroke).count("M") == shape_of(stroke).count("Z") == len(runs)
 
@@ -217,7 +219,7 @@ def test_what_does_not_count_is_hollow_says_why_and_no_line_runs_through_it() ->
     drawn = line(
         [100, 90, 80], name="q8_0", doubts=("", "the cache holds bf16", ""), low=(99, 1, 79), high=(101, 99, 81)
     )
-    chart = draw_lines([drawn], Axis("x"), Axis("y", low=0, high=100), BARE)
+    chart = draw_lines([drawn], ChartAxis("x"), ChartAxis("y", low=0, high=100), BARE)
     [stroke], [hollow] = parts(chart, "g", "stroke"), parts(chart, "circle", "hollow")
     left, right, top, bottom = ends(chart)
     place = ((left + right) / 2, Scale(0, 100, bottom, top)(90))
@@ -230,7 +232,7 @@ def test_what_does_not_count_is_hollow_says_why_and_no_line_runs_through_it() ->
 
 def test_names_of_lines_that_end_together_do_not_overlap() -> None:
     lines = [line([1.0, 1.0 + n / 1000], name=f"arm {n}") for n in range(6)]
-    chart = draw_lines(lines, Axis("x"), Axis("y", low=0, high=5), SIZE)
+    chart = draw_lines(lines, ChartAxis("x"), ChartAxis("y", low=0, high=5), SIZE)
     names = parts(chart, "text", "name")
     heights = sorted(number(name, "y") for name in names)
     assert len(names) == 6
@@ -240,8 +242,8 @@ def test_names_of_lines_that_end_together_do_not_overlap() -> None:
 
 def test_names_of_points_cover_neither_each_other_nor_a_point() -> None:
     crowd = line([n % 5 for n in range(20)], name="a", names=tuple(str(n) for n in range(20)))
-    for size in (BARE, Size(360, 300, labels=False)):
-        chart = draw_lines([crowd], Axis("x"), Axis("y"), size)
+    for size in (BARE, ChartSize(360, 300, labels=False)):
+        chart = draw_lines([crowd], ChartAxis("x"), ChartAxis("y"), size)
         boxes = [box_of(tag) for tag in parts(chart, "text", "tag")]
         dots = [(x - 4, y - 4, x + 4, y + 4) for x, y in points_of(path_of(parts(chart, "g", "stroke")[0]))]
         assert boxes
@@ -250,7 +252,7 @@ def test_names_of_points_cover_neither_each_other_nor_a_point() -> None:
 
 
 def test_wide_labels_of_the_ordinate_stay_inside_the_drawing() -> None:
-    chart = draw_lines([line([0, 3e8])], Axis("x"), Axis("bytes", low=0), SIZE)
+    chart = draw_lines([line([0, 3e8])], ChartAxis("x"), ChartAxis("bytes", low=0), SIZE)
     labels = [text for text in parts(chart, "text") if text.text == "300,000,000"]
     assert [number(label, "x") - LETTER * len("300,000,000") >= 0 for label in labels] == [True]
 
@@ -267,9 +269,13 @@ def test_spread_keeps_order_and_distance_and_stays_inside(levels: list[float]) -
 
 
 def test_a_band_reaches_from_the_axis_to_its_value_and_labels_of_bands_stand_apart() -> None:
-    bands = [Band("noise", "control", 1e-3), Band("repeats", "floor", 9e-4), Band("nothing", "floor", 1e-9)]
-    y = Axis("y", log=True, low=1e-6, high=1.0)
-    chart = draw_lines([line([1.0, 0.1])], Axis("x"), y, SIZE, bands=bands)
+    bands = [
+        ShadedBand("noise", "control", 1e-3),
+        ShadedBand("repeats", "floor", 9e-4),
+        ShadedBand("nothing", "floor", 1e-9),
+    ]
+    y = ChartAxis("y", log=True, low=1e-6, high=1.0)
+    chart = draw_lines([line([1.0, 0.1])], ChartAxis("x"), y, SIZE, bands=bands)
     floor, control = parts(chart, "rect", "box")
     assert number(control, "y") + number(control, "height") == ends(chart)[3] == 282
     assert number(control, "y") == 156
@@ -282,8 +288,8 @@ def test_a_band_reaches_from_the_axis_to_its_value_and_labels_of_bands_stand_apa
 @pytest.mark.parametrize(("height", "names"), [(330, ["low", "middle", "high"]), (152, ["low", "middle"])])
 def test_levels_outside_the_scale_are_left_out_and_crowded_names_too(height: int, names: list[str]) -> None:
     rules = {0.01: "low", 0.05: "middle", 0.1: "high", 10: "outside"}
-    y = Axis("y", log=True, low=1e-4, high=1.0)
-    chart = draw_lines([line([1.0, 0.1])], Axis("x"), y, Size(560, height), rules=rules)
+    y = ChartAxis("y", log=True, low=1e-4, high=1.0)
+    chart = draw_lines([line([1.0, 0.1])], ChartAxis("x"), y, ChartSize(560, height), rules=rules)
     assert len(parts(chart, "line", "rule")) == 3
     assert [label.text for label in parts(chart, "text", "rulelabel")] == names
 
@@ -313,7 +319,9 @@ def box_of(label: ElementTree.Element) -> tuple[float, float, float, float]:
 
 
 def test_a_tenfold_kl_is_one_step_on_the_axis() -> None:
-    chart = draw_frontier((Point("a", 100, 0.1, None, "pass"), Point("b", 50, 0.001, None, "pass")), Size(860, 380))
+    chart = draw_frontier(
+        (FrontierPoint("a", 100, 0.1, None, "pass"), FrontierPoint("b", 50, 0.001, None, "pass")), ChartSize(860, 380)
+    )
     assert chart is not None
     grid = y_ticks(chart)
     assert list(grid) == ["0.001", "0.01", "0.1"]
@@ -322,8 +330,8 @@ def test_a_tenfold_kl_is_one_step_on_the_axis() -> None:
 
 
 def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
-    points = (Point("a", 0, 0, (0, 0), "excellent"), Point("b", 9, 1e-7, (-1e-7, 3e-7), "pass"))
-    chart = draw_frontier(points, Size(860, 380))
+    points = (FrontierPoint("a", 0, 0, (0, 0), "excellent"), FrontierPoint("b", 9, 1e-7, (-1e-7, 3e-7), "pass"))
+    chart = draw_frontier(points, ChartSize(860, 380))
     assert chart is not None
     _, _, top, bottom = ends(chart)
     assert len(parts(chart, "circle", "zero")) == 1
@@ -337,12 +345,12 @@ def test_zero_and_intervals_from_zero_stay_in_the_chart() -> None:
 
 
 def test_no_points_no_chart() -> None:
-    assert draw_frontier((), Size(860, 380)) is None
+    assert draw_frontier((), ChartSize(860, 380)) is None
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=8))
 def test_the_frontier_is_who_is_not_beaten(sizes: list[tuple[int, int]]) -> None:
-    points = [Point(str(n), size, kl, None, "pass") for n, (size, kl) in enumerate(sizes)]
+    points = [FrontierPoint(str(n), size, kl, None, "pass") for n, (size, kl) in enumerate(sizes)]
     beaten = {
         p.name
         for p in points
@@ -353,7 +361,11 @@ def test_the_frontier_is_who_is_not_beaten(sizes: list[tuple[int, int]]) -> None
 
 
 def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
-    points = [Point("a", 10, 0.1, None, "x"), Point("b", 20, 0.01, None, "x"), Point("c", 20, 0.1, None, "x")]
+    points = [
+        FrontierPoint("a", 10, 0.1, None, "x"),
+        FrontierPoint("b", 20, 0.01, None, "x"),
+        FrontierPoint("c", 20, 0.1, None, "x"),
+    ]
     chart = draw_frontier(points, SIZE)
     assert chart is not None
     place = marks(chart)
@@ -364,8 +376,8 @@ def test_the_frontier_line_goes_level_to_the_next_size_then_down() -> None:
 
 @pytest.mark.parametrize("width", [360, 1120])
 def test_labels_cover_neither_labels_nor_points(width: int) -> None:
-    points = [Point(f"format_{n}", 1000 + 3 * n, 0.01 + n / 1e4, None, "pass") for n in range(8)]
-    chart = draw_frontier(points, Size(width, 430))
+    points = [FrontierPoint(f"format_{n}", 1000 + 3 * n, 0.01 + n / 1e4, None, "pass") for n in range(8)]
+    chart = draw_frontier(points, ChartSize(width, 430))
     assert chart is not None
     boxes = [box_of(label) for label in parts(chart, "text", "name")]
     assert all(box[0] >= 0 and box[2] <= width for box in boxes)
@@ -381,7 +393,7 @@ def test_parts_of_a_bar_follow_each_other_in_proportion_and_keep_their_colours()
     words = {"key": "k", "title": "t", "y_label": "seconds", "labels": ("",)}
     both = Bars.model_validate({**words, "parts": {"p": (1.0,), "q": (3.0,)}, "totals": (4.2,)})
     one = Bars.model_validate({**words, "parts": {"q": (2.0,)}})
-    group = BarGroup("k", "t", "", ((Arm("a", "candidate"), both), (Arm("b", "candidate", 1), one)))
+    group = BarGroup("k", "t", "", ((ReportArm("a", "candidate"), both), (ReportArm("b", "candidate", 1), one)))
     chart = draw_bars(group, ["p", "q"], 560)
     first, second, alone = (part.find("rect") for part in parts(chart, "g", "part"))
     colours = [part.get("class") for part in parts(chart, "g", "part")]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from fidelab.report.text_plot import plot_frontier
-from fidelab.report.view import Point, build_view
+from fidelab.report.view import FrontierPoint, build_view
 from tests.report.sample import sample_report
 
 
@@ -17,8 +17,8 @@ def place(lines: list[str], letter: str) -> tuple[int, int]:
     return next((row, line.index(letter)) for row, line in enumerate(grid) if letter in line)
 
 
-def points(*arms: tuple[str, float, float]) -> tuple[Point, ...]:
-    return tuple(Point(name, size, mean, None, "pass") for name, size, mean in arms)
+def points(*arms: tuple[str, float, float]) -> tuple[FrontierPoint, ...]:
+    return tuple(FrontierPoint(name, size, mean, None, "pass") for name, size, mean in arms)
 
 
 def test_a_cheaper_arm_stands_lower_and_a_larger_one_further_right() -> None:
@@ -35,7 +35,9 @@ def test_a_tenfold_cost_is_the_same_step_everywhere() -> None:
 
 
 def test_an_interval_is_a_bar_from_end_to_end() -> None:
-    lines = plot_frontier((Point("a", 50, 0.1, (0.01, 1.0), "pass"), Point("b", 100, 0.1, None, "pass")))
+    lines = plot_frontier(
+        (FrontierPoint("a", 50, 0.1, (0.01, 1.0), "pass"), FrontierPoint("b", 100, 0.1, None, "pass"))
+    )
     column = place(lines, "A")[1]
     marks = [line.partition("|")[2][column : column + 1] for line in lines[1:15]]
     assert re.fullmatch(r"\|+A\|+", "".join(marks).strip())

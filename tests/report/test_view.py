@@ -31,7 +31,7 @@ from fidelab.results.numbers import (
     one_line,
     printable,
 )
-from fidelab.results.record import Comparison, Composite, Floor, Ran, Report, Verdict
+from fidelab.results.record import Comparison, Composite, Floor, Report, RuntimeRecord, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
@@ -456,7 +456,7 @@ def test_every_face_says_what_was_modified(face: Callable[[Report], str]) -> Non
         "provenance": {"torch": "stock", "vllm": "modified: 1 file differs from the package, first a.py"},
         "pythonpath": [{"folder": "patched", "sha256": "0123abcd4567"}],
     }
-    shimmed = candidate("q4", 0.02, "PASS", 1, "safe", ran=Ran.model_validate(ran))
+    shimmed = candidate("q4", 0.02, "PASS", 1, "safe", ran=RuntimeRecord.model_validate(ran))
     shown, plain = (
         face(sample_report(candidates=(arm,))) for arm in (shimmed, candidate("q4", 0.02, "PASS", 1, "safe"))
     )
@@ -484,7 +484,7 @@ def test_every_face_shows_axes_and_benches_that_nobody_knows(face: Callable[[Rep
 
 
 def test_folders_of_own_builds_stay_at_home() -> None:
-    ran = Ran.model_validate({"provenance": {"torch": "built from /home/somebody/torch@0123"}})
+    ran = RuntimeRecord.model_validate({"provenance": {"torch": "built from /home/somebody/torch@0123"}})
     assert ran.modified == ("torch built from torch@0123",)
 
 

@@ -14,7 +14,7 @@ from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results.measurement import Definition, Measurement, Metric
 from fidelab.results.plots import Curve
-from fidelab.results.record import ArmRecord, Composite, KVFormats, Ran, Report, write_atomically
+from fidelab.results.record import ArmRecord, Composite, KVFormats, Report, RuntimeRecord, write_atomically
 from tests.report.sample import HOSTILE, arm, candidate, sample_report
 
 SCHEMA_FILE = Path(__file__).parents[2] / "schema" / "fidelab.report-1.schema.json"
@@ -55,8 +55,8 @@ def test_schema_name_comes_first() -> None:
         (Metric, {"name": "rate", "cell": {"rate": ...}}),
         (Curve, {"key": "k", "title": "t", "x_label": "", "y_label": "", "x": [1], "y": [...]}),
         (Measurement, {"status": "ok", "facts": {"a": [...]}}),
-        (Ran, {"scale": ...}),
-        (Ran, {"scale": {"layers": [...]}}),
+        (RuntimeRecord, {"scale": ...}),
+        (RuntimeRecord, {"scale": {"layers": [...]}}),
         (KVFormats, {"k": "a", "v": "b", "options": {"group": ...}}),
     ],
 )
@@ -180,7 +180,7 @@ def test_a_record_cannot_be_edited() -> None:
 
 
 def test_free_fields_hold_what_json_gives_back() -> None:
-    assert Ran.model_validate({"shape": (1, 2)}).others() == {"shape": [1, 2]}
+    assert RuntimeRecord.model_validate({"shape": (1, 2)}).others() == {"shape": [1, 2]}
 
 
 def test_a_kv_spec_keeps_its_options() -> None:

@@ -46,7 +46,7 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
 
 
 def relabelled(done: Done, roles: dict[str, str], **changed: dict[str, Any]) -> Report:
-    """The run's captures scored again, some of them under the roles of witnesses.
+    """The run's captures scored again, some of them under the roles of diagnostic arms.
 
     ``changed``: fields of the arm and of what ran, in the arms whose roles begin so.
     """

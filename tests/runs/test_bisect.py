@@ -12,7 +12,7 @@ import pytest
 import yaml
 from rich.console import Console
 
-from fidelab.metrics.layers import Curve
+from fidelab.metrics.layers import LayerCurve
 from fidelab.models.tiny import make_tiny
 from fidelab.report.layer_diff import render_bisect, sentence
 from fidelab.results.layer_diff_record import BisectReport
@@ -78,13 +78,13 @@ def test_the_twin_is_the_candidate_with_other_last_bits(done: Done) -> None:
 
 
 def test_a_layer_that_adds_less_than_last_bits_do_begins_nothing() -> None:
-    curve, small, large = (Curve(x, x, x) for x in (np.array([0.0, 0.2, 0.2]), np.full(3, 0.1), np.full(3, 0.3)))
+    curve, small, large = (LayerCurve(x, x, x) for x in (np.array([0.0, 0.2, 0.2]), np.full(3, 0.1), np.full(3, 0.3)))
     assert [_layers(curve, None, twin)["begins"] for twin in (None, small, large)] == [0, 0, None]
     assert _layers(curve, small)["begins"] is None  # three times the floor
 
 
 def test_a_layers_row_is_of_the_states_behind_it() -> None:
-    curve, floor = (Curve(x, 2 * x, 3 * x) for x in (np.array([0.1, 0.2, 0.4]), np.array([0.0, 0.01, 0.02])))
+    curve, floor = (LayerCurve(x, 2 * x, 3 * x) for x in (np.array([0.1, 0.2, 0.4]), np.array([0.0, 0.01, 0.02])))
     found = _layers(curve, floor)
     assert found["entering"].median == 0.1
     assert [(row.layer, row.error.median, row.error.rms) for row in found["layers"]] == [

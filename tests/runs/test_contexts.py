@@ -34,13 +34,13 @@ def answer_anew(run: Done, role: str, n_ctx: int, qs: Sequence[float]) -> None:
     found = next(arm for arm in arms if arm["role"] == role)
     folder = run.folder.joinpath(found["captures"][f"kld.{n_ctx}"]).resolve()
     old = Capture(folder)
-    probe, manifest = old.probe, old.manifest
-    assert isinstance(probe, Prefill)
+    request, manifest = old.request, old.manifest
+    assert isinstance(request, Prefill)
     shutil.rmtree(folder)
-    writer = CaptureWriter(folder, probe, manifest["key"], manifest["asked"], old.vocabulary)
-    for window, q in zip(range(len(probe.windows)), qs, strict=True):
+    writer = CaptureWriter(folder, request, manifest["key"], manifest["asked"], old.vocabulary)
+    for window, q in zip(range(len(request.windows)), qs, strict=True):
         row = np.log(np.repeat([q / 128, (1 - q) / 128], 128)).astype(np.float32)
-        writer.add(window, {"logprobs": np.tile(row, (probe.n_rows, 1))})
+        writer.add(window, {"logprobs": np.tile(row, (request.n_rows, 1))})
     writer.finish(manifest["estimator"], manifest["ran"], manifest["facts"])
     assert cli("rescore", run.folder, cwd=run.cwd).code == 0
 

@@ -40,11 +40,11 @@ def answer_anew(run: Done, arm: str, qs: Sequence[float]) -> None:
     """Give an arm's KLD capture another two-level distribution in every window, and score the run again."""
     folder = kld_capture(run.folder, arm)
     old = Capture(folder)
-    probe, manifest = old.probe, old.manifest
-    assert isinstance(probe, Prefill)
-    n, rows = manifest["vocabulary"]["size"] // 2, len(probe.units[0])
+    request, manifest = old.request, old.manifest
+    assert isinstance(request, Prefill)
+    n, rows = manifest["vocabulary"]["size"] // 2, len(request.units[0])
     shutil.rmtree(folder)
-    writer = CaptureWriter(folder, probe, manifest["key"], manifest["asked"], old.vocabulary)
+    writer = CaptureWriter(folder, request, manifest["key"], manifest["asked"], old.vocabulary)
     for window, q in enumerate(qs):
         row = np.log(np.repeat([q / n, (1 - q) / n], n)).astype(np.float32)
         writer.add(window, {"logprobs": np.tile(row, (rows, 1))})

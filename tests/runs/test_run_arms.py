@@ -12,7 +12,7 @@ import yaml
 
 from fidelab.config.schema import ArmConfig, EngineConfig
 from fidelab.engines import ENGINES
-from fidelab.engines.base import Verdict
+from fidelab.engines.base import Support
 from fidelab.engines.fake import FakeEngine
 from fidelab.plan.arms import served_name
 from tests.environments.conftest import Second, second
@@ -29,12 +29,12 @@ class Fussy(FakeEngine):
     name = "fake"
 
     @classmethod
-    def supports(cls, arm: Any) -> Verdict:
+    def supports(cls, arm: Any) -> Support:
         options = dict(arm.options)
         forced = options.pop("force", "no") == "yes"
         verdict = super().supports(type(arm)(**{**vars(arm), "options": tuple(options.items())}))
         if verdict.ok and arm.kv.k.name in ("garbage", "silent") and not forced:
-            return Verdict(False, "something else comes out")
+            return Support(False, "something else comes out")
         return verdict
 
 

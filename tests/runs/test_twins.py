@@ -63,7 +63,7 @@ def test_each_family_has_one_twin_which_is_its_first_arm_with_other_last_bits(ro
 
 def test_a_twin_answers_a_quarter_of_the_kld_windows_and_nothing_else(room: Path) -> None:
     [job] = twins(room, "int4")
-    assert [(capture.axis, len(capture.probe.items())) for capture in job.captures] == [("kld", 2)]
+    assert [(capture.axis, len(capture.request.items())) for capture in job.captures] == [("kld", 2)]
 
 
 @pytest.mark.parametrize("change", [{"twins": 0}, {"axes": {"perplexity": {"contexts": [32], "windows": 4}}}])

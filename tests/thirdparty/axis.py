@@ -49,7 +49,7 @@ class Length(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4}
     settings: LengthSettings
 
-    def probe(self, inputs: AxisInputs) -> Generate:
+    def request(self, inputs: AxisInputs) -> Generate:
         prompts = inputs.prompts[: self.settings.limit]
         return Generate(
             axis=self.name,

@@ -12,10 +12,10 @@ import pytest
 
 import fidelab
 from fidelab.captures.manifest import capture_folder, capture_key
-from fidelab.captures.requests import probe_record
+from fidelab.captures.requests import request_record
 from fidelab.core import Arm
 from fidelab.workers.messages import Job, Message, ProbeTask
-from fidelab.workers.parent import Outcome, run_worker
+from fidelab.workers.parent import JobOutcome, run_worker
 from tests.captures import sample
 
 
@@ -23,7 +23,7 @@ from tests.captures import sample
 class Worked:
     """An outcome with all that was said on the way."""
 
-    outcome: Outcome
+    outcome: JobOutcome
     store: Path
     log: str
     messages: list[Message] = field(default_factory=list)
@@ -44,11 +44,11 @@ def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def make_job(store: Path, arm: Arm, **changes: Any) -> Job:
-    """Two probes: windows and prompts."""
+    """Two requests: windows and prompts."""
     tasks = []
-    for probe in (sample.WINDOWS, sample.PROMPTS):
-        key = capture_key(arm, probe, {}, 0)
-        tasks.append(ProbeTask(probe_record(probe), str(capture_folder(store, arm, probe, key)), key))
+    for request in (sample.WINDOWS, sample.PROMPTS):
+        key = capture_key(arm, request, {}, 0)
+        tasks.append(ProbeTask(request_record(request), str(capture_folder(store, arm, request, key)), key))
     words = sample.vocabulary()
     fields = {
         "arm": arm.record(),
@@ -63,7 +63,7 @@ def make_job(store: Path, arm: Arm, **changes: Any) -> Job:
 
 @pytest.fixture
 def work(tmp_path: Path, plugin_path: str) -> Work:
-    """Runs the two probes of :func:`make_job` with ``do``; other keywords change the job or the arm's engine."""
+    """Runs the two requests of :func:`make_job` with ``do``; other keywords change the job or the arm's engine."""
 
     def run(
         do: str = "",

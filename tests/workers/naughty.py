@@ -12,16 +12,16 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fidelab.captures.requests import Probe
+from fidelab.captures.requests import Request
 from fidelab.core import Arm, Estimator
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support
 from fidelab.errors import NotSupportedError
 
 LIES = b'{"type": "Done", "ran": {}}\n{"type": "Captured", "index": 0, "path": "/", "seconds": 0}\nnonsense\n'
 
 
 class Naughty(Engine):
-    """Answers every probe with ones, unless told otherwise."""
+    """Answers every request with ones, unless told otherwise."""
 
     name = "naughty"
 
@@ -34,8 +34,8 @@ class Naughty(Engine):
         return ["any"]
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
-        return Verdict(True)
+    def supports(cls, arm: Arm) -> Support:
+        return Support(True)
 
     def open(self, arm: Arm) -> None:
         self._do = dict(arm.options).get("do", "")
@@ -58,7 +58,7 @@ class Naughty(Engine):
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         match self._do:
             case "abort":
                 print("GGML_ASSERT(n > 0) failed", file=sys.stderr, flush=True)
@@ -70,19 +70,19 @@ class Naughty(Engine):
                 self._talk()
             case "spawn":
                 time.sleep(600)
-            case "raise" if probe.axis == "kld":
+            case "raise" if request.axis == "kld":
                 raise ValueError("no such\n  tensor")
             case "oom":
                 raise RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB")
             case "linger":
                 threading.Thread(target=time.sleep, args=(600,)).start()
-        for item, tokens in enumerate(probe.items()):
+        for item, tokens in enumerate(request.items()):
             sink.add(item, {"logprobs": np.ones((2, 8), np.float32)})
             sink.progress(len(tokens))
         return Answer(Estimator.LOGPROBS, facts={"modules": sorted({name.split(".")[0] for name in sys.modules})})
 
-    def ran(self) -> Ran:
-        return Ran({"naughty": "1"}, "cpu", cache_bytes_per_token=float("nan") if self._do == "nan" else 1.0)
+    def ran(self) -> RuntimeInfo:
+        return RuntimeInfo({"naughty": "1"}, "cpu", cache_bytes_per_token=float("nan") if self._do == "nan" else 1.0)
 
     def close(self) -> None:
         if self._do == "close":

@@ -14,7 +14,7 @@ import pytest
 import fidelab.workers.parent as parent
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Timed, probe_record
+from fidelab.captures.requests import Timed, request_record
 from fidelab.core import Status
 from fidelab.workers.messages import Captured, Idle, Job, Message, Opened, ProbeTask
 from fidelab.workers.parent import Worker
@@ -29,9 +29,9 @@ Live = Callable[..., Worker]
 def task(store: Path, job: Job, number: int, label: str = "bench") -> ProbeTask:
     """A question of its own."""
     arm = replace(sample.ARM, name=label, engine=str(job.arm["engine"]))
-    probe = Timed(f"round{number}", ((1, 2, 3),), n=1)
-    key = capture_key(arm, probe, {}, number)
-    return ProbeTask(probe_record(probe), str(capture_folder(store, arm, probe, key)), key)
+    request = Timed(f"round{number}", ((1, 2, 3),), n=1)
+    key = capture_key(arm, request, {}, number)
+    return ProbeTask(request_record(request), str(capture_folder(store, arm, request, key)), key)
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ leaf = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, al
 plain = st.dictionaries(
     text, st.recursive(leaf, lambda inner: st.lists(inner) | st.dictionaries(text, inner), max_leaves=8)
 )
-tasks = st.builds(ProbeTask, probe=plain, target=text, key=plain)
+tasks = st.builds(ProbeTask, request=plain, target=text, key=plain)
 messages: st.SearchStrategy[Any] = st.one_of(
     st.builds(
         Job,

@@ -18,7 +18,7 @@ import pytest
 
 import fidelab.workers.parent as parent
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.captures.requests import Layerwise, probe_record
+from fidelab.captures.requests import Layerwise, request_record
 from fidelab.core import Status
 from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
 from tests.captures import sample
@@ -58,9 +58,9 @@ def test_a_job_leaves_its_captures_and_says_what_ran(work: Work) -> None:
 
 
 def test_a_kind_of_probe_that_the_engine_does_not_answer_fails_by_itself(work: Work, tmp_path: Path) -> None:
-    probe = Layerwise("bisect", ((1, 2),), 0, 1)
+    request = Layerwise("bisect", ((1, 2),), 0, 1)
     [first, *_] = make_job(tmp_path / "captures", replace(sample.ARM, engine="naughty")).tasks
-    unknown = replace(first, probe=probe_record(probe), target=f"{first.target}-layers")
+    unknown = replace(first, request=request_record(request), target=f"{first.target}-layers")
     done = work(tasks=[unknown, first])
     assert list(done.outcome.failed.items()) == [(0, "engine naughty answers no layerwise probes")]
     assert list(done.outcome.captured) == [1]

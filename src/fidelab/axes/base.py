@@ -3,9 +3,9 @@
 An axis is made from its settings, builds requests, and scores pairs of captures into an :class:`AxisScore`: metrics and
 plots for the report, and per-item sufficient statistics from which all intervals are computed.
 
-Most axes have one request: they implement ``probe`` and ``score``.  An axis with several *parts* (contexts, styles)
-implements ``probes`` and ``score_parts``; an axis with requests that depend on the reference's answers also implements
-``follow_up``.
+Most axes have one request: they implement ``request`` and ``score``.  An axis with several *parts* (contexts, styles)
+implements ``requests`` and ``score_parts``; an axis with requests that depend on the reference's answers also
+implements ``follow_up``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict
 from fidelab.axes.capability.parse import after_reasoning
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Probe, Timed, Tokens
+from fidelab.captures.requests import Generate, Request, Timed, Tokens
 from fidelab.core import Status
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.intervals import (
@@ -138,7 +138,7 @@ class AxisScore:
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     onsets: Floats | None = None
     not_measurable: str = ""
-    lowers: tuple[str, ...] = ()
+    downgrades: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
     part: str = ""
     parts: Mapping[str, AxisScore] = field(default_factory=dict)
@@ -253,7 +253,7 @@ class Axis:
     def __init__(self, settings: Any) -> None:
         self.settings = settings
 
-    def probe(self, inputs: AxisInputs) -> Probe:
+    def request(self, inputs: AxisInputs) -> Request:
         """The request sent to every arm, if the axis has only one.
 
         Raises:
@@ -265,29 +265,29 @@ class Axis:
         """Compare two captures of the request."""
         raise NotImplementedError(f"axis {self.name} has neither score nor score_parts of its own")
 
-    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+    def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         """The requests sent to every arm, by part; an axis with a single request names its part ``""``.
 
         The ``axis`` of a request is :func:`part_name` of its part.
         """
-        return {"": self.probe(inputs)}
+        return {"": self.request(inputs)}
 
     def available(self, inputs: AxisInputs) -> int | None:
         """The number of items that the setting ``limit`` selects from (by default the prompts); ``None``: unknown."""
         return len(inputs.prompts)
 
-    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
-        """Further questions, made from the reference's answers to :meth:`probes`."""
+    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
+        """Further questions, made from the reference's answers to :meth:`requests`."""
         return {}
 
-    def repeated(self, probe: Probe, share: float) -> Probe | None:
+    def repeated(self, request: Request, share: float) -> Request | None:
         """The part of a request that the reference answers again for the noise floor; ``None``: nothing.
 
         By default an evenly spread ``share`` (0…1) of the items.
         """
-        if isinstance(probe, Timed):
+        if isinstance(request, Timed):
             return None
-        return probe.select(spread(len(probe.items()), share))
+        return request.select(spread(len(request.items()), share))
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         """Compare two arms' captures of all parts."""
@@ -336,23 +336,23 @@ def texts(title: str, pairs: Iterable[TextPair]) -> tuple[Texts, ...]:
 
 def written_text(capture: Capture, item: int) -> str:
     """The generated text without the stop token."""
-    ids, probe = capture.ids(item), capture.probe
-    ended = isinstance(probe, Generate) and ids and ids[-1] in probe.stop
+    ids, request = capture.ids(item), capture.request
+    ended = isinstance(request, Generate) and ids and ids[-1] in request.stop
     return capture.text(ids[:-1] if ended else ids)
 
 
 def answer_text(capture: Capture, item: int) -> str:
     """The generated text without the stop token and without reasoning."""
-    probe = capture.probe
-    prompt = capture.text(probe.prompts[item][-_TAIL:]) if isinstance(probe, Generate) else ""
+    request = capture.request
+    prompt = capture.text(request.prompts[item][-_TAIL:]) if isinstance(request, Generate) else ""
     return after_reasoning(written_text(capture, item), prompt)
 
 
-def select_groups(probe: Probe, groups: Sequence[Hashable], share: float) -> Probe:
+def select_groups(request: Request, groups: Sequence[Hashable], share: float) -> Request:
     """A ``share`` (0…1) of the groups, evenly spread, with all their items; ``groups`` [n]: the group of each item."""
     names = list(dict.fromkeys(groups))
     kept = {names[index] for index in spread(len(names), share)}
-    return probe.select([index for index, group in enumerate(groups) if group in kept])
+    return request.select([index for index, group in enumerate(groups) if group in kept])
 
 
 def spread(n: int, share: float) -> list[int]:

@@ -126,7 +126,7 @@ class Degeneration(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"limit": 4, "n_predict": 384}
     settings: DegenerationSettings
 
-    def probe(self, inputs: AxisInputs) -> Generate:
+    def request(self, inputs: AxisInputs) -> Generate:
         s = self.settings
         return greedy_probe(inputs, self.name, s.n_predict, s.limit, s.template, batch=s.batch)
 
@@ -148,7 +148,7 @@ class Degeneration(Axis):
             identical=bool(usable.all()) and all(pair.ref.ids(r) == pair.test.ids(t) for r, t in pair.items),
             proportion=True,
             onsets=np.array([item.test.onset.at if item.test.onset else budget for item in items], dtype=np.float64),
-            lowers=_lowers(good),
+            downgrades=_lowers(good),
             fails=_fails(good),
         )
         return replace(
@@ -164,17 +164,17 @@ def _judged(pair: Pair) -> list[_Item]:
 
     The lowest distinct-token ratio comes from the prompts and the reference's texts up to their loops.
     """
-    probe = pair.ref.probe
-    if not isinstance(probe, Generate):
+    request = pair.ref.request
+    if not isinstance(request, Generate):
         raise CaptureError(f"capture {pair.ref.folder} holds no generated text")
     vocab = pair.ref.vocabulary.size
-    written = [_unended(pair.ref.ids(r), probe.stop) for r in range(len(probe.prompts))]
-    floor = distinct_floor([*probe.prompts, *(ids[: loop_onset(ids)] for ids in written)])
+    written = [_unended(pair.ref.ids(r), request.stop) for r in range(len(request.prompts))]
+    floor = distinct_floor([*request.prompts, *(ids[: loop_onset(ids)] for ids in written)])
 
     def judged(ids: Sequence[int], item: int) -> _Text:
-        return _Text(ids, degeneration_onset(ids, probe.prompts[item], vocab, floor))
+        return _Text(ids, degeneration_onset(ids, request.prompts[item], vocab, floor))
 
-    return [_Item(r, judged(written[r], r), judged(_unended(pair.test.ids(t), probe.stop), r)) for r, t in pair.items]
+    return [_Item(r, judged(written[r], r), judged(_unended(pair.test.ids(t), request.stop), r)) for r, t in pair.items]
 
 
 def _unended(ids: Sequence[int], stop: Sequence[int]) -> Sequence[int]:

@@ -20,7 +20,7 @@ from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSet
 from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Forced, Generate, Probe
+from fidelab.captures.requests import Forced, Generate, Request
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.degeneration import change_point
@@ -71,35 +71,35 @@ class ForcedDecode(Axis):
     reference_only: ClassVar[tuple[str, ...]] = (_PATH,)
     settings: ForcedSettings
 
-    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+    def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         s = self.settings
         return {
             _PATH: greedy_probe(inputs, part_name(self.name, _PATH), s.n_predict, s.limit, s.template, batch=s.batch)
         }
 
-    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
+    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
         path = reference.get(_PATH)
-        if path is None or not isinstance(path.probe, Generate):
+        if path is None or not isinstance(path.request, Generate):
             raise CaptureError("the reference left no greedy text to force; capture again")
         ids = (path.ids(i) if item["failed"] is None else [] for i, item in enumerate(path.items))
         return {
             _KL: Forced(
                 axis=part_name(self.name, _KL),
-                prompts=path.probe.prompts,
+                prompts=path.request.prompts,
                 continuations=tuple(map(tuple, ids)),
-                settings=path.probe.settings,
+                settings=path.request.settings,
             )
         }
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
-        if _KL not in pairs or not isinstance(pairs[_KL].ref.probe, Forced):
+        if _KL not in pairs or not isinstance(pairs[_KL].ref.request, Forced):
             raise CaptureError("no forced rows: the reference's greedy text was not put to both arms; capture again")
         return self.score(pairs[_KL], seed)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         if (nothing := not_measurable([pair])) is not None:
             return nothing
-        parts = [compare_item(pair, r, t, _targets(pair.ref.probe, r)) for r, t in pair.items]
+        parts = [compare_item(pair, r, t, _targets(pair.ref.request, r)) for r, t in pair.items]
         bound = estimator_of(pair) is Estimator.TOPK
         rows, lengths = RowComparison.concat(parts), [len(part) for part in parts]
         units = np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths)
@@ -146,8 +146,8 @@ def greedy_probe(
     )
 
 
-def _targets(probe: Probe, item: int) -> NDArray[np.int64]:
-    return np.asarray(probe.continuations[item] if isinstance(probe, Forced) else (), dtype=np.int64)
+def _targets(request: Request, item: int) -> NDArray[np.int64]:
+    return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
 
 
 def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> Curve:

@@ -93,7 +93,7 @@ class GSM8K(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"limit": 20}
     settings: GSM8KSettings
 
-    def probe(self, inputs: AxisInputs) -> Generate:
+    def request(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
         used = "raw" if s.template == "raw" else tokenizer.template
         problems, shots = load_problems(s.data, s.limit), load_shots(s.shots)
@@ -153,7 +153,7 @@ class GSM8K(Axis):
             metrics=_metrics(usable, difference, weak=weak),
             plots=_plots(items),
             not_measurable=reason,
-            lowers=() if weak else _harm(difference),
+            downgrades=() if weak else _harm(difference),
         )
 
 
@@ -195,12 +195,12 @@ class _Item:
 
 
 def _read(pair: Pair) -> list[_Item]:
-    probe = pair.ref.probe
-    if not isinstance(probe, Generate) or len(probe.notes) != len(probe.prompts):
+    request = pair.ref.request
+    if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
         raise CaptureError(f"capture {pair.ref.folder} holds no answers to problems")
     items = []
     for r, t in pair.items:
-        note = loads(probe.notes[r])
+        note = loads(request.notes[r])
         gold = Decimal(note["gold"])
         ref, test = _answer(pair.ref, r, gold), _answer(pair.test, t, gold)
         items.append(_Item(r, note["id"], gold, ref, test))

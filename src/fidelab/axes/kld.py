@@ -21,7 +21,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, SampleSize, part_name
 from fidelab.axes.rows import compare_item, estimator_of, kl_score, not_measurable
 from fidelab.captures.pair import Pair
-from fidelab.captures.requests import Prefill, Probe
+from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.composite import Band, verdict
@@ -129,7 +129,7 @@ class KLD(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"windows": 8, "n_ctx": 512}
     settings: KLDSettings
 
-    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+    def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         sizes = self._sizes(inputs)
         parts = {n_ctx: "" if len(sizes) == 1 else str(n_ctx) for n_ctx in sizes}
         return {part: self._cut(inputs, part, n_ctx, sizes[n_ctx]) for n_ctx, part in parts.items()}
@@ -190,16 +190,16 @@ class KLD(Axis):
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         """One context."""
-        probe = pair.ref.probe
-        if not isinstance(probe, Prefill):
+        request = pair.ref.request
+        if not isinstance(request, Prefill):
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
         if (nothing := not_measurable([pair])) is not None:
             return nothing
-        rows = RowComparison.concat([compare_item(pair, r, t, _targets(probe, r)) for r, t in pair.items])
+        rows = RowComparison.concat([compare_item(pair, r, t, _targets(request, r)) for r, t in pair.items])
         order = [r for r, _ in pair.items]
-        windows = np.repeat(np.asarray(order, dtype=np.int32), probe.n_rows)
-        positions = np.tile(np.arange(probe.first, probe.last + 1, dtype=np.int32), len(order))
-        units = np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r in order])
+        windows = np.repeat(np.asarray(order, dtype=np.int32), request.n_rows)
+        positions = np.tile(np.arange(request.first, request.last + 1, dtype=np.int32), len(order))
+        units = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r in order])
         score = kl_score(rows, units, bound=estimator_of(pair) is Estimator.TOPK)
         documents = pair.ref.manifest["settings"].get("unit") == "document"
         n_units = len(np.unique(score.units[score.usable]))
@@ -210,7 +210,7 @@ class KLD(Axis):
             positions={
                 "window": windows,
                 "position": positions,
-                "n_ctx": np.full(len(rows), len(probe.windows[0]), dtype=np.int32),
+                "n_ctx": np.full(len(rows), len(request.windows[0]), dtype=np.int32),
                 "kl": rows.kl,
                 "top1_agrees": rows.top1,
                 "reference_confidence": rows.confidence,
@@ -222,7 +222,7 @@ class KLD(Axis):
             ),
             facts={
                 "estimator": str(estimator_of(pair)),
-                "n_ctx": len(probe.windows[0]),
+                "n_ctx": len(request.windows[0]),
                 "n_units": n_units,
                 "n_documents": n_units if documents else None,
                 "windows": len(pair.items),
@@ -258,10 +258,10 @@ def _by_context(score: AxisScore) -> list[Metric]:
     return [metric.model_copy(update={"cell": cell, "headline": False}) for metric in metrics if metric is not None]
 
 
-def _targets(probe: Prefill, item: int) -> NDArray[np.int64]:
+def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
     """The actual next token of each row; -1 where the window has none."""
-    after = [*probe.windows[item][probe.first + 1 : probe.last + 2]]
-    return np.asarray(after + [-1] * (probe.n_rows - len(after)), dtype=np.int64)
+    after = [*request.windows[item][request.first + 1 : request.last + 2]]
+    return np.asarray(after + [-1] * (request.n_rows - len(after)), dtype=np.int64)
 
 
 def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:

@@ -21,7 +21,7 @@ from pydantic import Field, model_validator
 from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
 from fidelab.axes.rows import CHUNK, compare_item, estimator_of, item_rows, logits, not_measurable
 from fidelab.captures.pair import Pair
-from fidelab.captures.requests import Prefill, Probe
+from fidelab.captures.requests import Prefill, Request
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
@@ -84,7 +84,7 @@ class Perplexity(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"contexts": (512,), "windows": 8}
     settings: PerplexitySettings
 
-    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+    def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         have = len(inputs.tokenizer.encode(inputs.text.content))
         return {str(n_ctx): self._cut(inputs, n_ctx, have) for n_ctx in self._contexts(inputs, have)}
 
@@ -183,13 +183,13 @@ class _Rows:
 
     @classmethod
     def of(cls, pair: Pair) -> _Rows:
-        probe = pair.ref.probe
-        if not isinstance(probe, Prefill):
+        request = pair.ref.request
+        if not isinstance(request, Prefill):
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
-        sides = [_item_nll(pair, probe, r, t) for r, t in pair.items]
+        sides = [_item_nll(pair, request, r, t) for r, t in pair.items]
         ref, test = (np.concatenate([side[i] for side in sides]) for i in (0, 1))
-        units = np.concatenate([np.asarray(probe.units[r], dtype=np.int64) for r, _ in pair.items])
-        positions = np.tile(np.arange(probe.first, probe.last + 1), len(pair.items))
+        units = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r, _ in pair.items])
+        positions = np.tile(np.arange(request.first, request.last + 1), len(pair.items))
         return cls(ref, test, units, positions, sum(side[2] for side in sides))
 
     @property
@@ -197,16 +197,16 @@ class _Rows:
         return bool((self.ref == self.test).all())  # NaN equals nothing
 
 
-def _item_nll(pair: Pair, probe: Prefill, r: int, t: int) -> tuple[Floats, Floats, int]:
+def _item_nll(pair: Pair, request: Prefill, r: int, t: int) -> tuple[Floats, Floats, int]:
     """NLL of one window's rows on both sides, over the ids that both have; NaN where a side has no rows.
 
     And the number of rows whose actual token a side does not report.
     """
-    n = probe.n_rows
+    n = request.n_rows
     ref, test = np.full(n, np.nan), np.full(n, np.nan)
     if item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
         return ref, test, 0
-    targets = np.asarray(probe.windows[r][probe.first + 1 : probe.last + 2], dtype=np.int64)
+    targets = np.asarray(request.windows[r][request.first + 1 : request.last + 2], dtype=np.int64)
     if estimator_of(pair) is Estimator.TOPK:
         rows = compare_item(pair, r, t, targets)
         finite = np.isfinite(rows.nll_ref) & np.isfinite(rows.nll_test)

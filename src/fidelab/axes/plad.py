@@ -17,7 +17,7 @@ from pydantic import Field, field_validator
 from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, select_groups, texts
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Probe, Tokens
+from fidelab.captures.requests import Generate, Request, Tokens
 from fidelab.core import canonical_json
 from fidelab.errors import CaptureError, InputError, UnknownNameError
 from fidelab.inputs.perturb import PERTURBATIONS, differences, perturb_prompt
@@ -99,7 +99,7 @@ class PLAD(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: PLADSettings
 
-    def probe(self, inputs: AxisInputs) -> Generate:
+    def request(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
         prompts = inputs.prompts[: s.limit]
         asked = [item for index, prompt in enumerate(prompts) for item in self._questions(tokenizer, index, prompt)]
@@ -146,11 +146,11 @@ class PLAD(Axis):
                 questions.append((ids, {**note, "perturbation": name, "change": differences(prompt, changed)}))
         return questions if len(questions) > 1 else []
 
-    def repeated(self, probe: Probe, share: float) -> Probe | None:
+    def repeated(self, request: Request, share: float) -> Request | None:
         """A share of the prompts, each with all its perturbations."""
-        if not isinstance(probe, Generate):
-            return super().repeated(probe, share)
-        return select_groups(probe, [json.loads(note)["prompt"] for note in probe.notes], share)
+        if not isinstance(request, Generate):
+            return super().repeated(request, share)
+        return select_groups(request, [json.loads(note)["prompt"] for note in request.notes], share)
 
     def score(self, pair: Pair, seed: int) -> AxisScore:
         cells = _cells(pair)
@@ -242,8 +242,10 @@ def _cells(pair: Pair) -> list[_Cell]:
 
 def _plain_answers(pair: Pair, cells: Sequence[_Cell]) -> tuple[list[list[int]], list[list[int]]]:
     """Both sides' answers to the unperturbed prompts, without failed ones and without duplicate prompts."""
-    probe, notes = _asked(pair.ref), _notes(pair.ref)
-    asked = {n["prompt"]: ids for n, ids in zip(notes, probe.prompts, strict=True) if n["perturbation"] == _UNPERTURBED}
+    request, notes = _asked(pair.ref), _notes(pair.ref)
+    asked = {
+        n["prompt"]: ids for n, ids in zip(notes, request.prompts, strict=True) if n["perturbation"] == _UNPERTURBED
+    }
     good = {cell.prompt: (cell.ref[0], cell.test[0]) for cell in cells if not cell.failed}
     answers = {asked[prompt]: sides for prompt, sides in good.items()}.values()
     return [ref for ref, _ in answers], [test for _, test in answers]
@@ -264,10 +266,10 @@ def _unlike(ref: Sequence[list[int]], test: Sequence[list[int]]) -> float | None
 
 
 def _asked(capture: Capture) -> Generate:
-    probe = capture.probe
-    if not isinstance(probe, Generate) or len(probe.notes) != len(probe.prompts):
+    request = capture.request
+    if not isinstance(request, Generate) or len(request.notes) != len(request.prompts):
         raise CaptureError(f"capture {capture.folder} does not say which prompt is a perturbation of which")
-    return probe
+    return request
 
 
 def _notes(capture: Capture) -> list[dict[str, Any]]:

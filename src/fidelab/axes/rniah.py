@@ -28,7 +28,7 @@ from fidelab.axes.base import (
 from fidelab.axes.rniah_plots import Trial, needle_plots
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Generate, Probe, Timed
+from fidelab.captures.requests import Generate, Request, Timed
 from fidelab.core import canonical_json
 from fidelab.errors import InputError, UsageError
 from fidelab.inputs.haystack import load_haystack
@@ -136,27 +136,27 @@ class RNIAH(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"lengths": (512, 2048)}
     settings: RNIAHSettings
 
-    def probes(self, inputs: AxisInputs) -> Mapping[str, Probe]:
+    def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
         asked = self._plan(inputs)
         if self.settings.style == "auto":
-            return {"question": asked.probe("question", "question", asked.lengths[:1])}
-        return {"main": asked.probe("main", self.settings.style, asked.lengths)}
+            return {"question": asked.request("question", "question", asked.lengths[:1])}
+        return {"main": asked.request("main", self.settings.style, asked.lengths)}
 
-    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Probe]:
+    def follow_up(self, inputs: AxisInputs, reference: Mapping[str, Capture]) -> Mapping[str, Request]:
         if self.settings.style != "auto" or "question" not in reference:
             return {}
         asked, first = self._plan(inputs), reference["question"]
         notes = enumerate(_notes(first))
         answered = any(_returned(first, item, note, self.settings.compat) for item, note in notes)
         style: Style = "question" if answered else "cloze"
-        return {"main": asked.probe("main", style, asked.lengths)}
+        return {"main": asked.request("main", style, asked.lengths)}
 
-    def repeated(self, probe: Probe, share: float) -> Probe | None:
+    def repeated(self, request: Request, share: float) -> Request | None:
         """Whole cells: the trials of a length and position stay together."""
-        if isinstance(probe, Timed):
+        if isinstance(request, Timed):
             return None
-        places = [(note["length"], note["position"]) for note in map(json.loads, probe.notes)]
-        return select_groups(probe, places, share)
+        places = [(note["length"], note["position"]) for note in map(json.loads, request.notes)]
+        return select_groups(request, places, share)
 
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         pair = pairs["main"]
@@ -184,7 +184,7 @@ class _Plan:
     n_predict: int
     lengths: tuple[int, ...]
 
-    def probe(self, part: str, style: Style, lengths: Sequence[int]) -> Generate:
+    def request(self, part: str, style: Style, lengths: Sequence[int]) -> Generate:
         """Every length, position and trial, in this order."""
         s, tokenizer = self.settings, self.inputs.tokenizer
         haystack = load_haystack(s.haystack, tokenizer, max(lengths), s.trials, s.seed)
@@ -263,8 +263,8 @@ def _setting(pair: Pair, name: str) -> Any:
 
 
 def _notes(capture: Capture) -> list[dict[str, Any]]:
-    probe = capture.probe
-    return [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
+    request = capture.request
+    return [] if isinstance(request, Timed) else [json.loads(note) for note in request.notes]
 
 
 def _returned(capture: Capture, item: int, note: Mapping[str, Any], compat: str | None) -> float:
@@ -353,7 +353,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
     if difference.interval is not None and difference.interval[1] < _HARM:
         lost, least = -difference.estimate, -difference.interval[1]
         losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
-    score = replace(score, not_measurable=reason, lowers=tuple(losses))
+    score = replace(score, not_measurable=reason, downgrades=tuple(losses))
     share = float(cells.base.mean()) if all_cells else None
     return replace(
         score,

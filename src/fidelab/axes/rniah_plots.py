@@ -10,9 +10,9 @@ import numpy as np
 from fidelab.inputs.needles import Style
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot, TextPair, Texts
 
-__all__ = ["Place", "Trial", "needle_plots"]
+__all__ = ["NeedlePlace", "Trial", "needle_plots"]
 
-Place = tuple[int, float]
+NeedlePlace = tuple[int, float]
 _SHOWN = 12  # answers per arm
 
 
@@ -31,14 +31,14 @@ class Trial:
     same: bool
 
     @property
-    def place(self) -> Place:
+    def place(self) -> NeedlePlace:
         """The cell: length and position."""
         return self.length, self.position
 
 
 def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
     """Accuracies by length and position, by length, and what was answered where a needle was lost."""
-    shares: dict[Place, tuple[float, float]] = {}
+    shares: dict[NeedlePlace, tuple[float, float]] = {}
     for place in {trial.place for trial in trials if not trial.failed}:
         both = [(t.base, t.cand) for t in trials if t.place == place and not t.failed]
         base, cand = np.mean(both, axis=0).tolist()
@@ -54,10 +54,10 @@ def needle_plots(trials: Sequence[Trial], style: Style) -> tuple[Plot, ...]:
 
 
 def _heatmap(
-    shares: Mapping[Place, tuple[float, float]], lengths: Sequence[int], positions: Sequence[float]
+    shares: Mapping[NeedlePlace, tuple[float, float]], lengths: Sequence[int], positions: Sequence[float]
 ) -> Heatmap:
     def grid(name: str, side: int | None) -> Grid:
-        def value(place: Place) -> float | None:
+        def value(place: NeedlePlace) -> float | None:
             base, cand = shares.get(place, (0.0, 0.0))
             if place not in shares or (side is None and not base):
                 return None
@@ -79,7 +79,7 @@ def _heatmap(
     )
 
 
-def _table(shares: Mapping[Place, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePlot:
+def _table(shares: Mapping[NeedlePlace, tuple[float, float]], lengths: Sequence[int], style: Style) -> TablePlot:
     rows = []
     for length in lengths:
         sides = np.array([both for (of, _), both in shares.items() if of == length]).reshape(-1, 2)

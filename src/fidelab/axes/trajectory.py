@@ -91,7 +91,7 @@ class Trajectory(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"limit": 16, "n_predict": 32}
     settings: TrajectorySettings
 
-    def probe(self, inputs: AxisInputs) -> Generate:
+    def request(self, inputs: AxisInputs) -> Generate:
         s, tokenizer = self.settings, inputs.tokenizer
         return Generate(
             axis=self.name,
@@ -198,7 +198,7 @@ def _text(pair: Pair, fork: _Fork) -> TextPair:
         fork.item,
         fork.at,
         fork.margin,
-        prompt=pair.ref.text(pair.ref.probe.items()[fork.item][-_BEFORE:]),
+        prompt=pair.ref.text(pair.ref.request.items()[fork.item][-_BEFORE:]),
         shared=pair.ref.text(fork.ref[max(0, fork.at - _BEFORE) : fork.at]),
         reference=pair.ref.text(fork.ref[fork.at : fork.at + _AFTER]),
         candidate=pair.test.text(fork.test[fork.at : fork.at + _AFTER]),

@@ -6,7 +6,7 @@ BENCHES = Registry(
     "bench",
     {
         "startup": "fidelab.bench.startup:Startup",
-        "prefill": "fidelab.bench.prefill:Prefill",
+        "prefill": "fidelab.bench.prefill:PrefillBench",
         "decode": "fidelab.bench.decode:Decode",
         "memory": "fidelab.bench.memory:Memory",
         "serving": "fidelab.bench.serving.bench:Serving",

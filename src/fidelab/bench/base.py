@@ -28,8 +28,8 @@ __all__ = [
     "BenchSettings",
     "CellResult",
     "Counts",
+    "CurvePoint",
     "Facts",
-    "Point",
     "Question",
     "against",
     "complete",
@@ -119,7 +119,7 @@ class Question:
         """What its captures are called."""
         return f"{self.bench}.{self.part}"
 
-    def probe(self, number: int) -> Timed:
+    def request(self, number: int) -> Timed:
         """The answer of this number; negative numbers are warm-ups."""
         at = (number if number >= 0 else self.repeats - 1 - number) * self.batch
         settings = tuple(sorted({"tokens": self.tokens, "number": number}.items()))
@@ -264,7 +264,7 @@ def doubt_of(cell: Cell | None) -> str:
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     """A point of a curve, with the spread of its ordinate; ``doubt``: why it does not count."""
 
     x: float
@@ -274,7 +274,7 @@ class Point:
     name: str = ""
 
 
-def curves(series: Mapping[str, Sequence[Point]], **shape: Any) -> list[Curve]:
+def curves(series: Mapping[str, Sequence[CurvePoint]], **shape: Any) -> list[Curve]:
     """A curve per series, ``shape`` being what they share."""
     above = [point.x for points in series.values() for point in points if point.x > 0]
     log = bool(above) and max(above) / min(above) >= _LOG_FROM
@@ -302,11 +302,13 @@ def against(found: Measurement, name: str, length: str = "tokens", *, scale: flo
     """Curves of the metrics of this name against the length, one for each batch size."""
     measured = [metric for metric in found.metrics if metric.name == name and length in metric.cell]
     several = len({metric.cell["batch"] for metric in measured}) > 1
-    series: dict[str, list[Point]] = {}
+    series: dict[str, list[CurvePoint]] = {}
     for metric in measured:
         if metric.value is not None:
             batch = label({"batch": metric.cell["batch"]}) if several else ""
             span = metric.span and (scale * metric.span[0], scale * metric.span[1])
-            point = Point(float(metric.cell[length]), scale * metric.value, span, doubt_of(found.cell(metric.cell)))
+            point = CurvePoint(
+                float(metric.cell[length]), scale * metric.value, span, doubt_of(found.cell(metric.cell))
+            )
             series.setdefault(batch, []).append(point)
     return curves(series, **shape)

@@ -14,11 +14,11 @@ from fidelab.bench.load.exchange import Exchange
 from fidelab.bench.load.server_metrics import ServerReading
 from fidelab.bench.load_figures import load_metrics
 from fidelab.bench.load_flags import FAILED, SPOILS, find_flags
-from fidelab.bench.load_pool import Asked, Drive, Pool
+from fidelab.bench.load_pool import Drive, LoadAsked, Pool
 from fidelab.core import Status
 from fidelab.results.measurement import Cell
 
-__all__ = ["Asked", "Drive", "compare_counts", "count_by_finish", "load_cell", "why_invalid"]
+__all__ = ["Drive", "LoadAsked", "compare_counts", "count_by_finish", "load_cell", "why_invalid"]
 
 _READINGS = 5  # of the server's metrics within the measured part, for their differences to be a rate
 _ALWAYS = frozenset({"depth", "underfilled", "rate"})  # make a cell invalid
@@ -59,7 +59,7 @@ def compare_counts(drive: Drive, whole: ServerReading | None, seconds: float) ->
     return replace(drive, server=replace(read, output_rate=rate))
 
 
-def load_cell(asked: Asked, drives: Sequence[Drive]) -> CellResult:
+def load_cell(asked: LoadAsked, drives: Sequence[Drive]) -> CellResult:
     """A cell that was driven at least once; repeats are pooled, and stand apart in its metrics' ``repeats``."""
     whole = Pool(asked, drives)
     flags = find_flags(whole)
@@ -83,7 +83,7 @@ def why_invalid(cell: Cell) -> str:
     return "" if cell.valid else f"invalid: {'; '.join(flag.text for flag in cell.flags if flag.kind in SPOILS)}"
 
 
-def _repeats(asked: Asked, drives: Sequence[Drive]) -> dict[str, tuple[float, ...]]:
+def _repeats(asked: LoadAsked, drives: Sequence[Drive]) -> dict[str, tuple[float, ...]]:
     """Metric → its value in each repeat; those that some repeat lacks are left out."""
     if len(drives) < 2:
         return {}

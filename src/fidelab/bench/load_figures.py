@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.bench.base import CellResult, Point, complete, curves, doubt_of, joined
+from fidelab.bench.base import CellResult, CurvePoint, complete, curves, doubt_of, joined
 from fidelab.core import Status
 from fidelab.metrics.serving import percentiles, saturation
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric, label
@@ -284,14 +284,14 @@ def _plots(loads: Sequence[CellResult]) -> Iterator[Curve]:
     )
 
 
-def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[Point]]:
+def _series(loads: Sequence[CellResult], x: str, y: str, *, named: bool = False) -> dict[str, list[CurvePoint]]:
     """Points by context; ``x``: a coordinate of the load, or a metric as ``y`` is."""
-    series: dict[str, list[Point]] = {}
+    series: dict[str, list[CurvePoint]] = {}
     for shape, load in _by_context(loads):
         at = load.cell.at
         abscissa, value, limit = at.get(x, load.value(x)), load.value(y), at.get("rate", at.get("concurrency"))
         if abscissa is not None and value is not None:
             name = f"{float(limit):g}" if named and limit is not None else ""
-            point = Point(float(abscissa), value, doubt=doubt_of(load.cell), name=name)
+            point = CurvePoint(float(abscissa), value, doubt=doubt_of(load.cell), name=name)
             series.setdefault(label(shape), []).append(point)
     return series

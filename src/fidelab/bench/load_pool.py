@@ -12,18 +12,18 @@ from typing import Any
 import numpy as np
 
 from fidelab.bench import load_figures as figures
-from fidelab.bench.load.exchange import DriveResult, Exchange, Request
+from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
 from fidelab.bench.load_figures import Latency, Values, load_at, load_facts
 from fidelab.metrics.serving import LATENCIES, count_good, effective_concurrency, latencies, percentiles
 from fidelab.results.composition_record import Arrival
 from fidelab.results.measurement import Coordinates
 
-__all__ = ["Asked", "Drive", "Pool"]
+__all__ = ["Drive", "LoadAsked", "Pool"]
 
 
 @dataclass(frozen=True)
-class Asked:
+class LoadAsked:
     """One cell as it was asked."""
 
     arrival: Arrival = "closed"
@@ -58,7 +58,7 @@ class Asked:
 class Drive:
     """One repeat of a cell: what was sent, what became of it, what the server said meanwhile."""
 
-    requests: Sequence[Request]
+    requests: Sequence[LoadRequest]
     result: DriveResult
     server: ServerReading | None = None
 
@@ -76,7 +76,7 @@ class Drive:
 class Pool:
     """The figures of one or several drives of the same cell."""
 
-    def __init__(self, asked: Asked, drives: Sequence[Drive]) -> None:
+    def __init__(self, asked: LoadAsked, drives: Sequence[Drive]) -> None:
         self.asked = asked
         self.drives = drives
         self.sent = list(chain.from_iterable(drive.measured for drive in drives))

@@ -25,7 +25,7 @@ from fidelab.bench.base import (
 from fidelab.metrics.latency import prefill_rate
 from fidelab.results.measurement import Definition, Measurement
 
-__all__ = ["RATE", "Prefill", "PrefillSettings", "prefill_complete"]
+__all__ = ["RATE", "PrefillBench", "PrefillSettings", "prefill_complete"]
 
 RATE = Definition(
     "rate",
@@ -42,7 +42,7 @@ class PrefillSettings(LiveSettings):
     lengths: Sizes = Field(default=(128, 512), description="tokens of the prompts")
 
 
-class Prefill(Bench):
+class PrefillBench(Bench):
     """n / time to the first token, cold prefix cache. See docs/metrics.md#prefill-speed."""
 
     name: ClassVar[str] = "prefill"

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fidelab.captures.requests import Probe, probe_hash
+from fidelab.captures.requests import Request, request_hash
 from fidelab.core import Arm, canonical_json, digest, slug
 from fidelab.errors import CaptureError
 
@@ -23,11 +23,11 @@ MANIFEST = "manifest.json"
 PROBE = "probe.json.gz"
 
 
-def capture_key(arm: Arm, probe: Probe, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
+def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
     """The key of a capture; captures with equal keys have equal content."""
     return {
         "arm": arm.fingerprint(),
-        "probe": probe_hash(probe),
+        "probe": request_hash(request),
         "weights": arm.weights,
         "engine": arm.engine,
         "versions": dict(sorted(engine_versions.items())),
@@ -37,10 +37,10 @@ def capture_key(arm: Arm, probe: Probe, engine_versions: Mapping[str, str], repl
     }
 
 
-def capture_folder(store: Path, arm: Arm, probe: Probe, key: Mapping[str, Any]) -> Path:
+def capture_folder(store: Path, arm: Arm, request: Request, key: Mapping[str, Any]) -> Path:
     """Where the capture of this key lies: ``<store>/<arm>/<request>``, readable and unique."""
     arm_folder = f"{slug(arm.model)}-{slug(arm.engine)}-{slug(arm.kv.label)}-{arm.fingerprint()[:10]}"
-    return store / arm_folder / f"{probe.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
+    return store / arm_folder / f"{request.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
 
 
 def dump_manifest(manifest: Mapping[str, Any]) -> str:

@@ -47,8 +47,8 @@ class Pair:
                 "(top-k gives only a lower bound)"
             )
         _same_kind_of_ids(ref, test, where)
-        if isinstance(ref.probe, Prefill) and isinstance(test.probe, Prefill):
-            rows, other = (ref.probe.first, ref.probe.last), (test.probe.first, test.probe.last)
+        if isinstance(ref.request, Prefill) and isinstance(test.request, Prefill):
+            rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
             if rows != other:
                 raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")
         return cls(ref, test, _match_items(ref, test, where, subset))

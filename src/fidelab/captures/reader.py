@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
-from fidelab.captures.requests import Probe, probe_from_record
+from fidelab.captures.requests import Request, request_from_record
 from fidelab.captures.writer import PARTIAL
 from fidelab.core import Estimator, Vocabulary, digest
 from fidelab.errors import CaptureError
@@ -79,9 +79,9 @@ class Capture:
             _check(path, entry, f"capture {self.folder}: {path.name}", content)
 
     @cached_property
-    def probe(self) -> Probe:
+    def request(self) -> Request:
         """The question, token ids included."""
-        return probe_from_record(json.loads(gzip.decompress((self.folder / PROBE).read_bytes())))
+        return request_from_record(json.loads(gzip.decompress((self.folder / PROBE).read_bytes())))
 
     @cached_property
     def head(self) -> HeadFile | None:

@@ -23,12 +23,12 @@ __all__ = [
     "Generate",
     "Layerwise",
     "Prefill",
-    "Probe",
+    "Request",
     "Timed",
     "Tokens",
-    "probe_from_record",
-    "probe_hash",
-    "probe_record",
+    "request_from_record",
+    "request_hash",
+    "request_record",
     "token_hashes",
 ]
 
@@ -172,22 +172,22 @@ class Layerwise(_Request):
     _PER_ITEM = ("windows",)
 
 
-Probe = Prefill | Generate | Forced | Timed | Layerwise
-_PROBES: dict[str, type[Probe]] = {cls.__name__.lower(): cls for cls in get_args(Probe)}
+Request = Prefill | Generate | Forced | Timed | Layerwise
+_PROBES: dict[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 
 
-def probe_record(probe: Probe) -> dict[str, Any]:
+def request_record(request: Request) -> dict[str, Any]:
     """Plain data, as job files carry it."""
-    return {**asdict(probe), "settings": dict(probe.settings)}
+    return {**asdict(request), "settings": dict(request.settings)}
 
 
-def probe_hash(probe: Probe) -> str:
+def request_hash(request: Request) -> str:
     """SHA-256 over everything that the answer depends on."""
-    return digest(canonical_json(probe_record(probe)))
+    return digest(canonical_json(request_record(request)))
 
 
-def probe_from_record(record: Mapping[str, Any]) -> Probe:
-    """The inverse of :func:`probe_record`."""
+def request_from_record(record: Mapping[str, Any]) -> Request:
+    """The inverse of :func:`request_record`."""
     fields = {key: _tuples(value) for key, value in record.items()}
     fields["settings"] = tuple(sorted(record["settings"].items()))
     return _PROBES[fields.pop("kind")](**fields)

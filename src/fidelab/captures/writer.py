@@ -23,7 +23,7 @@ import numpy as np
 
 from fidelab.captures.container import Array, BFloat16, array_bytes, write_tensors
 from fidelab.captures.manifest import MANIFEST, PROBE, SCHEMA, dump_manifest
-from fidelab.captures.requests import Probe, probe_record, token_hashes
+from fidelab.captures.requests import Request, request_record, token_hashes
 from fidelab.core import Vocabulary, canonical_json, finite
 from fidelab.errors import CaptureError
 
@@ -38,21 +38,21 @@ class CaptureWriter:
     """Collects the answers to one request; never holds more than one part (32 MiB) and one item in memory."""
 
     def __init__(
-        self, target: Path, probe: Probe, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
+        self, target: Path, request: Request, key: Mapping[str, Any], asked: Mapping[str, Any], vocabulary: Vocabulary
     ) -> None:
         self._target = target
-        self._probe = probe
+        self._probe = request
         self._head: dict[str, Any] | None = None
         self._manifest: dict[str, Any] = {
             "schema": SCHEMA,
             "key": dict(key),
             "asked": dict(asked),
-            "kind": probe.kind,
-            "axis": probe.axis,
-            "settings": dict(probe.settings),
+            "kind": request.kind,
+            "axis": request.axis,
+            "settings": dict(request.settings),
             "vocabulary": {"size": vocabulary.size, "sha256": vocabulary.sha256},
         }
-        self._items: list[dict[str, Any]] = [{"hash": h, "failed": None} for h in token_hashes(probe.items())]
+        self._items: list[dict[str, Any]] = [{"hash": h, "failed": None} for h in token_hashes(request.items())]
         self._files: list[dict[str, Any]] = []
         self._pending: dict[str, Array] = {}
         self._pending_bytes = 0
@@ -60,7 +60,7 @@ class CaptureWriter:
         sweep_partial(target)
         self._folder = target.parent / _partial(target.name)
         self._folder.mkdir()
-        body = gzip.compress(canonical_json(probe_record(probe)).encode(), mtime=0)
+        body = gzip.compress(canonical_json(request_record(request)).encode(), mtime=0)
         (self._folder / PROBE).write_bytes(body)
         self._files.append({"name": PROBE, "sha256": hashlib.sha256(body).hexdigest(), "bytes": len(body)})
 

@@ -12,7 +12,7 @@ from fidelab.cli.options import Json
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from fidelab.bench.load.calibrate import Calibration, Delay, Latency
+    from fidelab.bench.load.calibrate import Calibration, ClientLatency, Delay
 
 __all__ = ["calibrate"]
 
@@ -84,7 +84,7 @@ def _delay(name: str, delay: Delay) -> str:
     return f"  {name:<16} p50 {delay.p50:.2f} ms, p99 {delay.p99:.2f} ms, max {delay.max:.2f} ms ({delay.n:,})"
 
 
-def _latency(name: str, latency: Latency) -> str:
+def _latency(name: str, latency: ClientLatency) -> str:
     return (
         f"  {name:<16} {latency.measured:.2f} ms measured, {latency.true:.2f} ms true (medians); "
         f"error p99 {latency.error.p99:.2f} ms"

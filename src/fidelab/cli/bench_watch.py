@@ -8,20 +8,20 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from fidelab.bench.base import CellResult
 from fidelab.bench.load_cell import why_invalid
 from fidelab.bench.load_figures import OUTPUT_RATE, latency
-from fidelab.bench.serving import Contact, Watch
+from fidelab.bench.serving import Contact, ServingWatch
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import format_amount
 
 __all__ = ["watcher"]
 
 
-def watcher() -> Watch:
+def watcher() -> ServingWatch:
     """The watch that fits standard error."""
     console = Console(stderr=True)
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
-class _Lines(Watch):
+class _Lines(ServingWatch):
     """What begins, and the main figures of what has ended."""
 
     def __init__(self, console: Console) -> None:

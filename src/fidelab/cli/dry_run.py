@@ -1,4 +1,4 @@
-"""``--dry-run``: jobs, tokens, expected disk and, after a two-second probe, time."""
+"""``--dry-run``: jobs, tokens, expected disk and, after a two-second request, time."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from fidelab.cli import options
 from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
-    from fidelab.environments.listing import Place
+    from fidelab.environments.listing import Installed
     from fidelab.environments.recipes import Recipe
 
 __all__ = ["app"]
@@ -148,16 +148,16 @@ def _only(engine: str) -> Recipe:
     return recipes[0] if recipes else recipe(engine, machine_variant())
 
 
-def _device(place: Place) -> str:
+def _device(place: Installed) -> str:
     return place.about.device.replace("hip", "rocm") if place.about else ""
 
 
-def _formats(place: Place) -> str:
+def _formats(place: Installed) -> str:
     total = len(place.kv_names)
     return f"{total - len(place.refused)} of {total}" if place.refused else str(total or "")
 
 
-def _record(place: Place) -> dict[str, Any]:
+def _record(place: Installed) -> dict[str, Any]:
     return {
         "engine": place.engine,
         "name": place.name,

@@ -14,7 +14,7 @@ from fidelab.cli import options
 from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
-    from fidelab.runs.sample_size import Advice, Line, SizePlan
+    from fidelab.runs.sample_size import Advice, SizeLine, SizePlan
 
 __all__ = ["plan_size"]
 
@@ -76,7 +76,7 @@ def _show(plan: SizePlan) -> None:
     console.print(literal(f"  {command}", console), soft_wrap=True)  # not wrapped: a command is to be copied
 
 
-def _row(line: Line, unit: str) -> list[str]:
+def _row(line: SizeLine, unit: str) -> list[str]:
     from fidelab.results.numbers import ABSENT, format_count, format_kld, format_score, one_line
 
     name = one_line(line.arm) if line.quantity == "mean" else "  over control"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, Dtype, EngineConfig, Experiment, KVFormat, Options
 
-__all__ = ["KIND", "CrossEngine", "EngineLine", "Timing", "validate_cross"]
+__all__ = ["KIND", "CrossEngine", "EngineLine", "TimingConfig", "validate_cross"]
 
 KIND = "cross-engine"
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
@@ -34,7 +34,7 @@ class EngineLine(BaseModel):
         return self.name or self.engine.name
 
 
-class Timing(BaseModel):
+class TimingConfig(BaseModel):
     """How the reference arms are timed: distinct prompts of equal length, one at a time, a fresh cache for each."""
 
     model_config = _STRICT
@@ -72,7 +72,9 @@ class CrossEngine(BaseModel):
     threads: int | None = Field(default=None, ge=1, description="CPU threads of a worker; all usable cores by default")
     deadline: float | None = Field(default=14_400, gt=0, description="seconds for one arm, model load included")
     output_dir: str = Field(default="runs", description="where runs are written")
-    timing: Timing | None = Field(default_factory=Timing, description="speed of the references; null: not measured")
+    timing: TimingConfig | None = Field(
+        default_factory=TimingConfig, description="speed of the references; null: not measured"
+    )
     long: Long | None = Field(default_factory=Long, description="the long prefill; null: not measured")
 
     @field_validator("axes", mode="before")

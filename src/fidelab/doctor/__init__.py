@@ -1,7 +1,7 @@
 """``fidelab doctor``: what works on this machine, what does not, and what to do about it.
 
 It is asked when something is missing or broken, so importing this room needs the standard library alone:
-everything else is imported while it is examined, and whatever that raises becomes a :class:`Check`.
+everything else is imported while it is examined, and whatever that raises becomes a :class:`DoctorCheck`.
 ``python -m fidelab.doctor`` works even where the command line's own packages do not.
 """
 
@@ -12,9 +12,9 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.doctor.check import Check, guarded_section
+from fidelab.doctor.check import DoctorCheck, guarded_section
 
-__all__ = ["MAIN_JOB", "Check", "Diagnosis", "examine"]
+__all__ = ["MAIN_JOB", "Diagnosis", "DoctorCheck", "examine"]
 
 MAIN_JOB = "fidelab compare smollm2-135m --kv k16v8"
 
@@ -23,7 +23,7 @@ MAIN_JOB = "fidelab compare smollm2-135m --kv k16v8"
 class Diagnosis:
     """All checks, in the order in which they are shown."""
 
-    checks: tuple[Check, ...]
+    checks: tuple[DoctorCheck, ...]
 
     @property
     def ready(self) -> bool:

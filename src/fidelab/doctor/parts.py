@@ -10,7 +10,7 @@ from functools import cache, partial
 from importlib import metadata
 from typing import TYPE_CHECKING
 
-from fidelab.doctor.check import CAUGHT, Check, Finding, reason
+from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding, reason
 from fidelab.results.numbers import one_line
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ _SLACK = 1.001  # a GPU may round the bound itself otherwise
 # cannot run, and failures here follow from them.
 
 
-def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> list[Check]:
+def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> list[DoctorCheck]:
     """Each engine, then the formats of those that work; ``trial``: those are tried out."""
     from fidelab.engines import ENGINES
 
@@ -49,7 +49,7 @@ def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> li
     return [*(check for check, _ in engines), *formats]
 
 
-def axes(unusable: Collection[str]) -> list[Check]:
+def axes(unusable: Collection[str]) -> list[DoctorCheck]:
     """Each axis: whether it can be loaded."""
     from fidelab.axes import AXES
 
@@ -74,9 +74,11 @@ def try_format(name: str, device: str) -> str | None:
     return None if good else "values come back beyond the error that the format allows"
 
 
-def _engine(registry: Registry, name: str, unusable: Collection[str], trial: bool) -> tuple[Check, list[Check]]:
+def _engine(
+    registry: Registry, name: str, unusable: Collection[str], trial: bool
+) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """The check of an engine, and those of the KV formats of one that works."""
-    check = partial(Check, name, "engines", needed=name == _ENGINE and not unusable)
+    check = partial(DoctorCheck, name, "engines", needed=name == _ENGINE and not unusable)
     try:
         engine: type[Engine] = registry.load(name)
         if getattr(engine, "packages", ()):
@@ -94,7 +96,7 @@ def _engine(registry: Registry, name: str, unusable: Collection[str], trial: boo
     return check("ok", _listed(versions)), _tried(name, formats) if trial else formats
 
 
-def _tried(engine: str, formats: Sequence[Check], environment: Environment | None = None) -> list[Check]:
+def _tried(engine: str, formats: Sequence[DoctorCheck], environment: Environment | None = None) -> list[DoctorCheck]:
     """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter."""
     from fidelab.environments.environment import Environment
     from fidelab.environments.recipes import install_command
@@ -104,7 +106,7 @@ def _tried(engine: str, formats: Sequence[Check], environment: Environment | Non
     remedy = _UPGRADE if environment is None else f"build it anew: {install_command(engine)}"
     faults = try_out(environment or Environment(engine, sys.executable), cache_dir() / "logs")
 
-    def after_trial(check: Check) -> Check:
+    def after_trial(check: DoctorCheck) -> DoctorCheck:
         if (fault := faults[check.name]) is None:
             return replace(check, status="ok", detail="runs", remedy=None)
         return replace(check, status="broken", detail=fault, remedy=remedy)
@@ -112,7 +114,7 @@ def _tried(engine: str, formats: Sequence[Check], environment: Environment | Non
     return [after_trial(check) if check.name in faults else check for check in formats]
 
 
-def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
+def _brought(name: str, trial: bool) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """The checks of an engine that needs a package, in the environment where runs would find it."""
     from fidelab.environments.listing import places
 
@@ -121,24 +123,24 @@ def _brought(name: str, trial: bool) -> tuple[Check, list[Check]]:
     if place.problem is not None:
         status: Finding = "missing" if place.environment is None else "broken"
         why = one_line(place.problem).removeprefix(f"engine {name} ")
-        return Check(name, "engines", status, why, place.remedy), []
+        return DoctorCheck(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"
     detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.where}"
     group = f"KV formats ({name})"
     formats = [
-        Check(kv, group, "missing" if kv in place.refused else "ok", place.refused.get(kv, "runs"))
+        DoctorCheck(kv, group, "missing" if kv in place.refused else "ok", place.refused.get(kv, "runs"))
         for kv in place.kv_names
     ]
     if trial and place.environment is not None:
         formats = _tried(name, formats, place.environment)
-    return Check(name, "engines", "ok", one_line(detail)), formats
+    return DoctorCheck(name, "engines", "ok", one_line(detail)), formats
 
 
 def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
-def _formats(engine: str, names: Iterable[str]) -> list[Check]:
+def _formats(engine: str, names: Iterable[str]) -> list[DoctorCheck]:
     """The formats of an engine that fidelab computes itself: each is tried on a small tensor."""
     from fidelab.formats import FORMATS
 
@@ -146,8 +148,8 @@ def _formats(engine: str, names: Iterable[str]) -> list[Check]:
     return [_format(engine, name) for name in names if name in known]
 
 
-def _format(engine: str, name: str) -> Check:
-    check = partial(Check, name, f"KV formats ({engine})", needed=engine == _ENGINE and name in _FORMATS)
+def _format(engine: str, name: str) -> DoctorCheck:
+    check = partial(DoctorCheck, name, f"KV formats ({engine})", needed=engine == _ENGINE and name in _FORMATS)
     faults = [f"on {device}: {fault}" for device in _devices() if (fault := try_format(name, device))]
     if faults:
         return check("broken", "; ".join(faults), f"use another format, or {_UPGRADE}")
@@ -161,8 +163,8 @@ def _devices() -> tuple[str, ...]:
     return ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
 
 
-def _axis(registry: Registry, name: str, unusable: Collection[str]) -> Check:
-    check = partial(Check, name, "axes", needed=name in _AXES and not unusable)
+def _axis(registry: Registry, name: str, unusable: Collection[str]) -> DoctorCheck:
+    check = partial(DoctorCheck, name, "axes", needed=name in _AXES and not unusable)
     try:
         registry.load(name)
     except CAUGHT as error:

@@ -9,7 +9,7 @@ from functools import partial
 from importlib import import_module, metadata
 
 import fidelab
-from fidelab.doctor.check import CAUGHT, Check, guarded, reason
+from fidelab.doctor.check import CAUGHT, DoctorCheck, guarded, reason
 
 __all__ = ["contender", "packages", "release", "versions"]
 
@@ -18,17 +18,17 @@ _MODULES = {"pyyaml": "yaml"}  # elsewhere the module has the package's name
 _REQUIREMENT = re.compile(r"(?P<name>[\w.-]+)(?:\[[^\]]*\])?\s*(?:\(?>=\s*(?P<floor>[\w.]+))?")
 
 
-def versions() -> list[Check]:
+def versions() -> list[DoctorCheck]:
     """Python's version and fidelab's."""
     return [guarded("python", "python", _python, needed=True), guarded("fidelab", "python", _fidelab)]
 
 
-def contender() -> Check:
+def contender() -> DoctorCheck:
     """The package k16v8, which some arms run on and the main job does not need."""
     return guarded("k16v8", "packages", _k16v8)
 
 
-def packages() -> list[Check]:
+def packages() -> list[DoctorCheck]:
     """One check per required package: installed, new enough, importable.
 
     A package that fails together with one that it requires itself is not a reason of its own.
@@ -55,35 +55,35 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(".") if number)
 
 
-def _python() -> Check:
+def _python() -> DoctorCheck:
     version = platform.python_version()
     detail = f"{version}, {platform.system()} {platform.machine()}"
     try:
         floor = (metadata.metadata("fidelab")["Requires-Python"] or "").removeprefix(">=")
     except metadata.PackageNotFoundError:
         floor = ""
-    check = partial(Check, "python", "python", needed=True)
+    check = partial(DoctorCheck, "python", "python", needed=True)
     if release(version) < release(floor):
         return check("broken", f"{detail}; {floor} or newer is needed", f"install fidelab with Python {floor} or newer")
     return check("ok", detail)
 
 
-def _fidelab() -> Check:
+def _fidelab() -> DoctorCheck:
     try:
         metadata.version("fidelab")
     except metadata.PackageNotFoundError:
         detail = f"{fidelab.__version__}, not installed: its required packages are not checked"
-        return Check("fidelab", "python", "warning", detail, "pip install fidelab")
-    return Check("fidelab", "python", "ok", fidelab.__version__)
+        return DoctorCheck("fidelab", "python", "warning", detail, "pip install fidelab")
+    return DoctorCheck("fidelab", "python", "ok", fidelab.__version__)
 
 
-def _k16v8() -> Check:
+def _k16v8() -> DoctorCheck:
     from fidelab.engines.k16v8 import installed_version
 
     if version := installed_version():
-        return Check("k16v8", "packages", "ok", version)
+        return DoctorCheck("k16v8", "packages", "ok", version)
     needs = "attention=k16v8, --kv k16v8 on vLLM and SGLang, and fidelab kernels need it"
-    return Check("k16v8", "packages", "missing", f"not installed; {needs}", "pip install k16v8")
+    return DoctorCheck("k16v8", "packages", "missing", f"not installed; {needs}", "pip install k16v8")
 
 
 def _requires(package: str) -> list[str]:
@@ -102,9 +102,9 @@ def _canonical(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _installed(requirement: re.Match[str]) -> Check:
+def _installed(requirement: re.Match[str]) -> DoctorCheck:
     name, floor = requirement["name"], requirement["floor"] or ""
-    check = partial(Check, name, "packages", needed=True)
+    check = partial(DoctorCheck, name, "packages", needed=True)
     install = f'pip install "{name}>={floor}"' if floor else f"pip install {name}"
     requirement_text = f"{floor} or newer is needed" if floor else "it is required"
     try:
@@ -128,7 +128,7 @@ def _import_error(name: str) -> BaseException | None:
     return None
 
 
-def _unimportable(check: Check, error: BaseException, others: list[str]) -> Check:
+def _unimportable(check: DoctorCheck, error: BaseException, others: list[str]) -> DoctorCheck:
     """An installed package that cannot be imported; ``others``: failing packages that it requires."""
     if others:
         remedy = f"mend {' and '.join(others)} first"

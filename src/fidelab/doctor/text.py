@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from fidelab.doctor import MAIN_JOB, Diagnosis
-from fidelab.doctor.check import CAUGHT, Check, Finding
+from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 
 __all__ = ["lines", "show"]
 
@@ -52,7 +52,7 @@ def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
     return [*(line.replace(_TIE, " ") for line in text), "", _verdict(diagnosis, width)]
 
 
-def _rows(checks: list[Check]) -> Iterator[tuple[str, str, str]]:
+def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
     """Status, label and text: what works of packages, formats and axes in one row, everything else in its own."""
     group = checks[0].group
     together = group == "packages" or group == "axes" or group.startswith("KV formats")
@@ -71,7 +71,7 @@ def _rows(checks: list[Check]) -> Iterator[tuple[str, str, str]]:
             yield "", "", f"-> {check.remedy}"
 
 
-def _refused(group: str, checks: list[Check]) -> Iterator[tuple[str, str, str]]:
+def _refused(group: str, checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
     """What an engine has and cannot run here: one row for each reason, of which some name the format at their end."""
     reasons: dict[str, list[str]] = {}
     for check in checks:

@@ -17,15 +17,15 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe
+from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Arm, Estimator, KVSpec
 
 __all__ = [
     "Answer",
     "Engine",
-    "Ran",
+    "RuntimeInfo",
     "Sink",
-    "Verdict",
+    "Support",
     "add_sequence",
     "answer_with_head",
     "device_name",
@@ -37,7 +37,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Support:
     """Whether an engine can run an arm, and why not."""
 
     ok: bool
@@ -45,7 +45,7 @@ class Verdict:
 
 
 @dataclass
-class Ran:
+class RuntimeInfo:
     """Runtime info: what really runs, from the engine's own objects.  ``None`` where the engine cannot tell.
 
     Attributes:
@@ -119,7 +119,7 @@ class _Replayed(Protocol):
 
 
 def answer_with_head(
-    probe: Probe, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
+    request: Request, estimator: Estimator, facts: Mapping[str, Any], began: float, head: _Replayed | None
 ) -> Answer:
     """The answer to a request that was begun at ``began`` (``time.monotonic``).
 
@@ -130,7 +130,7 @@ def answer_with_head(
     if head is not None and head.sentinels:
         cosines, divergences = zip(*head.sentinels, strict=True)
         facts |= {"sentinel_cosine": min(cosines), "sentinel_kl": max(divergences)}
-    rows = probe.rows if isinstance(probe, Generate) else isinstance(probe, Prefill | Forced)
+    rows = request.rows if isinstance(request, Generate) else isinstance(request, Prefill | Forced)
     fields = head.fields() if head is not None and rows else {}
     return Answer(estimator, **fields, facts={**facts, "seconds": time.monotonic() - began})
 
@@ -219,9 +219,9 @@ class Engine(ABC):
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     pairs: ClassVar[bool] = True  # keys and values may have different formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
-    quiet: ClassVar[bool] = True  # takes no processor time between requests
+    sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
-    jitters: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
+    has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
     served: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 
@@ -252,7 +252,7 @@ class Engine(ABC):
 
     @classmethod
     @abstractmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         """Whether this arm can run here; cheap, before anything loads."""
 
     @classmethod  # noqa: B027  (formats without options need no check)
@@ -292,11 +292,11 @@ class Engine(ABC):
         """Token ids without special tokens: only to check that the engine's tokenizer agrees with ours."""
 
     @abstractmethod
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         """Answer one request, streaming into the sink; never holds more than a chunk."""
 
     @abstractmethod
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         """The runtime info, called after the last request, when the cache has been observed."""
 
     def peak_device_bytes(self) -> int | None:

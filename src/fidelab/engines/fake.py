@@ -43,9 +43,9 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence
 from fidelab.engines.timing import groups
 from fidelab.errors import UsageError
 
@@ -126,7 +126,7 @@ class FakeEngine(Engine):
             _check(f"KV format {kv.label!r}: {side.name}", dict(side.options), _KV[side.name])
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         options = dict(arm.options)
         _check("engine fake", options, _OPTIONS)
         if options.get("mask") == "on" and options.get("estimator") == "hidden":
@@ -134,8 +134,8 @@ class FakeEngine(Engine):
         if "bend" in options and options.get("family", "two-level") != "two-level":
             raise UsageError("engine fake: bend is of family two-level alone")
         if arm.kv.k.name == "refused":
-            return Verdict(False, "the fake engine refuses this format, as it was asked to")
-        return Verdict(True)
+            return Support(False, "the fake engine refuses this format, as it was asked to")
+        return Support(True)
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:
@@ -167,38 +167,38 @@ class FakeEngine(Engine):
     def tokenize(self, text: str) -> list[int]:
         return list(text.encode())
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
-        if isinstance(probe, Prefill | Forced):
+    def answer(self, request: Request, sink: Sink) -> Answer:
+        if isinstance(request, Prefill | Forced):
             logits = self._logits()
-            for item, tokens in enumerate(probe.items()):
+            for item, tokens in enumerate(request.items()):
                 self._misbehave(item)
-                n = probe.n_rows if isinstance(probe, Prefill) else len(probe.continuations[item])
+                n = request.n_rows if isinstance(request, Prefill) else len(request.continuations[item])
                 rows = self._noisy(np.broadcast_to(logits, (n, len(logits))))
                 if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
                     rows[int(self._knobs.get("row", 0)) % n] = np.nan
                 sink.add(item, self._stored(rows))
                 sink.progress(len(tokens))
-        elif isinstance(probe, Generate):
-            for item, prompt in enumerate(probe.prompts):
+        elif isinstance(request, Generate):
+            for item, prompt in enumerate(request.prompts):
                 self._misbehave(item)
-                ids = self._trajectory(prompt, item, probe.max_tokens)
-                stored = self._stored(self._generated_rows(ids)) if probe.rows else {}
+                ids = self._trajectory(prompt, item, request.max_tokens)
+                stored = self._stored(self._generated_rows(ids)) if request.rows else {}
                 add_sequence(sink, item, ids, stored)
                 sink.progress(len(prompt) + len(ids))
-        elif isinstance(probe, Timed):
-            for item, group in enumerate(groups(probe)):
+        elif isinstance(request, Timed):
+            for item, group in enumerate(groups(request)):
                 self._misbehave(item)
                 n_read = sum(map(len, group))
-                sink.add(item, {"seconds": _PREFILL * n_read + _DECODE * np.arange(1 + probe.n, dtype=np.float64)})
-                sink.progress(n_read + probe.n * len(group))
-        with_rows = probe.rows if isinstance(probe, Generate) else not isinstance(probe, Timed)
+                sink.add(item, {"seconds": _PREFILL * n_read + _DECODE * np.arange(1 + request.n, dtype=np.float64)})
+                sink.progress(n_read + request.n * len(group))
+        with_rows = request.rows if isinstance(request, Generate) else not isinstance(request, Timed)
         if self._estimator is Estimator.HIDDEN and with_rows:
             return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)})
         return Answer(self._estimator)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         engaged = self._kv != "silent"  # a format that was accepted and ignored
-        return Ran(
+        return RuntimeInfo(
             versions=self.versions(),
             device="cpu",
             attention="none",

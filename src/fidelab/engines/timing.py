@@ -16,16 +16,16 @@ from fidelab.errors import EngineError
 
 __all__ = ["groups", "time_prompts"]
 
-Group = tuple[Tokens, ...]
+TimingGroup = tuple[Tokens, ...]
 
 
-def groups(probe: Timed) -> tuple[Group, ...]:
+def groups(request: Timed) -> tuple[TimingGroup, ...]:
     """The prompts that are answered together.
 
     Raises:
         EngineError: those of a group differ in length.
     """
-    prompt_groups = probe.groups()
+    prompt_groups = request.groups()
     for index, group in enumerate(prompt_groups):
         if len(lengths := sorted(set(map(len, group)))) > 1:
             raise EngineError(
@@ -35,7 +35,7 @@ def groups(probe: Timed) -> tuple[Group, ...]:
     return prompt_groups
 
 
-def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Group], Iterator[object]]) -> dict[str, Any]:
+def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Iterator[object]]) -> dict[str, Any]:
     """Answer a Timed request: warm-up first, then the groups one by one; returns the facts.
 
     ``decode(group)`` makes a fresh cache ready, which is not timed, and returns an iterator of 1 + n steps or more.
@@ -45,14 +45,14 @@ def time_prompts(probe: Timed, sink: Sink, decode: Callable[[Group], Iterator[ob
     Raises:
         EngineError: prompts of a group differ in length, or an answer ended early.
     """
-    prompt_groups = groups(probe)
-    for group in prompt_groups[: probe.warmup]:
-        _seconds(decode(group), probe.n)
+    prompt_groups = groups(request)
+    for group in prompt_groups[: request.warmup]:
+        _seconds(decode(group), request.n)
     for item, group in enumerate(prompt_groups):
-        sink.add(item, {"seconds": _seconds(decode(group), probe.n)})
-        sink.progress(sum(map(len, group)) + probe.n * len(group))
-    generated = probe.n * len(probe.prompts)
-    return {"tokens": sum(map(len, probe.prompts)) + generated, "generated": generated}
+        sink.add(item, {"seconds": _seconds(decode(group), request.n)})
+        sink.progress(sum(map(len, group)) + request.n * len(group))
+    generated = request.n * len(request.prompts)
+    return {"tokens": sum(map(len, request.prompts)) + generated, "generated": generated}
 
 
 def _seconds(steps: Iterator[object], n: int) -> NDArray[np.float64]:

@@ -23,13 +23,13 @@ import fidelab
 from fidelab import errors
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import ENGINES
-from fidelab.engines.base import Verdict
+from fidelab.engines.base import Support
 from fidelab.environments.environment import Environment
 from fidelab.errors import EngineError, FidelabError
 from fidelab.workers.ask import answer
 from fidelab.workers.messages import PROTOCOL
 
-__all__ = ["About", "Asked", "ask"]
+__all__ = ["About", "EngineAnswers", "ask"]
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
 _GRACE = 5.0  # seconds to end by itself
@@ -57,7 +57,7 @@ class About:
     variables: Mapping[str, str]
 
 
-class Asked(ABC):
+class EngineAnswers(ABC):
     """The class side of the engine contract; each method raises what the engine's own raises.
 
     For an engine in another environment they also raise EngineError, where that is broken or does not answer.
@@ -95,9 +95,9 @@ class Asked(ABC):
         """As :meth:`Engine.check_kv`."""
         self._ask("check_kv", kv=kv)
 
-    def supports(self, arm: Arm) -> Verdict:
+    def supports(self, arm: Arm) -> Support:
         """As :meth:`Engine.supports`."""
-        return Verdict(*self._ask("supports", arm=arm))
+        return Support(*self._ask("supports", arm=arm))
 
     def control_for(self, reference: KVSpec, native: str) -> str | None:
         """As :meth:`Engine.control_for`."""
@@ -110,7 +110,7 @@ class Asked(ABC):
 
 
 @contextmanager
-def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[Asked]:
+def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[EngineAnswers]:
     """The engine of an environment, to be asked while the context lasts; ``limit``: seconds for one answer.
 
     Raises:
@@ -127,14 +127,14 @@ def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[Asked]:
         there.end()
 
 
-class _Here(Asked):
+class _Here(EngineAnswers):
     """In this process."""
 
     def _ask(self, question: str, **fields: Any) -> Any:
         return answer(ENGINES.load(self.environment.engine), question, **fields)
 
 
-class _There(Asked):
+class _There(EngineAnswers):
     """In a process of its environment, started at once and asked one question after another."""
 
     def __init__(self, environment: Environment, limit: float) -> None:

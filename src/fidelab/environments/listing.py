@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
-from fidelab.environments.answers import About, Asked, ask
+from fidelab.environments.answers import About, EngineAnswers, ask
 from fidelab.environments.environment import (
     MARKER,
     Environment,
@@ -23,13 +23,13 @@ from fidelab.environments.environment import (
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import FidelabError
 
-__all__ = ["Place", "listing", "places"]
+__all__ = ["Installed", "listing", "places"]
 
 _TEST_ENGINE = "fake"
 
 
 @dataclass(frozen=True)
-class Place:
+class Installed:
     """One engine in one environment.
 
     Attributes:
@@ -61,14 +61,14 @@ class Place:
         return ", ".join(other) or "stock"
 
 
-def listing(limit: float = 120.0) -> list[Place]:
+def listing(limit: float = 120.0) -> list[Installed]:
     """Every engine but the test engine, in every environment that it has; all are asked at once, ``limit`` s each."""
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
     with ThreadPoolExecutor() as pool:
         return [place for engine_places in pool.map(lambda name: places(name, limit), names) for place in engine_places]
 
 
-def places(engine: str, limit: float = 120.0) -> list[Place]:
+def places(engine: str, limit: float = 120.0) -> list[Installed]:
     """One engine, in the order in which runs would take them; one entry without environment where there is none."""
     results = []
     try:
@@ -76,10 +76,10 @@ def places(engine: str, limit: float = 120.0) -> list[Place]:
         here = provided_here(cls)
     except (Exception, SystemExit) as error:  # an adapter of somebody else
         return [
-            Place(engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package")
+            Installed(engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package")
         ]
     if here and cls.served:
-        return [Place(engine, "a server", Environment(engine, sys.executable), cls.versions())]
+        return [Installed(engine, "a server", Environment(engine, sys.executable), cls.versions())]
     if here:
         results.append(_ask(engine, "this interpreter", Environment(engine, sys.executable), limit))
     for name in variants(engine):
@@ -87,31 +87,31 @@ def places(engine: str, limit: float = 120.0) -> list[Place]:
         python = folder / "bin" / "python"
         if (folder / MARKER).exists() and read_marker(folder) is None:
             command = install_command(engine)
-            results.append(Place(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
+            results.append(Installed(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
         elif os.access(python, os.X_OK):
             failing = (read_marker(folder) or {}).get("failing", {})
             environment = Environment(engine, str(python), pythonpath=remembered_shims(folder))
             results.append(_ask(engine, name, environment, limit, failing))
-    return results or [Place(engine, engine, None, problem="not installed", remedy=install_command(engine))]
+    return results or [Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))]
 
 
 def _ask(
     engine: str, name: str, environment: Environment, limit: float, failing: Mapping[str, str] | None = None
-) -> Place:
+) -> Installed:
     """``failing``: the formats that did not run when the environment was made, and why."""
     try:
         with ask(environment, limit) as asked:
             versions, names = asked.versions(), asked.kv_names()
             refused = {**(failing or {}), **_refused(asked, names)}
-            return Place(engine, name, environment, versions, names, refused, asked.about)
+            return Installed(engine, name, environment, versions, names, refused, asked.about)
     except FidelabError as error:
         problem = str(error)
     except (Exception, SystemExit) as error:  # what importing somebody else's package may raise
         problem = " ".join(f"{type(error).__name__}: {error}".split())
-    return Place(engine, name, environment, problem=problem, remedy=install_command(engine))
+    return Installed(engine, name, environment, problem=problem, remedy=install_command(engine))
 
 
-def _refused(asked: Asked, names: Sequence[str]) -> dict[str, str]:
+def _refused(asked: EngineAnswers, names: Sequence[str]) -> dict[str, str]:
     """Formats that the engine refuses without a model, and why; empty where it needs one to tell."""
     device = "cpu" if asked.about.device == "cpu" else "cuda"
     path = "/model.gguf" if asked.form == "gguf" else "/model"

@@ -14,7 +14,7 @@ import numpy as np
 
 from fidelab.captures.container import to_float32
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.captures.requests import Generate, Prefill, Probe, probe_record
+from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, usable_cores
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
@@ -74,7 +74,9 @@ def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str |
     """Why the arm does not prefill and decode; ``None`` where it does."""
     log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
     log.unlink(missing_ok=True)
-    tasks = [ProbeTask(probe_record(probe), str(store / probe.axis), {"trial": probe.axis}) for probe in _probes()]
+    tasks = [
+        ProbeTask(request_record(request), str(store / request.axis), {"trial": request.axis}) for request in _probes()
+    ]
     job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": ""}, env=thread_variables(arm.threads))
     outcome = run_worker(
         job,
@@ -91,7 +93,7 @@ def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str |
     return f"{reason}; log: {log}"
 
 
-def _probes() -> tuple[Probe, Probe]:
+def _probes() -> tuple[Request, Request]:
     tokens = tuple(2 + i % 256 for i in range(_PREFILL))
     return (
         Prefill("prefill", (tokens,), 0, _PREFILL - 2, ((0,) * (_PREFILL - 1),)),

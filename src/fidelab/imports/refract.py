@@ -13,7 +13,7 @@ from typing import Any
 from fidelab.core import Status, digest
 from fidelab.errors import InputError
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
-from fidelab.imports.refract_axes import Line, Recomputed, read_kld, read_plad, read_rniah, read_trajectory
+from fidelab.imports.refract_axes import Recomputed, RefractLine, read_kld, read_plad, read_rniah, read_trajectory
 from fidelab.imports.refract_file import RefractFile, read_refract
 from fidelab.metrics.composite import BANDS, harmonic_mean
 from fidelab.metrics.composite import composite as combine
@@ -79,7 +79,7 @@ def _why_no_bound(kld: Measurement | None) -> str:
     return f"the file holds a mean KL ({format_kld(mean)} nats) and nothing to make an interval of"
 
 
-def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[Line], Composite | None]:
+def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[list[RefractLine], Composite | None]:
     """Lines of the composite and of its bands by both tables; and our composite, which the file's data give."""
     scores = {axis: part.lines[0] for axis, part in measured.items()}
     refract_scores = [float(line.again) for line in scores.values() if line.again is not None]
@@ -87,7 +87,7 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
     own_scores = {axis: float(line.ours) for axis, line in scores.items() if line.ours is not None}
     own = combine({axis: own_scores.get(axis) for axis in _AXES})
     values = (file.root["composite"].number(), refract_mean, own.value)
-    lines = [Line("composite", *values)]
+    lines = [RefractLine("composite", *values)]
     for table, bands in BANDS.items():
         edges = f"{bands.excellent:g}/{bands.passed:g}/{bands.degraded:g}"
         cells = [None if value is None else bands.band(value).value for value in values]
@@ -95,14 +95,14 @@ def _combined(file: RefractFile, measured: Mapping[str, Recomputed]) -> tuple[li
             cells[0] = file.root["band"].text() or None
         if own.missing:
             cells[2] = None
-        lines.append(Line(f"band, {table} {edges}", cells[0], cells[1], cells[2]))
+        lines.append(RefractLine(f"band, {table} {edges}", cells[0], cells[1], cells[2]))
     if own.value is None:
         return lines, None
     band = None if own.band is None else own.band.value
     return lines, Composite.model_validate({"value": own.value, "axes": list(own_scores), "band": band})
 
 
-def _comparison(lines: list[Line]) -> TablePlot:
+def _comparison(lines: list[RefractLine]) -> TablePlot:
     words = {True: "yes", False: "no", None: ""}
     return TablePlot(
         title="REFRACT's figures, computed again",
@@ -112,7 +112,7 @@ def _comparison(lines: list[Line]) -> TablePlot:
     )
 
 
-def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[Line]) -> tuple[str, ...]:
+def _notes(file: RefractFile, measured: Mapping[str, Recomputed], lines: list[RefractLine]) -> tuple[str, ...]:
     notes = [
         f"{line.name}: the file says {_shown(line.stated)}, its own data give {_shown(line.again)}"
         for line in lines

@@ -38,7 +38,7 @@ from fidelab.metrics.retrieval import Cells, retrieval_interval, retrieval_score
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.plots import Grid, Heatmap, Plot, TablePlot
 
-__all__ = ["Line", "Recomputed", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
+__all__ = ["Recomputed", "RefractLine", "read_kld", "read_plad", "read_rniah", "read_trajectory"]
 
 TOPK_BACKENDS = ("vllm", "sglang")
 """Backends through which REFRACT sees the most likely tokens alone."""
@@ -46,7 +46,7 @@ _ROUNDING = 1e-6  # relative: the files hold doubles, some of them made from fig
 
 
 @dataclass(frozen=True)
-class Line:
+class RefractLine:
     """One figure three times: as stated in the file, by REFRACT's definition, by fidelab's."""
 
     name: str
@@ -69,7 +69,7 @@ class Recomputed:
     """One axis: its record, its lines (the score first), and remarks."""
 
     record: Measurement
-    lines: tuple[Line, ...]
+    lines: tuple[RefractLine, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -88,7 +88,7 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
     if not pairs or len(pairs) < len(known):
         reason = "the file holds neither token ids nor prefix lengths of every prompt"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, facts={"n_predict": n_predict})
-        return Recomputed(record, (Line("trajectory score", stated, None, None),))
+        return Recomputed(record, (RefractLine("trajectory score", stated, None, None),))
     usable = np.array([not pair.failed for pair in pairs])
     items = RatioItems.of(
         [float(pair.prefix) for pair in pairs], [float(pair.longest) for pair in pairs], np.arange(len(pairs))
@@ -115,9 +115,9 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
         facts={"n_predict": n_predict},
     )
     lines = (
-        Line("trajectory score", stated, refract_score, score),
-        Line("exact match rate", axis["full_match_rate"].number(), rate, rate),
-        Line("median first divergence", axis["median_first_divergence"].number(), median, median),
+        RefractLine("trajectory score", stated, refract_score, score),
+        RefractLine("exact match rate", axis["full_match_rate"].number(), rate, rate),
+        RefractLine("median first divergence", axis["median_first_divergence"].number(), median, median),
     )
     return Recomputed(record, lines, _contradictions(prompts, pairs))
 
@@ -179,11 +179,11 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
     stated, mean = file.score("kld"), axis["mean_kld"].number(0.0)
     if mean is None:
         record = Measurement(status=Status.FAILED, reason="the mean KL of the file is no number")
-        return Recomputed(record, (Line("KLD score", stated, None, None),))
+        return Recomputed(record, (RefractLine("KLD score", stated, None, None),))
     if file.backend.lower() in TOPK_BACKENDS:
         reason = f"REFRACT's {file.backend} backend sees the most likely tokens alone, not the full vocabulary"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=f"{reason} (its figure: {mean:.6g} nats)")
-        return Recomputed(record, (Line("KLD score", stated, kld_score(mean), None),), notes=(reason,))
+        return Recomputed(record, (RefractLine("KLD score", stated, kld_score(mean), None),), notes=(reason,))
     chunks, notes = _chunks(axis, mean)
     bounds = (0.0, math.inf)
     same, rms = axis["same_topp_pct"].number(0.0, 100.0), axis["rms_dp_pct"].number(0.0, 100.0)
@@ -204,7 +204,7 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
             "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,
         },
     )
-    return Recomputed(record, (Line("KLD score", stated, kld_score(mean), kld_score(mean)),), notes=notes)
+    return Recomputed(record, (RefractLine("KLD score", stated, kld_score(mean), kld_score(mean)),), notes=notes)
 
 
 def _chunks(axis: Node, mean: float) -> tuple[RatioItems | None, tuple[str, ...]]:
@@ -275,7 +275,7 @@ def read_rniah(file: RefractFile) -> Recomputed | None:
         n_failed=len(entries) - len(known),
         facts={"needle": axis["needle"].text(), "skipped cells": len(axis["skipped_cells"].items())},
     )
-    return Recomputed(record, (Line("R-NIAH score", file.score("rniah"), refract_score, score),))
+    return Recomputed(record, (RefractLine("R-NIAH score", file.score("rniah"), refract_score, score),))
 
 
 @dataclass(frozen=True)
@@ -337,7 +337,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
     if not drifts:
         reason = "the file holds no drifts of prompts"
         record = Measurement(status=Status.NOT_MEASURABLE, reason=reason, n_items=len(entries), n_failed=len(entries))
-        return Recomputed(record, (Line("PLAD score", stated, None, None),))
+        return Recomputed(record, (RefractLine("PLAD score", stated, None, None),))
     prompts = np.array([prompt for prompt, _, _, _ in drifts])
     excess = np.array([test - ref for _, _, ref, test in drifts])
     cells = cell_scores([ref for _, _, ref, _ in drifts], [test for _, _, _, test in drifts])
@@ -363,8 +363,8 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
         n_failed=len(entries) - len(drifts),
     )
     stated_kinds = {kind: node.number() for kind, node in axis["per_perturbation_score"].entries()}
-    per_kind = (Line(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
-    return Recomputed(record, (Line("PLAD score", stated, mean_score, mean_score), *per_kind))
+    per_kind = (RefractLine(f"PLAD, {kind}", stated_kinds.get(kind), value, value) for kind, value in kinds.items())
+    return Recomputed(record, (RefractLine("PLAD score", stated, mean_score, mean_score), *per_kind))
 
 
 def _kinds_plot(

@@ -14,13 +14,13 @@ from typing import Any
 from fidelab.bench.base import joined
 from fidelab.bench.decode import Decode, decode_complete
 from fidelab.bench.load_figures import OUTPUT_RATE, serving_measurement
-from fidelab.bench.prefill import Prefill, prefill_complete
+from fidelab.bench.prefill import PrefillBench, prefill_complete
 from fidelab.core import Status
 from fidelab.errors import InputError, UsageError
 from fidelab.imports.json_file import read_json
 from fidelab.imports.leave import Imported, Source, kld_verdict, leave_run
 from fidelab.imports.throughput_cells import read_cells
-from fidelab.imports.throughput_file import Recorded
+from fidelab.imports.throughput_file import Throughput
 from fidelab.imports.throughput_flags import check_twice
 from fidelab.imports.throughput_sweeps import SWEEPS, read_sweeps
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement
@@ -52,10 +52,10 @@ def import_throughput(
     if names is not None and len(names) != len(paths):
         raise UsageError(f"{len(names)} names for {len(paths)} files: give --name once per file, in their order")
     files = [_read(path / "report.json" if path.is_dir() else path) for path in paths]
-    recorded = [file for file in files if isinstance(file, Recorded)]
+    recorded = [file for file in files if isinstance(file, Throughput)]
     arms: list[ArmRecord] = []
     for file, label in zip(files, _labels(files, paths, names), strict=True):
-        arms += [_arm(file, label, recorded)] if isinstance(file, Recorded) else _own(file, label)
+        arms += [_arm(file, label, recorded)] if isinstance(file, Throughput) else _own(file, label)
     twice = next((name for name, times in Counter(arm.name for arm in arms).items() if times > 1), None)
     if twice is not None:
         raise UsageError(f"two arms are named {twice!r}; tell them apart with --name, once per file")
@@ -93,7 +93,7 @@ def _load(at: Coordinates) -> tuple[int | float | str, int]:
 # ------------------------------------------------------------------------------------------------ reading
 
 
-def _read(path: Path) -> Recorded | Report:
+def _read(path: Path) -> Throughput | Report:
     """A file in whichever form it has."""
     file = read_json(path)
     root = file.root
@@ -116,11 +116,11 @@ def _read(path: Path) -> Recorded | Report:
     return recorded
 
 
-def _labels(files: Sequence[Recorded | Report], paths: Sequence[Path], names: Sequence[str] | None) -> list[str]:
+def _labels(files: Sequence[Throughput | Report], paths: Sequence[Path], names: Sequence[str] | None) -> list[str]:
     """A name per file; empty for a run of fidelab, whose arms keep their names.  Equal ones get their folder's name."""
     if names is not None:
         return list(names)
-    stems = [file.stem if isinstance(file, Recorded) else "" for file in files]
+    stems = [file.stem if isinstance(file, Throughput) else "" for file in files]
     return [
         f"{path.resolve().parent.name}/{stem}" if stem and stems.count(stem) > 1 else stem
         for stem, path in zip(stems, paths, strict=True)
@@ -137,12 +137,12 @@ def _own(report: Report, label: str) -> list[ArmRecord]:
     return [arm.model_copy(update={**bare, "name": name}) for arm, name in zip(arms, names, strict=True)]
 
 
-def _arm(file: Recorded, label: str, among: Sequence[Recorded]) -> ArmRecord:
+def _arm(file: Throughput, label: str, among: Sequence[Throughput]) -> ArmRecord:
     flags = (*file.flags, *_contradictions(file, among))
     facts = {"target": file.file.path.name, "model": file.model, "settings": dict(file.settings)}
     benches = {"serving": serving_measurement(file.loads, facts, flags)}
     if file.prefill:
-        benches["prefill"] = prefill_complete(joined(file.prefill, Prefill.title, status=Status.OK))
+        benches["prefill"] = prefill_complete(joined(file.prefill, PrefillBench.title, status=Status.OK))
     if file.decode:
         benches["decode"] = decode_complete(joined(file.decode, Decode.title, status=Status.OK))
     return ArmRecord(status=Status.OK, name=label, engine=file.engine, model=file.model, kv=_UNSTATED, benches=benches)
@@ -151,7 +151,7 @@ def _arm(file: Recorded, label: str, among: Sequence[Recorded]) -> ArmRecord:
 # ------------------------------------------------------------------------------------------------ checking
 
 
-def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]:
+def _contradictions(file: Throughput, among: Sequence[Throughput]) -> Iterator[Flag]:
     """Other files that give another rate for the same load on the same machine: a flag per file, its largest case."""
     for other in among:
         if other is file or _identity(file) is None or _identity(other) != _identity(file):
@@ -167,7 +167,7 @@ def _contradictions(file: Recorded, among: Sequence[Recorded]) -> Iterator[Flag]
             yield max(cases, key=lambda case: case[0])[1]
 
 
-def _identity(file: Recorded) -> tuple[Any, ...] | None:
+def _identity(file: Throughput) -> tuple[Any, ...] | None:
     """The fields in which two comparable files agree; None where a file does not name its hardware."""
     facts = {"model": file.model, "engine": file.engine, **file.settings}
     return tuple(facts.get(name) for name in _SAME) if facts.get("hardware") else None
@@ -208,7 +208,7 @@ def _counted(cells: Sequence[Cell]) -> Iterator[str]:
         yield f"{kind} ({n} of {len(cells)} cells): {texts[0]}"
 
 
-def _source(files: Sequence[Recorded | Report], paths: Sequence[Path], arms: Sequence[ArmRecord]) -> Source:
+def _source(files: Sequence[Throughput | Report], paths: Sequence[Path], arms: Sequence[ArmRecord]) -> Source:
     facts = [_facts(file, path) for file, path in zip(files, paths, strict=True)]
     shared: dict[str, Any] = {"recorded": sorted({fact["form"] for fact in facts})}
     settings = [serving.facts.get("settings", {}) for arm in arms if (serving := arm.benches.get("serving"))]
@@ -219,7 +219,7 @@ def _source(files: Sequence[Recorded | Report], paths: Sequence[Path], arms: Seq
     return Source("throughput", {"files": facts}, {"files": facts}, {"benches.serving": shared})
 
 
-def _facts(file: Recorded | Report, path: Path) -> dict[str, Any]:
+def _facts(file: Throughput | Report, path: Path) -> dict[str, Any]:
     if isinstance(file, Report):
         return {"file": path.name, "form": "fidelab", "run": file.run_id}
     settings = {name: file.settings[name] for name in ("hardware", "timestamp", "method") if name in file.settings}

@@ -18,7 +18,7 @@ from fidelab.errors import InputError
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
-    Recorded,
+    Throughput,
     at_least_one,
     load_cell,
     positive,
@@ -41,7 +41,7 @@ _SHARE = "server_spec_accept_rate"
 _SPECULATION = re.compile(r"(?<!no)(?<!no[-_ ])(mtp|eagle|dflash|nextn|spec[-_]?dec)", re.IGNORECASE)
 
 
-def read_cells(file: JsonFile) -> Recorded:
+def read_cells(file: JsonFile) -> Throughput:
     """Read the form with cells.
 
     Raises:
@@ -61,7 +61,7 @@ def read_cells(file: JsonFile) -> Recorded:
         verified=all(counted),
         recorded=any(counted),
     )
-    return Recorded(
+    return Throughput(
         file,
         FORM,
         engine=engine,

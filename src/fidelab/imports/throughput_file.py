@@ -14,7 +14,7 @@ from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_flags import INVALID
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag
 
-__all__ = ["MOST", "Recorded", "at_least_one", "load_cell", "positive", "speed_cell", "texts"]
+__all__ = ["MOST", "Throughput", "at_least_one", "load_cell", "positive", "speed_cell", "texts"]
 
 MOST: Final = 10**9
 """No count, rate or latency of these files is larger."""
@@ -23,7 +23,7 @@ _LEAST = 1e-6  # a smaller figure is an empty field, so that nothing is divided 
 
 
 @dataclass(frozen=True)
-class Recorded:
+class Throughput:
     """What one file holds, in our units.  ``loads`` by context, then concurrency; ``flags`` concern all of them.
 
     ``prefill`` and ``decode``: one rate each, by length.

@@ -11,7 +11,7 @@ from fidelab.bench.load_figures import COUNTED_CONTEXT, OUTPUT_RATE, Latency, ap
 from fidelab.imports.json_file import JsonFile, Node
 from fidelab.imports.throughput_file import (
     MOST,
-    Recorded,
+    Throughput,
     at_least_one,
     load_cell,
     positive,
@@ -28,7 +28,7 @@ SWEEPS = ("context_sweep", "throughput_sweep")
 _SETTINGS = ("method", "hardware", "timestamp", "output_tokens", "note")
 
 
-def read_sweeps(file: JsonFile) -> Recorded:
+def read_sweeps(file: JsonFile) -> Throughput:
     """Read the form with sweeps.
 
     Raises:
@@ -47,7 +47,7 @@ def read_sweeps(file: JsonFile) -> Recorded:
     by_load = [_at_concurrency(row, output, median) for row in root["throughput_sweep"].items()]
     curve = [(int(load.cell.at["depth"]), rate) for load in decode if (rate := load.value(ISOLATED.name)) is not None]
     recorded = all(row["input_len"].value is not None for row in depths)
-    return Recorded(
+    return Throughput(
         file,
         FORM,
         engine=root["engine"].text() or "unknown",

@@ -10,7 +10,7 @@ from fidelab.bench.base import CellResult, joined
 from fidelab.bench.decode import BY_SUBTRACTION, ISOLATED, Decode, decode_complete
 from fidelab.bench.load_figures import Latency, apart, load_at, load_facts, load_metrics, saturated, serving_measurement
 from fidelab.bench.memory import AT_LENGTH, WHOLE, Memory, memory_complete, sizes
-from fidelab.bench.prefill import RATE, Prefill, prefill_complete
+from fidelab.bench.prefill import RATE, PrefillBench, prefill_complete
 from fidelab.bench.startup import COLD, TOTAL, WARM, Startup, part, startup_complete
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
 
@@ -60,7 +60,7 @@ def _speed(plain: Plain, title: str, length: str, *makes: tuple[str, Definition]
 
 
 def _prefill(plain: Plain) -> Measurement:
-    return prefill_complete(_speed(plain, Prefill.title, "tokens", ("rate", RATE)))
+    return prefill_complete(_speed(plain, PrefillBench.title, "tokens", ("rate", RATE)))
 
 
 def _decode(plain: Plain) -> Measurement:

@@ -12,9 +12,9 @@ from fidelab.errors import InputError
 from fidelab.models import Model
 from fidelab.models.hub import first_line
 
-__all__ = ["Message", "Template", "Tokenizer"]
+__all__ = ["ChatMessage", "Template", "Tokenizer"]
 
-Message = Mapping[str, str]  # role and content
+ChatMessage = Mapping[str, str]  # role and content
 Template = Literal["chat", "raw"]
 
 
@@ -23,7 +23,7 @@ class _Backend(Protocol):
 
     def encode(self, text: str) -> Tokens: ...
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]: ...
-    def render(self, messages: Sequence[Message]) -> str: ...
+    def render(self, messages: Sequence[ChatMessage]) -> str: ...
     def decode(self, ids: Sequence[int]) -> str: ...
     def pieces(self) -> list[str]: ...
     def special_ids(self) -> frozenset[int]: ...
@@ -76,7 +76,7 @@ class Tokenizer:
         """
         return self.backend.encode_with_offsets(text)
 
-    def chat(self, messages: Sequence[Message], template: Template = "chat") -> Tokens:
+    def chat(self, messages: Sequence[ChatMessage], template: Template = "chat") -> Tokens:
         """A prompt's ids, ending where the model's answer begins.
 
         ``chat`` runs the model's template, thinking off where it has a switch, or ``raw`` where there is
@@ -118,7 +118,7 @@ class _Bytes:
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
         return self.encode(text), tuple(i for i, char in enumerate(text) for _ in char.encode())
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[ChatMessage]) -> str:
         raise AssertionError("the byte tokenizer has no chat template")
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -165,7 +165,7 @@ class _HuggingFace:
         out = self._hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return tuple(out["input_ids"]), tuple(start for start, _ in out["offset_mapping"])
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[ChatMessage]) -> str:
         try:
             text: str = self._hf.apply_chat_template(
                 [dict(message) for message in messages],

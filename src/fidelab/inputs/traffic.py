@@ -24,7 +24,7 @@ from fidelab.inputs.tokens import Tokenizer
 __all__ = ["Trace", "arrivals", "mixed_prompts", "random_prompts", "read_trace", "text_prompts", "word_prompts"]
 
 Floats = NDArray[np.float64]
-Unit = Literal["ms", "s"]
+TraceUnit = Literal["ms", "s"]
 
 _SPACES = "Ġ▁"  # how vocabularies write the space before a word
 _TRIES = 256  # changes of one text until its length is exact
@@ -167,7 +167,7 @@ class Trace:
     output: tuple[int, ...]
 
 
-def read_trace(path: Path, *, unit: Unit = "ms", limit: int | None = None) -> Trace:
+def read_trace(path: Path, *, unit: TraceUnit = "ms", limit: int | None = None) -> Trace:
     """The first ``limit`` requests of a JSON-lines file: ``timestamp``, ``input_length``, ``output_length``.
 
     These are the fields of the Mooncake traces, whose timestamps are milliseconds; ``unit`` says otherwise.  Further

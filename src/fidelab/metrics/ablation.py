@@ -41,7 +41,7 @@ from scipy import special
 
 from fidelab.metrics.intervals import MIN_STUDENTIZED_UNITS, binomial_interval, resample_weights
 
-__all__ = ["Effect", "Findings", "Grid", "Reach", "Shift", "common_levels", "isolate"]
+__all__ = ["AblationGrid", "Effect", "Findings", "Reach", "Shift", "common_levels", "isolate"]
 
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -52,7 +52,7 @@ _ROUNDING = 1e-12  # of what was subtracted: a spread below it is none
 
 
 @dataclass(frozen=True, eq=False)
-class Grid:
+class AblationGrid:
     """The measured cells of a grid.
 
     ``factors``: name → its levels, two or more; ``cells``: one level of each factor, in that order → the outcome of
@@ -161,7 +161,7 @@ class _Pair:
         return [self.mean, *self.shifts, *self.deviations]
 
 
-def isolate(grid: Grid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95) -> Findings:
+def isolate(grid: AblationGrid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95) -> Findings:
     """The effect of every factor; shifts within ± ``floor`` do not count. See docs/metrics.md#isolation.
 
     Raises:
@@ -208,7 +208,7 @@ def common_levels(
 # ------------------------------------------------------------------------------------------------ contrasts
 
 
-def _pairs(grid: Grid, factor: str, keys: Sequence[tuple[str, ...]]) -> Iterator[_Pair]:
+def _pairs(grid: AblationGrid, factor: str, keys: Sequence[tuple[str, ...]]) -> Iterator[_Pair]:
     """The contrasts of a factor, of every two levels that some context has both of."""
     names = list(grid.factors)
     place = names.index(factor)

@@ -27,7 +27,7 @@ __all__ = [
     "Allowance",
     "Change",
     "Estimate",
-    "Verdict",
+    "Judgement",
     "difference_interval",
     "judge_intervals",
     "judge_log_ratio",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 Interval = tuple[float, float]
-Verdict = Literal["regressed", "improved", "unchanged", "cannot tell"]
+Judgement = Literal["regressed", "improved", "unchanged", "cannot tell"]
 
 
 @dataclass(frozen=True)
@@ -120,14 +120,14 @@ def difference_interval(a: Estimate, b: Estimate) -> Interval:
     return a.value - b.value - down, a.value - b.value + up
 
 
-def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> Verdict:
+def judge_intervals(baseline: Estimate, now: Estimate, allowance: Allowance) -> Judgement:
     """Of two costs with intervals (module docstring). See docs/metrics.md#changes-between-runs."""
     worse = difference_interval(now, baseline.allowed(allowance))
     better = difference_interval(baseline, now.allowed(allowance))
     return _verdict(worse, better)
 
 
-def judge_log_ratio(change: Interval, relative: float) -> Verdict:
+def judge_log_ratio(change: Interval, relative: float) -> Judgement:
     """Of the interval of a cost's log ratio; a factor of ``1 + relative`` is allowed.
 
     See docs/metrics.md#changes-between-runs.
@@ -137,7 +137,7 @@ def judge_log_ratio(change: Interval, relative: float) -> Verdict:
     return _verdict((low - allowed, high - allowed), (-high - allowed, -low - allowed))
 
 
-def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bool) -> Verdict:
+def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bool) -> Judgement:
     """Of two costs without intervals.
 
     ``exact``: they have no noise, and a change beyond the allowance is certain.  Otherwise the noise is taken to be no
@@ -156,7 +156,7 @@ def judge_values(baseline: float, now: float, allowance: Allowance, *, exact: bo
     return "unchanged" if within else "cannot tell"
 
 
-def _verdict(worse: Interval, better: Interval) -> Verdict:
+def _verdict(worse: Interval, better: Interval) -> Judgement:
     """From the intervals of what lies beyond the allowance on either side."""
     if worse[0] > 0:
         return "regressed"

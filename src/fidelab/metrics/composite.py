@@ -22,8 +22,8 @@ from fidelab.errors import UnknownNameError
 __all__ = [
     "BANDS",
     "Band",
-    "Composite",
-    "Verdict",
+    "CompositeScore",
+    "Ruling",
     "composite",
     "cost_alike",
     "harmonic_mean",
@@ -90,7 +90,7 @@ def _harmonic(scores: Floats) -> Floats:
 
 
 @dataclass(frozen=True)
-class Composite:
+class CompositeScore:
     """The harmonic mean of the axes measured. See docs/metrics.md#composite-and-bands.
 
     Attributes:
@@ -113,7 +113,7 @@ def composite(
     intervals: Mapping[str, tuple[float, float]] | None = None,
     *,
     bands: str = "fidelab",
-) -> Composite:
+) -> CompositeScore:
     """Harmonic mean of the axis scores (0…100), with interval and band.
 
     ``scores``: of every axis that belongs to it, None where it was not measured.  ``intervals``: of each score, 95%.
@@ -130,15 +130,15 @@ def composite(
     missing = tuple(axis for axis in scores if axis not in measured)
     value = harmonic_mean(list(measured.values()))
     if value is None:
-        return Composite(None, None, None, False, missing)
+        return CompositeScore(None, None, None, False, missing)
     interval = None
     if not math.isnan(value):
         interval = _composite_interval(measured, intervals or {})
     if missing:
-        return Composite(value, interval, None, False, missing)
+        return CompositeScore(value, interval, None, False, missing)
     table = BANDS[bands]
     close = interval is not None and table.band(interval[0]) != table.band(interval[1])
-    return Composite(value, interval, table.band(value), close, missing)
+    return CompositeScore(value, interval, table.band(value), close, missing)
 
 
 def _composite_interval(
@@ -168,7 +168,7 @@ def lower(band: Band) -> Band:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Ruling:
     """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why.
 
     ``at_best``: the best band still possible where there is no verdict; None where none is ruled out.
@@ -193,7 +193,7 @@ def verdict(
     failed_because: Sequence[str] = (),
     *,
     kld_least: float | None = None,
-) -> Verdict:
+) -> Ruling:
     """The verdict on one candidate. See docs/metrics.md#verdicts.
 
     Args:
@@ -213,7 +213,7 @@ def verdict(
         raise ValueError(f"{n_failed} failed of {n_positions} positions")
     failures = [f"{n_failed} of {n_positions} positions failed"] if n_failed else []
     if failed_because or n_failed * 100 > n_positions:
-        return Verdict(Band.FAIL, (*failures, *failed_because, *lowered_because))
+        return Ruling(Band.FAIL, (*failures, *failed_because, *lowered_because))
     known = [value for value in (kld_upper, kld_least) if value is not None]
     band = max(map(kl_band, known), key=_ORDER.index, default=Band.EXCELLENT)
     if lowered_because:
@@ -221,12 +221,12 @@ def verdict(
     if n_failed:
         band = max(band, Band.DEGRADED, key=_ORDER.index)
     if kld_upper is not None:
-        return Verdict(band, (f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because))
+        return Ruling(band, (f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because))
     if band is Band.FAIL and kld_least is not None:
-        return Verdict(band, (f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because))
+        return Ruling(band, (f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because))
     reason = "no upper bound of a mean KL over the full vocabulary"
     at_best = None if band is Band.EXCELLENT else band
-    return Verdict(None, (reason, *failures, *lowered_because), at_best)
+    return Ruling(None, (reason, *failures, *lowered_because), at_best)
 
 
 def cost_alike(difference: tuple[float, float] | None, larger: float) -> bool:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-__all__ = ["TIMES", "Curve", "Parting", "added_errors", "outlier_ratios", "part", "relative_errors"]
+__all__ = ["TIMES", "LayerCurve", "Parting", "added_errors", "outlier_ratios", "part", "relative_errors"]
 
 Floats = NDArray[np.float64]
 
@@ -37,7 +37,7 @@ _TAIL = 0.9
 
 
 @dataclass(frozen=True, eq=False)
-class Curve:
+class LayerCurve:
     """Relative errors ``[1 + layers]``: of what entered the first layer, and of what left each.
 
     See docs/metrics.md#layer-differences.
@@ -50,7 +50,7 @@ class Curve:
     """Root mean square over rows: a single row can move it."""
 
     @classmethod
-    def of(cls, errors: Sequence[Floats]) -> Curve:
+    def of(cls, errors: Sequence[Floats]) -> LayerCurve:
         """From the errors ``[rows]`` of each."""
         with np.errstate(invalid="ignore"):  # the quantile between two infinite rows
             tail = np.array([np.quantile(e, _TAIL, method="higher") for e in errors])
@@ -118,12 +118,12 @@ def outlier_ratios(added: ArrayLike) -> Floats:
     return ratios
 
 
-def part(curve: Curve, floor: Curve | None = None) -> Parting:
+def part(curve: LayerCurve, floor: LayerCurve | None = None) -> Parting:
     """Judge a curve; without a noise floor (``None``), the reference counts as repeatable to the bit.
 
     See docs/metrics.md#layer-differences."""
     layers = len(curve.median) - 1
-    noise = Curve(*[np.zeros(layers + 1)] * 3) if floor is None else floor
+    noise = LayerCurve(*[np.zeros(layers + 1)] * 3) if floor is None else floor
     stand_out: set[int] = set()
     begins: set[int] = set()
     ratios = np.zeros(layers)

@@ -29,11 +29,19 @@ from scipy import special
 
 from fidelab.metrics.intervals import RatioItems, binomial_interval, critical_value, ratio_estimate, standard_error
 
-__all__ = ["Spread", "agreement_reach", "half_width", "paired_spread", "ratio_spread", "units_for", "units_to_agree"]
+__all__ = [
+    "ClusterSpread",
+    "agreement_reach",
+    "half_width",
+    "paired_spread",
+    "ratio_spread",
+    "units_for",
+    "units_to_agree",
+]
 
 
 @dataclass(frozen=True)
-class Spread:
+class ClusterSpread:
     """An estimate from ``units`` ≥ 2 units, and the standard deviation ``sd`` of one unit's share in its error.
 
     See docs/metrics.md#sample-size.
@@ -49,7 +57,7 @@ class Spread:
         return self.sd * math.sqrt(df / float(special.chdtri(df, confidence)))
 
 
-def ratio_spread(items: RatioItems, scale: float = 1.0) -> Spread | None:
+def ratio_spread(items: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
     """Spread of ``scale · Σ num / Σ den`` over units; None for a single unit or no denominator.
 
     See docs/metrics.md#sample-size.
@@ -58,10 +66,10 @@ def ratio_spread(items: RatioItems, scale: float = 1.0) -> Spread | None:
     if error is None or estimate is None:
         return None
     n = len(np.unique(items.units))
-    return Spread(scale * estimate, scale * error * math.sqrt(n), n)
+    return ClusterSpread(scale * estimate, scale * error * math.sqrt(n), n)
 
 
-def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> Spread | None:
+def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
     """Spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over units that both sides share.
 
     The error of the difference is, per unit, the difference of the two linearised errors.
@@ -81,7 +89,7 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> Spread | 
     if n < 2:
         return None
     sd = n * math.sqrt(float(np.sum(errors.num**2)) / (n - 1))  # √n · √(n/(n−1) · Σ error²)
-    return Spread(scale * (ratio_a - ratio_b), scale * sd, n)
+    return ClusterSpread(scale * (ratio_a - ratio_b), scale * sd, n)
 
 
 def half_width(sd: float, n: int, level: float = 0.95, *, cost: bool = False) -> float:

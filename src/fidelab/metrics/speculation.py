@@ -17,9 +17,9 @@ import numpy as np
 
 from fidelab.metrics.change import welch_reach
 
-__all__ = ["ARMS", "Composed", "Kind", "compose"]
+__all__ = ["ARMS", "Composed", "CompositionKind", "compose"]
 
-Kind = Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
+CompositionKind = Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
 
 ARMS = ("plain", "quantized", "speculative", "both")
 _SUB, _SUPER = 0.9, 1.1  # below and above: the speed-ups do not multiply
@@ -37,7 +37,7 @@ class Composed:
     rates: tuple[float, float, float, float]
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> CompositionKind:
         """The kind that both ends of the interval agree on; ``cannot tell`` otherwise and without an interval."""
         if self.interval is None:
             return "cannot tell"
@@ -70,5 +70,5 @@ def compose(
     return Composed(math.exp(center), (math.exp(center - reach), math.exp(center + reach)), rates)
 
 
-def _kind(rho: float) -> Kind:
+def _kind(rho: float) -> CompositionKind:
     return "sub-multiplicative" if rho < _SUB else "super-multiplicative" if rho > _SUPER else "multiplicative"

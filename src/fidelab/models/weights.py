@@ -15,7 +15,7 @@ from fidelab.core import canonical_json, digest
 from fidelab.errors import InputError
 from fidelab.models.cache import cache_dir
 
-__all__ = ["Size", "file_sha256", "folder_sha256", "measure", "read_json", "sha256_of", "weight_files"]
+__all__ = ["WeightSize", "file_sha256", "folder_sha256", "measure", "read_json", "sha256_of", "weight_files"]
 
 _INDEX = "model.safetensors.index.json"
 _PICKLED = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -95,7 +95,7 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 
 @dataclass(frozen=True)
-class Size:
+class WeightSize:
     """What the headers of weight files say: numbers stored, their bytes, and whether an LM head is there."""
 
     parameters: int
@@ -103,14 +103,14 @@ class Size:
     has_head: bool
 
 
-def measure(files: tuple[Path, ...]) -> Size:
+def measure(files: tuple[Path, ...]) -> WeightSize:
     """Count what the files store, from their headers.  A packed 4-bit weight counts as what it is packed in.
 
     Raises:
         InputError: a file is not a complete safetensors file.
     """
     tensors = [(name, entry) for path in files for name, entry in _header(path).items()]
-    return Size(
+    return WeightSize(
         parameters=sum(math.prod(entry["shape"]) for _, entry in tensors),
         bytes=sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in tensors),
         has_head=any("lm_head" in name or "embed_out" in name for name, _ in tensors),

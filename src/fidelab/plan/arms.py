@@ -10,7 +10,7 @@ from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.engines import k16v8
 from fidelab.engines.hf import kernels as hf_kernels
-from fidelab.environments.answers import Asked
+from fidelab.environments.answers import EngineAnswers
 from fidelab.errors import UnknownNameError, UsageError
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
@@ -120,7 +120,7 @@ def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
     return FormatSpec(model.native) if side == "k" else FormatSpec("fp8_e4m3")
 
 
-def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: Asked) -> None:
+def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswers) -> None:
     if config.kv is None:
         return
     known = list(answers.kv_names())
@@ -141,7 +141,7 @@ def family(arm: Arm) -> tuple[str, ...]:
 def twins_of(arms: Sequence[Arm]) -> dict[str, Arm]:
     """By the name of the first arm of each family the same arm with other last bits, where its engine has a way."""
     first = {family(arm): arm for arm in reversed(arms) if _JITTER not in dict(arm.options)}
-    named = {arm.name: arm for arm in first.values() if engine_class(EngineConfig(name=arm.engine)).jitters}
+    named = {arm.name: arm for arm in first.values() if engine_class(EngineConfig(name=arm.engine)).has_jitter}
     return {arm.name: _with_option(arm, _JITTER, "1") for arm in arms if arm.name in named}
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Generate, Probe, probe_record
+from fidelab.captures.requests import Generate, Request, request_record
 from fidelab.core import Arm
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
@@ -42,19 +42,19 @@ class PlannedCapture:
     """
 
     axis: str
-    probe: Probe
+    request: Request
     key: Mapping[str, Any]
     folder: Path
 
     def task(self) -> ProbeTask:
         """The form in which a worker gets it."""
-        return ProbeTask(probe=probe_record(self.probe), target=str(self.folder), key=self.key)
+        return ProbeTask(request=request_record(self.request), target=str(self.folder), key=self.key)
 
     @property
     def tokens(self) -> int:
         """Upper bound of the tokens that the engine has to process."""
-        extra = len(self.probe.prompts) * self.probe.max_tokens if isinstance(self.probe, Generate) else 0
-        return sum(map(len, self.probe.items())) + extra
+        extra = len(self.request.prompts) * self.request.max_tokens if isinstance(self.request, Generate) else 0
+        return sum(map(len, self.request.items())) + extra
 
 
 @dataclass(frozen=True)
@@ -102,18 +102,18 @@ def build_plan(settings: Settings, inputs: AxisInputs, first_replicate: int = 0)
         jobs += [PlannedJob(f"{TWIN}:{name}", arm, ()) for name, arm in twins_of(able).items()]
     if settings.experiment.floor > 0 and settings.axes:
         jobs.append(PlannedJob(FLOOR, settings.reference, ()))
-    probes: dict[str, Mapping[str, Probe]] = {}
+    requests: dict[str, Mapping[str, Request]] = {}
     unavailable: dict[str, str] = {}
     for name, axis in settings.axes.items():
         try:
-            probes[name] = axis.probes(inputs)
+            requests[name] = axis.requests(inputs)
         except UnavailableError as error:
             unavailable[name] = str(error)
-    if not probes and settings.axes:
+    if not requests and settings.axes:
         raise UnavailableError("; ".join(dict.fromkeys(unavailable.values())))
     numbered = [replace(job, replicate=first_replicate + _offset(settings, job)) for job in jobs]
-    remarks = tuple(filter(None, (_beyond(name, settings.axes[name], inputs) for name in probes)))
-    return Plan(settings, tuple(with_probes(settings, job, probes) for job in numbered), unavailable, remarks)
+    remarks = tuple(filter(None, (_beyond(name, settings.axes[name], inputs) for name in requests)))
+    return Plan(settings, tuple(with_probes(settings, job, requests) for job in numbered), unavailable, remarks)
 
 
 def _beyond(name: str, axis: Axis, inputs: AxisInputs) -> str:
@@ -136,9 +136,9 @@ def _offset(settings: Settings, job: PlannedJob) -> int:
 
 def follow_ups(
     settings: Settings, inputs: AxisInputs, reference: Mapping[str, Path]
-) -> tuple[dict[str, Mapping[str, Probe]], dict[str, str]]:
+) -> tuple[dict[str, Mapping[str, Request]], dict[str, str]]:
     """The requests that follow from the reference's answers, by axis; and why some axes have none."""
-    requests: dict[str, Mapping[str, Probe]] = {}
+    requests: dict[str, Mapping[str, Request]] = {}
     failures: dict[str, str] = {}
     for name, axis in settings.axes.items():
         if axis.follows and parts_of(name, reference):
@@ -150,10 +150,10 @@ def follow_ups(
     return requests, failures
 
 
-def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mapping[str, Probe]]) -> PlannedJob:
+def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:
     """The job with further requests, by axis and part."""
     captures = list(job.captures)
-    for axis, parts in probes.items():
+    for axis, parts in requests.items():
         for part, asked in parts.items():
             if job.role != "reference" and part in settings.axes[axis].reference_only:
                 continue
@@ -161,12 +161,12 @@ def with_probes(settings: Settings, job: PlannedJob, probes: Mapping[str, Mappin
             if kind in (TRUTH, EXACT, TWIN) and axis not in _DIAGNOSED:
                 continue
             share = {FLOOR: settings.experiment.floor, TWIN: settings.experiment.twins}.get(kind)
-            probe = asked if share is None else settings.axes[axis].repeated(asked, share)
-            if probe is None:
+            request = asked if share is None else settings.axes[axis].repeated(asked, share)
+            if request is None:
                 continue
-            if probe.axis != part_name(axis, part):
-                raise ValueError(f"axis {axis} names the probe of its part {part!r} {probe.axis!r}")
-            key = capture_key(job.arm, probe, settings.deployed[job.arm.name].versions, job.replicate)
-            folder = capture_folder(settings.captures_dir, job.arm, probe, key)
-            captures.append(PlannedCapture(probe.axis, probe, key, folder))
+            if request.axis != part_name(axis, part):
+                raise ValueError(f"axis {axis} names the probe of its part {part!r} {request.axis!r}")
+            key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+            folder = capture_folder(settings.captures_dir, job.arm, request, key)
+            captures.append(PlannedCapture(request.axis, request, key, folder))
     return replace(job, captures=tuple(captures))

@@ -14,7 +14,7 @@ from fidelab.core import Estimator
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.variables import thread_variables, variables_of
-from fidelab.environments.answers import Asked, ask
+from fidelab.environments.answers import EngineAnswers, ask
 from fidelab.environments.environment import Environment, locate
 from fidelab.models import Model
 
@@ -50,7 +50,7 @@ class Engines:
 
     def __init__(self) -> None:
         self._stack = ExitStack()
-        self._found: dict[EngineConfig, tuple[Environment, Asked]] = {}
+        self._found: dict[EngineConfig, tuple[Environment, EngineAnswers]] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -60,7 +60,7 @@ class Engines:
     ) -> None:
         self._stack.close()
 
-    def ask(self, config: EngineConfig) -> Asked:
+    def ask(self, config: EngineConfig) -> EngineAnswers:
         """Who answers for this engine.
 
         Raises:
@@ -95,13 +95,13 @@ class Engines:
         """Where this engine runs; raises as :meth:`ask`."""
         return self._find(config)[0]
 
-    def _find(self, config: EngineConfig) -> tuple[Environment, Asked]:
+    def _find(self, config: EngineConfig) -> tuple[Environment, EngineAnswers]:
         if config not in self._found:
             environment = locate(config.name, python=config.python, prefix=config.prefix, pythonpath=config.pythonpath)
             self._found[config] = (environment, self._stack.enter_context(ask(environment)))
         return self._found[config]
 
 
-def _named(asked: Asked) -> list[dict[str, str]]:
+def _named(asked: EngineAnswers) -> list[dict[str, str]]:
     """Shim folders by their last part: where they lie on this machine is nobody's business."""
     return [{**shim, "folder": Path(shim["folder"]).name} for shim in asked.about.shims]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe
+from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Estimator
 from fidelab.errors import OutputError
 from fidelab.models import Model
@@ -38,22 +38,22 @@ def needed_bytes(plan: Plan) -> int:
     for job in plan.jobs:
         deployed = plan.settings.deployed[job.arm.name]
         row = _row_bytes(deployed.model, deployed.estimator, job.arm.dtype)
-        here = sum(_expected_rows(capture.probe) for capture in job.missing()) * row
+        here = sum(_expected_rows(capture.request) for capture in job.missing()) * row
         need += here
         if here and deployed.estimator is Estimator.HIDDEN:
             heads[deployed.model.weights] = deployed.model.head_bytes
     return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
 
 
-def _expected_rows(probe: Probe) -> int:
+def _expected_rows(request: Request) -> int:
     """Rows that a request's capture holds, at most."""
-    match probe:
+    match request:
         case Prefill():
-            return len(probe.windows) * probe.n_rows
+            return len(request.windows) * request.n_rows
         case Generate():
-            return len(probe.prompts) * probe.max_tokens if probe.rows else 0
+            return len(request.prompts) * request.max_tokens if request.rows else 0
         case Forced():
-            return sum(map(len, probe.continuations))
+            return sum(map(len, request.continuations))
         case _:
             return 0
 

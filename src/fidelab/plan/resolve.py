@@ -15,7 +15,7 @@ from fidelab.config.grid import levels_of
 from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
-from fidelab.engines.base import Verdict
+from fidelab.engines.base import Support
 from fidelab.engines.k16v8 import versions_for
 from fidelab.errors import EngineError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, resolve
@@ -48,7 +48,7 @@ _EXACT_ENGINE = EngineConfig(name="hf")
 class Settings:
     """A resolved experiment.
 
-    ``controls``: role → control of a kernel path that is not the reference's.  ``witnesses``: role → diagnostic arm,
+    ``controls``: role → control of a kernel path that is not the reference's.  ``diagnostics``: role → diagnostic arm,
     which separates format loss from kernel loss (``control: full``).  ``deployed`` and ``unsupported`` go by the arm's
     name: where it runs, and why it cannot.
     """
@@ -64,7 +64,7 @@ class Settings:
     deployed: Mapping[str, Deployed]
     output_dir: Path
     captures_dir: Path
-    witnesses: Mapping[str, Arm]
+    diagnostics: Mapping[str, Arm]
     controls: Mapping[str, Arm] = field(default_factory=dict)
 
     def roles(self) -> list[tuple[str, Arm]]:
@@ -74,7 +74,7 @@ class Settings:
             *([(CONTROL, self.control)] if self.control else []),
             *self.controls.items(),
             *((f"candidate:{arm.name}", arm) for arm in self.candidates),
-            *self.witnesses.items(),
+            *self.diagnostics.items(),
         ]
 
 
@@ -123,14 +123,14 @@ class _Resolver:
         _refuse_twins(candidates)
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
-        witnesses = self._witnesses(reference, candidates) if experiment.control == "full" else {}
+        diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
         _refuse_namesakes([reference, *([control] if control else []), *controls.values(), *candidates])
         if reference.name in self._unsupported:
             why = self._unsupported[reference.name]
             raise UsageError(f"the reference cannot run on engine {reference.engine}: {why}")
         output = _folder(Path(experiment.output_dir), "--output-dir")
-        exact = [arm for role, arm in witnesses.items() if role != TRUTH]  # compared among themselves
-        others = [arm for role, arm in witnesses.items() if role == TRUTH]
+        exact = [arm for role, arm in diagnostics.items() if role != TRUTH]  # compared among themselves
+        others = [arm for role, arm in diagnostics.items() if role == TRUTH]
         arms = [reference, *([control] if control else []), *controls.values(), *candidates, *others]
         final = {**self._same_attention(arms), **self._same_attention(exact)}
         return Settings(
@@ -146,7 +146,7 @@ class _Resolver:
             deployed=self._deployed,
             output_dir=output,
             captures_dir=_folder(Path(experiment.captures_dir or output / "captures"), "captures_dir"),
-            witnesses={role: final[arm.name] for role, arm in witnesses.items()},
+            diagnostics={role: final[arm.name] for role, arm in diagnostics.items()},
         )
 
     def _find_model(self, name: str) -> Model:
@@ -223,7 +223,7 @@ class _Resolver:
         """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
         return {"asked": self._created} if engine_class(engine).served else {}
 
-    def _forced(self, arm: Arm, engine: EngineConfig, verdict: Verdict) -> tuple[Arm, Verdict]:
+    def _forced(self, arm: Arm, engine: EngineConfig, verdict: Support) -> tuple[Arm, Support]:
         """The arm with option ``force``, if its engine then accepts what it otherwise refuses."""
         forced = replace(arm, options=tuple(sorted({**dict(arm.options), "force": "yes"}.items())))
         try:
@@ -281,7 +281,7 @@ class _Resolver:
                 by_name[arm.name] = arm
         return by_name
 
-    def _witnesses(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
+    def _diagnostics(self, reference: Arm, candidates: Sequence[Arm]) -> dict[str, Arm]:
         """The reference's 32-bit twin, and every candidate's format under exact attention, on the same weights."""
         diagnostics: dict[str, Arm] = {}
         answers = self._engines.ask(self._experiment.reference.engine or self._experiment.engine)

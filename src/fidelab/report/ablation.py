@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fidelab.report.tables import Table
-from fidelab.results.ablation_record import Isolation, Outcome, format_amount, format_levels
+from fidelab.report.tables import TextTable
+from fidelab.results.ablation_record import AblationOutcome, Isolation, format_amount, format_levels
 from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import Report
 
@@ -19,7 +19,7 @@ _HEAD = {"kld": "KLD", "degeneration": "tokens"}
 class Matrix:
     """One outcome: the grid, and its sentence."""
 
-    table: Table
+    table: TextTable
     said: str
 
 
@@ -29,7 +29,7 @@ def isolation_of(report: Report) -> tuple[Matrix, ...]:
     return () if ablation is None else tuple(_matrix(ablation, outcome) for outcome in ablation.outcomes)
 
 
-def _matrix(isolation: Isolation, outcome: Outcome) -> Matrix:
+def _matrix(isolation: Isolation, outcome: AblationOutcome) -> Matrix:
     """Two factors: rows by columns; else a row per cell."""
     fixed = f"; {format_levels(isolation.fixed)}" if isolation.fixed else ""
     title = f"Isolation: {_TITLE[outcome.name]}{fixed}"
@@ -43,8 +43,8 @@ def _matrix(isolation: Isolation, outcome: Outcome) -> Matrix:
     sentence = one_line(outcome.sentence)
     if len(names) != 2:
         rows = tuple((*map(one_line, levels), value) for levels, value in values.items())
-        return Matrix(Table("isolation", title, (*names, _HEAD[outcome.name]), rows, named=len(names)), sentence)
+        return Matrix(TextTable("isolation", title, (*names, _HEAD[outcome.name]), rows, named=len(names)), sentence)
     down, across = isolation.factors.values()
     columns = (f"{names[0]}, {names[1]} →", *map(one_line, across))
     rows = tuple((one_line(row), *(values[row, column] for column in across)) for row in down)
-    return Matrix(Table("isolation", title, columns, rows), sentence)
+    return Matrix(TextTable("isolation", title, columns, rows), sentence)

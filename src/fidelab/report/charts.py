@@ -10,16 +10,16 @@ from types import MappingProxyType
 from markupsafe import Markup, escape
 
 from fidelab.report.labels import LETTER, Labels, shorten, spread
-from fidelab.report.scales import Axis, Scale, scale_for
+from fidelab.report.scales import ChartAxis, Scale, scale_for
 from fidelab.report.sections import BarGroup
 from fidelab.results.numbers import format_amount
 from fidelab.results.plots import Curve
 
 __all__ = [
-    "Band",
     "Chart",
-    "Line",
-    "Size",
+    "ChartLine",
+    "ChartSize",
+    "ShadedBand",
     "draw_bars",
     "draw_frame",
     "draw_lines",
@@ -35,7 +35,7 @@ ROW, THICK = 44.0, 16.0
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     """A curve under the name, the id and the classes of its arm; ``area``: shaded down to the axis."""
 
     name: str
@@ -46,7 +46,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Band:
+class ShadedBand:
     """An area shaded from the bottom up to ``upper``: values in it are noise."""
 
     label: str
@@ -55,7 +55,7 @@ class Band:
 
 
 @dataclass(frozen=True)
-class Size:
+class ChartSize:
     """Width and height of a drawing; ``labels``: lines are named where they end, not in a legend."""
 
     width: int
@@ -67,7 +67,7 @@ class Size:
 class Chart:
     """A drawing: its size, and the content of its SVG element."""
 
-    size: Size
+    size: ChartSize
     body: Markup
 
 
@@ -91,14 +91,14 @@ def text(x: float, y: float, words: str, anchor: str = "start", style: str = "")
 
 
 def draw_frame(
-    size: Size,
+    size: ChartSize,
     x: Scale,
     y: Scale,
-    x_axis: Axis,
+    x_axis: ChartAxis,
     y_label: str,
     inside: Iterable[Markup],
     *,
-    bands: Sequence[Band] = (),
+    bands: Sequence[ShadedBand] = (),
     rules: Mapping[float, str] = MappingProxyType({}),
     x_ticks: int = 0,
     y_ticks: int = Y_TICKS,
@@ -140,12 +140,12 @@ def draw_frame(
 
 
 def draw_lines(
-    lines: Sequence[Line],
-    x: Axis,
-    y: Axis,
-    size: Size,
+    lines: Sequence[ChartLine],
+    x: ChartAxis,
+    y: ChartAxis,
+    size: ChartSize,
     *,
-    bands: Sequence[Band] = (),
+    bands: Sequence[ShadedBand] = (),
     rules: Mapping[float, str] = MappingProxyType({}),
 ) -> Chart:
     """Lines over common axes."""
@@ -167,7 +167,7 @@ def draw_lines(
     return draw_frame(size, x_scale, y_scale, x, y.label, strokes, bands=bands, rules=rules)
 
 
-def _stroke(line: Line, level: float, x: Scale, y: Scale, labels: Labels, size: Size) -> Markup:
+def _stroke(line: ChartLine, level: float, x: Scale, y: Scale, labels: Labels, size: ChartSize) -> Markup:
     """One line: areas, path, dots where points are few, hollow dots for points in doubt, and labels."""
     curve, runs = line.curve, _runs(line.curve, x, y)
     paths = [_path(run, curve.stairs) for run in runs]
@@ -241,7 +241,7 @@ def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
     figures = [shorten(format_amount(total), 12) for total in totals]
     left, top, bottom = 14.0, 26.0, 30.0 + ROW * len(bars)
     right = width - 20 - LETTER * max(map(len, figures), default=0)
-    axis = Axis(group.bars[0][1].y_label, low=0.0, high=max(*sums, *totals) or 1.0)
+    axis = ChartAxis(group.bars[0][1].y_label, low=0.0, high=max(*sums, *totals) or 1.0)
     x = scale_for([], axis, left, right)
     rows = []
     for row, (arm, stack, n) in enumerate(bars):
@@ -256,5 +256,5 @@ def draw_bars(group: BarGroup, parts: Sequence[str], width: int) -> Chart:
             before += lengths[n]
         pieces.append(text(round(max(x(before), x(totals[row])) + 6, 1), y + THICK - 4, figures[row]))
         rows.append(element("g", *pieces, class_="bar", data_arm=arm.id))
-    y_scale = scale_for([], Axis(""), bottom, top)
-    return draw_frame(Size(width, int(bottom + 48), labels=False), x, y_scale, axis, "", rows, y_ticks=0)
+    y_scale = scale_for([], ChartAxis(""), bottom, top)
+    return draw_frame(ChartSize(width, int(bottom + 48), labels=False), x, y_scale, axis, "", rows, y_ticks=0)

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from fidelab.report.cells import STATUS, Estimate, scored, status_line
 from fidelab.report.text import literal, print_line, print_path, simple_table, wrap_name
-from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Spread
+from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, RepeatSpread
 from fidelab.results.numbers import ABSENT, format_bytes, format_count, format_kld, format_share, format_span, one_line
 from fidelab.results.values import Outcome
 
@@ -135,7 +135,7 @@ def _baseline(row: EngineRow, contexts: Sequence[str]) -> list[str]:
     ]
 
 
-def _rate(rate: Spread | None) -> str:
+def _rate(rate: RepeatSpread | None) -> str:
     """The median, and slowest to fastest repeat below."""
     if rate is None:
         return ABSENT

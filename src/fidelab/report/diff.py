@@ -15,14 +15,19 @@ from rich.table import Table
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
-from fidelab.results.diff_record import Diff, MetricChange, Outcome, Refusal
+from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
 from fidelab.results.table import BENCH
 
 __all__ = ["render_diff", "render_diff_markdown"]
 
 _SHOWN = 40  # of a value that differs: hashes and lists are long
-_STYLES: dict[Outcome, str] = {"regressed": "bold red", "lost": "red", "cannot tell": "yellow", "improved": "green"}
+_STYLES: dict[ChangeOutcome, str] = {
+    "regressed": "bold red",
+    "lost": "red",
+    "cannot tell": "yellow",
+    "improved": "green",
+}
 _COLUMNS = ("outcome", "arm", "metric", "baseline", "now", "change")
 _PLAIN = ("share", "points", "count", "p", "ratio", "")  # no unit need be named
 _PLACES = {"candidate": "", "floor": " (floor)", "truth": " (truth)", "control": " (control)"}
@@ -149,7 +154,7 @@ def _missing(diff: Diff) -> Iterator[str]:
 
 def _summary(diff: Diff, full: bool) -> str:
     counts = diff.counted()
-    named: tuple[Outcome, ...] = ("regressed", "lost", "cannot tell", "improved", "new", "unchanged")
+    named: tuple[ChangeOutcome, ...] = ("regressed", "lost", "cannot tell", "improved", "new", "unchanged")
     parts = [f"{counts[outcome]} {outcome}" for outcome in named if counts[outcome]]
     text = (", ".join(parts) or "nothing to judge") + "."
     aside = sum(not change.counts and change.outcome == "cannot tell" for change in diff.changes)

@@ -6,35 +6,35 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from fidelab.report.cells import Estimate
-from fidelab.report.charts import Band, Chart, Size, draw_frame, element, text
+from fidelab.report.charts import Chart, ChartSize, ShadedBand, draw_frame, element, text
 from fidelab.report.labels import Labels, shorten
-from fidelab.report.scales import Axis, Scale, round_step, scale_for
-from fidelab.report.view import Point
+from fidelab.report.scales import ChartAxis, Scale, round_step, scale_for
+from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import format_bytes, format_kld, format_span
 
 __all__ = ["draw_frontier", "pareto"]
 
 
-def pareto(points: Sequence[Point]) -> list[Point]:
+def pareto(points: Sequence[FrontierPoint]) -> list[FrontierPoint]:
     """Arms that no other beats in size and in KL, smallest first; of equal ones, all."""
 
-    def beats(point: Point, other: Point) -> bool:
+    def beats(point: FrontierPoint, other: FrontierPoint) -> bool:
         differ = (point.bytes, point.mean) != (other.bytes, other.mean)
         return differ and point.bytes <= other.bytes and point.mean <= other.mean
 
-    def beaten(point: Point) -> bool:
+    def beaten(point: FrontierPoint) -> bool:
         return any(beats(other, point) for other in points)
 
     return sorted((point for point in points if not beaten(point)), key=lambda point: (point.bytes, -point.mean))
 
 
 def draw_frontier(
-    points: Sequence[Point],
-    size: Size,
+    points: Sequence[FrontierPoint],
+    size: ChartSize,
     *,
-    bands: Sequence[Band] = (),
+    bands: Sequence[ShadedBand] = (),
     rules: Mapping[float, str] = MappingProxyType({}),
-    reference: Point | None = None,
+    reference: FrontierPoint | None = None,
 ) -> Chart | None:
     """Places for all points; ``None`` where no arm has both a KL and a size.
 
@@ -47,12 +47,12 @@ def draw_frontier(
     # An interval may reach down to almost 0; that would press the points together at the top.
     least = min((point.mean for point in points if point.mean > 0), default=1e-4)
     shown = [*(max(end, least / 3) for end in ends), *(band.upper for band in bands), *rules]
-    y_axis = Axis("mean KL divergence, nats (lower is better)", log=True)
+    y_axis = ChartAxis("mean KL divergence, nats (lower is better)", log=True)
     y = scale_for(shown, y_axis, bottom, top)
     largest = max([*(point.bytes for point in points), reference.bytes if reference else 0.0])
     most = 5 if size.width > 600 else 3
     widest = max(largest * 1.04, round_step(largest * 1.02 / most))
-    x_axis = Axis("cache bytes per token (smaller is better)", low=0.0, high=widest)
+    x_axis = ChartAxis("cache bytes per token (smaller is better)", low=0.0, high=widest)
     x = scale_for([], x_axis, left, right)
     best = pareto(points)
     inside = []
@@ -81,7 +81,7 @@ def draw_frontier(
     return draw_frame(size, x, y, x_axis, y_axis.label, inside, bands=bands, rules=rules, x_ticks=most, y_ticks=8)
 
 
-def _stairs(best: Sequence[Point], x: Scale, y: Scale) -> str:
+def _stairs(best: Sequence[FrontierPoint], x: Scale, y: Scale) -> str:
     """The least KL that a given size buys: level up to the next size, then down."""
     first, rest = best[0], best[1:]
     return f"M{x(first.bytes):g} {y(first.mean):g}" + "".join(f"H{x(p.bytes):g}V{y(p.mean):g}" for p in rest)

@@ -10,8 +10,8 @@ from fidelab.core import slug
 from fidelab.errors import InputError
 from fidelab.report.plots import Drawing, draw_plots, frontier, noise, tail
 from fidelab.report.positions import ArmPositions, read_positions
-from fidelab.report.sections import Arm, Section, arms_of
-from fidelab.report.tables import Table, free
+from fidelab.report.sections import ReportArm, Section, arms_of
+from fidelab.report.tables import TextTable, free
 from fidelab.report.view import KLD, View
 from fidelab.results.numbers import ABSENT, format_kld, format_share, one_line
 from fidelab.results.record import Report
@@ -34,7 +34,7 @@ class Part:
     section: Section
     plots: tuple[Drawing, ...]
     noise: str = ""
-    worst: tuple[tuple[str, Table], ...] = ()
+    worst: tuple[tuple[str, TextTable], ...] = ()
     missing: str = ""
 
 
@@ -58,7 +58,7 @@ def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
     for section in sorted(view.sections, key=lambda section: section.kind != "bench"):
         anchor = free(f"{section.kind}-{slug(section.name)}", parts)
         plots = draw_plots(section, report)
-        worst: tuple[tuple[str, Table], ...] = ()
+        worst: tuple[tuple[str, TextTable], ...] = ()
         missing = ""
         if (section.kind, section.name) == ("axis", KLD):
             arms, measured, missing = _read(report, positions)
@@ -69,7 +69,7 @@ def gallery_of(report: Report, view: View, positions: Path | None) -> Gallery:
     return Gallery(frontier(report, view), tuple(parts.values()))
 
 
-def _read(report: Report, path: Path | None) -> tuple[list[Arm], dict[str, ArmPositions], str]:
+def _read(report: Report, path: Path | None) -> tuple[list[ReportArm], dict[str, ArmPositions], str]:
     """Arms that have a mean KL, their positions by arm id, and the reason where these could not be read."""
     klds = {
         arm: (record.name, kld)
@@ -93,7 +93,7 @@ def _read(report: Report, path: Path | None) -> tuple[list[Arm], dict[str, ArmPo
     return list(klds), {arm.id: measured[name] for arm, (name, _) in klds.items()}, ""
 
 
-def _worst(arm: ArmPositions) -> Table:
+def _worst(arm: ArmPositions) -> TextTable:
     columns = ("window", "position", "KL, nats", "reference's confidence", "same top-1")
     rows = (
         (
@@ -105,4 +105,4 @@ def _worst(arm: ArmPositions) -> Table:
         )
         for worst in arm.worst
     )
-    return Table("worst", f"up to {format_kld(arm.worst[0].kl)} nats", columns, tuple(rows))
+    return TextTable("worst", f"up to {format_kld(arm.worst[0].kl)} nats", columns, tuple(rows))

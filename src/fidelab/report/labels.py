@@ -10,7 +10,7 @@ __all__ = ["LETTER", "Labels", "shorten", "spread"]
 LETTER = 6.7
 """Mean width of a letter at the labels' 12 units."""
 
-Place = tuple[float, float, str]
+LabelPlace = tuple[float, float, str]
 """Abscissa, baseline, anchor."""
 
 
@@ -45,14 +45,14 @@ class Labels:
     def __post_init__(self) -> None:
         self.taken: list[tuple[float, float, float, float]] = [(a - 5, b - 5, a + 5, b + 5) for a, b in self.points]
 
-    def place(self, x: float, y: float, name: str) -> Place:
+    def place(self, x: float, y: float, name: str) -> LabelPlace:
         """Abscissa, baseline and anchor of a label for the point at (x, y)."""
         shifts = (-11, 0, 14, -14, 28, -28, 42, -42, 56, -56, 70, -70, 84, -84)
         fits = x + 9 + LETTER * len(name) <= self.right
         fallback = (x + 9, y + 4, "start") if fits else (x - 9, y + 4, "end")
         return self._find(x, y, name, 9, shifts) or fallback
 
-    def beside(self, x: float, y: float, name: str) -> Place | None:
+    def beside(self, x: float, y: float, name: str) -> LabelPlace | None:
         """The same, directly next to the point; ``None`` where there is no room."""
         return self._find(x, y, name, 5, (-10, 10, 0))
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from fidelab.report.cells import fact_of
 from fidelab.report.summary import KLD, Performance
-from fidelab.report.tables import Table
+from fidelab.report.tables import TextTable
 from fidelab.report.view import ArmRow, View, build_view
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line
@@ -135,7 +135,7 @@ def _speed(view: View, speed: Performance) -> list[str]:
     return [table, escaped(speed.note) if table else "", doubts]
 
 
-def _titled(table: Table) -> list[str]:
+def _titled(table: TextTable) -> list[str]:
     """A table under its title."""
     words, columns = (
         table.named,

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fidelab.core import slug
-from fidelab.report.charts import Band, Chart, Line, Size, draw_bars, draw_lines, line_style
+from fidelab.report.charts import Chart, ChartLine, ChartSize, ShadedBand, draw_bars, draw_lines, line_style
 from fidelab.report.frontier import draw_frontier
 from fidelab.report.labels import shorten
 from fidelab.report.positions import EDGES, ArmPositions
-from fidelab.report.scales import Axis
-from fidelab.report.sections import Arm, BarGroup, Curves, Section
+from fidelab.report.scales import ChartAxis
+from fidelab.report.sections import BarGroup, Curves, ReportArm, Section
 from fidelab.report.view import View
 from fidelab.results.numbers import format_kld, format_tokens, one_line
 from fidelab.results.plots import Curve
@@ -19,9 +19,9 @@ from fidelab.results.record import Report
 
 __all__ = ["Drawing", "draw_plots", "frontier", "noise", "tail"]
 
-WIDE, NARROW = Size(560, 330), Size(360, 300, labels=False)
-FULL = Size(1120, 430, labels=False)
-FRONTIER = (Size(1120, 430), Size(360, 400))
+WIDE, NARROW = ChartSize(560, 330), ChartSize(360, 300, labels=False)
+FULL = ChartSize(1120, 430, labels=False)
+FRONTIER = (ChartSize(1120, 430), ChartSize(360, 400))
 MOST_LABELS = 6
 FEW_VALUES = 12
 GROUPS = 6
@@ -69,7 +69,7 @@ def frontier(report: Report, view: View) -> Drawing | None:
     return Drawing("frontier", "Fidelity against cache size", f"{caption} {noise(report)}".strip(), (wide, narrow), ())
 
 
-def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
+def tail(arms: Sequence[ReportArm], positions: Mapping[str, ArmPositions]) -> Drawing | None:
     """Share of positions whose KL exceeds x; ``positions``: arm id → its positions."""
     tails = [(arm, positions[arm.id]) for arm in arms if arm.id in positions and positions[arm.id].above.any()]
     if not tails:
@@ -93,11 +93,11 @@ def tail(arms: Sequence[Arm], positions: Mapping[str, ArmPositions]) -> Drawing 
         for share in shares
     ]
     lines = [
-        Line(arm.name, arm.id, line_style(arm.role, arm.number), curve, area=arm.id == "control")
+        ChartLine(arm.name, arm.id, line_style(arm.role, arm.number), curve, area=arm.id == "control")
         for (arm, _), curve in zip(tails, curves, strict=True)
     ]
-    x = Axis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
-    y = Axis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in tails), high=1.0)
+    x = ChartAxis(curves[0].x_label, log=True, low=float(EDGES[first]), high=float(EDGES[last - 1]))
+    y = ChartAxis(curves[0].y_label, log=True, percent=True, low=min(1 / part.usable for _, part in tails), high=1.0)
     legend = [(line.name, line.arm, line.style) for line in lines]
     caption = (
         "Share of the positions with a KL above x. Shaded: what the control does, too. A line that ends further right "
@@ -140,11 +140,11 @@ def _noise(report: Report) -> Iterator[tuple[str, str, float | None, float | Non
         yield name, meaning, value, mean.interval[1] if mean and mean.interval else value
 
 
-def _bands(report: Report, size: Size) -> list[Band]:
+def _bands(report: Report, size: ChartSize) -> list[ShadedBand]:
     """Control and floor up to the upper bounds of their means; what is exactly 0 has no band."""
     roomy = size.width > NARROW.width
     return [
-        Band(f"{name} {meaning} ≤ {format_kld(upper)}" if roomy else f"{name} (noise)", name, upper)
+        ShadedBand(f"{name} {meaning} ≤ {format_kld(upper)}" if roomy else f"{name} (noise)", name, upper)
         for name, meaning, _, upper in reversed(list(_noise(report)))
         if upper
     ]
@@ -173,7 +173,7 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
         else:
             name = f"{shorten(arm.name, 11)} {curve.series}"
             style = f"{line_style(arm.role, arm.number).split(' ')[0]} d{number % GROUPS}"
-        lines.append(Line(name, arm.id, style, curve))
+        lines.append(ChartLine(name, arm.id, style, curve))
     if len(arms) > 1 < len(series):
         legend = [(arm.name, arm.id, f"{line_style(arm.role, arm.number).split(' ')[0]} d0") for arm in arms]
         legend += [(name, "", f"plain d{n % GROUPS}") for n, name in enumerate(series)]
@@ -187,12 +187,12 @@ def _draw_curves(group: Curves, report: Report) -> Drawing | None:
 
 
 def _drawing(
-    lines: Sequence[Line],
-    x: Axis,
-    y: Axis,
+    lines: Sequence[ChartLine],
+    x: ChartAxis,
+    y: ChartAxis,
     caption: str,
     legend: Sequence[tuple[str, str, str]],
-    size: Size,
+    size: ChartSize,
     noisy: Report | None = None,
 ) -> Drawing:
     """The wide and the narrow drawing; up to ``MOST_LABELS`` lines are named where they end, more in a legend.
@@ -211,31 +211,31 @@ def _drawing(
     return Drawing(slug(first.key), first.title, caption, (drawn[0], drawn[1]), tuple(legend))
 
 
-def _abscissa(curves: Sequence[Curve]) -> Axis:
+def _abscissa(curves: Sequence[Curve]) -> ChartAxis:
     """Few lengths or loads: ticks at these, logarithmic where they are far apart, 0 then at the low end."""
     values = sorted({at for curve in curves for at in curve.x})
     label, log = curves[0].x_label, any(curve.log_x for curve in curves)
     exact = len(values) <= FEW_VALUES and all(value % 1 == 0 and value < 1e9 for value in values)
     exact = exact and not curves[0].kl  # these are means over bins
     if values[0] < 0 or not (exact or any(curve.names for curve in curves)):
-        return Axis(label, log=log)
+        return ChartAxis(label, log=log)
     above = [value for value in values if value > 0]
     ticks = tuple((value, format_tokens(int(value))) for value in values) if exact else ()
     if log or above[-1] / above[0] >= LOG_FROM:
-        return Axis(label, log=True, low=above[0] / 4 if len(above) < len(values) else None, at=ticks)
-    return Axis(label, low=0.0, high=1.04 * above[-1], at=ticks)
+        return ChartAxis(label, log=True, low=above[0] / 4 if len(above) < len(values) else None, at=ticks)
+    return ChartAxis(label, low=0.0, high=1.04 * above[-1], at=ticks)
 
 
-def _ordinate(curves: Sequence[Curve]) -> Axis:
+def _ordinate(curves: Sequence[Curve]) -> ChartAxis:
     """The axis starts at 0 unless values are negative, ends at 1 for shares, and else has a margin of 6%."""
     first = curves[0]
     if any(curve.log_y for curve in curves):
-        return Axis(first.y_label, log=True, percent=first.percent)
+        return ChartAxis(first.y_label, log=True, percent=first.percent)
     ends = [end for curve in curves for end in (*curve.y, *curve.low, *curve.high) if end is not None]
     least, most = min(0.0, *ends), max(ends)
     margin = 0.06 * (most - least)
     high = 1.0 if first.percent and most <= 1 else most + margin
-    return Axis(first.y_label, percent=first.percent, low=least - margin if least < 0 else 0.0, high=high)
+    return ChartAxis(first.y_label, percent=first.percent, low=least - margin if least < 0 else 0.0, high=high)
 
 
 def _draw_bars(group: BarGroup) -> Drawing | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from fidelab.report.labels import LETTER
 from fidelab.results.numbers import format_bytes
 
-__all__ = ["Axis", "Scale", "Tick", "round_step", "scale_for"]
+__all__ = ["ChartAxis", "Scale", "Tick", "round_step", "scale_for"]
 
 MOST_DECADES = 12
 MARGIN = 0.15
@@ -25,7 +25,7 @@ class Tick:
 
 
 @dataclass(frozen=True)
-class Axis:
+class ChartAxis:
     """What an axis shows; ``low`` and ``high`` are its ends where the data shall not decide.
 
     ``at``: the values that are labelled, as far as there is room, with their labels; else round ones are.
@@ -99,7 +99,7 @@ class Scale:
         return format_bytes(value) if abs(value) >= 1000 else f"{value:g}"
 
 
-def scale_for(values: Iterable[float], axis: Axis, start: float, end: float) -> Scale:
+def scale_for(values: Iterable[float], axis: ChartAxis, start: float, end: float) -> Scale:
     """A scale that holds all values, with a margin and at least a decade where it is logarithmic."""
     shown = [value for value in values if math.isfinite(value) and (value > 0 or not axis.log)]
     shown += [value for value in (axis.low, axis.high) if value is not None]

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from fidelab.report.cells import fact_of, shared, status_line
-from fidelab.report.tables import Notes, Table, tables_of
+from fidelab.report.tables import Notes, TextTable, tables_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.plots import Bars, Curve, Heatmap, TablePlot, TextPair, Texts
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.values import Record
 
-__all__ = ["Arm", "BarGroup", "Curves", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
+__all__ = ["BarGroup", "Curves", "ReportArm", "Section", "Shown", "arm_id", "arms_of", "sections_of", "table_of"]
 
 _Words = TypeVar("_Words", bound=Record)
 _Shared = TypeVar("_Shared", Curve, Bars)
@@ -28,7 +28,7 @@ Role = Literal["reference", "control", "candidate", "floor"]
 
 
 @dataclass(frozen=True)
-class Arm:
+class ReportArm:
     """Whose lines, bars and rows they are.
 
     ``name`` is unique among the arms of a report.  ``id`` ties together what belongs to one arm in all charts and
@@ -56,7 +56,7 @@ class Curves:
     key: str
     title: str
     caption: str
-    lines: tuple[tuple[Arm, Curve], ...]
+    lines: tuple[tuple[ReportArm, Curve], ...]
 
 
 @dataclass(frozen=True)
@@ -66,14 +66,14 @@ class BarGroup:
     key: str
     title: str
     caption: str
-    bars: tuple[tuple[Arm, Bars], ...]
+    bars: tuple[tuple[ReportArm, Bars], ...]
 
 
 @dataclass(frozen=True)
 class Shown:
     """Plots of a single arm."""
 
-    arm: Arm
+    arm: ReportArm
     heatmaps: tuple[Heatmap, ...]
     tables: tuple[TablePlot, ...]
     texts: tuple[Texts, ...]
@@ -93,7 +93,7 @@ class Section:
     """Flags of whole measurements, after the arms' names."""
     sources: tuple[str, ...]
     """Settings and facts, after the arms' names; they may name servers and are not for publication."""
-    tables: tuple[Table, ...]
+    tables: tuple[TextTable, ...]
     """Arm × cell: metrics.  One per set of coordinates, the first one first to be read."""
     footnotes: tuple[str, ...]
     """``1: text``, as the tables' column ``notes`` counts them."""
@@ -111,32 +111,32 @@ def arm_id(role: str, number: int = 0) -> str:
     return f"{role}{number}" if role == "candidate" or number else role
 
 
-def arms_of(report: Report) -> list[tuple[Arm, ArmRecord]]:
+def arms_of(report: Report) -> list[tuple[ReportArm, ArmRecord]]:
     """Reference, controls and candidates; a reference that shares its name with a candidate has its role before it."""
     names = [one_line(arm.name) for arm in report.candidates]
     first = one_line(report.reference.name)
-    arms = [(Arm(f"reference {first}" if first in names else first, "reference"), report.reference)]
+    arms = [(ReportArm(f"reference {first}" if first in names else first, "reference"), report.reference)]
     controls = [*([report.control] if report.control else []), *report.controls]
-    arms += [(Arm(f"control {one_line(arm.name)}", "control", n), arm) for n, arm in enumerate(controls)]
-    return arms + [(Arm(names[n], "candidate", n), arm) for n, arm in enumerate(report.candidates)]
+    arms += [(ReportArm(f"control {one_line(arm.name)}", "control", n), arm) for n, arm in enumerate(controls)]
+    return arms + [(ReportArm(names[n], "candidate", n), arm) for n, arm in enumerate(report.candidates)]
 
 
 def sections_of(report: Report) -> list[Section]:
     """The axes, then the benches, each in the order in which arms name them."""
     arms = arms_of(report)
-    axes = [*((arm, record.axes) for arm, record in arms), (Arm("floor", "floor"), report.floor)]
+    axes = [*((arm, record.axes) for arm, record in arms), (ReportArm("floor", "floor"), report.floor)]
     benches = [(arm, record.benches) for arm, record in arms]
     return [*_sections("axis", axes), *_sections("bench", benches)]
 
 
-def table_of(plot: TablePlot) -> Table:
+def table_of(plot: TablePlot) -> TextTable:
     """A plot's cells as text; numbers with three significant digits, whole ones in full."""
     rows = tuple(tuple(map(fact_of, row)) for row in plot.rows)
-    return Table("plot", one_line(plot.title), tuple(one_line(name) for name in plot.columns), rows)
+    return TextTable("plot", one_line(plot.title), tuple(one_line(name) for name in plot.columns), rows)
 
 
 def _sections(
-    kind: Literal["axis", "bench"], arms: Sequence[tuple[Arm, Mapping[str, Measurement]]]
+    kind: Literal["axis", "bench"], arms: Sequence[tuple[ReportArm, Mapping[str, Measurement]]]
 ) -> Iterable[Section]:
     # candidates have every axis, in its order
     candidates_first = sorted(arms, key=lambda entry: entry[0].role != "candidate")
@@ -144,7 +144,7 @@ def _sections(
         yield _section(kind, name, [(arm, part[name]) for arm, part in arms if name in part])
 
 
-def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Arm, Measurement]]) -> Section:
+def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[ReportArm, Measurement]]) -> Section:
     title = one_line(next((measurement.title for _, measurement in arms if measurement.title), name))
     base = next((measurement for arm, measurement in arms if arm.role == "reference"), None)
     notes = Notes()
@@ -189,15 +189,15 @@ def _facts(measurement: Measurement) -> str:
 
 
 def _by_key(
-    arms: Sequence[tuple[Arm, Measurement]], kind: type[_Shared], lined: Callable[[_Shared], _Shared]
-) -> dict[str, tuple[tuple[Arm, _Shared], ...]]:
+    arms: Sequence[tuple[ReportArm, Measurement]], kind: type[_Shared], lined: Callable[[_Shared], _Shared]
+) -> dict[str, tuple[tuple[ReportArm, _Shared], ...]]:
     """The plots of one kind, grouped by the chart that they share."""
     plots = [(arm, lined(plot)) for arm, measurement in arms for plot in measurement.plots if isinstance(plot, kind)]
     keys = dict.fromkeys(plot.key for _, plot in plots)
     return {key: tuple((arm, plot) for arm, plot in plots if plot.key == key) for key in keys}
 
 
-def _shown(arm: Arm, measurement: Measurement) -> Shown | None:
+def _shown(arm: ReportArm, measurement: Measurement) -> Shown | None:
     heatmaps = tuple(
         _lined(plot).model_copy(update={"grids": tuple(map(_lined, plot.grids))})
         for plot in measurement.plots

@@ -26,9 +26,9 @@ from fidelab.report.tables import free
 from fidelab.report.view import build_view
 from fidelab.results.record import Report
 
-__all__ = ["Format", "draw_charts", "write_charts"]
+__all__ = ["FileFormat", "draw_charts", "write_charts"]
 
-Format = Literal["svg", "png"]
+FileFormat = Literal["svg", "png"]
 FAMILIES = "Arial, Helvetica, DejaVu Sans, Liberation Sans, Noto Sans, Segoe UI, Roboto, Ubuntu, Cantarell"
 TOP, ROW = 32.0, 21.0
 _LEFT, _SWATCH, _GAP = 18.0, 27.0, 22.0
@@ -42,7 +42,7 @@ def draw_charts(report: Report, width: int, positions: Path | None = None) -> di
     return drawn
 
 
-def write_charts(charts: Mapping[str, str], folder: Path, form: Format, width: int) -> list[Path]:
+def write_charts(charts: Mapping[str, str], folder: Path, form: FileFormat, width: int) -> list[Path]:
     """Write the files, all of them or none; those of the same names are replaced.
 
     Raises:
@@ -97,9 +97,9 @@ def _png(svg: str, width: int) -> bytes:
     def paint(text: str, pixels: int) -> bytes:
         return bytes(resvg_py.svg_to_bytes(svg_string=text.replace("sans-serif", FAMILIES), width=pixels))
 
-    probe = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
+    request = '<svg xmlns="http://www.w3.org/2000/svg" width="20" height="20">{}</svg>'
     text = '<text y="15" style="font-family: sans-serif">M</text>'
-    if paint(probe.format(text), 20) == paint(probe.format(""), 20):
+    if paint(request.format(text), 20) == paint(request.format(""), 20):
         raise UsageError(f"PNG files need a font, one of {FAMILIES}; install one or use --format svg")
     return paint(svg, width)
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored
-from fidelab.report.sections import Arm
-from fidelab.report.tables import SPEEDS, Table, counts
+from fidelab.report.sections import ReportArm
+from fidelab.report.tables import SPEEDS, TextTable, counts
 from fidelab.results.measurement import Measurement, Metric, label
 from fidelab.results.numbers import ABSENT, MIB, format_figure, format_kld, format_span, heading, one_line
-from fidelab.results.record import ArmRecord, Attribution, Contrast, Part, Report
+from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
 __all__ = [
     "KLD",
@@ -42,7 +42,7 @@ class Performance:
     measured: str
 
 
-def contexts_of(report: Report) -> Table | None:
+def contexts_of(report: Report) -> TextTable | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
     klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
@@ -56,10 +56,10 @@ def contexts_of(report: Report) -> Table | None:
         if any(metric.cell for metric in axis.metrics)
     ]
     title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
-    return Table("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), tuple(rows))
+    return TextTable("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), tuple(rows))
 
 
-def others_of(report: Report) -> Table | None:
+def others_of(report: Report) -> TextTable | None:
     """Arm × headline metrics of each axis besides KLD; ``None`` without such axes.
 
     The last column is the composite, where all its axes were measured or its bands were requested.
@@ -79,7 +79,7 @@ def others_of(report: Report) -> Table | None:
             ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms
         ]
     rows = zip((one_line(arm.name) for arm in arms), *columns.values(), strict=True)
-    return Table("others", "Other axes", ("arm", *columns), tuple(rows))
+    return TextTable("others", "Other axes", ("arm", *columns), tuple(rows))
 
 
 def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> str:
@@ -137,7 +137,7 @@ def titled(name: str, metric: Metric) -> str:
     return one_line(name if metric.name == "score" else f"{name}: {metric.name}")
 
 
-def performance_of(arms: Sequence[tuple[Arm, ArmRecord]]) -> Performance | None:
+def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance | None:
     """The headline metrics of the benches, arm by arm; ``None`` where no bench was run."""
     names = list(dict.fromkeys(name for _, record in arms for name in record.benches))
     if not names:
@@ -191,11 +191,11 @@ _PARTS = (
 )
 
 
-def attribution_of(report: Report) -> Table | None:
+def attribution_of(report: Report) -> TextTable | None:
     """Candidate × (three mean KLs, their paired differences), nats; ``None`` where the run has no attribution."""
     if not report.attribution:
         return None
-    return Table(
+    return TextTable(
         "attribution",
         "Format loss and kernel loss (mean KL, nats; KL is not additive: the parts need not sum up)",
         _PARTS,
@@ -224,7 +224,7 @@ def _parts(split: Attribution) -> tuple[str, ...]:
     )
 
 
-def _nats(part: Part | Contrast | None, *, signed: bool = False) -> str:
+def _nats(part: AttributionPart | Contrast | None, *, signed: bool = False) -> str:
     if part is None or part.mean is None:
         return ABSENT
     return str(Estimate(format_kld(part.mean, signed=signed), format_span(part.ci)))

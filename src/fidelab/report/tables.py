@@ -15,7 +15,7 @@ from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, fo
 from fidelab.results.record import ArmRecord
 from fidelab.results.values import Outcome
 
-__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "Table", "counts", "free", "ran_of", "tables_of", "timing_of"]
+__all__ = ["NOTES", "SPEEDS", "VALID", "Notes", "TextTable", "counts", "free", "ran_of", "tables_of", "timing_of"]
 
 NOTES, VALID = "notes", "valid"
 RATIO = "× ref."
@@ -25,7 +25,7 @@ _PERCENTILE = re.compile(r"(.+) p(\d+(?:\.\d+)?)")
 
 
 @dataclass(frozen=True)
-class Table:
+class TextTable:
     """Rows of text; ``key``: a word for what they are about.
 
     The first ``named`` columns identify a row, the arm first.  A cell holds a value, followed by its interval or
@@ -95,7 +95,7 @@ def counts(measurement: Measurement, at: Coordinates) -> bool:
 
 def tables_of(
     name: str, title: str, arms: Sequence[tuple[str, Measurement]], base: Measurement | None, notes: Notes
-) -> Iterator[Table]:
+) -> Iterator[TextTable]:
     """Arm × cell: metrics; one table for each set of coordinates.
 
     ``base``: the reference's measurement, to which others are set in a ratio.  ``notes`` takes the footnotes.
@@ -118,7 +118,7 @@ def _headed(name: str, title: str) -> str:
     return title if plain_title.startswith(plain_name) else f"{name}: {title}"
 
 
-def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> Table:
+def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: Notes, whole: bool) -> TextTable:
     fixed = {name: rows[0].at[name] for name in coordinates if len({row.at[name] for row in rows}) == 1}
     varied = [name for name in coordinates if name not in fixed]
     columns: dict[str, list[str]] = {"arm": [row.name for row in rows]}
@@ -138,7 +138,7 @@ def _table(title: str, rows: Sequence[_Row], coordinates: Sequence[str], notes: 
         columns[free(NOTES, columns, " #")] = marks
     by = f", by {' and '.join(map(one_line, varied))}" if varied and not whole else ""
     at = f" ({one_line(label(fixed))})" if fixed else ""
-    return Table("metrics", f"{title}{by}{at}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
+    return TextTable("metrics", f"{title}{by}{at}", tuple(columns), tuple(zip(*columns.values(), strict=True)), named)
 
 
 def free(name: str, taken: Container[str], sign: str = "-") -> str:
@@ -227,20 +227,22 @@ def _coordinate(value: int | float | str) -> str:
 _RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "more")
 
 
-def ran_of(arms: Iterable[ArmRecord]) -> Table:
+def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
     """Requested and actual formats, arm by arm."""
     rows = tuple((one_line(arm.name), *_ran_cells(arm)) for arm in arms)
-    return Table("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
+    return TextTable("ran", "What was asked and what ran", ("arm", *_RAN_COLUMNS), rows)
 
 
-def timing_of(arms: Iterable[ArmRecord]) -> Table | None:
+def timing_of(arms: Iterable[ArmRecord]) -> TextTable | None:
     """Seconds that each arm's captures took; ``None`` where no arm has timings."""
     rows = tuple(
         (one_line(arm.name), format_amount(arm.timing.load_seconds), format_amount(arm.timing.seconds))
         for arm in arms
         if arm.timing is not None
     )
-    return Table("timing", "How long the captures took (seconds)", ("arm", "loading", "all"), rows) if rows else None
+    return (
+        TextTable("timing", "How long the captures took (seconds)", ("arm", "loading", "all"), rows) if rows else None
+    )
 
 
 def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:

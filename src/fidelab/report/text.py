@@ -21,7 +21,7 @@ from rich.text import Text
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, shared
 from fidelab.report.tables import NOTES, VALID
-from fidelab.report.tables import Table as Others
+from fidelab.report.tables import TextTable as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.numbers import ABSENT, one_line

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fidelab.report.view import Point
+from fidelab.report.view import FrontierPoint
 from fidelab.results.numbers import MINUS, format_bytes
 
 __all__ = ["plot_frontier"]
@@ -15,7 +15,7 @@ _HEIGHT = 14
 _MARKS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def plot_frontier(points: Sequence[Point], width: int = 100) -> list[str]:
+def plot_frontier(points: Sequence[FrontierPoint], width: int = 100) -> list[str]:
     """Lines of at most ``width`` characters: a grid with a letter per arm, intervals as bars, and the legend.
 
     An arm whose KLD is exactly 0 stands on the bottom line.  Where letters fall together the later one is shown,

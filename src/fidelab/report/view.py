@@ -38,16 +38,27 @@ from fidelab.report.summary import (
     titled,
     truth_line,
 )
-from fidelab.report.tables import Table, ran_of, timing_of
+from fidelab.report.tables import TextTable, ran_of, timing_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, format_bytes, one_line
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
-__all__ = ["KLD", "ArmRow", "Estimate", "Group", "Performance", "Point", "Table", "View", "arm_id", "build_view"]
+__all__ = [
+    "KLD",
+    "ArmRow",
+    "Estimate",
+    "FrontierPoint",
+    "Performance",
+    "TextTable",
+    "VerdictGroup",
+    "View",
+    "arm_id",
+    "build_view",
+]
 
 
 @dataclass(frozen=True)
-class Point:
+class FrontierPoint:
     """One arm in the frontier: mean KL (nats) against cache bytes per token."""
 
     name: str
@@ -59,7 +70,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Group:
+class VerdictGroup:
     """Candidates with one verdict; ``key`` as in :class:`ArmRow`."""
 
     verdict: str
@@ -130,17 +141,17 @@ class View:
     floor: str
     control: str
     ranking: str
-    tables: tuple[Table, ...]
-    beside: tuple[Table, ...]
+    tables: tuple[TextTable, ...]
+    beside: tuple[TextTable, ...]
     isolation: tuple[Matrix, ...]
     truth: str
-    points: tuple[Point, ...]
+    points: tuple[FrontierPoint, ...]
     run_details: tuple[tuple[str, str], ...]
     settings: str
     command: str
     compared: str
     text: str
-    reference: Point | None
+    reference: FrontierPoint | None
     performance: Performance | None
     sections: tuple[Section, ...]
     fidelity: bool
@@ -157,13 +168,13 @@ class View:
         return tuple(section for section in self.sections if section.kind == "bench" and section.tables)
 
     @property
-    def summary(self) -> tuple[Group, ...]:
+    def summary(self) -> tuple[VerdictGroup, ...]:
         """Candidates by verdict, the best first."""
         groups: dict[tuple[str, str], list[str]] = {}
         for row in self.candidates:
             groups.setdefault((row.verdict, row.key), []).append(row.name)
         order = sorted(groups, key=lambda group: _ORDER.index(group[1]))
-        return tuple(Group(verdict, key, tuple(groups[verdict, key])) for verdict, key in order)
+        return tuple(VerdictGroup(verdict, key, tuple(groups[verdict, key])) for verdict, key in order)
 
 
 def build_view(report: Report) -> View:
@@ -207,14 +218,16 @@ def build_view(report: Report) -> View:
         command=report.command,
         compared=_compared(report, performance, fidelity),
         text=_text(report),
-        reference=None if size is None else Point(one_line(report.reference.name), size, 0.0, None, "reference"),
+        reference=None
+        if size is None
+        else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
         sections=tuple(sections_of(report)),
         fidelity=fidelity,
     )
 
 
-def _present(*tables: Table | None) -> tuple[Table, ...]:
+def _present(*tables: TextTable | None) -> tuple[TextTable, ...]:
     return tuple(table for table in tables if table is not None)
 
 
@@ -439,12 +452,12 @@ def _ranking(comparisons: Sequence[Comparison]) -> str:
 _SIGNS = {"≈": "shown to be equal within 10%", "?": "cannot be told"}
 
 
-def _points(role: str, arm: ArmRecord, number: int = 0) -> list[Point]:
+def _points(role: str, arm: ArmRecord, number: int = 0) -> list[FrontierPoint]:
     mean = arm.axes[KLD].metric("mean", {}) if KLD in arm.axes else None
     size = arm.ran.cache_bytes_per_token if arm.ran else None
     if mean is None or mean.value is None or size is None or mean.bound:
         return []
-    return [Point(one_line(arm.name), size, mean.value, mean.interval, _key(role, arm), arm_id(role, number))]
+    return [FrontierPoint(one_line(arm.name), size, mean.value, mean.interval, _key(role, arm), arm_id(role, number))]
 
 
 def _run_details(report: Report) -> list[tuple[str, str]]:

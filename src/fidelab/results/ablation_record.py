@@ -12,11 +12,11 @@ from fidelab.results.numbers import MINUS, format_count, format_kld, one_line
 from fidelab.results.values import Count, Interval, Positive, Record
 
 __all__ = [
+    "AblationOutcome",
     "FactorEffect",
     "Isolation",
     "IsolationCell",
     "LevelShift",
-    "Outcome",
     "format_amount",
     "format_levels",
     "sentence_of",
@@ -78,7 +78,7 @@ class FactorEffect(Record):
     """The largest shift between any two levels that any interval allows."""
 
 
-class Outcome(Record):
+class AblationOutcome(Record):
     """One outcome over the whole grid."""
 
     name: Literal["kld", "degeneration"]
@@ -111,14 +111,14 @@ class Isolation(Record):
     """Key → its levels; two or more."""
     fixed: dict[str, str] = Field(default_factory=dict)
     """Keys with a single value, which holds for all cells."""
-    outcomes: tuple[Outcome, ...] = ()
+    outcomes: tuple[AblationOutcome, ...] = ()
     """KLD and the onset of degeneration, as far as they were asked for."""
 
 
 # ------------------------------------------------------------------------------------------------ the sentence
 
 
-def sentence_of(outcome: Outcome) -> str:
+def sentence_of(outcome: AblationOutcome) -> str:
     """Which factor moves the outcome, by how much and where; or that no factor is seen to move it."""
     what = _WHAT[outcome.name]
     unmeasured = [effect for effect in outcome.effects if effect.reach == "unmeasured"]
@@ -145,7 +145,7 @@ def sentence_of(outcome: Outcome) -> str:
     return "; ".join(clauses)
 
 
-def _clause(effect: FactorEffect, outcome: Outcome) -> str:
+def _clause(effect: FactorEffect, outcome: AblationOutcome) -> str:
     name, what, shift = one_line(effect.factor), _WHAT[outcome.name], _leading(effect)
     change = _change(shift, outcome)
     moving = [s for s in effect.shifts if s.moves]
@@ -179,7 +179,7 @@ def _together(moved: Sequence[FactorEffect]) -> list[FactorEffect]:
     return []
 
 
-def _joint(effects: Sequence[FactorEffect], outcome: Outcome) -> str:
+def _joint(effects: Sequence[FactorEffect], outcome: AblationOutcome) -> str:
     """Tells the smallest of the shifts: what the combination costs beyond all but one of its levels."""
     least = min((_leading(effect) for effect in effects), key=lambda s: s.mean)
     levels = " with ".join(f"{one_line(e.factor)}={one_line(_leading(e).high)}" for e in effects)
@@ -195,7 +195,7 @@ def _leading(effect: FactorEffect) -> LevelShift:
     return max(moving, key=lambda shift: shift.mean)
 
 
-def _still(effect: FactorEffect, outcome: Outcome) -> str:
+def _still(effect: FactorEffect, outcome: AblationOutcome) -> str:
     """That the factor does not move the outcome, or that its shift cannot be told from chance."""
     name, bound = one_line(effect.factor), _bound(effect, outcome)
     if _sure(effect, outcome):
@@ -203,24 +203,24 @@ def _still(effect: FactorEffect, outcome: Outcome) -> str:
     return f"no shift by {name} can be told from chance: {bound}"
 
 
-def _sure(effect: FactorEffect, outcome: Outcome) -> bool:
+def _sure(effect: FactorEffect, outcome: AblationOutcome) -> bool:
     """Whether no interval of the effect reaches beyond the noise floor."""
     return effect.most is not None and effect.most <= outcome.floor
 
 
-def _bound(effect: FactorEffect, outcome: Outcome) -> str:
+def _bound(effect: FactorEffect, outcome: AblationOutcome) -> str:
     return "without an interval" if effect.most is None else f"at most {format_amount(effect.most, outcome)}"
 
 
-def _change(shift: LevelShift, outcome: Outcome) -> str:
+def _change(shift: LevelShift, outcome: AblationOutcome) -> str:
     return f"{one_line(shift.low)} → {one_line(shift.high)} {_size(shift, outcome)}"
 
 
-def _in(shift: LevelShift, outcome: Outcome) -> str:
+def _in(shift: LevelShift, outcome: AblationOutcome) -> str:
     return f"{_change(shift, outcome)} with {format_levels(shift.context or {})}"
 
 
-def _size(shift: LevelShift, outcome: Outcome) -> str:
+def _size(shift: LevelShift, outcome: AblationOutcome) -> str:
     """``+0.0123 nats (95%: +0.0101 to +0.0145)``, ``670 tokens earlier (95%: 600 to 740)``."""
     sign = -1 if shift.mean < 0 else 1
     if outcome.unit == "nats":
@@ -246,7 +246,7 @@ def format_levels(levels: Mapping[str, str]) -> str:
     return ", ".join(f"{one_line(name)}={one_line(level)}" for name, level in levels.items())
 
 
-def format_amount(value: float, outcome: Outcome, *, signed: bool = False) -> str:
+def format_amount(value: float, outcome: AblationOutcome, *, signed: bool = False) -> str:
     """A value of the outcome without its unit: nats as a KLD, tokens as a whole number."""
     if outcome.unit == "nats":
         return format_kld(value, signed=signed)

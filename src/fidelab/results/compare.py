@@ -30,7 +30,7 @@ from fidelab.errors import MismatchError
 from fidelab.metrics.change import (
     Allowance,
     Estimate,
-    Verdict,
+    Judgement,
     difference_interval,
     judge_intervals,
     judge_log_ratio,
@@ -38,15 +38,15 @@ from fidelab.metrics.change import (
     log_ratio,
 )
 from fidelab.results.comparability import COUNTED, beside, fields, same_place
-from fidelab.results.diff_record import Basis, Diff, MetricChange, Outcome, Refusal, Side, Thresholds
+from fidelab.results.diff_record import Basis, ChangeOutcome, Diff, DiffSide, MetricChange, Refusal, Thresholds
 from fidelab.results.measurement import Metric
 from fidelab.results.record import Report
-from fidelab.results.table import CACHE, Key, Table, tabulate
+from fidelab.results.table import CACHE, Key, MetricTable, tabulate
 from fidelab.results.values import Interval
 
 __all__ = ["compare"]
 
-_WORST_FIRST: Mapping[Outcome, int] = {
+_WORST_FIRST: Mapping[ChangeOutcome, int] = {
     **{"regressed": 0, "lost": 1, "cannot tell": 2},
     **{"improved": 4, "new": 5, "unchanged": 6},
 }
@@ -87,8 +87,8 @@ def compare(
     ordered = sorted(changes, key=lambda entry: _order(entry[0], entry[1], limits))
     called = names or (baseline.run_id, now.run_id)
     return Diff(
-        baseline=Side(name=called[0], run_id=baseline.run_id, created=baseline.created),
-        now=Side(name=called[1], run_id=now.run_id, created=now.created),
+        baseline=DiffSide(name=called[0], run_id=baseline.run_id, created=baseline.created),
+        now=DiffSide(name=called[1], run_id=now.run_id, created=now.created),
         thresholds=limits,
         changes=tuple(change for _, change in ordered),
         refused=tuple(refused),
@@ -130,7 +130,7 @@ def _judge(key: Key, was: Metric, now: Metric, limits: Thresholds, *, alike: boo
 
 def _change(
     was: Metric, now: Metric, allowance: Allowance
-) -> tuple[Verdict, Basis, float | None, Interval | None, bool]:
+) -> tuple[Judgement, Basis, float | None, Interval | None, bool]:
     """Verdict, what it rests on, the change, its interval, and whether that is a ratio minus 1."""
     scaled = was.allowance in ("slowdown", "memory")  # what is compared by ratios
     before, after = was.value, now.value
@@ -248,7 +248,7 @@ class _Refusals:
         ]
 
 
-def _axes(baseline: Report, now: Report, *sides: Table) -> set[str]:
+def _axes(baseline: Report, now: Report, *sides: MetricTable) -> set[str]:
     """Names of all axes and benches that either side knows of."""
     named = {key.group for side in sides for key in side.metrics}
     named |= {place[2] for side in sides for place in side.reasons if len(place) > 2}
@@ -256,13 +256,13 @@ def _axes(baseline: Report, now: Report, *sides: Table) -> set[str]:
     return named.union(*(axes for axes in asked if isinstance(axes, dict)))
 
 
-def _unmeasured(was: Table, now: Table) -> Iterator[str]:
+def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
     for place, reason in now.reasons.items():
         if place in was.reasons:
             yield f"{', '.join(place[1:])}: {reason}"
 
 
-def _why_nothing(refused: list[Refusal], sides: tuple[Table, Table]) -> str:
+def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable]) -> str:
     if refused:
         named = [f"{r.field} {_short(r.baseline)} is not {_short(r.now)}" for r in refused]
         return "; ".join(named[:3]) + (f" (and {len(named) - 3} more)" if len(named) > 3 else "")

@@ -10,15 +10,15 @@ from typing import ClassVar, Final, Literal, Self
 from pydantic import Field
 
 from fidelab.metrics.latency import Rate
-from fidelab.results.record import Composite, ExperimentReport, Ran, Verdict
+from fidelab.results.record import Composite, ExperimentReport, RuntimeRecord, Verdict
 from fidelab.results.values import Count, Interval, Outcome, Positive, Record, Score, Share
 
-__all__ = ["SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "Speed", "Spread"]
+__all__ = ["SCHEMA", "Agreement", "Candidate", "CrossReport", "EngineRow", "LongCell", "ReferenceSpeed", "RepeatSpread"]
 
 SCHEMA: Final = "fidelab.cross-engine/0"
 
 
-class Spread(Record):
+class RepeatSpread(Record):
     """Repeats of one measured rate."""
 
     median: Positive
@@ -39,7 +39,7 @@ class Spread(Record):
         return cls(median=rate.median, low=low, high=high, steady=rate.steady, repeats=rate.repeats)
 
 
-class Speed(Outcome):
+class ReferenceSpeed(Outcome):
     """The reference arm, measured simply: one fresh process, one prompt at a time, no other load put on the machine."""
 
     load_seconds: Positive | None = None
@@ -48,11 +48,11 @@ class Speed(Outcome):
     """Tokens of a prompt, which is the depth of decoding."""
     n: Count | None = None
     """Tokens decoded behind the first one."""
-    prefill: Spread | None = None
+    prefill: RepeatSpread | None = None
     """Prompt tokens / time to the first token."""
-    decode_isolated: Spread | None = None
+    decode_isolated: RepeatSpread | None = None
     """n / (last − first token)."""
-    decode_by_subtraction: Spread | None = None
+    decode_by_subtraction: RepeatSpread | None = None
     """n / (whole answer − median of the prefill alone); null where noise is larger than the difference."""
 
 
@@ -113,7 +113,7 @@ class EngineRow(Outcome):
     """The package that brings the engine, and its version there."""
     run: str | None = None
     """Folder of its run, below the experiment's."""
-    ran: Ran | None = None
+    ran: RuntimeRecord | None = None
     """What ran as the reference."""
     perplexity: dict[str, Positive | None] = Field(default_factory=dict)
     """Context → perplexity of the reference over the same windows."""
@@ -121,7 +121,7 @@ class EngineRow(Outcome):
     """Mean KL (nats) of the reference from itself in another process."""
     floor_ci: Interval | None = None
     """Its 95% interval."""
-    speed: Speed | None = None
+    speed: ReferenceSpeed | None = None
     """Load, prefill, decode; null where that was not asked."""
     candidate: Candidate | None = None
     """The 8-bit cache; null where the engine could not be asked at all."""

@@ -12,11 +12,11 @@ from fidelab.results.comparability import Difference
 from fidelab.results.measurement import Better, Limit, Unit
 from fidelab.results.values import Count, Document, Free, Interval, Positive, Record
 
-__all__ = ["SCHEMA", "Basis", "Diff", "MetricChange", "Outcome", "Refusal", "Side", "Thresholds"]
+__all__ = ["SCHEMA", "Basis", "ChangeOutcome", "Diff", "DiffSide", "MetricChange", "Refusal", "Thresholds"]
 
 SCHEMA: Final = "fidelab.diff/0"
 
-Outcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]
+ChangeOutcome = Literal["regressed", "improved", "unchanged", "cannot tell", "lost", "new"]
 Basis = Literal["equal", "repeats", "intervals", "exact", "single"]
 
 
@@ -49,7 +49,7 @@ class Thresholds(Record):
                 return Allowance()
 
 
-class Side(Record):
+class DiffSide(Record):
     """One of the two reports."""
 
     name: str
@@ -91,7 +91,7 @@ class MetricChange(Record):
     """The allowance, in words."""
     basis: Basis | None = None
     """What the outcome rests on; null where a side is missing."""
-    outcome: Outcome
+    outcome: ChangeOutcome
     """What became of it."""
     counts: bool = True
     """Whether the gate looks at it."""
@@ -121,9 +121,9 @@ class Diff(Document):
 
     schema_name: Literal["fidelab.diff/0"] = Field(default=SCHEMA, alias="schema")
     """Name and version of this schema."""
-    baseline: Side
+    baseline: DiffSide
     """What it was."""
-    now: Side
+    now: DiffSide
     """What it is."""
     thresholds: Thresholds
     """What was allowed."""
@@ -136,7 +136,7 @@ class Diff(Document):
     unmeasured: tuple[str, ...] = ()
     """What neither side could measure."""
 
-    def counted(self) -> Counter[Outcome]:
+    def counted(self) -> Counter[ChangeOutcome]:
         """Metrics by outcome, those alone that the gate looks at."""
         return Counter(change.outcome for change in self.changes if change.counts)
 

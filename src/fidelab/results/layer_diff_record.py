@@ -10,7 +10,7 @@ from typing import ClassVar, Final, Literal
 
 from pydantic import Field
 
-from fidelab.results.record import ExperimentReport, KVFormats, Ran
+from fidelab.results.record import ExperimentReport, KVFormats, RuntimeRecord
 from fidelab.results.values import Count, Outcome, Positive, Record
 
 __all__ = ["SCHEMA", "BisectArm", "BisectReport", "Errors", "LayerRow"]
@@ -63,7 +63,7 @@ class BisectArm(Outcome):
     """Compute type."""
     kv: KVFormats
     """What was asked for the cache."""
-    ran: Ran | None = None
+    ran: RuntimeRecord | None = None
     """What ran; null where nothing was opened."""
 
 

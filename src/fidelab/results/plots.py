@@ -14,7 +14,7 @@ from fidelab.results.values import Record
 
 __all__ = ["Bars", "Curve", "Grid", "Heatmap", "Plot", "TablePlot", "TextPair", "Texts"]
 
-Cell = str | int | float | None
+TableValue = str | int | float | None
 
 
 class Grid(Record):
@@ -145,7 +145,7 @@ class TablePlot(Record):
     """What is shown, in a few words."""
     columns: tuple[str, ...]
     """Headings."""
-    rows: tuple[tuple[Cell, ...], ...]
+    rows: tuple[tuple[TableValue, ...], ...]
     """Cells; numbers stay numbers, so that the table sorts."""
     note: str = ""
     """One line below."""

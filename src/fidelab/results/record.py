@@ -29,16 +29,16 @@ __all__ = [
     "SCHEMA",
     "ArmRecord",
     "Attribution",
-    "Band",
+    "AttributionPart",
+    "BandName",
     "Comparison",
     "Composite",
     "Contrast",
     "ExperimentReport",
     "Floor",
     "KVFormats",
-    "Part",
-    "Ran",
     "Report",
+    "RuntimeRecord",
     "Timing",
     "Verdict",
     "write_atomically",
@@ -51,7 +51,7 @@ NO_REFERENCE: Final = "the reference has no answer"
 STOCK: Final = "stock"
 """``provenance`` of a package whose Python files are as released."""
 
-Band = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
+BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 
 
 # ------------------------------------------------------------------------------------------------- arms
@@ -74,7 +74,7 @@ class KVFormats(Record):
         return cls(k=spec.k.name, v=spec.v.name, options={name: value for name, value in options.items() if value})
 
 
-class Ran(Record):
+class RuntimeRecord(Record):
     """What really ran, as the engine tells it; engines may add keys of their own."""
 
     model_config = ConfigDict(extra="allow")
@@ -121,7 +121,7 @@ class Composite(Record):
     """95% interval."""
     axes: tuple[str, ...] = ()
     """The axes whose scores it is the mean of."""
-    band: Band | None = None
+    band: BandName | None = None
     """Null unless all axes that belong to it were measured."""
     too_close_to_call: bool = False
     """The interval crosses the edge of a band."""
@@ -130,9 +130,9 @@ class Composite(Record):
 class Verdict(Record):
     """What to do with a candidate."""
 
-    band: Band | None = None
+    band: BandName | None = None
     """By the upper 95% bound of the mean KL; null is "no verdict"."""
-    at_best: Band | None = None
+    at_best: BandName | None = None
     """The best band still possible where there is no verdict; null where none is ruled out."""
     sentence: str
     """One plain sentence that says what to do."""
@@ -180,7 +180,7 @@ class ArmRecord(Outcome):
     """The model as the user knows it."""
     kv: KVFormats
     """What was asked."""
-    ran: Ran | None = None
+    ran: RuntimeRecord | None = None
     """What ran; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → fidelity against the reference; empty for the reference itself."""
@@ -228,7 +228,7 @@ class Comparison(Record):
     cannot be told."""
 
 
-class Part(Record):
+class AttributionPart(Record):
     """The mean KL (nats) of one arm over its own reference."""
 
     arm: str
@@ -255,11 +255,11 @@ class Attribution(Record):
 
     candidate: str
     """Name of the candidate."""
-    here: Part | None = None
+    here: AttributionPart | None = None
     """The candidate on its engine: format and kernel path together."""
-    kernel: Part | None = None
+    kernel: AttributionPart | None = None
     """The control on the engine: the kernel path without the format."""
-    format: Part | None = None
+    format: AttributionPart | None = None
     """The same format under exact attention, over a 32-bit cache there: the format without the kernel path."""
     here_minus_kernel: Contrast | None = None
     """``here`` minus ``kernel``."""

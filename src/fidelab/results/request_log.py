@@ -18,7 +18,7 @@ REQUESTS = "requests.jsonl"
 _DIGITS = 6  # microseconds
 
 
-class Recorded(Protocol):
+class RecordedRequests(Protocol):
     """What became of one request; times in seconds of one clock."""
 
     index: int
@@ -35,7 +35,7 @@ class Recorded(Protocol):
 
 
 def request_row(
-    exchange: Recorded, started: float, *, cell: int, repeat: int, prompt_tokens: int | None, max_tokens: int
+    exchange: RecordedRequests, started: float, *, cell: int, repeat: int, prompt_tokens: int | None, max_tokens: int
 ) -> dict[str, Any]:
     """One line: what was asked (``prompt_tokens``, ``max_tokens``), what the server counted, and when what came.
 

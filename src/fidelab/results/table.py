@@ -27,7 +27,7 @@ __all__ = [
     "OVER_CONTROL",
     "Column",
     "Key",
-    "Table",
+    "MetricTable",
     "arms",
     "build_frame",
     "columns",
@@ -58,7 +58,7 @@ class Key(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Table:
+class MetricTable:
     """All metrics of a report that have a value and may stand in a comparison.
 
     ``reasons``: why a place has none, by the leading parts of its keys.
@@ -81,13 +81,13 @@ def arms(report: Report) -> Iterator[tuple[str, ArmRecord]]:
         yield "truth", report.truth
 
 
-def tabulate(report: Report) -> Table:
+def tabulate(report: Report) -> MetricTable:
     """The table of a report.
 
     Plots are not in it, nor how long the captures took.  Metrics of a shape of work that is marked invalid are left
     out.  Metrics of an axis are estimates over items: one without an interval gets a caveat.
     """
-    table = Table()
+    table = MetricTable()
     for role, arm in arms(report):
         if arm.status in NEEDS_REASON:
             table.reasons[role, arm.name] = arm.reason or ""
@@ -105,7 +105,9 @@ def tabulate(report: Report) -> Table:
     return table
 
 
-def _add(table: Table, place: tuple[str, str], measurements: Mapping[str, Measurement], *, prefix: str = "") -> None:
+def _add(
+    table: MetricTable, place: tuple[str, str], measurements: Mapping[str, Measurement], *, prefix: str = ""
+) -> None:
     for name, measurement in measurements.items():
         group = prefix + name
         if measurement.status in NEEDS_REASON:

@@ -25,11 +25,11 @@ from fidelab.config.schema import Experiment
 from fidelab.metrics import ablation
 from fidelab.metrics.degeneration import EARLIER
 from fidelab.results.ablation_record import (
+    AblationOutcome,
     FactorEffect,
     Isolation,
     IsolationCell,
     LevelShift,
-    Outcome,
     sentence_of,
 )
 from fidelab.runs.pairing import Measured
@@ -61,12 +61,12 @@ def isolate(experiment: Experiment, measured: Mapping[str, Measured]) -> Isolati
     if "kld" in experiment.axes:
         measured = _at_one_context(measured)
         floor, source = _kld_floor(measured)
-        frame = Outcome(name="kld", unit="nats", floor=floor, floor_from=source)
+        frame = AblationOutcome(name="kld", unit="nats", floor=floor, floor_from=source)
         outcomes.append(_outcome(experiment, factors, measured, frame, None))
     if "degeneration" in experiment.axes:
         budget = float(experiment.axes["degeneration"]["n_predict"])
         source = "what the axis takes for no difference"
-        frame = Outcome(name="degeneration", unit="tokens", floor=float(EARLIER), floor_from=source)
+        frame = AblationOutcome(name="degeneration", unit="tokens", floor=float(EARLIER), floor_from=source)
         outcomes.append(_outcome(experiment, factors, measured, frame, budget))
     fixed = {key: values[0] for key, values in experiment.vary.items() if len(values) == 1}
     return Isolation(factors=factors, fixed=fixed, outcomes=tuple(outcomes))
@@ -88,9 +88,9 @@ def _outcome(
     experiment: Experiment,
     factors: Mapping[str, tuple[str, ...]],
     measured: Mapping[str, Measured],
-    frame: Outcome,
+    frame: AblationOutcome,
     budget: float | None,
-) -> Outcome:
+) -> AblationOutcome:
     grid = {cell_name(levels): levels for levels in levels_of(experiment.vary)}
     outcomes = {name: _cell(measured.get(f"candidate:{name}"), frame.name, budget) for name in grid}
     masks = [cell.usable for cell in outcomes.values() if cell.usable is not None]
@@ -98,7 +98,9 @@ def _outcome(
     usable = {name: cell.values[common] for name, cell in outcomes.items() if cell.values is not None}
     clusters = next((measured[f"candidate:{name}"].scores[frame.name].units[common] for name in usable), np.zeros(0))
     cells = {tuple(grid[name][factor] for factor in factors): values for name, values in usable.items()}
-    findings = ablation.isolate(ablation.Grid(factors, cells, clusters, budget), frame.floor, seed=experiment.seed)
+    findings = ablation.isolate(
+        ablation.AblationGrid(factors, cells, clusters, budget), frame.floor, seed=experiment.seed
+    )
     means = {name: float(values.mean()) for name, values in usable.items() if len(values)}
     outcome = frame.model_copy(
         update={

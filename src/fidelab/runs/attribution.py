@@ -20,15 +20,15 @@ from fidelab.plan.arms import ATTENTION, family
 from fidelab.plan.build import TWIN
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH
-from fidelab.results.record import Attribution, Contrast, Floor, Part
+from fidelab.results.record import Attribution, AttributionPart, Contrast, Floor
 from fidelab.runs.pairing import ArmResult, Measured, Scorer
 
-__all__ = ["attribute", "control_of", "floors_of", "is_witness", "measure_truth"]
+__all__ = ["attribute", "control_of", "floors_of", "is_diagnostic", "measure_truth"]
 
 _AXIS = "kld"
 
 
-def is_witness(role: str) -> bool:
+def is_diagnostic(role: str) -> bool:
     """Whether a role is that of a diagnostic arm: one that shows where a loss comes from, or the noise floor."""
     return role.partition(":")[0] in (EXACT, TRUTH, TWIN)
 
@@ -36,7 +36,7 @@ def is_witness(role: str) -> bool:
 def attribute(
     experiment: Experiment,
     measured: Mapping[str, Measured],
-    witnesses: Sequence[ArmResult],
+    diagnostics: Sequence[ArmResult],
     floors: Mapping[str, Floor],
 ) -> tuple[Attribution, ...]:
     """One record per candidate; none where the run has no diagnostic arms.
@@ -44,13 +44,13 @@ def attribute(
     ``measured``: role → scores against the run's reference, control and candidates among them.  ``floors``: the
     candidates' noise floors, by name.
     """
-    witnesses = [result for result in witnesses if result.role.partition(":")[0] in (EXACT, TRUTH)]
-    if not witnesses or _AXIS not in experiment.axes:
+    diagnostics = [result for result in diagnostics if result.role.partition(":")[0] in (EXACT, TRUTH)]
+    if not diagnostics or _AXIS not in experiment.axes:
         return ()
     exact: dict[str, Measured] = {}  # against the 32-bit cache under exact attention
-    if any(result.role == EXACT for result in witnesses):
-        scorer = Scorer(_kld_alone(experiment), witnesses, {}, strict=False, reference=EXACT)
-        exact = {arm.role: scorer.measure(arm) for arm in witnesses if arm.role.startswith(f"{EXACT}:")}
+    if any(result.role == EXACT for result in diagnostics):
+        scorer = Scorer(_kld_alone(experiment), diagnostics, {}, strict=False, reference=EXACT)
+        exact = {arm.role: scorer.measure(arm) for arm in diagnostics if arm.role.startswith(f"{EXACT}:")}
     return tuple(
         _attribution(arm, control_of(arm, measured), exact, floors.get(arm.result.arm.name), experiment.seed)
         for role, arm in measured.items()
@@ -86,8 +86,8 @@ def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Flo
 
 
 def _no_twin(arm: Arm) -> str:
-    jitters = arm.engine in ENGINES.names() and engine_class(EngineConfig(name=arm.engine)).jitters
-    return "not measured: no twin ran" if jitters else f"not measured: engine {arm.engine} has no jitter"
+    has_jitter = arm.engine in ENGINES.names() and engine_class(EngineConfig(name=arm.engine)).has_jitter
+    return "not measured: no twin ran" if has_jitter else f"not measured: engine {arm.engine} has no jitter"
 
 
 def control_of(this: Measured, measured: Mapping[str, Measured]) -> Measured | None:
@@ -147,9 +147,9 @@ def _score(arm: Measured | None, part: str | None = None) -> AxisScore | None:
     return score if part is None else score.at(part)
 
 
-def _part(arm: Measured | None, score: AxisScore | None) -> Part | None:
+def _part(arm: Measured | None, score: AxisScore | None) -> AttributionPart | None:
     if arm is None:
         return None
     if score is None:
-        return Part(arm=arm.result.arm.name, reason=arm.reason or "no full-vocabulary KLD")
-    return Part(arm=arm.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))
+        return AttributionPart(arm=arm.result.arm.name, reason=arm.reason or "no full-vocabulary KLD")
+    return AttributionPart(arm=arm.result.arm.name, mean=score.value("mean"), ci=score.interval("mean"))

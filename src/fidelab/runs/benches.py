@@ -39,7 +39,7 @@ from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
 from fidelab.runs.pairing import ArmResult, engaged
 from fidelab.runs.runner import Asking, Listener
-from fidelab.workers.parent import Outcome, Worker
+from fidelab.workers.parent import JobOutcome, Worker
 
 __all__ = ["Benching"]
 
@@ -120,7 +120,7 @@ class Benching:
         """Whether the arms can be alive together without disturbing one another."""
         classes = [engine_class(EngineConfig(name=arm.arm.engine)) for arm in arms]
         own = [arm.arm for arm, cls in zip(arms, classes, strict=True) if not cls.served]
-        if not all(cls.quiet for cls in classes):
+        if not all(cls.sleeps_when_idle for cls in classes):
             return False
         if any(arm.device.startswith("cuda") for arm in own):
             return False  # engines set a pool aside there that takes most of the device
@@ -311,10 +311,10 @@ class Benching:
 
     def _planned(self, arm: ArmResult, question: Question, number: int) -> PlannedCapture:
         """One answer as a capture; folders are named by role, so that equal arms are measured separately, too."""
-        probe = question.probe(number)
-        key = capture_key(arm.arm, probe, self._settings.deployed[arm.arm.name].versions, max(0, number))
+        request = question.request(number)
+        key = capture_key(arm.arm, request, self._settings.deployed[arm.arm.name].versions, max(0, number))
         store = (self._folder / _WARM if number < 0 else self._folder) / f"{slug(arm.role)}-{digest(arm.role)[:6]}"
-        return PlannedCapture(question.name, probe, key, capture_folder(store, arm.arm, probe, key))
+        return PlannedCapture(question.name, request, key, capture_folder(store, arm.arm, request, key))
 
     def _worker(self, arm: Arm, role: str) -> Worker:
         return self._asking.worker(PlannedJob(role, arm, ()), self._log(f"benches:{slug(arm.name)}"))
@@ -322,7 +322,7 @@ class Benching:
     def _weights(self, arm: Arm) -> int:
         return self._settings.deployed[arm.name].model.weight_bytes
 
-    def _hear(self, arm: ArmResult, outcome: Outcome) -> None:
+    def _hear(self, arm: ArmResult, outcome: JobOutcome) -> None:
         self._event("benched", role=arm.role, status=str(outcome.status), seconds=round(outcome.seconds, 3))
 
     def _say(self, text: str) -> None:

@@ -25,7 +25,7 @@ from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Prefill, Timed
 from fidelab.config.cross import CrossEngine, EngineLine
-from fidelab.config.cross import Timing as TimingConfig
+from fidelab.config.cross import TimingConfig as TimingConfig
 from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Status, slug, usable_cores
@@ -40,8 +40,16 @@ from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import load_axis
-from fidelab.results.cross_record import Agreement, Candidate, CrossReport, EngineRow, LongCell, Speed, Spread
-from fidelab.results.record import Ran, Report
+from fidelab.results.cross_record import (
+    Agreement,
+    Candidate,
+    CrossReport,
+    EngineRow,
+    LongCell,
+    ReferenceSpeed,
+    RepeatSpread,
+)
+from fidelab.results.record import Report, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
@@ -49,7 +57,7 @@ from fidelab.runs.runner import Listener, Silent
 
 __all__ = ["agreement", "run_cross"]
 
-Watch = Callable[[str], Listener | None]
+CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
 
 _AXES = ("trajectory", "kld", "rniah", "plad", "perplexity")  # where none is named, in their quick sizes
@@ -61,7 +69,7 @@ _LIBRARY = {"hf": "transformers"}  # of engines that come with this package
 _PREFILL, _DECODE = "timing.prefill", "timing.decode"
 
 
-def run_cross(cross: CrossEngine, *, command: str, watch: Watch = lambda _what: None) -> tuple[CrossReport, Path]:
+def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _what: None) -> tuple[CrossReport, Path]:
     """Run the experiment in a new folder; its ``cross-engine.json`` grows with every engine.
 
     ``watch``: told what begins, gives who watches it.
@@ -121,7 +129,7 @@ def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[Ag
 class _Line:
     """One engine of the experiment."""
 
-    def __init__(self, cross: CrossEngine, line: EngineLine, folder: Path, command: str, watch: Watch) -> None:
+    def __init__(self, cross: CrossEngine, line: EngineLine, folder: Path, command: str, watch: CrossWatch) -> None:
         self._cross = cross
         self._line = line
         self._folder = folder
@@ -173,17 +181,17 @@ class _Line:
 
     # -------------------------------------------------------------------------------------------- speed
 
-    def _speed(self, timing: TimingConfig) -> Speed:
+    def _speed(self, timing: TimingConfig) -> ReferenceSpeed:
         """Load, prefill and decode of the reference, in a process of its own."""
         try:
             prepared = prepare(self._experiment, only="reference")
             job = self._timed(prepared, timing)
             result = self._ask(prepared, job)
             if result.status is not Status.OK:
-                return Speed(status=result.status, reason=result.reason)
+                return ReferenceSpeed(status=result.status, reason=result.reason)
             return _speed_of(result, timing)
         except (FidelabError, ValueError) as error:  # ValueError: times that no clock gives
-            return Speed(status=Status.FAILED, reason=f"timing: {error}")
+            return ReferenceSpeed(status=Status.FAILED, reason=f"timing: {error}")
 
     def _timed(self, prepared: Prepared, timing: TimingConfig) -> PlannedJob:
         """Two questions over the same prompts: the prefill alone, and the prefill with decoding behind it."""
@@ -194,10 +202,10 @@ class _Line:
         prompts = make_windows(prepared.inputs.tokenizer, prepared.inputs.text, timing.prompt, timing.repeats).windows
         captures = []
         for axis, n in ((_PREFILL, 0), (_DECODE, timing.n)):
-            probe = Timed(axis, prompts, n=n, warmup=timing.warmup, settings=(("prompt", timing.prompt),))
-            key = capture_key(job.arm, probe, prepared.settings.deployed[job.arm.name].versions, 0)
-            folder = capture_folder(self._folder / "timing" / slug(self._line.label), job.arm, probe, key)
-            captures.append(PlannedCapture(axis, probe, key, folder))
+            request = Timed(axis, prompts, n=n, warmup=timing.warmup, settings=(("prompt", timing.prompt),))
+            key = capture_key(job.arm, request, prepared.settings.deployed[job.arm.name].versions, 0)
+            folder = capture_folder(self._folder / "timing" / slug(self._line.label), job.arm, request, key)
+            captures.append(PlannedCapture(axis, request, key, folder))
         return PlannedJob("timing", job.arm, tuple(captures))
 
     def _ask(self, prepared: Prepared, job: PlannedJob) -> ArmResult:
@@ -240,7 +248,7 @@ def _estimator(reference: ArmResult) -> str | None:
     return None if path is None else str(Capture(path, verify=False).estimator)
 
 
-def _version(engine: EngineConfig, ran: Ran | None) -> str | None:
+def _version(engine: EngineConfig, ran: RuntimeRecord | None) -> str | None:
     """The package that brings the engine."""
     versions = ran.versions if ran else {}
     packages = engine_class(engine).packages or (_LIBRARY.get(engine.name, engine.name),)
@@ -276,17 +284,17 @@ def _candidate(kv: str, report: Report) -> Candidate:
     )
 
 
-def _speed_of(result: ArmResult, timing: TimingConfig) -> Speed:
+def _speed_of(result: ArmResult, timing: TimingConfig) -> ReferenceSpeed:
     prefill, decode = (_seconds(result.captures[axis]) for axis in (_PREFILL, _DECODE))
     subtracted = decode_rate_by_subtraction(decode[:, -1], prefill[:, 0], timing.n)
-    return Speed(
+    return ReferenceSpeed(
         status=Status.OK,
         load_seconds=result.timing.get("load_seconds"),
         prompt=timing.prompt,
         n=timing.n,
-        prefill=Spread.of(prefill_rate(prefill, timing.prompt)),
-        decode_isolated=Spread.of(decode_rate_isolated(decode)),
-        decode_by_subtraction=None if subtracted is None else Spread.of(subtracted),
+        prefill=RepeatSpread.of(prefill_rate(prefill, timing.prompt)),
+        decode_isolated=RepeatSpread.of(decode_rate_isolated(decode)),
+        decode_by_subtraction=None if subtracted is None else RepeatSpread.of(subtracted),
     )
 
 
@@ -320,8 +328,8 @@ def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:
     rows = sum(capture.array_shape(item, str(capture.estimator))[0] for item in range(len(capture.items)))
     if status is Status.OK and counted not in (None, tokens):
         status, reason = Status.FAILED, f"the engine processed {counted} tokens, not {tokens}"
-    if status is Status.OK and isinstance(capture.probe, Prefill) and rows != capture.probe.n_rows:
-        status, reason = Status.FAILED, f"{rows} rows were stored, not {capture.probe.n_rows}"
+    if status is Status.OK and isinstance(capture.request, Prefill) and rows != capture.request.n_rows:
+        status, reason = Status.FAILED, f"{rows} rows were stored, not {capture.request.n_rows}"
     return LongCell(
         status=status,
         reason=reason,

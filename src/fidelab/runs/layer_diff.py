@@ -25,11 +25,11 @@ from fidelab.config.load import dump
 from fidelab.config.schema import Experiment
 from fidelab.core import Status, finite, slug
 from fidelab.errors import EngineError, InputError, MismatchError, NotSupportedError, UsageError
-from fidelab.metrics.layers import TIMES, Curve, added_errors, part, relative_errors
+from fidelab.metrics.layers import TIMES, LayerCurve, added_errors, part, relative_errors
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
-from fidelab.results.record import KVFormats, Ran
+from fidelab.results.record import KVFormats, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.results.values import Outcome
 from fidelab.runs.conduct import Prepared, prepare
@@ -69,16 +69,16 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
     folder = RunFolder.create(settings.output_dir, name, f"{config}kind: bisect\n")
     jobs = [_with_probe(prepared, job, _over_states(job)) for job in prepared.plan.jobs]
     results = _run(prepared, jobs, listener or Silent(), folder.log, folder)
-    probe = jobs[0].captures[0].probe
-    assert isinstance(probe, Layerwise)
+    request = jobs[0].captures[0].request
+    assert isinstance(request, Layerwise)
     report = BisectReport(
         run_id=folder.run_id,
         created=created,
         fidelab_version=fidelab.__version__,
         command=command,
         settings=settings.experiment.model_dump(mode="json"),
-        windows=len(probe.windows),
-        rows=len(probe.windows) * (probe.last - probe.first + 1),
+        windows=len(request.windows),
+        rows=len(request.windows) * (request.last - request.first + 1),
         **_found(prepared, results),
     )
     report.write(folder.path)
@@ -100,9 +100,9 @@ def capture_qkv(experiment: Experiment, layers: Sequence[int], *, listener: List
     if beyond:
         raise UsageError(f"layer {beyond[0]}: {experiment.model} has layers 0–{(known or 0) - 1}")
     [job] = prepared.plan.jobs
-    probe = replace(_over_states(job).select([0]), axis=_QKV, tensors="qkv", layers=tuple(sorted({*layers})))
+    request = replace(_over_states(job).select([0]), axis=_QKV, tensors="qkv", layers=tuple(sorted({*layers})))
     log = prepared.settings.captures_dir / "logs" / f"{_QKV}.log"
-    [result] = _run(prepared, [_with_probe(prepared, job, probe)], listener or Silent(), lambda _role: log)
+    [result] = _run(prepared, [_with_probe(prepared, job, request)], listener or Silent(), lambda _role: log)
     if _QKV not in result.captures:
         raise EngineError(_why(result))
     capture = Capture(result.captures[_QKV])
@@ -124,17 +124,17 @@ def _check(experiment: Experiment) -> None:
 
 def _over_states(job: PlannedJob) -> Layerwise:
     """The windows and rows of the job's prefill."""
-    [probe] = [capture.probe for capture in job.captures]
-    assert isinstance(probe, Prefill)
-    return Layerwise(_STATES, probe.windows, probe.first, probe.last, settings=probe.settings)
+    [request] = [capture.request for capture in job.captures]
+    assert isinstance(request, Prefill)
+    return Layerwise(_STATES, request.windows, request.first, request.last, settings=request.settings)
 
 
-def _with_probe(prepared: Prepared, job: PlannedJob, probe: Layerwise) -> PlannedJob:
+def _with_probe(prepared: Prepared, job: PlannedJob, request: Layerwise) -> PlannedJob:
     """The job with this question alone."""
     settings = prepared.settings
-    key = capture_key(job.arm, probe, settings.deployed[job.arm.name].versions, job.replicate)
-    folder = capture_folder(settings.captures_dir, job.arm, probe, key)
-    return replace(job, captures=(PlannedCapture(probe.axis, probe, key, folder),))
+    key = capture_key(job.arm, request, settings.deployed[job.arm.name].versions, job.replicate)
+    folder = capture_folder(settings.captures_dir, job.arm, request, key)
+    return replace(job, captures=(PlannedCapture(request.axis, request, key, folder),))
 
 
 def _run(
@@ -181,7 +181,7 @@ def _found(prepared: Prepared, results: Sequence[ArmResult]) -> dict[str, Any]:
     return fields | _layers(curve, repeat, shaken)
 
 
-def _layers(curve: Curve, floor: Curve | None, twin: Curve | None = None) -> dict[str, Any]:
+def _layers(curve: LayerCurve, floor: LayerCurve | None, twin: LayerCurve | None = None) -> dict[str, Any]:
     """What the curve says, as fields of the record: a layer has to add more than what last bits alone do (``twin``)."""
     parting = part(curve, _noise(floor, twin))
     added, tail = added_errors(curve.median), added_errors(curve.tail)
@@ -202,20 +202,22 @@ def _layers(curve: Curve, floor: Curve | None, twin: Curve | None = None) -> dic
     return {"entering": _errors(curve, 0), "layers": tuple(rows), "begins": parting.begins, "first": first}
 
 
-def _noise(floor: Curve | None, twin: Curve | None) -> Curve | None:
+def _noise(floor: LayerCurve | None, twin: LayerCurve | None) -> LayerCurve | None:
     """The larger of both; a twin counts once where the rule asks for several times the floor."""
     if twin is None:
         return floor
-    scaled = Curve(*(getattr(twin, name) / TIMES for name in _ERRORS))
-    return scaled if floor is None else Curve(*(np.maximum(getattr(floor, n), getattr(scaled, n)) for n in _ERRORS))
+    scaled = LayerCurve(*(getattr(twin, name) / TIMES for name in _ERRORS))
+    return (
+        scaled if floor is None else LayerCurve(*(np.maximum(getattr(floor, n), getattr(scaled, n)) for n in _ERRORS))
+    )
 
 
-def _errors(curve: Curve, at: int) -> Errors:
+def _errors(curve: LayerCurve, at: int) -> Errors:
     """One point of the curve; infinity is null."""
     return Errors(**{name: finite(float(getattr(curve, name)[at])) for name in _ERRORS})
 
 
-def _compare(reference: ArmResult, other: ArmResult) -> Curve:
+def _compare(reference: ArmResult, other: ArmResult) -> LayerCurve:
     """The curve over all rows of all windows, a layer at a time.
 
     Raises:
@@ -238,7 +240,7 @@ def _compare(reference: ArmResult, other: ArmResult) -> Curve:
         if not len(row_errors):
             raise InputError(f"the reference's states behind layer {place - 1} are not finite: choose another one")
         errors.append(row_errors)
-    return Curve.of(errors)
+    return LayerCurve.of(errors)
 
 
 def _rows(capture: Capture, items: Sequence[int], place: int) -> NDArray[np.float32]:
@@ -255,7 +257,7 @@ def _arm(result: ArmResult) -> BisectArm:
         model=arm.model,
         dtype=arm.dtype,
         kv=KVFormats.from_spec(arm.kv),
-        ran=None if ran is None else Ran.model_validate(dict(ran)),
+        ran=None if ran is None else RuntimeRecord.model_validate(dict(ran)),
     )
 
 

@@ -81,7 +81,7 @@ def score_captures(
 
 @dataclass(frozen=True)
 class _Found:
-    """One arm's captures on disk: axis → probe hash → capture, of replicates the first."""
+    """One arm's captures on disk: axis → request hash → capture, of replicates the first."""
 
     role: str
     arm: Arm
@@ -130,9 +130,9 @@ def _choose(arms: Sequence[_Found], note: Callable[[str], None]) -> list[ArmResu
             note(f"axis {axis} is left out: {lacking.path} has no capture of it")
     chosen: list[dict[str, Capture]] = [{} for _ in arms]
     for axis in common:
-        probes = set.intersection(*(set(arm.captures[axis]) for arm in arms))
+        requests = set.intersection(*(set(arm.captures[axis]) for arm in arms))
         for arm, picked in zip(arms, chosen, strict=True):
-            captures = [c for probe, c in arm.captures[axis].items() if probe in probes or not probes]
+            captures = [c for request, c in arm.captures[axis].items() if request in requests or not requests]
             if len(captures) > 1:
                 raise CaptureError(f"{arm.path} holds several {axis} captures; name one, such as {captures[0].folder}")
             picked[axis] = captures[0]

@@ -40,7 +40,7 @@ __all__ = [
     "Judgement",
     "Lost",
     "Repeat",
-    "Spread",
+    "RunSpread",
     "judge",
     "repeat_experiment",
     "resume_repeat",
@@ -55,7 +55,7 @@ Judgement = Literal["HEALTHY", "NOISY", "UNSTABLE"]
 _LIMITS: tuple[tuple[float, Judgement], ...] = ((1.0, "HEALTHY"), (3.0, "NOISY"))  # points of standard deviation
 _SEVERITY: Mapping[Judgement | None, int] = {None: 0, "HEALTHY": 1, "NOISY": 2, "UNSTABLE": 3}
 
-Watch = Callable[[int, int], Listener | None]
+RepeatWatch = Callable[[int, int], Listener | None]
 
 
 def _nobody(_number: int, _runs: int) -> None:
@@ -67,7 +67,7 @@ def judge(sd: float) -> Judgement:
     return next((name for limit, name in _LIMITS if sd <= limit), "UNSTABLE")
 
 
-class Spread(Record):
+class RunSpread(Record):
     """One figure over the runs."""
 
     values: tuple[float | None, ...]
@@ -123,9 +123,9 @@ class AxisSpread(Record):
     """By the standard deviation of the score; null with fewer than two scores: not measurable."""
     exact: bool = False
     """All runs gave the same score, and the same cost in nats."""
-    score: Spread
+    score: RunSpread
     """The score (points, 0-100)."""
-    nats: Spread | None = None
+    nats: RunSpread | None = None
     """What the axis measures in nats, before it is made a score (KLD: the mean KL)."""
     lost: tuple[Lost, ...] = ()
     """Runs without a score."""
@@ -204,7 +204,7 @@ class Repeat(Record):
 
 
 def repeat_experiment(
-    experiment: Experiment, runs: int, *, command: str, watch: Watch = _nobody
+    experiment: Experiment, runs: int, *, command: str, watch: RepeatWatch = _nobody
 ) -> tuple[Repeat, Path]:
     """Run an experiment ``runs`` times with fresh captures, in a new folder.
 
@@ -232,7 +232,7 @@ def repeat_experiment(
     return _conduct(record, folder, watch), folder
 
 
-def resume_repeat(folder: Path, *, watch: Watch = _nobody) -> tuple[Repeat, Path]:
+def resume_repeat(folder: Path, *, watch: RepeatWatch = _nobody) -> tuple[Repeat, Path]:
     """Go on with a stopped repeat: finished runs are kept as they are, failed arms included.
 
     Raises:
@@ -266,7 +266,7 @@ def spreads(reports: Sequence[Report]) -> tuple[AxisSpread, ...]:
 # ----------------------------------------------------------------------------------------------- inside
 
 
-def _conduct(record: Repeat, folder: Path, watch: Watch) -> Repeat:
+def _conduct(record: Repeat, folder: Path, watch: RepeatWatch) -> Repeat:
     settings = validate(record.settings, str(folder / REPEAT))
     captures = folder / "captures"
     if settings.captures_dir:  # the digest: repeats of the same second in other places have the same name
@@ -329,10 +329,10 @@ def _spread(name: str, axis: str, arms: Sequence[ArmRecord]) -> AxisSpread | Non
             lost.append(Lost(run=number, status=end.status, reason=end.reason or "it has no score"))
     if len(lost) == len(arms) and any(one.status in (Status.OK, Status.IDENTICAL) for one in lost):
         return None
-    score = Spread.of(scores)
+    score = RunSpread.of(scores)
     costs = [metric for outcome in outcomes if outcome for metric in outcome.metrics if metric.unit == "nats"]
     cost = next((metric.name for metric in sorted(costs, key=lambda metric: not metric.headline)), None)
-    nats = None if cost is None else Spread.of([None if one is None else one.value(cost) for one in outcomes])
+    nats = None if cost is None else RunSpread.of([None if one is None else one.value(cost) for one in outcomes])
     return AxisSpread(
         candidate=name,
         axis=axis,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Probe
+from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Status
 from fidelab.engines.variables import thread_variables
@@ -21,7 +21,7 @@ from fidelab.plan.resolve import Settings
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
-from fidelab.workers.parent import Outcome, Worker, run_worker
+from fidelab.workers.parent import JobOutcome, Worker, run_worker
 
 __all__ = ["Asking", "Listener", "Silent"]
 
@@ -87,7 +87,7 @@ class Asking:
         self._listener = listener
         self._event = event
         self._tokenizers = {settings.model.path: inputs.tokenizer}
-        self._later: dict[str, Mapping[str, Probe]] = {}
+        self._later: dict[str, Mapping[str, Request]] = {}
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
 
     def follow(self, reference: Mapping[str, Path]) -> None:
@@ -106,7 +106,7 @@ class Asking:
         tokens = sum(capture.tokens for capture in missing)
         self._listener.job_started(job, tokens, reused=not missing)
         self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
-        outcome = Outcome()
+        outcome = JobOutcome()
         if missing:
 
             def more() -> list[ProbeTask]:
@@ -167,7 +167,7 @@ class Asking:
             tasks=[capture.task() for capture in missing],
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
             sample_text=self._sample,
-            sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the probes are made with
+            sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the requests are made with
             env=thread_variables(job.arm.threads),
             about=deployed.about,
         )
@@ -189,7 +189,7 @@ class Asking:
                 self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
 
 
-def _result(job: PlannedJob, asked: list[str], outcome: Outcome) -> ArmResult:
+def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult:
     """The result as the store shows it, not as the worker reported it, so that a resumed run has the same result."""
     captures, failures = {}, {}
     rans = [] if outcome.ran is None else [outcome.ran]

@@ -34,7 +34,7 @@ from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.sample_size import (
-    Spread,
+    ClusterSpread,
     agreement_reach,
     half_width,
     paired_spread,
@@ -47,7 +47,7 @@ from fidelab.results.record import ArmRecord, Report
 from fidelab.results.store import EVENTS, RunFolder
 from fidelab.runs.conduct import read_outcomes
 
-__all__ = ["Advice", "Line", "SizePlan", "plan_size"]
+__all__ = ["Advice", "SizeLine", "SizePlan", "plan_size"]
 
 _LEAST = 1e-12  # of a precision: below it, counts of units have no meaning
 
@@ -82,7 +82,7 @@ class Precision:
 
 
 @dataclass(frozen=True)
-class Line:
+class SizeLine:
     """One estimate: where it stands, and what the wanted precision takes.
 
     ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control.
@@ -149,7 +149,7 @@ class SizePlan:
     source: str
     items_now: int
     asked: Precision
-    lines: tuple[Line, ...]
+    lines: tuple[SizeLine, ...]
     advice: Advice | None
 
 
@@ -201,7 +201,7 @@ class _Pilot:
     @property
     def reference(self) -> Capture:
         """The reference's answers; of several contexts, to the shortest."""
-        return min(self._reference.values(), key=lambda capture: len(capture.probe.items()[0]))
+        return min(self._reference.values(), key=lambda capture: len(capture.request.items()[0]))
 
     @property
     def n_items(self) -> int:
@@ -235,19 +235,19 @@ def _why_not(arm: ArmRecord, axis: str) -> str | None:
     return None if found.measured else found.reason
 
 
-def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[Line]:
+def _lines(report: Report, pilot: _Pilot, asked: Precision) -> Iterator[SizeLine]:
     control = None
     if report.control is not None and _why_not(report.control, pilot.axis) is None:
         control = pilot.score("control")
     for arm in report.candidates:
         reason = _why_not(arm, pilot.axis)
         if reason is not None:
-            yield Line(arm.name, "mean", "failed", reason)
+            yield SizeLine(arm.name, "mean", "failed", reason)
             continue
         score = pilot.score(f"candidate:{arm.name}")
         # equal tokens alone do not show equal output: a few prompts more may differ
         if score.identical and _same_distributions(arm):
-            yield Line(arm.name, "mean", "exact")
+            yield SizeLine(arm.name, "mean", "exact")
         else:
             yield from _candidate(arm.name, score, control, asked, pilot.n_items)
 
@@ -257,7 +257,7 @@ def _same_distributions(arm: ArmRecord) -> bool:
     return any(AXES.load(axis).distributions for axis in identical)
 
 
-def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Precision, n: int) -> Iterator[Line]:
+def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Precision, n: int) -> Iterator[SizeLine]:
     spread = ratio_spread(score.items(), score.scale)
     agree = spread is not None and score.proportion and spread.estimate / score.scale in score.bounds
     precision = 0.0 if spread is None else asked.of(spread.estimate)
@@ -275,19 +275,19 @@ def _candidate(name: str, score: AxisScore, control: AxisScore | None, asked: Pr
 def _line(
     arm: str,
     quantity: Literal["mean", "excess"],
-    spread: Spread | None,
+    spread: ClusterSpread | None,
     precision: float,
     n: int,
     agree: float | None,
     *,
     cost: bool = False,
-) -> Line:
+) -> SizeLine:
     """``agree``: the scale of a share whose units all agree; ``n``: the pilot's items; ``cost``: never negative."""
     if spread is None:
         reason = "the pilot has a single unit (document, block of windows, prompt), and one says nothing about spread"
-        return Line(arm, quantity, "failed", f"{reason}: make a pilot with more windows or prompts")
+        return SizeLine(arm, quantity, "failed", f"{reason}: make a pilot with more windows or prompts")
     if precision == 0:
-        return Line(arm, quantity, "failed", "a percentage of an estimate of 0 is 0: give --precision as a number")
+        return SizeLine(arm, quantity, "failed", "a percentage of an estimate of 0 is 0: give --precision as a number")
     if agree is None:
         reach = half_width(spread.sd, spread.units, cost=cost)
         units, upper = (units_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
@@ -295,7 +295,7 @@ def _line(
         reach = agree * agreement_reach(spread.units)
         units = upper = units_to_agree(precision / agree)
     per_unit = n / spread.units
-    return Line(
+    return SizeLine(
         arm,
         quantity,
         "enough" if reach <= precision else "needed",
@@ -314,7 +314,7 @@ def _line(
 # ------------------------------------------------------------------------------------------------ advice
 
 
-def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[Line], command: str) -> Advice:
+def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[SizeLine], command: str) -> Advice:
     items = max(line.items_needed or 0 for line in lines)
     factor = items / pilot.n_items
     captures = {role: parts for role, r in pilot.results.items() if (parts := parts_of(pilot.axis, r.captures))}
@@ -336,20 +336,20 @@ def _advice(folder: RunFolder, pilot: _Pilot, lines: Sequence[Line], command: st
 
 def _supply(pilot: _Pilot) -> Supply | None:
     """What the run's text or prompt set holds, if it still is what the pilot was made from."""
-    experiment, probe = pilot.experiment, pilot.reference.probe
-    asked: dict[str, Any] = dict(probe.settings)
+    experiment, request = pilot.experiment, pilot.reference.request
+    asked: dict[str, Any] = dict(request.settings)
     try:
         tokenizer = Tokenizer.load(resolve(pilot.results["reference"].arm.path))
-        if isinstance(probe, Prefill):
-            n_ctx, stride, n = asked["n_ctx"], asked["stride"], len(probe.windows)
+        if isinstance(request, Prefill):
+            n_ctx, stride, n = asked["n_ctx"], asked["stride"], len(request.windows)
             text = load_text(experiment.text)
             cut = make_windows(tokenizer, text, n_ctx, n, asked["protocol"], stride, asked["place"])
-            same, name = cut.windows == probe.windows, f"text {experiment.text}"
+            same, name = cut.windows == request.windows, f"text {experiment.text}"
             holds = (cut.text_tokens - n_ctx) // stride + 1
         else:
             prompts = load_prompts(None if experiment.prompts == "default" else Path(experiment.prompts))
             first = tokenizer.chat(prompts[0].messages, "raw" if asked["template"] == "raw" else "chat")
-            same, name = first == probe.items()[0], f"prompt set {experiment.prompts}"
+            same, name = first == request.items()[0], f"prompt set {experiment.prompts}"
             holds = len(prompts)
     except (FidelabError, KeyError, OSError):  # the answer stands without it
         return None

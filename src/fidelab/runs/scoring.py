@@ -17,13 +17,23 @@ from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec, Status
 from fidelab.engines import ENGINES
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
-from fidelab.metrics.composite import Verdict as Ruling
+from fidelab.metrics.composite import Ruling as Ruling
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.measurement import Measurement, Metric
-from fidelab.results.record import ArmRecord, Comparison, Composite, Floor, KVFormats, Ran, Report, Timing, Verdict
+from fidelab.results.record import (
+    ArmRecord,
+    Comparison,
+    Composite,
+    Floor,
+    KVFormats,
+    Report,
+    RuntimeRecord,
+    Timing,
+    Verdict,
+)
 from fidelab.results.sentence import ArmFacts, is_native, sentence
 from fidelab.runs.ablation import isolate
-from fidelab.runs.attribution import attribute, control_of, floors_of, is_witness, measure_truth
+from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
 from fidelab.runs.pairing import ArmResult, Measured, Scorer, engaged
 
 __all__ = ["RunFacts", "Scored", "score_run"]
@@ -64,7 +74,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     control = scorer.by_role.get(CONTROL)
     controls = [result for result in results if result.role.startswith(f"{CONTROL}:")]
     candidates = [result for result in results if result.role.startswith("candidate:")]
-    diagnostics = [result for result in results if is_witness(result.role)]
+    diagnostics = [result for result in results if is_diagnostic(result.role)]
     others = [result for result in results if result.role != "reference" and result not in diagnostics]
     measured = {result.role: scorer.measure(result) for result in others}
     floors = floors_of(experiment, results)
@@ -199,7 +209,7 @@ class _Summary:
     def _verdict(self, arm: Measured) -> Verdict:
         kld = arm.scores.get("kld")
         facts = self._facts(arm)
-        modified = Ran.model_validate(dict(arm.result.ran or {})).modified
+        modified = RuntimeRecord.model_validate(dict(arm.result.ran or {})).modified
         common: dict[str, Any] = {"sentence": sentence(facts), "modified": modified}
         if facts.forced and arm.status is Status.NOT_ENGAGED:
             return Verdict(band="FAIL", because=(facts.reason,), **common)
@@ -339,7 +349,7 @@ def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
 
     See docs/metrics.md#verdicts.
     """
-    harms = [harm for score in scores.values() for harm in score.lowers]
+    harms = [harm for score in scores.values() for harm in score.downgrades]
     kld, perplexity = scores.get("kld"), scores.get("perplexity")
     if kld is not None and perplexity is not None:
         cost, ratio = kld.mean(), perplexity.mean()
@@ -366,7 +376,7 @@ def _bare_record(result: ArmResult) -> ArmRecord:
         engine=result.arm.engine,
         model=result.arm.model,
         kv=KVFormats.from_spec(result.arm.kv),
-        ran=None if result.ran is None else Ran.model_validate(dict(result.ran)),
+        ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),
         benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
         timing=Timing.model_validate(dict(result.timing)) if result.timing else None,
     )

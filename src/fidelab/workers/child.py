@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import probe_from_record
+from fidelab.captures.requests import request_from_record
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.engines import ENGINES
@@ -194,13 +194,13 @@ class _Answering:
         return {**self._engine.ran().record(), **self._job.about, **memory}
 
     def _answer(self, task: ProbeTask) -> Path:
-        probe = probe_from_record(task.probe)
-        if probe.kind not in self._engine.kinds:
-            raise NotSupportedError(f"engine {self._engine.name} answers no {probe.kind} probes")
+        request = request_from_record(task.request)
+        if request.kind not in self._engine.kinds:
+            raise NotSupportedError(f"engine {self._engine.name} answers no {request.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)
-        writer = CaptureWriter(Path(task.target), probe, task.key, self._arm.record(), vocabulary)
+        writer = CaptureWriter(Path(task.target), request, task.key, self._arm.record(), vocabulary)
         try:
-            answer = self._engine.answer(probe, _Sink(writer, self._outbox))
+            answer = self._engine.answer(request, _Sink(writer, self._outbox))
             if answer.head is not None:
                 writer.head(self._head(answer))
             return writer.finish(answer.estimator, self.ran(), answer.facts)

@@ -31,14 +31,14 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 @dataclass(frozen=True)
 class ProbeTask:
     """One request to answer: its record, where the capture goes, and the capture's key."""
 
-    probe: Mapping[str, Any]
+    request: Mapping[str, Any]
     target: str
     key: Mapping[str, Any]
 

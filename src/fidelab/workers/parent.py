@@ -37,7 +37,7 @@ from fidelab.workers.messages import (
     encode,
 )
 
-__all__ = ["Outcome", "Worker", "run_worker"]
+__all__ = ["JobOutcome", "Worker", "run_worker"]
 
 _CHILD = (sys.executable, "-m", "fidelab.workers.child")
 _GRACE = 5.0  # seconds between asking a process group to end and killing it
@@ -53,7 +53,7 @@ _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts a
 
 
 @dataclass
-class Outcome:
+class JobOutcome:
     """What became of one job.
 
     ``captured`` and ``failed`` are keyed by the index of the task, counted over all that were asked.  ``phases``:
@@ -97,7 +97,7 @@ class Worker:
         listen: Callable[[Message], None],
         command: Sequence[str] = _CHILD,
     ) -> None:
-        self.outcome = Outcome()
+        self.outcome = JobOutcome()
         self._job, self._log, self._env, self._command = job, log, env, list(command)
         self._deadline = deadline
         self._listen = listen
@@ -133,7 +133,7 @@ class Worker:
                 self._close()
         return idle
 
-    def finish(self) -> Outcome:
+    def finish(self) -> JobOutcome:
         """Send no more tasks; wait for the runtime info, the worker's exit and the release of its memory."""
         with self._at_work():
             if self._process is not None and not self._closed:
@@ -278,7 +278,7 @@ def run_worker(
     listen: Callable[[Message], None],
     follow_up: Callable[[], list[ProbeTask]] | None = None,
     command: Sequence[str] = _CHILD,
-) -> Outcome:
+) -> JobOutcome:
     """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
 
     ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import orjson
 
-from fidelab.bench.load.exchange import Request
+from fidelab.bench.load.exchange import LoadRequest
 
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\n"
 DONE = b"data: [DONE]\n\n"
@@ -144,8 +144,8 @@ async def well(talk: Talk) -> None:
     talk.send(proper())
 
 
-def requests(count: int, **more: object) -> list[Request]:
-    return [Request(at, orjson.dumps({"n": at, **more}), None, 3) for at in range(count)]
+def requests(count: int, **more: object) -> list[LoadRequest]:
+    return [LoadRequest(at, orjson.dumps({"n": at, **more}), None, 3) for at in range(count)]
 
 
 def unused_port() -> int:

@@ -11,13 +11,13 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from fidelab.bench.load.calibrate import Accuracy, Calibration, Delay, Speed, _drive, calibrate, compare
+from fidelab.bench.load.calibrate import Accuracy, Calibration, ClientSpeed, Delay, _drive, calibrate, compare
 from fidelab.bench.load.exchange import Exchange
 from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.cli.bench_calibrate import calibrate as command
 from fidelab.errors import UsageError
 
-SPEED = Speed(1, 8, 0, 1.0, 8.0, 0.1, 0.1)
+SPEED = ClientSpeed(1, 8, 0, 1.0, 8.0, 0.1, 0.1)
 
 
 def exchange(index: int, events: list[float], **more: Any) -> Exchange:

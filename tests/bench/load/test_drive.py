@@ -17,9 +17,9 @@ import numpy as np
 import orjson
 import pytest
 
-from fidelab.bench.load.client import Part
+from fidelab.bench.load.client import ClientPart
 from fidelab.bench.load.drive import BEHIND, Load, ServerRefusedError, Target, drive, workers_for
-from fidelab.bench.load.exchange import Exchange, Request
+from fidelab.bench.load.exchange import Exchange, LoadRequest
 from fidelab.bench.load.workers import error_from, error_record, job_from, job_record, part_from, part_record
 from fidelab.errors import FidelabError, InputError, UsageError
 from tests.bench.load.sse_server import (
@@ -62,7 +62,7 @@ async def never(talk: Talk) -> None:
     await asyncio.sleep(60)
 
 
-def due(count: int, gap: float) -> list[Request]:
+def due(count: int, gap: float) -> list[LoadRequest]:
     return [replace(request, due=at * gap) for at, request in enumerate(requests(count))]
 
 
@@ -328,7 +328,7 @@ def test_a_job_survives_the_way_to_a_process_exactly(open_loop: bool) -> None:
 def test_what_became_of_a_load_survives_the_way_back_exactly() -> None:
     random = np.random.default_rng(0)
     one = Exchange(3, 1 / 3, 2 / 7, random.random(5), 0.1 + 0.2, 5, 3, "length", "timeout", "late", True, True)
-    part = Part([one, Exchange(4, None, 1.0, np.empty(0), 2.0)], 1 / 7, random.random(9), 0.3)
+    part = ClientPart([one, Exchange(4, None, 1.0, np.empty(0), 2.0)], 1 / 7, random.random(9), 0.3)
     found = part_from(orjson.loads(orjson.dumps(part_record(part), option=orjson.OPT_SERIALIZE_NUMPY)))
     for before, after in zip(part.exchanges, found.exchanges, strict=True):
         assert {**vars(before), "events": before.events.tolist()} == {**vars(after), "events": after.events.tolist()}
@@ -355,5 +355,5 @@ def test_an_error_survives_the_way_back(error: FidelabError) -> None:
 def test_processes_are_as_many_as_rate_tokens_or_concurrency_need(
     count: int, gap: float, max_tokens: int, concurrency: int | None, cores: int, expected: int
 ) -> None:
-    asked = [Request(at, b"", None, max_tokens, at * gap) for at in range(count)]
+    asked = [LoadRequest(at, b"", None, max_tokens, at * gap) for at in range(count)]
     assert workers_for(Load(asked, concurrency=concurrency, open_loop=concurrency is None), cores) == expected

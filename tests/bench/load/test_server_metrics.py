@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 
 from fidelab.bench.load.drive import Load, Target, drive
-from fidelab.bench.load.exchange import Request
+from fidelab.bench.load.exchange import LoadRequest
 from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
 
@@ -358,7 +358,7 @@ def test_an_answer_that_is_not_http_is_no_error(odd: Odd) -> None:
 def test_a_load_on_the_mock_is_counted_whole(style: str, kind: str) -> None:
     """The mock counts every token that it sends; before and behind the load nothing is at work."""
     body = json.dumps({"model": "mock", "prompt": [1, 2, 3], "max_tokens": 6, "stream": True}).encode()
-    requests = [Request(index, body, 3, 6) for index in range(20)]
+    requests = [LoadRequest(index, body, 3, 6) for index in range(20)]
     settings = MockSettings(style=style, tokens_per_event=2, draft_tokens=3)
     with MockServer(settings) as mock, Scraper(mock.url, interval=60) as scraper:
         begun = time.monotonic()

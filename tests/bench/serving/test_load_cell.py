@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from fidelab.bench.base import CellResult
-from fidelab.bench.load.exchange import DriveResult, Exchange, Request
+from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.server_metrics import ServerReading, SpeculationReading
-from fidelab.bench.load_cell import Asked, Drive, compare_counts, count_by_finish, load_cell, why_invalid
+from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell, why_invalid
 from fidelab.bench.load_figures import OUTPUT_RATE, load_at, load_metrics, serving_measurement
 from fidelab.core import Status
 from fidelab.results.measurement import Cell, Measurement
 from fidelab.results.plots import Curve
 
-ASKED = Asked(context=100, output=10, concurrency=1)
+ASKED = LoadAsked(context=100, output=10, concurrency=1)
 
 
 def exchange(
@@ -33,7 +33,7 @@ def exchange(
 
 def drive(exchanges: Sequence[Exchange], *, server: ServerReading | None = None, **changes: Any) -> Drive:
     """A drive of these from 0 to the last answer."""
-    requests = [Request(one.index, b"{}", 100, 10) for one in exchanges]
+    requests = [LoadRequest(one.index, b"{}", 100, 10) for one in exchanges]
     measured = [one for one in exchanges if not one.warmup]
     result = DriveResult(
         exchanges=list(exchanges),

@@ -16,8 +16,8 @@ import numpy as np
 from pydantic import Field
 
 from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, part_name
-from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, Kind, long_prompt
-from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, Result, read_results
+from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, CheckKind, long_prompt
+from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, CheckResult, read_results
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
 from fidelab.captures.pair import Pair
 from fidelab.captures.requests import Generate, Tokens
@@ -48,7 +48,7 @@ _NOT_APPLICABLE = Definition("not applicable", "count", None, "Checks that could
 class CapabilitySettings(AxisSettings):
     """Which checks, and how long answers may be; part of the comparability key."""
 
-    kinds: tuple[Kind, ...] = Field(default=KINDS, min_length=1, description="kinds of checks")
+    kinds: tuple[CheckKind, ...] = Field(default=KINDS, min_length=1, description="kinds of checks")
     limit: int | None = Field(default=None, ge=1, description="first checks of each kind only")
     template: Literal["chat", "raw"] = Field(default="chat", description="the model's chat template, or plain text")
     n_predict: int = Field(default=48, ge=1, description="tokens generated for a short answer")
@@ -72,8 +72,8 @@ class Capability(Axis):
     quick: ClassVar[Mapping[str, Any]] = {"long": 512, "code_tokens": 160}
     settings: CapabilitySettings
 
-    def probes(self, inputs: AxisInputs) -> dict[str, Generate]:
-        """One probe per length of answer; the parallel checks are asked twice, one by one and in one batch.
+    def requests(self, inputs: AxisInputs) -> dict[str, Generate]:
+        """One request per length of answer; the parallel checks are asked twice, one by one and in one batch.
 
         Raises:
             InputError: no check of the chosen kinds can be asked.
@@ -180,14 +180,16 @@ class Capability(Axis):
         return ids(fits)
 
 
-def _of_kind(kind: Kind) -> list[Check]:
+def _of_kind(kind: CheckKind) -> list[Check]:
     return [check for check in CHECKS if check.kind == kind]
 
 
 # -------------------------------------------------------------------------------------------- reporting
 
 
-def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Result], seed: int) -> AxisScore:
+def _with_metrics(
+    score: AxisScore, results: Sequence[CheckResult], good: Sequence[CheckResult], seed: int
+) -> AxisScore:
     outcomes = [result.outcome for result in results]
     lost, gained = outcomes.count("lost"), outcomes.count("gained")
     n, had = len(good), sum(bool(result.ref.passed) for result in good)
@@ -219,11 +221,11 @@ def _with_metrics(score: AxisScore, results: Sequence[Result], good: Sequence[Re
         n_items=len(counted),
         n_failed=int((~score.usable).sum()),
         not_measurable=not_measurable,
-        lowers=_lowers(good, seed) if measured else (),
+        downgrades=_lowers(good, seed) if measured else (),
     )
 
 
-def _change(good: Sequence[Result], seed: int) -> PairedDifference:
+def _change(good: Sequence[CheckResult], seed: int) -> PairedDifference:
     """Candidate minus reference, points."""
     checks = [CHECKS.index(result.check) for result in good]
     test = RatioItems.of([bool(result.test.passed) for result in good], 1.0, checks)
@@ -231,7 +233,7 @@ def _change(good: Sequence[Result], seed: int) -> PairedDifference:
     return paired_difference(test, ref, seed, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 
-def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
+def _lowers(good: Sequence[CheckResult], seed: int) -> tuple[str, ...]:
     """A loss of right answers that is beyond chance.
 
     Whether a batch answers as single requests do is left out: greedy paths fork at near ties, and what is chaotic
@@ -248,7 +250,7 @@ def _lowers(good: Sequence[Result], seed: int) -> tuple[str, ...]:
     )
 
 
-def _plots(results: Sequence[Result]) -> Iterator[Plot]:
+def _plots(results: Sequence[CheckResult]) -> Iterator[Plot]:
     by_kind = [(kind, [r.outcome for r in results if r.check.kind == kind]) for kind in KINDS]
     yield TablePlot(
         title="Checks by kind",
@@ -290,7 +292,7 @@ def _plots(results: Sequence[Result]) -> Iterator[Plot]:
         yield Texts(title="Lost and gained", pairs=pairs)
 
 
-def _reason(result: Result) -> str:
+def _reason(result: CheckResult) -> str:
     if result.outcome == "unusable":
         return "a side gave no usable answer"
     side = result.ref if result.ref.passed is None else result.test

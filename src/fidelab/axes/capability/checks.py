@@ -13,13 +13,13 @@ from fidelab.axes.capability import parse
 from fidelab.axes.capability.code import TASKS, Task, run_task
 from fidelab.axes.capability.vision import QUESTIONS
 
-__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "Judged", "Kind", "long_prompt"]
+__all__ = ["CHECKS", "KINDS", "SET_VERSION", "TOOL", "Check", "CheckKind", "Judged", "long_prompt"]
 
 SET_VERSION = "1"
 """Changes with the questions: answers to another set are not scored with this one."""
 
-Kind = Literal["arithmetic", "code", "knowledge", "edge", "parallel", "vision", "tool call", "thinking"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+CheckKind = Literal["arithmetic", "code", "knowledge", "edge", "parallel", "vision", "tool call", "thinking"]
+KINDS: tuple[CheckKind, ...] = get_args(CheckKind)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Check:
     """
 
     id: str
-    kind: Kind
+    kind: CheckKind
     prompt: str
     expected: str
     judge: Judge | None

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fidelab.axes.base import answer_text, written_text
-from fidelab.axes.capability.checks import CHECKS, SET_VERSION, Check, Judged, Kind
+from fidelab.axes.capability.checks import CHECKS, SET_VERSION, Check, CheckKind, Judged
 from fidelab.axes.capability.parse import after_thinking
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
 from fidelab.captures.requests import Timed
 from fidelab.errors import CaptureError
 
-__all__ = ["ORDER", "PARTS", "WITHOUT", "Result", "read_results"]
+__all__ = ["ORDER", "PARTS", "WITHOUT", "CheckResult", "read_results"]
 
 WITHOUT = "without "
 """Settings of this prefix say why a check, or a kind of checks, was not asked."""
 
-PARTS: Mapping[Kind, tuple[str, ...]] = {
+PARTS: Mapping[CheckKind, tuple[str, ...]] = {
     "arithmetic": ("short",),
     "code": ("code",),
     "knowledge": ("short",),
@@ -33,7 +33,7 @@ PARTS: Mapping[Kind, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """One check on both sides.  ``answers``: what they wrote; ``same``: in the same tokens throughout."""
 
     check: Check
@@ -63,7 +63,7 @@ ORDER = ("unusable", "lost", "gained", "both fail", "both pass", "not applicable
 """Outcomes as the report lists them."""
 
 
-def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
+def read_results(pairs: Mapping[str, Pair]) -> list[CheckResult]:
     """All checks of the chosen kinds, in the set's order; of a part of the captures (the floor) only those in it."""
     settings = next(iter(pairs.values())).ref.manifest["settings"]
     if settings.get("set") != SET_VERSION:
@@ -73,8 +73,8 @@ def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
     places: dict[str, dict[str, tuple[Pair, int, int, dict[str, str]]]] = {}
     asked: set[str] = set()
     for part, pair in pairs.items():
-        probe = pair.ref.probe
-        notes = [] if isinstance(probe, Timed) else [json.loads(note) for note in probe.notes]
+        request = pair.ref.request
+        notes = [] if isinstance(request, Timed) else [json.loads(note) for note in request.notes]
         asked.update(note["id"] for note in notes)
         for r, t in pair.items:
             places.setdefault(notes[r]["id"], {})[part] = (pair, r, t, notes[r])
@@ -86,20 +86,20 @@ def read_results(pairs: Mapping[str, Pair]) -> list[Result]:
             unasked = None if "limit" in settings else "not asked in these captures"
             if reason := settings.get(f"{WITHOUT}{check.id}", unasked):
                 nothing = Judged(None, reason)
-                results.append(Result(check, nothing, nothing))
+                results.append(CheckResult(check, nothing, nothing))
     return results
 
 
-def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, str]]]) -> Result:
+def _judged(check: Check, places: Mapping[str, tuple[Pair, int, int, dict[str, str]]]) -> CheckResult:
     if set(places) != set(PARTS[check.kind]):
         nothing = Judged(None, "asked only one by one or only in a batch")
-        return Result(check, nothing, nothing)
+        return CheckResult(check, nothing, nothing)
     asked = [places[part] for part in PARTS[check.kind]]
     ends = asked[0][3].get("ends")
     ref = [(pair.ref, r) for pair, r, _, _ in asked]
     test = [(pair.test, t) for pair, _, t, _ in asked]
     (judged, text), (other, other_text) = (_side(check, side, ends) for side in (ref, test))
-    return Result(
+    return CheckResult(
         check,
         judged,
         other,

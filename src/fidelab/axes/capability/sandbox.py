@@ -24,7 +24,7 @@ from typing import Literal
 from fidelab.axes.capability.launcher import MACHINES, READY
 from fidelab.errors import FidelabError
 
-__all__ = ["Limits", "Outcome", "SandboxUnavailable", "run", "unavailable"]
+__all__ = ["Execution", "Limits", "SandboxUnavailable", "run", "unavailable"]
 
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
@@ -44,7 +44,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Execution:
     """How a program ended, what it printed, and its uncaught exception or signal in one line."""
 
     ended: Literal["finished", "failed", "timed out"]
@@ -52,7 +52,7 @@ class Outcome:
     error: str = ""
 
 
-def run(program: str, limits: Limits | None = None) -> Outcome:
+def run(program: str, limits: Limits | None = None) -> Execution:
     """Run Python source text in the sandbox.
 
     Raises:
@@ -88,12 +88,12 @@ def run(program: str, limits: Limits | None = None) -> Outcome:
         )
         raise SandboxUnavailable(f"the sandbox cannot confine a program here: {why}")
     if timed_out or process.returncode in (-signal.SIGXCPU, -signal.SIGKILL):
-        return Outcome("timed out", output, f"over {limits.cpu_s} s of CPU time or {limits.wall_s} s in all")
+        return Execution("timed out", output, f"over {limits.cpu_s} s of CPU time or {limits.wall_s} s in all")
     if process.returncode < 0:
-        return Outcome("failed", output, f"killed by signal {-process.returncode}")
+        return Execution("failed", output, f"killed by signal {-process.returncode}")
     if process.returncode:
-        return Outcome("failed", output, error_line.strip() or f"exit {process.returncode}")
-    return Outcome("finished", output)
+        return Execution("failed", output, error_line.strip() or f"exit {process.returncode}")
+    return Execution("finished", output)
 
 
 @lru_cache(maxsize=1)

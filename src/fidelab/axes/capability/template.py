@@ -9,7 +9,7 @@ from fidelab.axes.capability.parse import REASONING
 from fidelab.captures.requests import Tokens
 
 if TYPE_CHECKING:
-    from fidelab.inputs.tokens import Message, Tokenizer
+    from fidelab.inputs.tokens import ChatMessage, Tokenizer
 
 __all__ = ["NotApplicable", "thinking_prompt", "tool_prompt"]
 
@@ -18,7 +18,7 @@ class NotApplicable(Exception):
     """The model cannot do it; the message says why."""
 
 
-def tool_prompt(tokenizer: Tokenizer, messages: Sequence[Message], tool: dict[str, Any]) -> Tokens:
+def tool_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage], tool: dict[str, Any]) -> Tokens:
     """A prompt with one tool on offer.
 
     Raises:
@@ -30,7 +30,7 @@ def tool_prompt(tokenizer: Tokenizer, messages: Sequence[Message], tool: dict[st
     return tokenizer.encode(offered)
 
 
-def thinking_prompt(tokenizer: Tokenizer, messages: Sequence[Message]) -> tuple[Tokens, str]:
+def thinking_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> tuple[Tokens, str]:
     """A prompt with thinking switched on, and the marker that ends it.
 
     Raises:
@@ -54,7 +54,7 @@ def _library(tokenizer: Tokenizer) -> Any:
     return library
 
 
-def _render(tokenizer: Tokenizer, messages: Sequence[Message], **switches: Any) -> str:
+def _render(tokenizer: Tokenizer, messages: Sequence[ChatMessage], **switches: Any) -> str:
     library = _library(tokenizer)
     try:
         return str(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["QUESTIONS", "Question", "draw"]
+__all__ = ["QUESTIONS", "VisionQuestion", "draw"]
 
 Image = NDArray[np.uint8]
 
@@ -19,7 +19,7 @@ _COLORS: Mapping[str, tuple[int, int, int]] = {"red": (214, 40, 40), "green": (3
 
 
 @dataclass(frozen=True)
-class Question:
+class VisionQuestion:
     """A question about an image.  ``image`` and ``control`` are (color, shape, how many) for :func:`draw`.
 
     Passed: ``right`` to ``image``, and not ``right`` to ``control``, which shows one of ``wrong``.
@@ -33,15 +33,15 @@ class Question:
 
 
 QUESTIONS = (
-    Question(
+    VisionQuestion(
         "Which color is the shape in the image: red, green or blue? Answer with one word.",
         *("red", ("green", "blue"), ("red", "circle", 1), ("blue", "circle", 1)),
     ),
-    Question(
+    VisionQuestion(
         "Which shape is in the image: circle, square or triangle? Answer with one word.",
         *("triangle", ("circle", "square"), ("green", "triangle", 1), ("green", "square", 1)),
     ),
-    Question(
+    VisionQuestion(
         "How many squares are in the image: two, three or four? Answer with one word.",
         *("three", ("two", "four"), ("blue", "square", 3), ("blue", "square", 2)),
     ),

@@ -19,11 +19,21 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fidelab.bench.load.drive import Load, Target, drive
-from fidelab.bench.load.exchange import DriveResult, Exchange, Request
+from fidelab.bench.load.exchange import DriveResult, Exchange, LoadRequest
 from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.errors import EngineError, UsageError
 
-__all__ = ["GOAL_P50", "GOAL_P99", "Accuracy", "Calibration", "Delay", "Latency", "Speed", "calibrate", "compare"]
+__all__ = [
+    "GOAL_P50",
+    "GOAL_P99",
+    "Accuracy",
+    "Calibration",
+    "ClientLatency",
+    "ClientSpeed",
+    "Delay",
+    "calibrate",
+    "compare",
+]
 
 Floats = NDArray[np.float64]
 
@@ -51,7 +61,7 @@ class Delay:
 
 
 @dataclass(frozen=True)
-class Latency:
+class ClientLatency:
     """A latency of each stream by the client's clock readings and by the mock's: milliseconds."""
 
     measured: float
@@ -74,14 +84,14 @@ class Accuracy:
     """Requests that failed; left out."""
     events: Delay | None
     """All events of all streams compared; ``None``: there were none."""
-    ttft: Latency | None
+    ttft: ClientLatency | None
     """First event: after sending, by the client; after the request had arrived, by the mock."""
-    tpot: Latency | None
+    tpot: ClientLatency | None
     """(Last − first event) / (events − 1)."""
 
 
 @dataclass(frozen=True)
-class Speed:
+class ClientSpeed:
     """Streams as fast as possible; the mock is another process, on another core where there is one."""
 
     requests: int
@@ -104,7 +114,7 @@ class Calibration:
     accuracy: Accuracy
     lag: Delay | None
     """Of the client's event loop."""
-    speed: Speed
+    speed: ClientSpeed
 
     @property
     def goals_met(self) -> bool:
@@ -181,19 +191,19 @@ def _step(times: Floats) -> float:
     return float(times[-1] - times[0]) / (len(times) - 1)
 
 
-def _latency(pairs: Sequence[tuple[float, float]]) -> Latency | None:
+def _latency(pairs: Sequence[tuple[float, float]]) -> ClientLatency | None:
     values = np.asarray(pairs, dtype=np.float64).reshape(-1, 2)
     error = Delay.of(values[:, 0] - values[:, 1])
     if error is None:
         return None
     measured, true = 1e3 * np.median(values, axis=0)
-    return Latency(float(measured), float(true), error)
+    return ClientLatency(float(measured), float(true), error)
 
 
 def _drive(mock: MockServer, count: int, tokens: int, concurrency: int, workers: int) -> DriveResult:
     warmup = min(concurrency, count)  # opens the connections
     bodies = [_body(mock.settings.model, index, tokens) for index in range(warmup + count)]
-    requests = [Request(index, body, 16, tokens) for index, body in enumerate(bodies)]
+    requests = [LoadRequest(index, body, 16, tokens) for index, body in enumerate(bodies)]
     load = Load(requests, concurrency=concurrency, warmup=warmup, workers=workers)
     return drive(Target(mock.url, timeout=60.0), load)
 
@@ -210,12 +220,12 @@ def _body(model: str, index: int, tokens: int) -> bytes:
     return json.dumps(body).encode()
 
 
-def _speed(result: DriveResult, cpu_seconds: float) -> Speed:
+def _speed(result: DriveResult, cpu_seconds: float) -> ClientSpeed:
     """``cpu_seconds``: of the whole drive, warm-up and reading included."""
     measured = [each for each in result.exchanges if not each.warmup]
     whole = [each for each in measured if each.error is None]
     seconds = result.ended - result.started
-    return Speed(
+    return ClientSpeed(
         requests=len(measured),
         tokens=_FAST_TOKENS,
         failed=len(measured) - len(whole),

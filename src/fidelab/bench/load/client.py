@@ -21,12 +21,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.bench.load.answer import clean, read_stream, said
-from fidelab.bench.load.exchange import Exchange, Request, ServerRefusedError, Target
+from fidelab.bench.load.exchange import Exchange, LoadRequest, ServerRefusedError, Target
 from fidelab.bench.load.http import Address, Connection, Flight
 from fidelab.bench.load.timer import Ticker, Timer
 from fidelab.errors import InputError
 
-__all__ = ["Part", "Share", "run_here"]
+__all__ = ["ClientPart", "ClientShare", "run_here"]
 
 Go = Callable[[], Awaitable[float]]
 
@@ -40,11 +40,11 @@ _NO_EVENTS: NDArray[np.float64] = np.empty(0)
 
 
 @dataclass(frozen=True)
-class Share:
+class ClientShare:
     """What one process sends."""
 
-    warmup: Sequence[Request]
-    measured: Sequence[Request]
+    warmup: Sequence[LoadRequest]
+    measured: Sequence[LoadRequest]
     concurrency: int | None
     open_loop: bool
     warmup_seconds: float
@@ -57,7 +57,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Part:
+class ClientPart:
     """What became of it."""
 
     exchanges: list[Exchange]
@@ -67,8 +67,8 @@ class Part:
 
 
 def run_here(
-    target: Target, share: Share, on_progress: Callable[[int], None] | None = None, go: Go | None = None
-) -> Part:
+    target: Target, share: ClientShare, on_progress: Callable[[int], None] | None = None, go: Go | None = None
+) -> ClientPart:
     """Send a share from this process.  ``go`` gives each phase's start; ``on_progress`` hears how many ended.
 
     Raises:
@@ -129,12 +129,12 @@ class _Client:
     """Sends a share.  ``landed`` and ``again`` are called by connections, ``_pump`` by them and by the timer."""
 
     def __init__(
-        self, target: Target, address: Address, share: Share, on_progress: Callable[[int], None] | None
+        self, target: Target, address: Address, share: ClientShare, on_progress: Callable[[int], None] | None
     ) -> None:
         self._target, self._address, self._share = target, address, share
         self._clean = clean([secret for secret in (target.api_key, *target.headers.values()) if secret])
         self._on_progress = on_progress
-        self._queue: deque[tuple[Request, float | None, bool]] = deque()  # request, due on the clock, warm-up
+        self._queue: deque[tuple[LoadRequest, float | None, bool]] = deque()  # request, due on the clock, warm-up
         self._flying: dict[Flight, None] = {}  # the oldest first
         self._opening: dict[asyncio.Task[None], Flight] = {}
         self._idle: list[Connection] = []
@@ -151,7 +151,7 @@ class _Client:
         self._ramp_from: float | None = None
         self._measuring: tuple[int, float] | None = None  # ticks, processor time when the measured part began
 
-    async def run(self, go: Go) -> Part:
+    async def run(self, go: Go) -> ClientPart:
         share = self._share
         self._loop = asyncio.get_running_loop()
         self._loop.set_exception_handler(self._fault)
@@ -179,10 +179,10 @@ class _Client:
             self._timer.close()
             self._ticker.close()
             await self._close()
-        return Part(self._read_all(), started, np.asarray(late), cpu)
+        return ClientPart(self._read_all(), started, np.asarray(late), cpu)
 
     async def _phase(
-        self, queue: Sequence[tuple[Request, float | None, bool]], begin: float, measured: float | None = None
+        self, queue: Sequence[tuple[LoadRequest, float | None, bool]], begin: float, measured: float | None = None
     ) -> None:
         """Send ``queue`` from ``begin`` on and wait until everything has ended."""
         self._queue.extend(queue)
@@ -212,7 +212,7 @@ class _Client:
         if not self._queue and not self._flying and not self._over.done():
             self._over.set_result(None)
 
-    def _launch(self, request: Request, due: float | None, warmup: bool) -> None:
+    def _launch(self, request: LoadRequest, due: float | None, warmup: bool) -> None:
         if not warmup and self._measuring is None:
             self._measuring = len(self._ticker.late), time.process_time()
         flight = Flight(request, due, warmup, monotonic())

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from fidelab.bench.load.client import Part, Share, run_here
+from fidelab.bench.load.client import ClientPart, ClientShare, run_here
 from fidelab.bench.load.exchange import DriveResult, Exchange, Load, ServerRefusedError, Target
 from fidelab.bench.load.workers import run_workers
 from fidelab.errors import UsageError
@@ -73,13 +73,13 @@ def _check(load: Load) -> None:
             raise UsageError(f"{name} is {value}: at least 1 is needed")
 
 
-def _share(load: Load, at: int, k: int) -> Share:
+def _share(load: Load, at: int, k: int) -> ClientShare:
     """What process ``at`` of ``k`` sends."""
     measured = load.requests[load.warmup :]
     concurrency = None
     if load.concurrency is not None:
         concurrency = load.concurrency // k + (at < load.concurrency % k)
-    return Share(
+    return ClientShare(
         warmup=load.requests[: load.warmup][at::k],
         measured=measured[at::k],
         concurrency=concurrency,
@@ -92,7 +92,7 @@ def _share(load: Load, at: int, k: int) -> Share:
     )
 
 
-def _merge(parts: list[Part], open_loop: bool) -> DriveResult:
+def _merge(parts: list[ClientPart], open_loop: bool) -> DriveResult:
     exchanges = sorted((exchange for part in parts for exchange in part.exchanges), key=lambda one: one.index)
     started = parts[0].started
     return DriveResult(

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from fidelab.errors import InputError
 
-__all__ = ["DriveResult", "Exchange", "Load", "Request", "ServerRefusedError", "Target"]
+__all__ = ["DriveResult", "Exchange", "Load", "LoadRequest", "ServerRefusedError", "Target"]
 
 
 class ServerRefusedError(InputError):
@@ -41,7 +41,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Request:
+class LoadRequest:
     """One request, rendered before the run."""
 
     index: int
@@ -60,7 +60,7 @@ class Request:
 class Load:
     """What is sent, and when."""
 
-    requests: Sequence[Request]
+    requests: Sequence[LoadRequest]
     """In the order of sending."""
     concurrency: int | None = None
     """Requests in flight at most; ``None``: no limit, so a closed loop sends everything at once."""

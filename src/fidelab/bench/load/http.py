@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 import httptools
 
-from fidelab.bench.load.exchange import Request, Target
+from fidelab.bench.load.exchange import LoadRequest, Target
 from fidelab.errors import InputError, UsageError
 
 __all__ = ["Address", "Connection", "Flight", "Owner"]
@@ -25,7 +25,7 @@ __all__ = ["Address", "Connection", "Flight", "Owner"]
 class Flight:
     """One request under way: what was kept of its answer."""
 
-    request: Request
+    request: LoadRequest
     due: float | None
     warmup: bool
     launched: float

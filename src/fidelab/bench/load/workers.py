@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import orjson
 
-from fidelab.bench.load.client import Part, Share, run_here
-from fidelab.bench.load.exchange import Exchange, Request, ServerRefusedError, Target
+from fidelab.bench.load.client import ClientPart, ClientShare, run_here
+from fidelab.bench.load.exchange import Exchange, LoadRequest, ServerRefusedError, Target
 from fidelab.errors import FidelabError, InputError, UsageError
 
 __all__ = ["run_workers"]
@@ -37,8 +37,8 @@ Inbox = queue.SimpleQueue[tuple[int, dict[str, Any] | None]]
 
 
 def run_workers(
-    target: Target, shares: Sequence[Share], on_progress: Callable[[int], None] | None = None
-) -> list[Part]:
+    target: Target, shares: Sequence[ClientShare], on_progress: Callable[[int], None] | None = None
+) -> list[ClientPart]:
     """One process per share.  All phases begin together; no process outlives this call.
 
     Raises:
@@ -60,7 +60,7 @@ def run_workers(
                     pipe.close() if pipe is not None else None
 
 
-def _spawn(at: int, target: Target, share: Share, inbox: Inbox) -> subprocess.Popen[bytes]:
+def _spawn(at: int, target: Target, share: ClientShare, inbox: Inbox) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(
         [sys.executable, "-m", "fidelab.bench.load.workers"],
         stdin=subprocess.PIPE,
@@ -90,8 +90,8 @@ def _tell(process: subprocess.Popen[bytes], message: dict[str, Any]) -> None:
 
 def _converse(
     processes: Sequence[subprocess.Popen[bytes]], inbox: Inbox, on_progress: Callable[[int], None] | None
-) -> list[Part]:
-    parts: dict[int, Part] = {}
+) -> list[ClientPart]:
+    parts: dict[int, ClientPart] = {}
     ended = [0] * len(processes)
     heard = [monotonic()] * len(processes)
     ready: set[int] = set()
@@ -131,7 +131,7 @@ def _lost(status: int) -> str:
 # ------------------------------------------------------------------------------------------------------- messages
 
 
-def job_record(target: Target, share: Share) -> dict[str, Any]:
+def job_record(target: Target, share: ClientShare) -> dict[str, Any]:
     """A worker's first line."""
     lists = {
         key: [{**vars(request), "body": base64.b64encode(request.body).decode()} for request in getattr(share, key)]
@@ -141,16 +141,16 @@ def job_record(target: Target, share: Share) -> dict[str, Any]:
     return {"target": {**asdict(target), "headers": dict(target.headers)}, "share": {**settings, **lists}}
 
 
-def job_from(record: dict[str, Any]) -> tuple[Target, Share]:
+def job_from(record: dict[str, Any]) -> tuple[Target, ClientShare]:
     """The inverse of :func:`job_record`."""
     lists = {
-        key: [Request(**{**request, "body": base64.b64decode(request["body"])}) for request in record["share"][key]]
+        key: [LoadRequest(**{**request, "body": base64.b64decode(request["body"])}) for request in record["share"][key]]
         for key in ("warmup", "measured")
     }
-    return Target(**record["target"]), Share(**{**record["share"], **lists})
+    return Target(**record["target"]), ClientShare(**{**record["share"], **lists})
 
 
-def part_record(part: Part) -> dict[str, Any]:
+def part_record(part: ClientPart) -> dict[str, Any]:
     """A worker's last line; numbers survive it exactly."""
     return {
         "exchanges": [vars(exchange) for exchange in part.exchanges],
@@ -160,10 +160,10 @@ def part_record(part: Part) -> dict[str, Any]:
     }
 
 
-def part_from(record: dict[str, Any]) -> Part:
+def part_from(record: dict[str, Any]) -> ClientPart:
     """The inverse of :func:`part_record`, read back from JSON."""
     exchanges = [Exchange(**{**each, "events": np.array(each["events"], float)}) for each in record["exchanges"]]
-    return Part(exchanges, record["started"], np.array(record["lag"], float), record["cpu_seconds"])
+    return ClientPart(exchanges, record["started"], np.array(record["lag"], float), record["cpu_seconds"])
 
 
 def error_record(error: FidelabError) -> dict[str, Any]:

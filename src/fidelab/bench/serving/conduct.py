@@ -15,9 +15,9 @@ import numpy as np
 
 from fidelab.bench.base import CellResult
 from fidelab.bench.load.drive import drive
-from fidelab.bench.load.exchange import Load, Request, ServerRefusedError
+from fidelab.bench.load.exchange import Load, LoadRequest, ServerRefusedError
 from fidelab.bench.load.server_metrics import Scraper
-from fidelab.bench.load_cell import Asked, Drive, compare_counts, count_by_finish, load_cell
+from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell
 from fidelab.bench.load_figures import serving_measurement
 from fidelab.bench.serving.contact import Contact, reach
 from fidelab.bench.serving.settings import ServingSettings
@@ -28,7 +28,7 @@ from fidelab.errors import EngineError, InputError
 from fidelab.inputs.traffic import arrivals
 from fidelab.results.measurement import Cell, Flag, Measurement
 
-__all__ = ["Watch", "measure_serving"]
+__all__ = ["ServingWatch", "measure_serving"]
 
 _TOO_LONG = re.compile(
     r"context|max_model_len|maximum.{0,20}(length|token)|too (long|many tokens)|exceed|longer than", re.IGNORECASE
@@ -37,7 +37,7 @@ _ABOUT_REQUEST = (400, 413, 422)
 _WORDLESS = {"no-stream", "aborted", "server"}  # of exchanges whose stream came to nothing
 
 
-class Watch:
+class ServingWatch:
     """Callbacks that follow a load; the base class ignores everything."""
 
     def reached(self, contact: Contact) -> None:
@@ -60,7 +60,11 @@ class Watch:
 
 
 def measure_serving(
-    settings: ServingSettings, key: str | None = None, *, watch: Watch | None = None, contact: Contact | None = None
+    settings: ServingSettings,
+    key: str | None = None,
+    *,
+    watch: ServingWatch | None = None,
+    contact: Contact | None = None,
 ) -> Measurement:
     """Put every cell's load on the server.
 
@@ -71,7 +75,7 @@ def measure_serving(
         InputError: a trace or tokenizer that cannot be used.
         KeyboardInterrupt: stopped; ``watch`` knows the finished cells.
     """
-    watch = watch or Watch()
+    watch = watch or ServingWatch()
     if settings.recorded is not None and settings.count(settings.cells()[0]) <= settings.warmup:
         raise InputError(f"trace {settings.trace}: no request is left behind a warm-up of {settings.warmup}")
     contact = contact or reach(settings, key)
@@ -80,7 +84,7 @@ def measure_serving(
 
 
 class _Sweep:
-    def __init__(self, contact: Contact, watch: Watch) -> None:
+    def __init__(self, contact: Contact, watch: ServingWatch) -> None:
         self._contact = contact
         self._settings = contact.settings
         self._watch = watch
@@ -100,7 +104,7 @@ class _Sweep:
                     return self._serving(gone)
         return self._serving()
 
-    def _measure(self, number: int, repeat: int, asked: Asked, title: str) -> str | None:
+    def _measure(self, number: int, repeat: int, asked: LoadAsked, title: str) -> str | None:
         """One drive of one cell; why the server is gone, if it is."""
         self._watch.begin(title, self._settings.count(asked) + self._settings.warmup)
         if reason := self._beyond(asked):
@@ -132,7 +136,7 @@ class _Sweep:
         self._watch.measured(cell, self._serving())
         return self._gone() if failed else None
 
-    def _drive(self, asked: Asked, requests: Sequence[Request]) -> Drive:
+    def _drive(self, asked: LoadAsked, requests: Sequence[LoadRequest]) -> Drive:
         settings, contact = self._settings, self._contact
         load = Load(
             requests,
@@ -152,7 +156,7 @@ class _Sweep:
             whole = scraper.reading(begun, ended := time.monotonic())
         return compare_counts(driven, whole, ended - begun)
 
-    def _requests(self, number: int, repeat: int, asked: Asked) -> list[Request]:
+    def _requests(self, number: int, repeat: int, asked: LoadAsked) -> list[LoadRequest]:
         """The warm-up's first; every cell and repeat has prompts of its own."""
         settings = self._settings
         seed = int(np.random.SeedSequence([settings.seed, number, repeat]).generate_state(1)[0])
@@ -164,7 +168,7 @@ class _Sweep:
             due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
         return self._contact.requests([asked.context or 1] * count, [asked.output or 1] * count, due, seed)
 
-    def _beyond(self, asked: Asked) -> str | None:
+    def _beyond(self, asked: LoadAsked) -> str | None:
         limit, tokens = self._contact.limit, (asked.context or 0) + (asked.output or 0)
         if limit is None or tokens <= limit:
             return None
@@ -174,7 +178,7 @@ class _Sweep:
 
     # ------------------------------------------------------------------------------------------ records
 
-    def _end(self, number: int, asked: Asked, status: Status, reason: str) -> None:
+    def _end(self, number: int, asked: LoadAsked, status: Status, reason: str) -> None:
         """A cell that is not asked again; what was measured of it in earlier passes stays."""
         ended = self._cell(number) if self._drives[number] else None
         if ended is not None and ended.cell.status is Status.OK:
@@ -232,7 +236,7 @@ class _Sweep:
         return None
 
 
-def _title(asked: Asked) -> str:
+def _title(asked: LoadAsked) -> str:
     """``context 1,024, concurrency 8``."""
     parts = [] if asked.context is None else [f"context {asked.context:,}"]
     if asked.arrival == "trace":

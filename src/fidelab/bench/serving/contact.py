@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 
 import orjson
 
-from fidelab.bench.load.exchange import Request, Target
+from fidelab.bench.load.exchange import LoadRequest, Target
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.captures.requests import Tokens
 from fidelab.engines.openai.http import Client, Refused, split_url
@@ -93,7 +93,7 @@ class Contact:
         """For single questions."""
         return Client(self.settings.base_url, self.key, min(_LONGEST, self.settings.timeout))
 
-    def explain(self, request: Request) -> str | None:
+    def explain(self, request: LoadRequest) -> str | None:
         """What the server says to a request that is not streamed, where it refuses it."""
         body = {name: value for name, value in orjson.loads(request.body).items() if name != "stream_options"}
         try:
@@ -119,7 +119,7 @@ class Contact:
 
     def requests(
         self, inputs: Sequence[int], outputs: Sequence[int], due: Sequence[float] | None, seed: int
-    ) -> list[Request]:
+    ) -> list[LoadRequest]:
         """Rendered requests of so many tokens, each with a prompt of its own.
 
         Raises:
@@ -133,7 +133,7 @@ class Contact:
             )
         prompts = self.prompts_of(units, seed)
         return [
-            Request(
+            LoadRequest(
                 index=index,
                 body=orjson.dumps(self.body(prompt, output)),
                 prompt_tokens=length if self.counts else None,

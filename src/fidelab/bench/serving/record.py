@@ -11,14 +11,14 @@ from typing import Any
 import fidelab
 from fidelab.bench.base import CellResult
 from fidelab.bench.load_cell import Drive
-from fidelab.bench.serving.conduct import Watch
+from fidelab.bench.serving.conduct import ServingWatch
 from fidelab.bench.serving.contact import Contact
 from fidelab.config.load import dump
 from fidelab.core import Status, slug, usable_cores
 from fidelab.models.weights import file_sha256
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
-from fidelab.results.record import ArmRecord, KVFormats, Ran, Report
+from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
 from fidelab.results.request_log import append_requests, request_row
 from fidelab.results.store import RunFolder
 
@@ -27,7 +27,7 @@ __all__ = ["Keeper", "Requests"]
 _UNKNOWN = "server"  # the KV format of whoever started it
 
 
-class Requests(Watch):
+class Requests(ServingWatch):
     """Only keeps the requests of one arm's load, in a run folder that others look after."""
 
     def __init__(self, folder: Path, arm: str) -> None:
@@ -38,11 +38,11 @@ class Requests(Watch):
         append_requests(self._folder, ({"arm": self._arm, **row} for row in _rows(number, repeat, drive)))
 
 
-class Keeper(Watch):
+class Keeper(ServingWatch):
     """Makes the run folder when the server answers, and keeps it up to date; everything is passed on to ``shown``."""
 
     def __init__(
-        self, output_dir: Path, command: str, shown: Watch, *, name: str | None = None, kv: str | None = None
+        self, output_dir: Path, command: str, shown: ServingWatch, *, name: str | None = None, kv: str | None = None
     ) -> None:
         self._output_dir = output_dir
         self._command = command
@@ -104,7 +104,7 @@ class Keeper(Watch):
             engine="openai",
             model=settings.model or server.model,
             kv=KVFormats(k=k, v=v or k),
-            ran=Ran.model_validate(
+            ran=RuntimeRecord.model_validate(
                 {
                     "k_dtype": reported[0],
                     "v_dtype": reported[1],

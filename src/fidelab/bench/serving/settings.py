@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from fidelab.bench.load_cell import Asked
+from fidelab.bench.load_cell import LoadAsked
 from fidelab.config.load import explain_validation
 from fidelab.errors import UsageError
 from fidelab.inputs.traffic import Trace, read_trace
@@ -99,11 +99,11 @@ class ServingSettings(BaseModel):
             return "trace"
         return "closed" if self.request_rate is None else self.arrival
 
-    def cells(self) -> list[Asked]:
+    def cells(self) -> list[LoadAsked]:
         """The loads, by context, then concurrency."""
         contexts = [None] if self.trace is not None else list(self.contexts)
         return [
-            Asked(
+            LoadAsked(
                 arrival=self.kind,
                 context=context,
                 output=None if self.trace is not None else self.output,
@@ -119,7 +119,7 @@ class ServingSettings(BaseModel):
             for concurrency in (self.concurrency or (None,))
         ]
 
-    def count(self, asked: Asked) -> int:
+    def count(self, asked: LoadAsked) -> int:
         """Measured requests of a cell: as told, else twice the concurrency, else as many as the duration may take."""
         if self.recorded is not None:
             return len(self.recorded.input)

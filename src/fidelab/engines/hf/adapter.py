@@ -20,9 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Probe, Timed, Tokens
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head, device_name
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head, device_name
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.options import is_count
 from fidelab.engines.timing import time_prompts
@@ -59,7 +59,7 @@ class HFEngine(Engine):
 
     name: ClassVar[str] = "hf"
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
-    jitters: ClassVar[bool] = True
+    has_jitter: ClassVar[bool] = True
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
@@ -82,7 +82,7 @@ class HFEngine(Engine):
         create(kv.v)
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         for key, value in arm.options:
             if key not in _OPTIONS:
                 raise UsageError(f"engine hf has no option {key!r}; it has: {', '.join(_OPTIONS)}")
@@ -92,16 +92,16 @@ class HFEngine(Engine):
         if not is_count(dict(arm.options).get("jitter", "1")):
             raise UsageError(f"engine hf: jitter={dict(arm.options)['jitter']!r} is no seed: a whole number above 0")
         if arm.dtype not in _DTYPES:
-            return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
+            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
-            return Verdict(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
+            return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")
         is_k16v8 = attention == hf_kernels.NAME
         reason = hf_kernels.dequant_refusal(arm) or (hf_kernels.refusal(arm) if is_k16v8 else None)
-        return Verdict(reason is None, reason or "")
+        return Support(reason is None, reason or "")
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -123,34 +123,34 @@ class HFEngine(Engine):
     def tokenize(self, text: str) -> list[int]:
         return list(self._model.tokenizer.encode(text, add_special_tokens=False))
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
         if self._model.head is not None:
             self._model.head.sentinels.clear()
-        self._model.proof.due = not isinstance(probe, Timed)  # a look takes time
-        match probe:
+        self._model.proof.due = not isinstance(request, Timed)  # a look takes time
+        match request:
             case Prefill():
-                facts = self._prefill(probe, sink)
+                facts = self._prefill(request, sink)
             case Generate():
-                facts = self._generate(probe, sink)
+                facts = self._generate(request, sink)
             case Forced():
-                facts = self._forced(probe, sink)
+                facts = self._forced(request, sink)
             case Timed():
-                facts = time_prompts(probe, sink, self._decode)
+                facts = time_prompts(request, sink, self._decode)
             case Layerwise():
                 from fidelab.engines.hf.layers import answer_layerwise
 
-                facts = answer_layerwise(self._model, probe, sink)
+                facts = answer_layerwise(self._model, request, sink)
         estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
-        return answer_with_head(probe, estimator, facts, began, self._model.head)
+        return answer_with_head(request, estimator, facts, began, self._model.head)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         import torch
 
         cache = self._model.cache
         dtypes = cache.storage_dtypes() if cache else None
         packed = cache.packed_bytes_per_token() if cache else None
-        return Ran(
+        return RuntimeInfo(
             versions={**self.versions(), "python": platform.python_version()},
             device=device_name(self._arm.device),
             attention=self._model.attention,
@@ -183,32 +183,32 @@ class HFEngine(Engine):
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
-        for index, window in enumerate(probe.windows):
-            sentinel = self._model.hidden and index in (0, len(probe.windows) - 1)
+    def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
+        for index, window in enumerate(request.windows):
+            sentinel = self._model.hidden and index in (0, len(request.windows) - 1)
             keep = _SENTINEL_ROWS if sentinel else 1
             if not self._model.hidden:
-                keep = len(window) - probe.first
+                keep = len(window) - request.first
             logits, states = self._model.forward(self._model.tensor([window]), self._model.new_cache(), keep=keep)
             if sentinel:
                 self._model.check_replay(states[0, -keep:], logits[0])
-            rows = self._model.rows(states[0, probe.first : probe.last + 1], logits[0, : probe.n_rows])
+            rows = self._model.rows(states[0, request.first : request.last + 1], logits[0, : request.n_rows])
             sink.add(index, self._model.stored(rows))
             sink.progress(len(window))
-        return {"tokens": sum(map(len, probe.windows))}
+        return {"tokens": sum(map(len, request.windows))}
 
-    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+    def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
-        shared = self._shared_prefix(probe.prompts, sink)
-        for batch in self._batches(probe):
-            for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, shared, sink), strict=True):
+        shared = self._shared_prefix(request.prompts, sink)
+        for batch in self._batches(request):
+            for index, (ids, rows, failed) in zip(batch, self._greedy(request, batch, shared, sink), strict=True):
                 add_sequence(sink, index, ids, rows, failed)
                 produced += len(ids)
-        tokens = sum(map(len, probe.prompts)) + produced
+        tokens = sum(map(len, request.prompts)) + produced
         return {"tokens": tokens, "generated": produced, "shared_prefix": shared.tokens if shared else 0}
 
-    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
-        for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+    def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
+        for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
             if not continuation:
                 add_sequence(sink, index, (), failed="empty continuation")
                 continue
@@ -221,7 +221,7 @@ class HFEngine(Engine):
                 rows.append(self._model.rows(states[0, -1], logits[0, -1]))
                 sink.progress(len(step))
             add_sequence(sink, index, continuation, self._model.stacked(rows))
-        return {"tokens": sum(map(len, probe.items()))}
+        return {"tokens": sum(map(len, request.items()))}
 
     def _decode(self, group: Sequence[Tokens]) -> Iterator[list[list[int]]]:
         """Greedy tokens of all prompts, one forward each, without end; yielding them waits for the device."""
@@ -237,12 +237,12 @@ class HFEngine(Engine):
         return tokens()
 
     def _greedy(
-        self, probe: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
+        self, request: Generate, batch: Sequence[int], shared: _Shared | None, sink: Sink
     ) -> Iterator[tuple[list[int], Mapping[str, Array], str | None]]:
         """Greedy decode of one left-padded batch; yields (ids, rows, failure) in batch order."""
         import torch
 
-        prompts = [probe.prompts[i] for i in batch]
+        prompts = [request.prompts[i] for i in batch]
         longest = max(map(len, prompts))
         head = shared.tokens if shared else 0
         ids = self._model.tensor([[0] * (longest - len(p)) + list(p[head:]) for p in prompts])
@@ -256,13 +256,13 @@ class HFEngine(Engine):
         steps: list[Tensor] = []  # [batch, width] each
         live = list(range(len(batch)))
         processed = sum(map(len, prompts)) - head * len(prompts)
-        for _ in range(probe.max_tokens):
+        for _ in range(request.max_tokens):
             if not live:
                 break
             logits, states = self._model.forward(ids, cache, mask=mask)
             if not self._model.sentinels:
                 self._model.check_replay(states[:, -1], logits[:, -1])
-            if probe.rows:
+            if request.rows:
                 steps.append(self._model.rows(states[:, -1], logits[:, -1]))
             sink.progress(processed)
             best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
@@ -272,7 +272,7 @@ class HFEngine(Engine):
                     failed[row] = f"NaN logits at generated token {len(generated[row])}"
                 else:
                     generated[row].append(tokens[row])
-            live = [row for row in live if not failed[row] and tokens[row] not in probe.stop]
+            live = [row for row in live if not failed[row] and tokens[row] not in request.stop]
             processed = len(live)
             ids = best.indices[:, None]
             if mask is not None:
@@ -302,15 +302,15 @@ class HFEngine(Engine):
         sink.progress(tokens * len(prompts))
         return _Shared(tokens, cache)
 
-    def _batches(self, probe: Generate) -> Iterator[list[int]]:
+    def _batches(self, request: Generate) -> Iterator[list[int]]:
         """Prompts of similar length together; of equal length where the model must not be padded."""
-        order = sorted(range(len(probe.prompts)), key=lambda i: (len(probe.prompts[i]), i))
+        order = sorted(range(len(request.prompts)), key=lambda i: (len(request.prompts[i]), i))
         batch: list[int] = []
         for index in order:
             if batch:
-                shortest, length = len(probe.prompts[batch[0]]), len(probe.prompts[index])
+                shortest, length = len(request.prompts[batch[0]]), len(request.prompts[index])
                 limit = shortest + max(32, shortest // 2) if self._model.padding else shortest
-                if len(batch) >= probe.batch or length > limit:
+                if len(batch) >= request.batch or length > limit:
                     yield batch
                     batch = []
             batch.append(index)

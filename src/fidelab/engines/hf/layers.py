@@ -28,7 +28,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 _Parts = dict[str, Tensor]  # "<layer>.q" and so on
 
 
-def answer_layerwise(model: HFModel, probe: Layerwise, sink: Sink) -> dict[str, Any]:
+def answer_layerwise(model: HFModel, request: Layerwise, sink: Sink) -> dict[str, Any]:
     """Answer the request window by window, in the compute type; returns the facts ``tokens`` and ``layers``.
 
     Raises:
@@ -37,23 +37,23 @@ def answer_layerwise(model: HFModel, probe: Layerwise, sink: Sink) -> dict[str, 
         EngineError: the layers did not run once each, in their order.
     """
     layers = decoder_layers(model.module, model.config)
-    beyond = [layer for layer in probe.layers if not 0 <= layer < len(layers)]
+    beyond = [layer for layer in request.layers if not 0 <= layer < len(layers)]
     if beyond:
         raise EngineError(f"layer {beyond[0]}: the model has layers 0–{len(layers) - 1}")
-    for index, window in enumerate(probe.windows):
+    for index, window in enumerate(request.windows):
         ids = model.tensor([window])
         with ExitStack() as hooks:
             cache = model.new_cache()
-            if probe.tensors == "states":
-                states = hooks.enter_context(_states(layers, probe.first, probe.last))
+            if request.tensors == "states":
+                states = hooks.enter_context(_states(layers, request.first, request.last))
                 model.forward(ids, cache)
                 sink.add(index, {"states": to_array(_stacked(states, len(layers)))})
             else:
-                parts = hooks.enter_context(_qkv(cache, probe.layers))
+                parts = hooks.enter_context(_qkv(cache, request.layers))
                 model.forward(ids, cache)
-                sink.add(index, _checked(parts, probe.layers, len(window)))
+                sink.add(index, _checked(parts, request.layers, len(window)))
         sink.progress(len(window))
-    return {"tokens": sum(map(len, probe.windows)), "layers": len(layers)}
+    return {"tokens": sum(map(len, request.windows)), "layers": len(layers)}
 
 
 def decoder_layers(module: Any, config: Any) -> Sequence[Any]:

@@ -31,9 +31,9 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
     CacheReads,
@@ -104,15 +104,15 @@ class LlamaCppEngine(Engine):
             raise UsageError(f"KV format {kv.label!r}: llama.cpp has one format for all layers, no skip-layers")
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         check_options(cls.name, arm.options, _OPTIONS)
         if Path(arm.path).suffix != ".gguf":
-            return Verdict(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
+            return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
-            return Verdict(False, "llama.cpp computes in the types of the file, not in float32: leave --dtype away")
+            return Support(False, "llama.cpp computes in the types of the file, not in float32: leave --dtype away")
         if not _flash(arm) and arm.kv.v.name not in _WIDE:
-            return Verdict(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
-        return Verdict(True)
+            return Support(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
+        return Support(True)
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -153,23 +153,23 @@ class LlamaCppEngine(Engine):
     def tokenize(self, text: str) -> list[int]:
         return self._model.tokenize(text)
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
-        match probe:
+        match request:
             case Prefill():
-                facts = self._prefill(probe, sink)
+                facts = self._prefill(request, sink)
             case Generate():
-                facts = self._generate(probe, sink)
+                facts = self._generate(request, sink)
             case Forced():
-                facts = self._forced(probe, sink)
+                facts = self._forced(request, sink)
             case Timed():
-                facts = self._timed(probe, sink)
-        return answer_with_head(probe, Estimator.LOGPROBS, facts, began, head=None)
+                facts = self._timed(request, sink)
+        return answer_with_head(request, Estimator.LOGPROBS, facts, began, head=None)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         context_info = self._seen
         about = build()
-        return Ran(
+        return RuntimeInfo(
             versions={
                 **self.versions(),
                 **({"llama.cpp": about["llama.cpp"]} if "llama.cpp" in about else {}),
@@ -268,32 +268,32 @@ class LlamaCppEngine(Engine):
 
     # ------------------------------------------------------------------------------------------ requests
 
-    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
-        with self._context(max(map(len, probe.windows))) as context:
+    def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
+        with self._context(max(map(len, request.windows))) as context:
             self._seen = context.seen
-            for index, window in enumerate(probe.windows):
+            for index, window in enumerate(request.windows):
                 context.clear()
-                rows = context.feed(window, range(probe.first, probe.last + 1))
+                rows = context.feed(window, range(request.first, request.last + 1))
                 sink.add(index, {"logprobs": np.concatenate(list(map(_logprobs, rows)))})
                 sink.progress(len(window))
-        return {"tokens": sum(map(len, probe.windows))}
+        return {"tokens": sum(map(len, request.windows))}
 
-    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+    def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
-        for batch in _batches(probe, self._chunk):
-            cells = max(len(probe.prompts[i]) for i in batch) + probe.max_tokens
+        for batch in _batches(request, self._chunk):
+            cells = max(len(request.prompts[i]) for i in batch) + request.max_tokens
             with self._context(cells, len(batch)) as context:
                 self._seen = context.seen
-                for index, (ids, rows, failed) in zip(batch, self._greedy(probe, batch, context, sink), strict=True):
+                for index, (ids, rows, failed) in zip(batch, self._greedy(request, batch, context, sink), strict=True):
                     add_sequence(sink, index, ids, {"logprobs": np.stack(rows)} if rows else {}, failed)
                     produced += len(ids)
-        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+        return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
-    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
-        cells = max(map(len, probe.items()), default=1)
+    def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
+        cells = max(map(len, request.items()), default=1)
         with self._context(cells) as context:
             self._seen = context.seen
-            for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+            for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
                 if not continuation:
                     add_sequence(sink, index, (), failed="empty continuation")
                     continue
@@ -304,23 +304,23 @@ class LlamaCppEngine(Engine):
                     rows.append(_logprobs(context.step({0: token})))
                     sink.progress(1)
                 add_sequence(sink, index, continuation, {"logprobs": np.concatenate(rows)})
-        return {"tokens": sum(map(len, probe.items()))}
+        return {"tokens": sum(map(len, request.items()))}
 
-    def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
-        together = min(probe.batch, len(probe.prompts))
+    def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
+        together = min(request.batch, len(request.prompts))
         if together > (most := min(self._chunk, _MOST_SEQUENCES)):
             raise NotSupportedError(f"llama.cpp answers at most {most} prompts together here, not {together}")
-        with self._context(max(map(len, probe.prompts), default=1) + probe.n, max(1, together)) as context:
+        with self._context(max(map(len, request.prompts), default=1) + request.n, max(1, together)) as context:
             self._seen = context.seen
 
             def decode(group: Sequence[Tokens]) -> Iterator[list[int]]:
                 context.clear()
                 return _endless(context, group)
 
-            return time_prompts(probe, sink, decode)
+            return time_prompts(request, sink, decode)
 
     def _greedy(
-        self, probe: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
+        self, request: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
     ) -> Iterator[tuple[list[int], list[NDArray[np.float16]], str | None]]:
         """Greedy decode of one batch, a sequence per prompt; yields (ids, rows [n][V], failure) in batch order."""
         generated: list[list[int]] = [[] for _ in batch]
@@ -328,9 +328,9 @@ class LlamaCppEngine(Engine):
         failed: list[str | None] = [None] * len(batch)
         pending: dict[int, Floats] = {}  # live sequence → logits [V] of its next token
         for sequence, index in enumerate(batch):
-            pending[sequence] = _last(context, probe.prompts[index], sequence)[0]
-            sink.progress(len(probe.prompts[index]))
-        for step in range(probe.max_tokens):
+            pending[sequence] = _last(context, request.prompts[index], sequence)[0]
+            sink.progress(len(request.prompts[index]))
+        for step in range(request.max_tokens):
             for sequence, logits in list(pending.items()):
                 token = int(logits.argmax())  # the first of equals; NaN wins
                 if np.isnan(logits[token]):
@@ -338,11 +338,11 @@ class LlamaCppEngine(Engine):
                     del pending[sequence]
                     continue
                 generated[sequence].append(token)
-                if probe.rows:
+                if request.rows:
                     rows[sequence].append(_logprobs(logits[None])[0])
-                if token in probe.stop:
+                if token in request.stop:
                     del pending[sequence]
-            if not pending or step + 1 == probe.max_tokens:
+            if not pending or step + 1 == request.max_tokens:
                 break
             tokens = {sequence: generated[sequence][-1] for sequence in pending}
             pending = dict(zip(tokens, context.step(tokens), strict=True))
@@ -360,10 +360,10 @@ def _size(name: str, values: float) -> float:
     return values / per_block * bytes_per_block
 
 
-def _batches(probe: Generate, most: int) -> Iterator[list[int]]:
+def _batches(request: Generate, most: int) -> Iterator[list[int]]:
     """Prompts of similar length together: each sequence of a context has room for the longest."""
-    order = sorted(range(len(probe.prompts)), key=lambda i: (len(probe.prompts[i]), i))
-    size = min(probe.batch, most, _MOST_SEQUENCES)
+    order = sorted(range(len(request.prompts)), key=lambda i: (len(request.prompts[i]), i))
+    size = min(request.batch, most, _MOST_SEQUENCES)
     yield from (order[start : start + size] for start in range(0, len(order), size))
 
 

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from fidelab.engines.llamacpp.library import GGML_TYPES
 
-__all__ = ["Side", "decoded", "proof", "read_state"]
+__all__ = ["CacheSide", "decoded", "proof", "read_state"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
@@ -38,14 +38,14 @@ _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69
 
 
 @dataclass(frozen=True)
-class Side:
+class CacheSide:
     """Keys or values of the first layer: ``kind`` is ggml's number for their type, ``rows`` [tokens, bytes]."""
 
     kind: int
     rows: Bytes
 
 
-def read_state(state: bytes, tokens: int, layers: int) -> tuple[Side, Side] | None:
+def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, CacheSide] | None:
     """Keys and values of the first layer; ``None`` where the state is laid out in another way, or not one cache."""
     for start in range(0, min(len(state), 4096 + 64 * tokens) - 8, 4):
         transposed, count = struct.unpack_from("<II", state, start)
@@ -54,8 +54,8 @@ def read_state(state: bytes, tokens: int, layers: int) -> tuple[Side, Side] | No
     return None
 
 
-def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> tuple[Side, Side] | None:
-    firsts: list[Side] = []
+def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> tuple[CacheSide, CacheSide] | None:
+    firsts: list[CacheSide] = []
     try:
         for columns in (0, transposed):
             for layer in range(layers):
@@ -74,7 +74,7 @@ def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> 
                     raw = np.frombuffer(state, np.uint8, size_all, at).reshape(shape)
                     if columns:
                         raw = raw.reshape(width, tokens, size).swapaxes(0, 1).reshape(tokens, width * size)
-                    firsts.append(Side(kind, raw))
+                    firsts.append(CacheSide(kind, raw))
                 at += size_all
     except struct.error:
         return None
@@ -83,8 +83,8 @@ def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> 
 
 def proof(
     asked: tuple[str, str],
-    state: tuple[Side, Side] | None,
-    exact: tuple[Side, Side] | None,
+    state: tuple[CacheSide, CacheSide] | None,
+    exact: tuple[CacheSide, CacheSide] | None,
     rotated: tuple[bool, bool],
     read: Mapping[str, Collection[str]],
 ) -> dict[str, str]:

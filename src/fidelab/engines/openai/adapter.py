@@ -2,7 +2,7 @@
 
 Engine options (``--engine-arg``): ``base-url`` (http://HOST:PORT, needed), ``model`` (the served name; the only one
 unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY where that is
-set), ``concurrency`` (requests at a time; the probe's batch, at most 8), ``timeout`` (seconds per request, 600),
+set), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per request, 600),
 ``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text; ids where the
 server takes them).
 
@@ -13,7 +13,7 @@ server takes them).
   the bound stays one.
 - **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
   generated ids are not compared with a server's own.
-- **Forced probes** are one prefill: the API feeds no token by itself.  ``facts`` says so.
+- **Forced requests** are one prefill: the API feeds no token by itself.  ``facts`` says so.
 - Whether a prefix came from the server's cache is not controlled; what the server reports about it is in ``facts``.
 """
 
@@ -31,9 +31,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
 from fidelab.engines.openai.http import Client, Refused, split_url
@@ -106,7 +106,7 @@ class OpenAIEngine(Engine):
             )
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         for key, value in arm.options:  # values may be secrets and are not shown
             if "key" in key.lower() and key not in _OPTIONS:
                 raise UsageError(
@@ -124,7 +124,7 @@ class OpenAIEngine(Engine):
         variable = options.get("api-key-env")
         if variable is not None and not os.environ.get(variable):
             raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
-        return Verdict(True)
+        return Support(True)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
@@ -161,24 +161,24 @@ class OpenAIEngine(Engine):
                 return ids[1:] if path != "/tokenize" and ids[:1] == [self._words.bos] else ids
         return self._words.encode(text)
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
-        match probe:
+        match request:
             case Prefill():
-                facts = self._prefill(probe, sink)
+                facts = self._prefill(request, sink)
             case Generate():
-                facts = self._generate(probe, sink)
+                facts = self._generate(request, sink)
             case Forced():
-                facts = self._forced(probe, sink)
+                facts = self._forced(request, sink)
             case Timed():
-                facts = self._timed(probe, sink)
-        return answer_with_head(probe, Estimator.TOPK, facts, began, head=None)
+                facts = self._timed(request, sink)
+        return answer_with_head(request, Estimator.TOPK, facts, began, head=None)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         server, dialect, kv_name = self._server, self._dialect, self._arm.kv.k.name
         k, v = (_AS_SERVED, _AS_SERVED) if kv_name == _AS_SERVED else server.kv or (None, None)
         shifted = isinstance(dialect, Completions) and dialect.shifted
-        return Ran(
+        return RuntimeInfo(
             versions={
                 **self.versions(),
                 **({server.kind: server.version} if server.version else {}),
@@ -202,24 +202,24 @@ class OpenAIEngine(Engine):
             },
         )
 
-    # ---------------------------------------------------------------------------------------------- probes
+    # ---------------------------------------------------------------------------------------------- requests
 
-    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
+    def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return self._without_prompt_logprobs(probe, sink)
+            return self._without_prompt_logprobs(request, sink)
 
         def rows(index: int) -> list[Top]:
-            return self._dialect.score(probe.windows[index])[probe.first : probe.last + 1]
+            return self._dialect.score(request.windows[index])[request.first : request.last + 1]
 
-        for index, tops in self._asked(len(probe.windows), rows, sink, self._width()):
+        for index, tops in self._asked(len(request.windows), rows, sink, self._width()):
             sink.add(index, _rows(tops))
-            sink.progress(len(probe.windows[index]))
-        return {"tokens": sum(map(len, probe.windows))}
+            sink.progress(len(request.windows[index]))
+        return {"tokens": sum(map(len, request.windows))}
 
-    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+    def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         if not self._dialect.top:
-            return self._without_prompt_logprobs(probe, sink)
-        pairs = list(zip(probe.prompts, probe.continuations, strict=True))
+            return self._without_prompt_logprobs(request, sink)
+        pairs = list(zip(request.prompts, request.continuations, strict=True))
 
         def rows(index: int) -> list[Top]:
             prompt, continuation = pairs[index]
@@ -228,17 +228,17 @@ class OpenAIEngine(Engine):
         for index, tops in self._asked(len(pairs), rows, sink, self._width()):
             reason = None if tops else "empty continuation"
             add_sequence(sink, index, pairs[index][1], _rows(tops) if tops else {}, reason)
-            sink.progress(len(probe.items()[index]))
-        return {"tokens": sum(map(len, probe.items())), "one_prefill": True}
+            sink.progress(len(request.items()[index]))
+        return {"tokens": sum(map(len, request.items())), "one_prefill": True}
 
-    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+    def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = cached = reread = 0
 
         def sequence(index: int) -> Completed:
-            return self._dialect.complete(probe.prompts[index], probe.max_tokens, probe.stop, probe.rows)
+            return self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
 
-        for index, done in self._asked(len(probe.prompts), sequence, sink, self._width(probe.batch)):
-            prompt = probe.prompts[index]
+        for index, done in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
+            prompt = request.prompts[index]
             other = done.read not in (None, len(prompt))
             if other and self._dialect.sends == "ids":
                 sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
@@ -247,7 +247,7 @@ class OpenAIEngine(Engine):
             add_sequence(sink, index, done.ids, rows)
             sink.progress(len(prompt) + len(done.ids))
             produced, cached, reread = produced + len(done.ids), cached + done.cached, reread + other
-        tokens = sum(map(len, probe.prompts)) + produced
+        tokens = sum(map(len, request.prompts)) + produced
         return {
             "tokens": tokens,
             "generated": produced,
@@ -255,20 +255,20 @@ class OpenAIEngine(Engine):
             **({"prompts_read_otherwise": reread} if self._dialect.sends == "text" else {}),
         }
 
-    def _timed(self, probe: Timed, sink: Sink) -> dict[str, Any]:
-        prompt_groups = groups(probe)
+    def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
+        prompt_groups = groups(request)
 
         def seconds(index: int) -> NDArray[np.float64]:
-            each = [_times(events, 1 + probe.n) for events in self._streamed(prompt_groups[index], 1 + probe.n)]
+            each = [_times(events, 1 + request.n) for events in self._streamed(prompt_groups[index], 1 + request.n)]
             return np.asarray(np.max(each, axis=0), dtype=np.float64)
 
-        for group in prompt_groups[: probe.warmup]:  # rotated: a server may remember how a prompt begins
-            self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + probe.n)
+        for group in prompt_groups[: request.warmup]:  # rotated: a server may remember how a prompt begins
+            self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + request.n)
         for index, times in self._asked(len(prompt_groups), seconds, sink, 1):
             sink.add(index, {"seconds": times})
-            sink.progress(sum(map(len, prompt_groups[index])) + probe.n * len(prompt_groups[index]))
-        generated = probe.n * len(probe.prompts)
-        return {"tokens": sum(map(len, probe.prompts)) + generated, "generated": generated}
+            sink.progress(sum(map(len, prompt_groups[index])) + request.n * len(prompt_groups[index]))
+        generated = request.n * len(request.prompts)
+        return {"tokens": sum(map(len, request.prompts)) + generated, "generated": generated}
 
     def _streamed(self, group: Sequence[Tokens], n: int) -> list[list[tuple[float, int]]]:
         """For each of some prompts that are sent at once: (seconds since the first was sent, tokens) per event."""
@@ -286,10 +286,10 @@ class OpenAIEngine(Engine):
         """Requests at a time."""
         return int(self._options.get("concurrency", min(batch, _CONCURRENCY)))
 
-    def _without_prompt_logprobs(self, probe: Prefill | Forced, sink: Sink) -> dict[str, Any]:
+    def _without_prompt_logprobs(self, request: Prefill | Forced, sink: Sink) -> dict[str, Any]:
         """Fail every item: the axis is not measurable on this server."""
         reason = f"{self._client.root} {self._dialect.why_not}"
-        for index in range(len(probe.items())):
+        for index in range(len(request.items())):
             sink.fail(index, reason)
         return {"not_measurable": reason}
 

@@ -6,7 +6,7 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 ``chunked-prefill-size``, ``cuda-graph`` (on, off; off unless told); and ``estimator`` (hidden, logprobs).
 
 - **States** are those after the final norm, kept by a hook inside the schedulers (``engines/sglang/capture.py``); the
-  head is the loaded one.  A few rows of every probe are compared with the engine's own logits.
+  head is the loaded one.  A few rows of every request are compared with the engine's own logits.
 - **The cache's type is fixed at launch**, so an arm is a launch.  The prefix cache is off, and so are overlapped
   scheduling (it samples while the next step runs) and, unless asked for, chunked prefill and CUDA graphs.
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
@@ -24,9 +24,9 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed, Tokens
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed
 from fidelab.engines.options import check_options
 from fidelab.engines.sglang.launch import (
@@ -43,7 +43,7 @@ from fidelab.engines.sglang.launch import (
     prepare,
 )
 from fidelab.engines.sglang.read_back import ran
-from fidelab.engines.sglang.session import Request, Response, SGLangSession
+from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
@@ -88,14 +88,14 @@ class SGLangEngine(Engine):
             raise UsageError(f"KV format {kv.label!r}: SGLang has one format for all layers, no skip-layers")
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         check_options(cls.name, arm.options, OPTIONS)
         if arm.dtype not in DTYPES:
-            return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
+            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
         if k16v8_of(arm.kv) is not None:
             reason = k16v8_cannot(arm)
-            return Verdict(not reason, reason)
-        return Verdict(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
+            return Support(not reason, reason)
+        return Support(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
@@ -131,76 +131,76 @@ class SGLangEngine(Engine):
 
         return list(get_tokenizer(self._arm.path).encode(text, add_special_tokens=False))
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
         if self._head is not None:
             self._head.sentinels.clear()
-        match probe:
+        match request:
             case Prefill():
-                facts = self._prefill(probe, sink)
+                facts = self._prefill(request, sink)
             case Generate():
-                facts = self._generate(probe, sink)
+                facts = self._generate(request, sink)
             case Forced():
-                facts = self._forced(probe, sink)
+                facts = self._forced(request, sink)
             case Timed():
-                for group in probe.groups():
-                    self._together(group, 1 + probe.n)
-                facts = time_prompts(probe, sink, lambda group: self._session.stream(group, 1 + probe.n))
-        return answer_with_head(probe, self._estimator, facts, began, self._head)
+                for group in request.groups():
+                    self._together(group, 1 + request.n)
+                facts = time_prompts(request, sink, lambda group: self._session.stream(group, 1 + request.n))
+        return answer_with_head(request, self._estimator, facts, began, self._head)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         return ran(self._arm, self._about, self._session.arguments, self.versions())
 
     def close(self) -> None:
         self._session.close()
 
-    # ------------------------------------------------------------------------------------------- probes
+    # ------------------------------------------------------------------------------------------- requests
 
-    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
-        prompts = [window[: probe.last + 1] for window in probe.windows]  # no row is wanted of what follows
+    def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
+        prompts = [window[: request.last + 1] for window in request.windows]  # no row is wanted of what follows
         for batch in self._batches([(len(window), 1) for window in prompts], _TOGETHER[self._kind]):
-            requests = [Request(prompts[i], first=probe.first, live=self._sentinel(i)) for i in batch]
+            requests = [SGLangRequest(prompts[i], first=request.first, live=self._sentinel(i)) for i in batch]
             for index, response in zip(batch, self._ask(requests), strict=True):
-                sink.add(index, self._stored(response.rows, probe.n_rows))
+                sink.add(index, self._stored(response.rows, request.n_rows))
                 sink.progress(len(prompts[index]))
         return {"tokens": sum(map(len, prompts))}
 
-    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+    def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
-        sizes = [(len(prompt), probe.max_tokens) for prompt in probe.prompts]
-        for batch in self._batches(sizes, self._room, probe.batch):
+        sizes = [(len(prompt), request.max_tokens) for prompt in request.prompts]
+        for batch in self._batches(sizes, self._room, request.batch):
             requests = [
-                Request(p, probe.max_tokens, probe.stop, first=len(p) - 1, live=self._sentinel(i))
-                for i, p in ((i, probe.prompts[i]) for i in batch)
+                SGLangRequest(p, request.max_tokens, request.stop, first=len(p) - 1, live=self._sentinel(i))
+                for i, p in ((i, request.prompts[i]) for i in batch)
             ]
             for index, response in zip(batch, self._ask(requests), strict=True):
                 ids, failed = response.ids, response.failed
                 if failed:
                     ids = ids[: int(failed.rsplit(" ", 1)[1])]
-                rows = self._stored(response.rows, len(ids)) if probe.rows and ids else {}
+                rows = self._stored(response.rows, len(ids)) if request.rows and ids else {}
                 add_sequence(sink, index, ids, rows, failed)
-                sink.progress(len(probe.prompts[index]) + len(ids))
+                sink.progress(len(request.prompts[index]) + len(ids))
                 produced += len(ids)
-        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+        return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
-    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
-        sizes = [(len(p), max(1, len(c))) for p, c in zip(probe.prompts, probe.continuations, strict=True)]
+    def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
+        sizes = [(len(p), max(1, len(c))) for p, c in zip(request.prompts, request.continuations, strict=True)]
         for batch in self._batches(sizes, self._room, _FORCED):
-            answerable = [i for i in batch if probe.continuations[i]]
+            answerable = [i for i in batch if request.continuations[i]]
             requests = [
-                Request(p, len(c), first=len(p) - 1, live=self._sentinel(i), force=c)
+                SGLangRequest(p, len(c), first=len(p) - 1, live=self._sentinel(i), force=c)
                 for i in answerable
-                for p, c in [(probe.prompts[i], probe.continuations[i])]
+                for p, c in [(request.prompts[i], request.continuations[i])]
             ]
             responses = dict(zip(answerable, self._ask(requests), strict=True))
             for index in batch:
-                continuation = probe.continuations[index]
+                continuation = request.continuations[index]
                 if not continuation:
                     add_sequence(sink, index, (), failed="empty continuation")
                     continue
                 add_sequence(sink, index, continuation, self._stored(responses[index].rows, len(continuation)))
-                sink.progress(len(probe.prompts[index]) + len(continuation))
-        return {"tokens": sum(map(len, probe.items())), "token_by_token": True}
+                sink.progress(len(request.prompts[index]) + len(continuation))
+        return {"tokens": sum(map(len, request.items())), "token_by_token": True}
 
     def _batches(self, sizes: Sequence[tuple[int, int]], tokens: int, most: int = 1 << 20) -> Iterator[list[int]]:
         """Split items of (prompt, new) tokens into batches that fit the cache, so that SGLang retracts none."""
@@ -281,7 +281,7 @@ class SGLangEngine(Engine):
         self._head = ReplayedHead(module, config, self._about["compute_dtype"], states, live)
         self._head.check(states, live)
 
-    def _ask(self, requests: Sequence[Request]) -> list[Response]:
+    def _ask(self, requests: Sequence[SGLangRequest]) -> list[Response]:
         """Responses to some requests; their live logits are compared with the stored head's for the same rows.
 
         Live logits are those of the last row of a window, or of the first row that was sampled.

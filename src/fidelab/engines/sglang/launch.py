@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.base import Verdict, one_line
+from fidelab.engines.base import Support, one_line
 from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
 from fidelab.errors import EngineError
@@ -90,16 +90,16 @@ def kv_choices() -> list[str]:
     return [str(name) for name in names]
 
 
-def on_cpu(name: str) -> Verdict:
+def on_cpu(name: str) -> Support:
     if name in ("auto", "bf16", "bfloat16"):
-        return Verdict(True)
+        return Support(True)
     if name != "fp8_e4m3":
-        return Verdict(False, f"SGLang on CPUs keeps no {name} cache, only the model's type and fp8_e4m3 (with AMX)")
+        return Support(False, f"SGLang on CPUs keeps no {name} cache, only the model's type and fp8_e4m3 (with AMX)")
     if "amx_tile" not in _cpu_flags():
-        return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
+        return Support(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
     if not _has_operators():
-        return Verdict(False, "SGLang's fp8_e4m3 cache on CPUs wants AMX operators, and sgl_kernel has none here")
-    return Verdict(True)
+        return Support(False, "SGLang's fp8_e4m3 cache on CPUs wants AMX operators, and sgl_kernel has none here")
+    return Support(True)
 
 
 def _has_operators() -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fidelab.core import Arm
-from fidelab.engines.base import Ran, device_name, read_back_proof
+from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import K16V8, content_bytes
 from fidelab.engines.sglang.launch import k16v8_of
 
@@ -23,7 +23,7 @@ _PAIR_SCALES = {
 }
 
 
-def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> Ran:
+def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
     """The record of this arm; ``about``: what the plug-in wrote, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
     scaling = k16v8_of(arm.kv)
@@ -34,7 +34,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
     else:
         k_format, v_format = _pair_as(arm, about)
         k_dtype, v_dtype = (cache["read_back"].get(name, cache["dtype"]) for name in ("stored", "v_stored"))
-    return Ran(
+    return RuntimeInfo(
         versions={**versions, "python": platform.python_version()},
         device=device_name(arm.device),
         attention=about["attention"],

@@ -26,13 +26,13 @@ from fidelab.engines.base import one_line
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
 from fidelab.errors import EngineError
 
-__all__ = ["Request", "Response", "SGLangSession"]
+__all__ = ["Response", "SGLangRequest", "SGLangSession"]
 
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 @dataclass(frozen=True)
-class Request:
+class SGLangRequest:
     """A prompt and its instructions: ``first``, ``live``, ``force`` and ``about`` as in the plug-in."""
 
     prompt: Tokens
@@ -101,7 +101,7 @@ class SGLangSession:
 
     def describe(self) -> tuple[dict[str, Any], Response]:
         """Run two tokens; returns the plug-in's description of model and cache, and the response."""
-        response = self._send([Request((0, 1), first=1, live=1, about=True)])
+        response = self._send([SGLangRequest((0, 1), first=1, live=1, about=True)])
         path = self._folder / "about.json"
         if not path.exists():
             raise EngineError(
@@ -129,7 +129,7 @@ class SGLangSession:
                 path.unlink()  # the mapping stays
         return arrays
 
-    def ask(self, requests: Sequence[Request]) -> list[Response]:
+    def ask(self, requests: Sequence[SGLangRequest]) -> list[Response]:
         """Answer some requests together.
 
         Raises:
@@ -186,7 +186,7 @@ class SGLangSession:
             return EngineError("SGLang's scheduler has ended: see the log")
         return error if isinstance(error, EngineError) else EngineError(f"SGLang refuses: {one_line(error)}")
 
-    def _send(self, requests: Sequence[Request]) -> tuple[Sequence[Request], list[str], list[list[int]]]:
+    def _send(self, requests: Sequence[SGLangRequest]) -> tuple[Sequence[SGLangRequest], list[str], list[list[int]]]:
         names = [f"{PREFIX}{self._sent + i}" for i in range(len(requests))]
         self._sent += len(requests)
         for name, request in zip(names, requests, strict=True):
@@ -204,16 +204,18 @@ class SGLangSession:
             raise self._failed(error) from error
         return requests, names, [list(answer["output_ids"]) for answer in answers]
 
-    def _parameters(self, request: Request) -> dict[str, Any]:
+    def _parameters(self, request: SGLangRequest) -> dict[str, Any]:
         """Sampling parameters; SGLang also stops at the model's stop tokens unless it ignores all."""
         stops_at_all = bool(request.stop) and self.stops <= set(request.stop)
         stop = {"stop_token_ids": list(request.stop)} if stops_at_all else {"ignore_eos": True}
         return {**_GREEDY, "max_new_tokens": request.max_tokens, **stop}
 
-    def _collect(self, requests: Sequence[Request], names: Sequence[str], ids: Sequence[list[int]]) -> list[Response]:
+    def _collect(
+        self, requests: Sequence[SGLangRequest], names: Sequence[str], ids: Sequence[list[int]]
+    ) -> list[Response]:
         return [self._response(*item) for item in zip(requests, names, ids, strict=True)]
 
-    def _response(self, request: Request, name: str, ids: list[int]) -> Response:
+    def _response(self, request: SGLangRequest, name: str, ids: list[int]) -> Response:
         if request.force and tuple(ids) != request.force:
             raise EngineError("SGLang did not take the tokens that were forced on it")
         end = next((i for i, token in enumerate(ids) if token in request.stop), len(ids))

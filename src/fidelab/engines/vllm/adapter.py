@@ -26,13 +26,13 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Probe, Timed
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, Ran, Sink, Verdict, add_sequence, answer_with_head
+from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
-from fidelab.engines.vllm.model import SEQUENCES, Request, VLLMModel, size_in_bytes
+from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
 from fidelab.errors import EngineError, UsageError
 
@@ -88,16 +88,16 @@ class VLLMEngine(Engine):
             raise UsageError(f"KV format {kv.label!r}: formats of engine vllm take no options")
 
     @classmethod
-    def supports(cls, arm: Arm) -> Verdict:
+    def supports(cls, arm: Arm) -> Support:
         check_options(cls.name, arm.options, _OPTIONS)
         if arm.dtype not in _DTYPES:
-            return Verdict(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
+            return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         if dict(arm.options).get("force") == "yes":
-            return Verdict(True)
+            return Support(True)
         backend = backend_for(arm)
         if backend.platform == "cpu" and arm.device != "cpu":
-            return Verdict(False, "this vLLM runs on the CPU alone: pass --device cpu")
-        return Verdict(backend.ok, backend.reason)
+            return Support(False, "this vLLM runs on the CPU alone: pass --device cpu")
+        return Support(backend.ok, backend.reason)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
@@ -112,24 +112,24 @@ class VLLMEngine(Engine):
     def tokenize(self, text: str) -> list[int]:
         return self._model.tokenize(text)
 
-    def answer(self, probe: Probe, sink: Sink) -> Answer:
+    def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()
         head = self._model.head
         if head is not None:
             head.sentinels.clear()
-        match probe:
+        match request:
             case Prefill():
-                facts = self._prefill(probe, sink)
+                facts = self._prefill(request, sink)
             case Generate():
-                facts = self._generate(probe, sink)
+                facts = self._generate(request, sink)
             case Forced():
-                facts = self._forced(probe, sink)
+                facts = self._forced(request, sink)
             case Timed():
-                facts = time_prompts(probe, sink, lambda group: self._model.tokens(group, 1 + probe.n))
+                facts = time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
         estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
-        return answer_with_head(probe, estimator, facts, began, head)
+        return answer_with_head(request, estimator, facts, began, head)
 
-    def ran(self) -> Ran:
+    def ran(self) -> RuntimeInfo:
         return ran(self._model, self._arm, self._backend, self.versions())
 
     def peak_device_bytes(self) -> int | None:
@@ -142,46 +142,46 @@ class VLLMEngine(Engine):
     def close(self) -> None:
         self._model.close()
 
-    # ------------------------------------------------------------------------------------------ probes
+    # ------------------------------------------------------------------------------------------ requests
 
-    def _prefill(self, probe: Prefill, sink: Sink) -> dict[str, Any]:
-        ends = (0, len(probe.windows) - 1)
-        for index, window in enumerate(probe.windows):
+    def _prefill(self, request: Prefill, sink: Sink) -> dict[str, Any]:
+        ends = (0, len(request.windows) - 1)
+        for index, window in enumerate(request.windows):
             # Tokens behind the last row cannot change it, and there must be room for the one that is generated.
-            request = Request(window[: probe.last + 1], 1, probe.first, probe.last, sentinel=index in ends)
-            [(_, _, key)] = self._model.run([request])
-            sink.add(index, self._model.rows(key, probe.n_rows))
+            alone = VLLMRequest(window[: request.last + 1], 1, request.first, request.last, sentinel=index in ends)
+            [(_, _, key)] = self._model.run([alone])
+            sink.add(index, self._model.rows(key, request.n_rows))
             sink.progress(len(window))
-        return {"tokens": sum(map(len, probe.windows))}
+        return {"tokens": sum(map(len, request.windows))}
 
-    def _generate(self, probe: Generate, sink: Sink) -> dict[str, Any]:
+    def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0
         requests = [
-            Request(prompt, probe.max_tokens, len(prompt) - 1 if probe.rows else None, sentinel=index == 0)
-            for index, prompt in enumerate(probe.prompts)
+            VLLMRequest(prompt, request.max_tokens, len(prompt) - 1 if request.rows else None, sentinel=index == 0)
+            for index, prompt in enumerate(request.prompts)
         ]
-        for index, ids, key in self._model.run(requests, probe.batch, probe.stop, sink.progress):
+        for index, ids, key in self._model.run(requests, request.batch, request.stop, sink.progress):
             failed = None
             if (nan := self._model.nan_at(key)) is not None:
                 ids, failed = ids[:nan], f"NaN logits at generated token {nan}"
-            rows = self._model.rows(key, len(ids)) if probe.rows else {}
+            rows = self._model.rows(key, len(ids)) if request.rows else {}
             add_sequence(sink, index, ids, rows if ids else {}, failed)
             produced += len(ids)
-        return {"tokens": sum(map(len, probe.prompts)) + produced, "generated": produced}
+        return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
-    def _forced(self, probe: Forced, sink: Sink) -> dict[str, Any]:
+    def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
         places: list[int] = []
-        requests: list[Request] = []
-        for index, (prompt, continuation) in enumerate(zip(probe.prompts, probe.continuations, strict=True)):
+        requests: list[VLLMRequest] = []
+        for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
             if not continuation:
                 add_sequence(sink, index, (), failed="empty continuation")
                 continue
             n = len(continuation)
-            requests.append(Request(prompt, n, len(prompt) - 1, sentinel=not requests, force=continuation))
+            requests.append(VLLMRequest(prompt, n, len(prompt) - 1, sentinel=not requests, force=continuation))
             places.append(index)
         for at, ids, key in self._model.run(requests, SEQUENCES, progress=sink.progress):
-            index, continuation = places[at], probe.continuations[places[at]]
+            index, continuation = places[at], request.continuations[places[at]]
             if ids != list(continuation):
                 raise EngineError("vLLM decoded other tokens than the given ones")
             add_sequence(sink, index, ids, self._model.rows(key, len(ids)))
-        return {"tokens": sum(map(len, probe.items())), "forced": "token by token through the cache"}
+        return {"tokens": sum(map(len, request.items())), "forced": "token by token through the cache"}

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from fidelab.engines.hf.head import ReplayedHead
 
-__all__ = ["SEQUENCES", "Request", "VLLMModel", "size_in_bytes"]
+__all__ = ["SEQUENCES", "VLLMModel", "VLLMRequest", "size_in_bytes"]
 
 SEQUENCES = 16  # in one batch, unless told otherwise
 _WORKER = "fidelab.engines.vllm.capture.FidelabWorker"
@@ -38,7 +38,7 @@ _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
 @dataclass(frozen=True)
-class Request:
+class VLLMRequest:
     """A prompt, how many tokens to generate behind it, and which rows to keep.
 
     ``first`` … ``last``: positions (``first`` ``None``: no rows; ``last`` ``None``: to the end); ``sentinel``: the
@@ -149,7 +149,7 @@ class VLLMModel:
         """Run a few tokens: read the cache back, and check that the stored head replays vLLM's logits."""
         self.llm.collective_rpc("fidelab_watch")
         tokens = range(min(_TRIED, self.about["vocabulary"]))
-        [(_, _, key)] = self.run([Request(tokens, 1, first=0, last=len(tokens) - 1, sentinel=True)])
+        [(_, _, key)] = self.run([VLLMRequest(tokens, 1, first=0, last=len(tokens) - 1, sentinel=True)])
         if not self.cache()[0]["layers"]:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in vLLM")
         if self._hidden:
@@ -179,7 +179,7 @@ class VLLMModel:
 
     def run(
         self,
-        requests: Sequence[Request],
+        requests: Sequence[VLLMRequest],
         batch: int = 1,
         stop: Sequence[int] = (),
         progress: Callable[[int], None] = lambda _tokens: None,
@@ -224,7 +224,7 @@ class VLLMModel:
             EngineError: the prompts do not fit the arm, or not all at once.
         """
         self._must_fit_together([len(prompt) + n for prompt in group])
-        keys = [self._add(Request(prompt, n), (), self._kinds.DELTA) for prompt in group]
+        keys = [self._add(VLLMRequest(prompt, n), (), self._kinds.DELTA) for prompt in group]
         ids: dict[str, list[int]] = {key: [] for key in keys}
         n_yielded = 0
         try:
@@ -237,7 +237,7 @@ class VLLMModel:
         finally:
             self._engine.abort_request(keys)
 
-    def _add(self, request: Request, stop: Sequence[int], kind: Any = None) -> str:
+    def _add(self, request: VLLMRequest, stop: Sequence[int], kind: Any = None) -> str:
         self._count += 1
         key = f"r{self._count}"
         params = self._params(

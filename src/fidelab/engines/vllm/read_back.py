@@ -9,7 +9,7 @@ from typing import Any
 
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
-from fidelab.engines.base import Ran, device_name, read_back_proof
+from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes
 from fidelab.engines.vllm.launch import Backend, k16v8_of
 from fidelab.engines.vllm.model import VLLMModel
@@ -23,7 +23,7 @@ _BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "f
 Layer = Mapping[str, Any]
 
 
-def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> Ran:
+def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) -> RuntimeInfo:
     """The record of this arm."""
     ranks = model.cache()
     layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
@@ -33,7 +33,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
     else:
         k_format, v_format = _pair_as(arm, backend, here, layers)
     config = model.config
-    return Ran(
+    return RuntimeInfo(
         versions={**versions, "python": platform.python_version()},
         device=device_name("cpu" if backend.platform == "cpu" else "cuda:0"),
         attention=first["label"] or first["backend"],
