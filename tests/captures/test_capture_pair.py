@@ -23,10 +23,10 @@ def pair(tmp_path: Path, ref: Request = W, test: Request = W, *, subset: bool = 
     return Pair.match(left, right, subset=subset)
 
 
-@pytest.mark.parametrize("request", [W, P], ids=["windows", "prompts"])
-def test_equal_questions_pair_item_by_item(request: Request, tmp_path: Path) -> None:
-    n = len(request.items())
-    assert pair(tmp_path, request, request).items == tuple((i, i) for i in range(n))
+@pytest.mark.parametrize("query", [W, P], ids=["windows", "prompts"])
+def test_equal_questions_pair_item_by_item(query: Request, tmp_path: Path) -> None:
+    n = len(query.items())
+    assert pair(tmp_path, query, query).items == tuple((i, i) for i in range(n))
 
 
 @pytest.mark.parametrize(

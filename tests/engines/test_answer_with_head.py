@@ -26,7 +26,7 @@ class Head:
 
 
 @pytest.mark.parametrize(
-    ("request", "with_head"),
+    ("query", "with_head"),
     [
         (Prefill("kld", WINDOWS, 1, 2, ((0, 0),)), True),
         (Forced("forced", WINDOWS, ((5,),)), True),
@@ -36,8 +36,8 @@ class Head:
         (Layerwise("layers", WINDOWS, 1, 2), False),
     ],
 )
-def test_the_head_goes_with_rows_of_states_alone(request: Request, with_head: bool) -> None:
-    answer = answer_with_head(request, Estimator.HIDDEN, {}, time.monotonic(), Head())
+def test_the_head_goes_with_rows_of_states_alone(query: Request, with_head: bool) -> None:
+    answer = answer_with_head(query, Estimator.HIDDEN, {}, time.monotonic(), Head())
     assert (answer.head is not None, answer.softcap, answer.scale) == (
         (True, 30.0, 0.5) if with_head else (False, None, 1.0)
     )

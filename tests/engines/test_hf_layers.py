@@ -139,11 +139,11 @@ def _hooks(engine: HFEngine) -> int:
     return sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in modules)
 
 
-@pytest.mark.parametrize("request", [STATES, qkv(0, 2)], ids=["states", "qkv"])
-def test_afterwards_the_model_is_as_before(request: Layerwise, checkpoint: Checkpoint) -> None:
+@pytest.mark.parametrize("query", [STATES, qkv(0, 2)], ids=["states", "qkv"])
+def test_afterwards_the_model_is_as_before(query: Layerwise, checkpoint: Checkpoint) -> None:
     engine = tiny.opened(checkpoint("llama"))
     hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
-    answered(engine, request)
+    answered(engine, query)
     assert _hooks(engine) == hooks
     assert transformers.AttentionInterface.get_interface is interface
     assert "update" not in vars(engine._model.cache)
@@ -152,9 +152,9 @@ def test_afterwards_the_model_is_as_before(request: Layerwise, checkpoint: Check
     assert sorted(again.items) == [0, 1]
 
 
-@pytest.mark.parametrize("request", [STATES, qkv(0)], ids=["states", "qkv"])
+@pytest.mark.parametrize("query", [STATES, qkv(0)], ids=["states", "qkv"])
 def test_a_forward_that_fails_leaves_no_hook_either(
-    request: Layerwise, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+    query: Layerwise, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine = tiny.opened(checkpoint("llama"))
     hooks, interface = _hooks(engine), transformers.AttentionInterface.get_interface
@@ -164,7 +164,7 @@ def test_a_forward_that_fails_leaves_no_hook_either(
 
     monkeypatch.setattr(engine._model, "forward", fails)
     with pytest.raises(EngineError, match="no memory left"):
-        engine.answer(request, Answers())
+        engine.answer(query, Answers())
     assert _hooks(engine) == hooks
     assert transformers.AttentionInterface.get_interface is interface
 

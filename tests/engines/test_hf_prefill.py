@@ -172,14 +172,14 @@ PROBES: dict[str, Request] = {
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("request", PROBES.values(), ids=PROBES.keys())
+@pytest.mark.parametrize("query", PROBES.values(), ids=PROBES.keys())
 def test_a_transform_that_the_model_does_not_apply_fails_and_names_the_way_out(
-    request: Request, dtype: str, checkpoint: Checkpoint, tmp_path: Path
+    query: Request, dtype: str, checkpoint: Checkpoint, tmp_path: Path
 ) -> None:
     wrong = edited(checkpoint("llama"), tmp_path / "wrong", final_logit_softcapping=1.0)
     with pytest.raises(EngineError, match=r"does not replay .* pass --engine-arg estimator=logprobs"):
-        tiny.opened(wrong, dtype=dtype).answer(request, Answers())
-    answer = tiny.opened(wrong, dtype=dtype, estimator="logprobs").answer(request, Answers())
+        tiny.opened(wrong, dtype=dtype).answer(query, Answers())
+    answer = tiny.opened(wrong, dtype=dtype, estimator="logprobs").answer(query, Answers())
     assert answer.head is None
 
 

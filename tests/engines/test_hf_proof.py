@@ -83,13 +83,13 @@ def test_every_format_is_named_and_seen_to_reach_attention(kv: str, dtype: str, 
     assert (ran.more["k_changed"] == 0) is (holds is not False)
 
 
-@pytest.mark.parametrize("request", PROBES, ids=lambda request: request.kind)
+@pytest.mark.parametrize("query", PROBES, ids=lambda query: query.kind)
 @pytest.mark.parametrize("dequant", ["fused", "unpack"])
 def test_what_our_kernels_read_is_told_from_their_output(
-    request: Request, dequant: str, checkpoint: Checkpoint
+    query: Request, dequant: str, checkpoint: Checkpoint
 ) -> None:
     for kind, kv in (("llama", "bf16/fp8_e4m3"), ("gemma2", "int8/int4")):
-        ran = asked(checkpoint(kind), kv, request, "bfloat16", attention="k16v8", dequant=dequant)
+        ran = asked(checkpoint(kind), kv, query, "bfloat16", attention="k16v8", dequant=dequant)
         assert ran.more["proof"] == SHOWN
         assert f"{ran.k_format}/{ran.v_format}" == kv
 

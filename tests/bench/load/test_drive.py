@@ -295,8 +295,8 @@ def test_an_interrupt_ends_everything(workers: int, tmp_path: Path) -> None:
     script.write_text(
         "import sys\n"
         "from fidelab.bench.load.drive import Load, Target, drive\n"
-        "from fidelab.bench.load.exchange import Request\n"
-        "load = Load([Request(at, b'{}', None, 1) for at in range(8)], concurrency=8, workers=int(sys.argv[2]))\n"
+        "from fidelab.bench.load.exchange import LoadRequest\n"
+        "load = Load([LoadRequest(at, b'{}', None, 1) for at in range(8)], concurrency=8, workers=int(sys.argv[2]))\n"
         "drive(Target(sys.argv[1]), load)\n"
     )
     with serve(never) as served:
