@@ -135,7 +135,7 @@ def test_the_package_k16v8_is_imported_by_engines_alone_and_late() -> None:
 
     assert {_room(path) for path in _files() if among(_imports(path))} == {"engines"}
     # this one is imported itself where an arm asks for the package
-    assert [path.stem for path in _files() if among(_imports(path, at_once=True))] == ["hf_paged"]
+    assert [path.stem for path in _files() if among(_imports(path, at_once=True))] == ["paged"]
 
 
 @pytest.mark.parametrize("module", LEAN_MODULES)

@@ -85,9 +85,7 @@ def test_every_format_is_named_and_seen_to_reach_attention(kv: str, dtype: str, 
 
 @pytest.mark.parametrize("query", PROBES, ids=lambda query: query.kind)
 @pytest.mark.parametrize("dequant", ["fused", "unpack"])
-def test_what_our_kernels_read_is_told_from_their_output(
-    query: Request, dequant: str, checkpoint: Checkpoint
-) -> None:
+def test_what_our_kernels_read_is_told_from_their_output(query: Request, dequant: str, checkpoint: Checkpoint) -> None:
     for kind, kv in (("llama", "bf16/fp8_e4m3"), ("gemma2", "int8/int4")):
         ran = asked(checkpoint(kind), kv, query, "bfloat16", attention="k16v8", dequant=dequant)
         assert ran.more["proof"] == SHOWN

@@ -26,7 +26,7 @@ from fidelab.errors import EngineError, NotSupportedError
 from fidelab.formats import create
 
 if TYPE_CHECKING:
-    from fidelab.engines.hf_paged import ArmCache
+    from fidelab.engines.hf.paged import ArmCache
 
 __all__ = ["HFModel"]
 
@@ -78,7 +78,7 @@ class HFModel:
         if attn == hf_kernels.NAME:
             if reason := k16v8.missing():
                 raise NotSupportedError(f"attention={attn} {reason}")
-            from fidelab.engines.hf_paged import register_attention
+            from fidelab.engines.hf.paged import register_attention
 
             register_attention()
         try:
@@ -142,7 +142,7 @@ class HFModel:
         try:
             if reason := hf_kernels.refusal(self._arm):
                 raise NotSupportedError(reason)
-            from fidelab.engines.hf_paged import register_attention
+            from fidelab.engines.hf.paged import register_attention
 
             register_attention()
             self.module.set_attn_implementation(hf_kernels.NAME)
@@ -199,7 +199,7 @@ class HFModel:
         """A fresh cache; the previous one is released first, so that only one is held."""
         self.cache = None
         if self.paged:
-            from fidelab.engines.hf_paged import ArmCache
+            from fidelab.engines.hf.paged import ArmCache
 
             with k16v8.translated_errors():
                 self.cache = ArmCache(self.module.config, self._arm, self._k, self._v)
