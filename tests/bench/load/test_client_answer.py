@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import orjson
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from fidelab.bench.load.answer import clean, read_stream, said, split_events
@@ -163,6 +163,7 @@ def test_several_tokens_in_one_event_are_one_event() -> None:
         (b'{"choices":[{"text":"a"}]}', True, "no-stream", 0),
         (b"<html>welcome</html>", True, "no-stream", 0),
         (b"", True, "no-stream", 0),
+        (DONE, True, "no-stream", 0),
     ],
 )
 def test_what_is_wrong_with_a_stream_has_a_kind(body: bytes, whole: bool, kind: str, events: int) -> None:
@@ -185,6 +186,7 @@ def test_a_stream_that_had_said_done_is_complete_even_when_the_connection_then_b
 
 
 @given(st.lists(st.binary(min_size=1, max_size=60), max_size=8), st.booleans())
+@example([b"data:[DONE]"], False)
 def test_bytes_that_are_no_answer_are_an_error_of_the_exchange(parts: list[bytes], whole: bool) -> None:
     exchange = fresh()
     read_stream(exchange, parts, [float(at) for at in range(len(parts))], whole)

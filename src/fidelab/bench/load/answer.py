@@ -89,6 +89,9 @@ def read_stream(exchange: Exchange, parts: Sequence[bytes], times: Sequence[floa
     if done is not None:
         exchange.ended, exchange.error, exchange.detail = float(arrived[done]), None, ""
         data = data[:done]
+        if not data:
+            exchange.error, exchange.detail = "no-stream", "the server says that the stream is done before any event"
+            return
     events, bad = _objects(data)
     exchange.events = arrived[: len(events)][_carrying(exchange, events)]
     if bad is not None:
