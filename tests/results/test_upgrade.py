@@ -146,3 +146,18 @@ def test_metrics_of_old_reports_are_those_that_axes_measure_today(tmp_path: Path
             for found in (today[axis], old[axis])
         ]
         assert drawn[0] == drawn[1]
+
+
+def test_the_isolation_matrix_of_an_old_report_is_its_ablation(tmp_path: Path) -> None:
+    plain = json.loads(OLD.read_text("utf-8"))
+    outcome = {"name": "kld", "unit": "nats", "floor": 0.001, "floor_from": "the control", "n_units": 31}
+    plain["isolation"] = {"factors": {"kv": ["bf16", "int8"]}, "fixed": {}, "outcomes": [outcome]}
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(plain), "utf-8")
+    ablation = Report.from_json(path).ablation
+    assert ablation is not None
+    assert (ablation.factors, ablation.outcomes[0].n_clusters) == ({"kv": ("bf16", "int8")}, 31)
+
+
+def test_an_old_kld_keeps_its_number_of_clusters(axes: dict[str, Measurement]) -> None:
+    assert axes["kld"].facts["n_clusters"] == 31

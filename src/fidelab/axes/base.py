@@ -122,7 +122,7 @@ class AxisScore:
 
     num: Floats
     den: Floats
-    units: NDArray[Any]
+    clusters: NDArray[Any]
     usable: NDArray[np.bool_]
     transform: Transform | None
     bounds: tuple[float, float]
@@ -150,7 +150,7 @@ class AxisScore:
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
         """The usable items (that are also ``among`` the given ones)."""
         keep = self.usable if among is None else self.usable & among
-        return RatioItems(self.num[keep], self.den[keep], self.units[keep])
+        return RatioItems(self.num[keep], self.den[keep], self.clusters[keep])
 
     def mean(self) -> float | None:
         """Σnum/Σden over the usable items; ``None`` where there is none."""

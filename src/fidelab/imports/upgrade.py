@@ -42,12 +42,19 @@ def upgrade(plain: Plain) -> dict[str, Any]:
         KeyError, TypeError, AttributeError, ValueError: it is malformed.
     """
     report = {**plain, "schema": "fidelab.report/1", "floor": _axes(plain.get("floor") or {}, 0.0)}
+    if (grid := report.pop("isolation", None)) is not None:
+        outcomes = [_renamed(outcome, n_units="n_clusters") for outcome in grid["outcomes"]]
+        report["ablation"] = {**grid, "outcomes": outcomes}
     for name in ("reference", "control", "truth"):
         if report.get(name) is not None:
             report[name] = _arm(report[name])
     for name in ("controls", "candidates"):
         report[name] = [_arm(arm) for arm in report.get(name) or ()]
     return report
+
+
+def _renamed(plain: Plain, **names: str) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in plain.items()}
 
 
 def _arm(arm: Plain) -> dict[str, Any]:
@@ -95,7 +102,8 @@ def _kld(name: str, axis: Plain) -> Measurement:
         plots=plots,
         n_items=axis.get("n_positions"),
         facts={
-            **_given(axis, "estimator", "n_ctx", "n_units", "n_documents"),
+            **_given(axis, "estimator", "n_ctx", "n_documents"),
+            **({} if axis.get("n_units") is None else {"n_clusters": axis["n_units"]}),
             "contexts": [_given(context, *about) for context in contexts],
         },
     )

@@ -46,7 +46,7 @@ class WindowSet:
 
     ``windows``: token ids, each n_ctx long, the first id replaced by BOS where ``bos``.  Rows ``first`` …
     ``last`` (inclusive) are scored; the row of position i predicts the token at i + 1.  ``units``: for each
-    window the resampling unit of each scored row: the number of the document that the predicted token is in
+    window the resampling cluster of each scored row: the number of the document that the predicted token is in
     (``unit`` is ``document``), or of a block of adjacent windows (``block``).
     """
 

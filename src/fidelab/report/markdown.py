@@ -49,7 +49,7 @@ def render_markdown(report: Report) -> str:
         _opening(report, view),
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
         *(verdicts if view.fidelity else ()),
-        *(part for matrix in view.isolation for part in (*_titled(matrix.table), escaped(matrix.said))),
+        *(part for matrix in view.ablation for part in (*_titled(matrix.table), escaped(matrix.said))),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),

@@ -72,7 +72,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for further in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
         line(further.title)
         _print_whole(further, console)
-    for matrix in view.isolation:
+    for matrix in view.ablation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)
         line(matrix.said)

@@ -36,11 +36,11 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.sample_size import (
     ClusterSpread,
     agreement_reach,
+    clusters_for,
+    clusters_to_agree,
     half_width,
     paired_spread,
     ratio_spread,
-    units_for,
-    units_to_agree,
 )
 from fidelab.models import resolve
 from fidelab.results.record import ArmRecord, Report
@@ -97,9 +97,9 @@ class SizeLine:
     estimate: float | None = None
     half_width: float | None = None
     precision: float | None = None
-    units: int | None = None
-    units_needed: int | None = None
-    units_upper: int | None = None
+    clusters: int | None = None
+    clusters_needed: int | None = None
+    clusters_upper: int | None = None
     items_needed: int | None = None
     items_upper: int | None = None
 
@@ -284,17 +284,19 @@ def _line(
 ) -> SizeLine:
     """``agree``: the scale of a share whose units all agree; ``n``: the pilot's items; ``cost``: never negative."""
     if spread is None:
-        reason = "the pilot has a single unit (document, block of windows, prompt), and one says nothing about spread"
+        reason = (
+            "the pilot has a single cluster (document, block of windows, prompt), and one says nothing about spread"
+        )
         return SizeLine(arm, quantity, "failed", f"{reason}: make a pilot with more windows or prompts")
     if precision == 0:
         return SizeLine(arm, quantity, "failed", "a percentage of an estimate of 0 is 0: give --precision as a number")
     if agree is None:
-        reach = half_width(spread.sd, spread.units, cost=cost)
-        units, upper = (units_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
+        reach = half_width(spread.sd, spread.clusters, cost=cost)
+        clusters, upper = (clusters_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
     else:
-        reach = agree * agreement_reach(spread.units)
-        units = upper = units_to_agree(precision / agree)
-    per_unit = n / spread.units
+        reach = agree * agreement_reach(spread.clusters)
+        clusters = upper = clusters_to_agree(precision / agree)
+    per_cluster = n / spread.clusters
     return SizeLine(
         arm,
         quantity,
@@ -303,11 +305,11 @@ def _line(
         spread.estimate,
         reach,
         precision,
-        spread.units,
-        units,
+        spread.clusters,
+        clusters,
         upper,
-        math.ceil(units * per_unit),
-        math.ceil(upper * per_unit),
+        math.ceil(clusters * per_cluster),
+        math.ceil(upper * per_cluster),
     )
 
 

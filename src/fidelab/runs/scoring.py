@@ -24,15 +24,15 @@ from fidelab.results.record import (
     ArmRecord,
     Comparison,
     Composite,
-    Floor,
     KVFormats,
+    NoiseFloor,
     Report,
     RuntimeRecord,
     Timing,
     Verdict,
 )
 from fidelab.results.sentence import ArmFacts, is_native, sentence
-from fidelab.runs.ablation import isolate
+from fidelab.runs.ablation import score_ablation
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
 from fidelab.runs.pairing import ArmResult, Measured, Scorer, engaged
 
@@ -93,7 +93,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, measured, diagnostics, floors),
-        isolation=isolate(experiment, measured),
+        ablation=score_ablation(experiment, measured),
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
@@ -113,7 +113,7 @@ class _Summary:
         experiment: Experiment,
         measured: Mapping[str, Measured],
         reference: ArmResult,
-        floors: Mapping[str, Floor],
+        floors: Mapping[str, NoiseFloor],
     ) -> None:
         self.experiment = experiment
         self.seed = experiment.seed
