@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import fidelab
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.requests import request_record
 from fidelab.core import Arm
+from fidelab.workers.fork_server import ForkServer
 from fidelab.workers.messages import Job, Message, ProbeTask
 from fidelab.workers.parent import JobOutcome, run_worker
 from tests.captures import sample
@@ -30,6 +32,8 @@ class Worked:
 
 
 Work = Callable[..., Worked]
+
+SERVER = (sys.executable, "-m", "fidelab.workers.fork_server")
 
 
 @pytest.fixture(scope="session")
@@ -61,9 +65,12 @@ def make_job(store: Path, arm: Arm, **changes: Any) -> Job:
     return Job(**{**fields, "vocabulary": vocabulary, **changes})
 
 
-@pytest.fixture
-def work(tmp_path: Path, plugin_path: str) -> Work:
+@pytest.fixture(params=["fresh", "forked"])
+def work(request: pytest.FixtureRequest, tmp_path: Path, plugin_path: str) -> Iterator[Work]:
     """Runs the two requests of :func:`make_job` with ``do``; other keywords change the job or the arm's engine."""
+
+    env = {"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"}
+    server = ForkServer([*SERVER, "naughty"], env) if request.param == "forked" else None
 
     def run(
         do: str = "",
@@ -79,11 +86,14 @@ def work(tmp_path: Path, plugin_path: str) -> Work:
         outcome = run_worker(
             make_job(store, arm, **changes),
             log=log,
-            env={"PYTHONPATH": plugin_path, "OMP_NUM_THREADS": "1"},
+            env=env,
             deadline=deadline,
             listen=said.append,
             follow_up=follow_up,
+            server=server,
         )
         return Worked(outcome, store, log.read_text() if log.exists() else "", said)
 
-    return run
+    yield run
+    if server is not None:
+        server.close()

@@ -24,6 +24,7 @@ class Naughty(Engine):
     """Answers every request with ones, unless told otherwise."""
 
     name = "naughty"
+    preload = ("numpy",)
 
     @classmethod
     def versions(cls) -> dict[str, str]:

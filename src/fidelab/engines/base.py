@@ -222,6 +222,7 @@ class Engine(ABC):
     sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
+    preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
     served: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 

@@ -110,6 +110,7 @@ class FakeEngine(Engine):
 
     name: ClassVar[str] = "fake"
     native_kv: ClassVar[str] = "exact"
+    preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.fake",)
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod

@@ -14,7 +14,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -36,8 +36,9 @@ from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experimen
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult
-from fidelab.runs.runner import Asking, Listener, Silent
+from fidelab.runs.runner import Asking, Listener, Silent, fork_server
 from fidelab.runs.scoring import RunFacts, score_run
+from fidelab.workers.fork_server import ForkServers
 
 __all__ = [
     "Interrupted",
@@ -75,6 +76,7 @@ class Prepared:
     plan: Plan
     inputs: AxisInputs
     sample: str
+    servers: ForkServers = field(default_factory=ForkServers)
 
     @property
     def settings(self) -> Settings:
@@ -83,21 +85,29 @@ class Prepared:
 
     def asking(self, listener: Listener, event: Callable[..., None]) -> Asking:
         """What runs the plan's jobs."""
-        return Asking(self.settings, self.inputs, self.sample, listener, event)
+        return Asking(self.settings, self.inputs, self.sample, self.servers, listener, event)
 
 
 def prepare(
-    experiment: Experiment, only: str | None = None, *, replicate: int = 0, created: str | None = None
+    experiment: Experiment,
+    only: str | None = None,
+    *,
+    replicate: int = 0,
+    created: str | None = None,
+    servers: ForkServers | None = None,
 ) -> Prepared:
     """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
 
     ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
-    this run's captures begin.  ``created``: when the run was first started; now unless told.
+    this run's captures begin.  ``created``: when the run was first started; now unless told.  ``servers``: the
+    reference's engine is imported by one of them meanwhile.
 
     Raises:
         FidelabError: anything a user can mend, in one line.
     """
     settings = resolve_experiment(_absolute(experiment), created or _now())
+    if servers is not None and settings.axes:
+        fork_server(settings, settings.reference, servers)
     tokenizer = Tokenizer.load(settings.model)
     text = load_text(settings.experiment.text)
     prompts = settings.experiment.prompts
@@ -113,7 +123,7 @@ def prepare(
     else:
         plan = replace(plan, jobs=tuple(job for job in plan.jobs if job.role.partition(":")[0] == only)[:1])
     check_disk(plan)
-    return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS])
+    return Prepared(plan, inputs, text.content[:_SAMPLE_CHARACTERS], servers or ForkServers())
 
 
 def execute(
@@ -126,7 +136,7 @@ def execute(
         Interrupted: stopped; the children are ended and the folder can be resumed.
     """
     created = _now()
-    prepared = prepare(experiment, replicate=replicate, created=created)
+    prepared = prepare(experiment, replicate=replicate, created=created, servers=ForkServers())
     head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
     config = dump(prepared.settings.experiment, head)
     folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
@@ -257,6 +267,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         folder.event("interrupted")
         raise Interrupted(folder.path) from None
     finally:
+        prepared.servers.close()
         listener.close()
 
 

@@ -11,7 +11,7 @@ from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
-from fidelab.core import Status
+from fidelab.core import Arm, Status
 from fidelab.engines.variables import thread_variables
 from fidelab.errors import CaptureError
 from fidelab.inputs.tokens import Tokenizer
@@ -20,10 +20,11 @@ from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, wit
 from fidelab.plan.resolve import Settings
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult, most_telling
+from fidelab.workers.fork_server import ForkServer, ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
 from fidelab.workers.parent import JobOutcome, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent"]
+__all__ = ["Asking", "Listener", "Silent", "fork_server"]
 
 
 class Listener(Protocol):
@@ -74,16 +75,23 @@ class Silent:
 class Asking:
     """Runs jobs one after another; the reference comes first, because its answers lead to requests for all arms.
 
-    ``sample``: text on which engine and parent compare tokenizers.  ``event``: called with the name and the fields of
-    each event.
+    ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers.  ``event``: called
+    with the name and the fields of each event.
     """
 
     def __init__(
-        self, settings: Settings, inputs: AxisInputs, sample: str, listener: Listener, event: Callable[..., None]
+        self,
+        settings: Settings,
+        inputs: AxisInputs,
+        sample: str,
+        servers: ForkServers,
+        listener: Listener,
+        event: Callable[..., None],
     ) -> None:
         self._settings = settings
         self._inputs = inputs
         self._sample = sample
+        self._servers = servers
         self._listener = listener
         self._event = event
         self._tokenizers = {settings.model.path: inputs.tokenizer}
@@ -121,6 +129,7 @@ class Asking:
             outcome = run_worker(
                 self._message(job, missing),
                 **self._process(job, log),
+                server=fork_server(self._settings, job.arm, self._servers),
                 listen=lambda received: self._hear(job, missing, received),
                 follow_up=more if leads else None,
             )
@@ -147,7 +156,7 @@ class Asking:
         return {
             "command": environment.command("fidelab.workers.child"),
             "log": log,
-            "env": {**thread_variables(job.arm.threads), **environment.variables()},
+            "env": _variables(self._settings, job.arm),
             "deadline": self._settings.experiment.deadline,
         }
 
@@ -187,6 +196,19 @@ class Asking:
                 self._event("opened", role=job.role, seconds=round(seconds, 3))
             case Captured(index=index, seconds=seconds):
                 self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+
+
+def fork_server(settings: Settings, arm: Arm, servers: ForkServers) -> ForkServer | None:
+    """What forks an arm's workers, started now where it is the first of its kind; ``None`` where nothing does."""
+    environment = settings.deployed[arm.name].environment
+    if environment.prefix:  # may lead to where descriptors do not
+        return None
+    return servers.get(environment.command("fidelab.workers.fork_server"), arm.engine, _variables(settings, arm))
+
+
+def _variables(settings: Settings, arm: Arm) -> dict[str, str]:
+    """Variables that are set for an arm's worker."""
+    return {**thread_variables(arm.threads), **settings.deployed[arm.name].environment.variables()}
 
 
 def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult:

@@ -20,6 +20,7 @@ from fidelab.captures.writer import sweep_partial
 from fidelab.core import Status
 from fidelab.errors import EngineError
 from fidelab.workers.causes import crashed_in_code, explain, explain_exit, kernel_fault, split_dump
+from fidelab.workers.fork_server import Forked, ForkServer
 from fidelab.workers.messages import (
     PROTOCOL,
     Captured,
@@ -50,6 +51,8 @@ _WRONG_BUILD = (
     "install it anew (fidelab engines install)"
 )
 _MEMORY_SLACK = 256  # MiB above the level before the worker that still counts as "back"
+
+_Process = subprocess.Popen[bytes] | Forked
 
 
 @dataclass
@@ -85,6 +88,7 @@ class Worker:
         deadline: seconds for everything, load included, counted while the worker is at work; ``None`` for no limit.
         listen: called with every message, in the thread that asks.
         command: what starts the child in the engine's environment.
+        server: forks the child where it can, with the same variables.
     """
 
     def __init__(
@@ -96,13 +100,14 @@ class Worker:
         deadline: float | None,
         listen: Callable[[Message], None],
         command: Sequence[str] = _CHILD,
+        server: ForkServer | None = None,
     ) -> None:
         self.outcome = JobOutcome()
-        self._job, self._log, self._env, self._command = job, log, env, list(command)
+        self._job, self._log, self._env, self._command, self._server = job, log, env, list(command), server
         self._deadline = deadline
         self._listen = listen
         self._inbox: queue.Queue[bytes | None] = queue.Queue()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: _Process | None = None
         self._spawned = 0.0
         self._log_start = 0
         self._targets: list[Path] = []
@@ -162,7 +167,8 @@ class Worker:
             self._log_start = stderr.tell()
             self._spawned = time.monotonic()
             try:
-                self._process = subprocess.Popen(
+                forked = None if self._server is None else self._server.start(stderr.fileno())
+                self._process = forked or subprocess.Popen(
                     self._command,
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
@@ -278,25 +284,26 @@ def run_worker(
     listen: Callable[[Message], None],
     follow_up: Callable[[], list[ProbeTask]] | None = None,
     command: Sequence[str] = _CHILD,
+    server: ForkServer | None = None,
 ) -> JobOutcome:
     """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
 
     ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
     """
-    with Worker(job, log=log, env=env, deadline=deadline, listen=listen, command=command) as worker:
+    with Worker(job, log=log, env=env, deadline=deadline, listen=listen, command=command, server=server) as worker:
         if worker.ask() and follow_up is not None:
             worker.ask(follow_up())
         return worker.finish()
 
 
-def _send(process: subprocess.Popen[bytes], message: Message) -> None:
+def _send(process: _Process, message: Message) -> None:
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError):
         process.stdin.write(encode(message))
         process.stdin.flush()
 
 
-def _start_pump(process: subprocess.Popen[bytes], inbox: queue.Queue[bytes | None]) -> None:
+def _start_pump(process: _Process, inbox: queue.Queue[bytes | None]) -> None:
     """Put lines of the worker into the inbox, then ``None`` once it has exited.
 
     The exit counts, not the end of the pipe, which a process that the engine left behind may hold open for ever.
@@ -317,7 +324,7 @@ def _start_pump(process: subprocess.Popen[bytes], inbox: queue.Queue[bytes | Non
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _end_group(process: subprocess.Popen[bytes]) -> None:
+def _end_group(process: _Process) -> None:
     """End the worker's whole process group, even where a second Ctrl-C interrupts."""
     try:
         if process.poll() is None:

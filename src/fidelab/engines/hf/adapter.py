@@ -59,6 +59,7 @@ class HFEngine(Engine):
 
     name: ClassVar[str] = "hf"
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
+    preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.hf.model", "transformers.models.auto.modeling_auto")
     has_jitter: ClassVar[bool] = True
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 

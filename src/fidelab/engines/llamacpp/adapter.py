@@ -76,6 +76,7 @@ class LlamaCppEngine(Engine):
     name: ClassVar[str] = "llamacpp"
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     form: ClassVar[str] = "gguf"
+    preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod

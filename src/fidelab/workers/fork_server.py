@@ -1,0 +1,211 @@
+"""Workers that start from a process in which an engine is imported already.
+
+A server per environment imports what all arms of an engine share, and forks: an arm still has a process of its own,
+with its own descriptors and its own process group, but does not wait for the imports again.  The server does nothing
+but import, so that there is no model and no device before a fork, and no thread of Python.  (OpenBLAS has threads
+once NumPy is imported; it ends them at a fork and starts them again in the child.)
+
+Runs as ``python -m fidelab.workers.fork_server ENGINE`` in the engine's environment, with a socket as standard input.
+Each byte on it asks for a worker and brings four descriptors: the worker's standard input, output and error, and a pipe
+for its process id and, once it has ended, its return code.  Where the server cannot serve it exits, which closes these;
+the caller then starts a fresh interpreter, whose errors say what is wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import IO, Any
+
+__all__ = ["ForkServer", "ForkServers", "Forked"]
+
+_LOST = -signal.SIGKILL  # return code of a worker whose server has gone before it
+
+
+class Forked:
+    """A forked worker, with what is used of :class:`subprocess.Popen`.  ``report``: the pipe behind its process id."""
+
+    def __init__(self, pid: int, stdin: IO[bytes], stdout: IO[bytes], report: IO[bytes]) -> None:
+        self.pid, self.stdin, self.stdout = pid, stdin, stdout
+        self.returncode: int | None = None
+        self._ended = threading.Event()
+        threading.Thread(target=self._read, args=(report,), daemon=True).start()
+
+    def poll(self) -> int | None:
+        """The return code, ``-n`` after signal n; ``None`` while it runs."""
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The return code, once the process has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it has not ended after ``timeout`` seconds.
+        """
+        if not self._ended.wait(timeout) or self.returncode is None:
+            raise subprocess.TimeoutExpired("a forked worker", timeout or 0.0)
+        return self.returncode
+
+    def _read(self, report: IO[bytes]) -> None:
+        with report:
+            code = report.readline()
+        self.returncode = int(code) if code else _LOST
+        self._ended.set()
+
+
+class ForkServer:
+    """The parent's side.  The server starts at once and imports while the parent goes on with its own work.
+
+    Args:
+        command: starts the server in the engine's environment.
+        env: variables set on top of this process' own.
+    """
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair()
+        process = None
+        with theirs, contextlib.suppress(OSError):
+            process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, **env},
+                start_new_session=True,  # Ctrl-C reaches the parent alone
+            )
+        self.close = weakref.finalize(self, _close, self._socket, process)  # at the latest when nobody needs it
+
+    def start(self, stderr: int) -> Forked | None:
+        """A new worker whose standard error is the descriptor ``stderr``; ``None`` where the server cannot fork."""
+        pipes = [os.pipe() for _ in range(3)]
+        (their_in, our_in), (our_out, their_out), (our_report, their_report) = pipes
+        try:
+            socket.send_fds(self._socket, [b"f"], [their_in, their_out, stderr, their_report])
+        except OSError:
+            pass  # no server: the pipe of the report ends without a process id
+        finally:
+            for descriptor in (their_in, their_out, their_report):
+                os.close(descriptor)
+        stdin, stdout, report = os.fdopen(our_in, "wb"), os.fdopen(our_out, "rb"), os.fdopen(our_report, "rb")
+        if pid := report.readline():
+            return Forked(int(pid), stdin, stdout, report)
+        for pipe in (stdin, stdout, report):
+            pipe.close()
+        return None
+
+
+class ForkServers:
+    """The servers of a run: one per engine, environment and variables."""
+
+    def __init__(self) -> None:
+        self._servers: dict[tuple[Any, ...], ForkServer] = {}
+
+    def get(self, command: Sequence[str], engine: str, env: Mapping[str, str]) -> ForkServer | None:
+        """The server of these workers, started where there is none; ``None`` where its workers start afresh.
+
+        ``command``: starts a module of this name in the engine's environment.
+        """
+        from fidelab.engines import ENGINES
+
+        if sys.platform != "linux" or not ENGINES.load(engine).preload:
+            return None
+        key = (engine, *command, *sorted(env.items()))
+        if key not in self._servers:
+            self._servers[key] = ForkServer([*command, engine], env)
+        return self._servers[key]
+
+    def close(self) -> None:
+        """End all of them."""
+        for server in self._servers.values():
+            server.close()
+        self._servers.clear()
+
+
+def _close(ours: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
+    ours.close()
+    if process is not None:
+        process.kill()
+        process.wait()
+
+
+def main() -> int:
+    """Import the engine, then fork a worker for each request until the parent is gone."""
+    from fidelab.engines import ENGINES
+
+    for module in ENGINES.load(sys.argv[1]).preload:
+        import_module(module)
+    if threading.active_count() > 1 or _devices():
+        return 1
+    asked = socket.socket(fileno=os.dup(0))
+    wake_read, wake_write = socket.socketpair()
+    wake_write.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_write.fileno(), warn_on_full_buffer=False)
+    reports: dict[int, int] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(asked, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is wake_read:
+                    wake_read.recv(64)
+                    _report_ended(reports)
+                    continue
+                message, descriptors, *_ = socket.recv_fds(asked, 1, 4)
+                if not message:
+                    return 0
+                *streams, report = descriptors
+                pid = os.fork()
+                if not pid:
+                    private = (asked.fileno(), wake_read.fileno(), wake_write.fileno(), *reports.values())
+                    os._exit(_work(streams, report, private))
+                reports[pid] = report
+                for descriptor in streams:
+                    os.close(descriptor)
+
+
+def _work(streams: Sequence[int], report: int, private: Sequence[int]) -> int:
+    """The forked worker: its own session and streams, nothing of the server's; returns the exit code."""
+    from fidelab.workers import child
+
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, descriptor in enumerate(streams):
+        os.dup2(descriptor, number)
+    os.write(report, b"%d\n" % os.getpid())  # by the child itself: from here on its group can be signalled
+    for descriptor in (*streams, report, *private):
+        os.close(descriptor)
+    code = child.main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code
+
+
+def _report_ended(reports: dict[int, int]) -> None:
+    for pid in list(reports):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            report = reports.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(report, b"%d\n" % os.waitstatus_to_exitcode(status))
+            os.close(report)
+
+
+def _devices() -> bool:
+    """Whether this process has opened a GPU, which a fork cannot share."""
+    opened = (str(link.resolve()) for link in Path("/proc/self/fd").iterdir())
+    return any(path.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri")) for path in opened)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
