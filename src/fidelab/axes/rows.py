@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fidelab.axes.base import AxisScore
 from fidelab.captures.pair import Pair
@@ -20,6 +19,9 @@ from fidelab.captures.reader import Capture, HeadFile
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.divergence import Head, RowComparison, compare_rows, compare_topk, head_logits, kld_score
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = [
     "CHUNK",
@@ -85,6 +87,8 @@ def logits(capture: Capture, item: int, start: int, stop: int) -> Tensor:
     """Unnormalised log scores ``[stop - start, V]`` float32 of some rows of one item."""
     if capture.estimator is Estimator.TOPK:
         raise CaptureError(f"capture {capture.folder} holds the top tokens alone, no rows over the vocabulary")
+    import torch
+
     rows = torch.from_numpy(capture.floats(item, str(capture.estimator), start, stop))
     if capture.estimator is Estimator.LOGPROBS:
         return rows
@@ -101,6 +105,8 @@ def reported(capture: Capture, item: int, start: int, stop: int) -> tuple[NDArra
 
 def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64]) -> RowComparison:
     """All rows of one item; ``targets`` [n]: the actual next tokens.  All fail if a side does not have n rows."""
+    import torch
+
     n = len(targets)
     if n == 0 or item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
         nothing = torch.full((max(n, 1), 2), float("nan"))
@@ -125,11 +131,13 @@ def margin(capture: Capture, item: int, row: int, token: int) -> float:
         ids, logprobs = (side[0] for side in reported(capture, item, row, row + 1))
         chosen = logprobs[ids == token]
         return float(logprobs[ids >= 0].max() - chosen[0]) if len(chosen) else float("nan")
-    scores = torch.log_softmax(logits(capture, item, row, row + 1)[0].double(), dim=-1)
+    scores = logits(capture, item, row, row + 1)[0].double().log_softmax(dim=-1)
     return float(scores.max() - scores[token]) if token < len(scores) else float("nan")
 
 
 @lru_cache(maxsize=2)  # reference and candidate of another checkpoint; 113 MB each at 49,152 × 576
 def _head(file: HeadFile) -> Head:
+    import torch
+
     weight, bias = file.load()
     return Head(torch.from_numpy(weight), None if bias is None else torch.from_numpy(bias), file.softcap, file.scale)

@@ -29,7 +29,6 @@ from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy.stats import rankdata
 
 __all__ = [
     "EARLIER",
@@ -221,6 +220,8 @@ def change_point(kl: ArrayLike) -> int | None:
     0.1 nats (where a verdict is FAIL) and ten times the one before.  Positions with NaN are left out.
     See docs/metrics.md#forced-decode-kld.
     """
+    from scipy.stats import rankdata  # imports all of scipy.stats: a second
+
     values = np.asarray(kl, dtype=np.float64)
     where = np.flatnonzero(np.isfinite(values))
     n = len(where)

@@ -13,15 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import ArrayLike, NDArray
-from torch import Tensor
-from torch.nn.functional import linear
 
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_interval
+
+if TYPE_CHECKING:  # torch is imported where rows are compared: most of what imports this module only plans
+    import torch
+    from torch import Tensor
 
 __all__ = [
     "Flips",
@@ -75,7 +76,6 @@ class Head:
         return replace(self, weight=self.weight.float(), bias=bias)
 
 
-@torch.no_grad()
 def head_logits(hidden: Tensor, head: Head, vocab: int | None = None) -> Tensor:
     """Replay the head over states ``hidden [n, d]`` (any float type): float32 logits ``[n, vocab]``.
 
@@ -83,12 +83,15 @@ def head_logits(hidden: Tensor, head: Head, vocab: int | None = None) -> Tensor:
     ``hidden``).  A head that is not in float32 is converted on every call: pass :meth:`Head.float32`.
     See docs/metrics.md#estimators.
     """
-    bias = None if head.bias is None else head.bias[:vocab].float()
-    logits = linear(hidden.float(), head.weight[:vocab].float(), bias)
-    if head.scale != 1.0:
-        logits.mul_(head.scale)
-    if head.softcap is not None:
-        logits.div_(head.softcap).tanh_().mul_(head.softcap)
+    import torch
+
+    with torch.no_grad():
+        bias = None if head.bias is None else head.bias[:vocab].float()
+        logits = torch.nn.functional.linear(hidden.float(), head.weight[:vocab].float(), bias)
+        if head.scale != 1.0:
+            logits.mul_(head.scale)
+        if head.softcap is not None:
+            logits.div_(head.softcap).tanh_().mul_(head.softcap)
     return logits
 
 
@@ -132,7 +135,6 @@ class RowComparison:
         return cls(**columns)
 
 
-@torch.no_grad()
 def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDArray[Any]) -> RowComparison:
     """KL(P‖Q) = Σ_x P(x)·(log P(x) − log Q(x)) of each row over the whole vocabulary, nats.
 
@@ -155,6 +157,9 @@ def compare_rows(ref_logits: Tensor, test_logits: Tensor, targets: Tensor | NDAr
     if ref_logits.ndim != 2 or test_logits.ndim != 2 or len(ref_logits) != len(test_logits):
         shapes = f"reference {tuple(ref_logits.shape)}, test {tuple(test_logits.shape)}"
         raise ValueError(f"rows do not match: {shapes}")
+    import torch
+
+    ref_logits, test_logits = ref_logits.detach(), test_logits.detach()
     n, vocab = len(ref_logits), min(ref_logits.shape[1], test_logits.shape[1])
     device = ref_logits.device
     goal = torch.as_tensor(targets).to(device=device, dtype=torch.int64)
@@ -198,6 +203,8 @@ class _Work:
     """The buffers of :func:`compare_rows`, ``[block, vocab]`` each."""
 
     def __init__(self, block: int, vocab: int, device: torch.device) -> None:
+        import torch
+
         self.p, self.q, self.exp = (torch.empty((block, vocab), dtype=torch.float32, device=device) for _ in range(3))
         self.wide = torch.empty((block, vocab), dtype=torch.float64, device=device)
 
@@ -206,6 +213,8 @@ class _Work:
 
         The exponentials stay in ``exp``.  A row with NaN, +inf or only −inf becomes NaN with a sum of NaN.
         """
+        import torch
+
         rows = len(scores)
         scores = scores.float()
         best = _argmax(scores)
@@ -217,6 +226,8 @@ class _Work:
 
         Overwrites ``q`` and ``exp``.
         """
+        import torch
+
         gap = torch.sub(self.p[:rows], self.q[:rows], out=self.q[:rows])
         sums = self._sum(self.exp[:rows].mul_(gap))
         if not torch.isfinite(sums).all():  # masked tokens (0·∞ above) or a broken row
@@ -231,6 +242,8 @@ class _Work:
 
 def _argmax(scores: Tensor) -> Tensor:
     """The first of the largest per row (NaN counts as largest); numpy's is several times faster on a CPU."""
+    import torch
+
     if scores.device.type == "cpu":
         return torch.from_numpy(scores.detach().numpy().argmax(-1))
     return scores.argmax(-1)

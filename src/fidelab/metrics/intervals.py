@@ -40,7 +40,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from scipy import optimize, special
+from scipy import special
 
 __all__ = [
     "MIN_STUDENTIZED_CLUSTERS",
@@ -462,6 +462,8 @@ def _discordant_interval(lost: int, gained: int, n: int, level: float) -> Interv
 
 
 def _discordant_end(lost: int, gained: int, n: int, level: float) -> float:
+    from scipy import optimize
+
     q = (1 + level) / 2
     ties = n - lost - gained
     if lost == 0:

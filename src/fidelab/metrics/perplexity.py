@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fidelab.metrics.intervals import Interval, RatioItems, ratio_estimate, ratio_interval, standard_error
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 __all__ = ["PerplexityPair", "compare_nll", "exponential", "row_nll"]
 
@@ -30,7 +31,6 @@ _BLOCK = 1 << 19  # float64 elements at a time: 4 MiB
 _LARGEST = 700.0  # nats: beyond it the exponential is no double
 
 
-@torch.no_grad()
 def row_nll(logits: Tensor, targets: Tensor | NDArray[Any]) -> Floats:
     """−log softmax(logits)[target] of each row, nats; the log-sum-exp is in float64.
 
@@ -38,6 +38,9 @@ def row_nll(logits: Tensor, targets: Tensor | NDArray[Any]) -> Floats:
     no probability.  NaN where a row holds NaN or +inf, or gives its target the probability 0: the row failed.
     See docs/metrics.md#perplexity.
     """
+    import torch
+
+    logits = logits.detach()
     n, vocab = logits.shape
     goal = torch.as_tensor(targets).to(device=logits.device, dtype=torch.int64)
     if goal.shape != (n,):
