@@ -11,6 +11,7 @@ import pytest
 
 from fidelab.core import Vocabulary, digest
 from fidelab.errors import InputError
+from fidelab.inputs import tokens
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model, resolve
 from tests.conftest import MakeFolder
@@ -173,3 +174,80 @@ def test_embedded_model_chats_with_its_own_system_prompt(smollm2: Model) -> None
     text = tokenizer.decode(tokenizer.chat(QUESTION))
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+
+
+# --------------------------------------------------------------------------------------------- remembered
+
+
+def again(tokenizer: Tokenizer) -> Tokenizer:
+    return Tokenizer.load(resolve(str(tokenizer.model.path)))
+
+
+def refuse(model: Model) -> Any:
+    raise AssertionError("the library was asked")
+
+
+def test_what_was_asked_before_needs_no_tokenizer_library(make: MakeTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = make(bos=True, template=CHATML, generation={"eos_token_id": [1, 2]})
+    answers = [ask(first) for ask in ASKED]
+    monkeypatch.setattr(tokens, "_HuggingFace", refuse)
+    second = again(first)
+    assert (second.bos_id, second.stop_ids, second.template, second.offsets) == (0, (1, 2), "chat", True)
+    assert [ask(second) for ask in ASKED] == answers
+    with pytest.raises(AssertionError, match="the library was asked"):
+        second.encode("never asked before")
+
+
+ASKED: tuple[Callable[[Tokenizer], Any], ...] = (
+    lambda t: t.encode("a b é"),
+    lambda t: t.encode_with_offsets("a b é"),
+    lambda t: t.chat(QUESTION),
+    lambda t: t.chat(QUESTION, "raw"),
+    lambda t: t.decode((3, 4, 5)),
+    lambda t: t.pieces(),
+    lambda t: t.special_ids(),
+    lambda t: t.vocabulary(),
+)
+
+
+def test_another_file_of_the_tokenizer_is_asked_anew(make: MakeTokenizer) -> None:
+    tokenizer = make(template=CHATML)
+    before = tokenizer.chat(QUESTION)
+    template = tokenizer.model.path / "chat_template.jinja"
+    template.write_text(template.read_text().replace("assistant", "model"))
+    assert again(tokenizer).decode(again(tokenizer).chat(QUESTION)) == again(tokenizer).decode(before).replace(
+        "assistant", "model"
+    )
+
+
+def test_a_template_that_shows_the_date_is_never_remembered(
+    make: MakeTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make(template="{{ strftime_now('%H') }}" + CHATML)
+    tokenizer.chat(QUESTION)
+    monkeypatch.setattr(tokens, "_HuggingFace", refuse)
+    with pytest.raises(AssertionError, match="the library was asked"):
+        again(tokenizer).chat(QUESTION)
+
+
+@pytest.mark.parametrize("damage", [b"no database", b""], ids=["other-content", "empty"])
+def test_a_damaged_store_costs_nothing_but_time(damage: bytes, make: MakeTokenizer, cache: Path) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode("text")
+    (cache / "tokens.sqlite3").write_bytes(damage)
+    assert again(tokenizer).encode("text") == ids
+    assert (cache / "tokens.sqlite3").stat().st_size > len(damage)
+
+
+def test_a_store_that_cannot_be_written_is_done_without(make: MakeTokenizer, cache: Path) -> None:
+    (cache / "tokens.sqlite3").mkdir(parents=True)
+    assert len(make().encode("text")) == 4
+
+
+def test_a_store_beyond_its_size_forgets_the_older_half(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tokens._Store(tmp_path / "s")
+    for number in range(10):
+        store.write(bytes([number]), "x" * 1000)
+    monkeypatch.setattr(tokens, "_MOST_REMEMBERED", 1)
+    kept = tokens._Store(tmp_path / "s")
+    assert [kept.read(bytes([number])) is not None for number in range(10)] == [False] * 6 + [True] * 4

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import hashlib
+import json
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from fidelab.captures.requests import Tokens
 from fidelab.core import Vocabulary, digest
 from fidelab.errors import InputError
 from fidelab.models import Model
+from fidelab.models.cache import cache_dir
 from fidelab.models.hub import first_line
 
 __all__ = ["ChatMessage", "Template", "Tokenizer"]
@@ -54,13 +62,14 @@ class Tokenizer:
         """
         if model.kind == "fake":
             return cls(model, bos_id=None, stop_ids=(0,), template="raw", offsets=True, backend=_Bytes())
-        backend = _HuggingFace(model)
+        backend = _Remembered(model)
+        facts = backend.facts()
         return cls(
             model,
-            bos_id=backend.bos_id(),
-            stop_ids=backend.stop_ids(),
-            template="chat" if backend.has_template else "raw",
-            offsets=backend.is_fast,
+            bos_id=facts["bos_id"],
+            stop_ids=tuple(facts["stop_ids"]),
+            template="chat" if facts["has_template"] else "raw",
+            offsets=facts["is_fast"],
             backend=backend,
         )
 
@@ -131,6 +140,113 @@ class _Bytes:
         return frozenset({0})
 
 
+_WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth", ".h5", ".msgpack", ".onnx", ".npz")
+_MOST_REMEMBERED = 256 << 20  # bytes of answers; beyond, the older half is forgotten
+
+
+class _Remembered:
+    """A tokenizer whose answers are kept in the cache folder: what was asked before needs no import of Transformers.
+
+    An answer holds for the content of all files in the model's folder but its weights, for the versions of the
+    libraries, and for this module.  A store that cannot be used is done without.
+    """
+
+    def __init__(self, model: Model) -> None:
+        self._model = model
+        self._store = _Store(cache_dir() / "tokens.sqlite3")
+        digests = [
+            (path.relative_to(model.path).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
+            for path in _described(model.path)
+        ]
+        libraries = [(name, version(name)) for name in ("transformers", "tokenizers", "jinja2")]
+        self._identity = json.dumps([digests, libraries, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()])
+
+    @cached_property
+    def _backend(self) -> _HuggingFace:
+        return _HuggingFace(self._model)
+
+    def facts(self) -> dict[str, Any]:
+        """``bos_id``, ``stop_ids``, ``has_template``, ``is_fast``, ``dated``: its template may show today's date."""
+        found: dict[str, Any] = self._recall("facts", (), lambda: self._backend.facts())
+        return found
+
+    def encode(self, text: str) -> Tokens:
+        return tuple(self._recall("encode", text, lambda: self._backend.encode(text)))
+
+    def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
+        ids, starts = self._recall("offsets", text, lambda: self._backend.encode_with_offsets(text))
+        return tuple(ids), tuple(starts)
+
+    def render(self, messages: Sequence[ChatMessage]) -> str:
+        if self.facts()["dated"]:
+            return self._backend.render(messages)
+        return str(self._recall("render", [dict(m) for m in messages], lambda: self._backend.render(messages)))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return str(self._recall("decode", list(map(int, ids)), lambda: self._backend.decode(ids)))
+
+    def pieces(self) -> list[str]:
+        return list(self._recall("pieces", (), lambda: self._backend.pieces()))
+
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self._recall("special", (), lambda: sorted(self._backend.special_ids())))
+
+    def _recall(self, name: str, arguments: Any, compute: Callable[[], Any]) -> Any:
+        key = hashlib.sha256(json.dumps([self._identity, name, arguments]).encode()).digest()
+        kept = self._store.read(key)
+        if kept is not None:
+            return json.loads(kept)
+        answer = compute()
+        self._store.write(key, json.dumps(answer))
+        return answer
+
+
+def _described(folder: Path) -> Iterator[Path]:
+    """The files that a tokenizer may be made from: all of the model's folder but its weights, in order."""
+    for path in sorted([*folder.glob("*"), *folder.glob("additional_chat_templates/*")]):
+        if path.is_file() and path.suffix not in _WEIGHTS:
+            yield path
+
+
+class _Store:
+    """Texts by key in one SQLite file, which several processes may use at once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def read(self, key: bytes) -> str | None:
+        with contextlib.suppress(sqlite3.Error, OSError):
+            row = self._database.execute("SELECT answer FROM answers WHERE key = ?", (key,)).fetchone()
+            return None if row is None else str(row[0])
+        return None
+
+    def write(self, key: bytes, answer: str) -> None:
+        with contextlib.suppress(sqlite3.Error, OSError), self._database as database:
+            database.execute("INSERT OR REPLACE INTO answers VALUES (?, ?)", (key, answer))
+
+    @cached_property
+    def _database(self) -> sqlite3.Connection:
+        """Opened once; a file that is no database, or has grown too large, gives way to a new one or shrinks."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            return self._opened()
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):  # locked, read-only, no room
+                raise
+            self._path.unlink()
+            return self._opened()
+
+    def _opened(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, timeout=1.0)
+        database.execute("PRAGMA synchronous = OFF")  # an answer that is lost is computed again
+        database.execute("CREATE TABLE IF NOT EXISTS answers (key BLOB PRIMARY KEY, answer TEXT)")
+        if self._path.stat().st_size > _MOST_REMEMBERED:
+            with database:
+                database.execute("DELETE FROM answers WHERE rowid <= (SELECT MIN(rowid) + COUNT(*) / 2 FROM answers)")
+            database.execute("VACUUM")
+        return database
+
+
 class _HuggingFace:
     """A tokenizer of the Transformers library, from a folder; code in the folder is never run."""
 
@@ -148,19 +264,28 @@ class _HuggingFace:
                 f"{model.name} has no tokenizer that can be loaded from {model.path} ({first_line(error)})"
             ) from error
 
+    def facts(self) -> dict[str, Any]:
+        return {
+            "bos_id": self._bos_id(),
+            "stop_ids": self._stop_ids(),
+            "has_template": self._has_template,
+            "is_fast": self._is_fast,
+            "dated": "strftime_now" in str(self._hf.chat_template),
+        }
+
     @property
-    def is_fast(self) -> bool:
+    def _is_fast(self) -> bool:
         return bool(self._hf.is_fast)
 
     @property
-    def has_template(self) -> bool:
+    def _has_template(self) -> bool:
         return bool(self._hf.chat_template)
 
     def encode(self, text: str) -> Tokens:
         return tuple(self._hf(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
-        if not self.is_fast:
+        if not self._is_fast:
             raise InputError(f"the tokenizer of {self._name} keeps no character offsets")
         out = self._hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return tuple(out["input_ids"]), tuple(start for start, _ in out["offset_mapping"])
@@ -189,13 +314,13 @@ class _HuggingFace:
         unnamed = (i for i, piece in enumerate(self.pieces()) if not piece)
         return frozenset((*self._hf.all_special_ids, *added, *unnamed))
 
-    def bos_id(self) -> int | None:
+    def _bos_id(self) -> int | None:
         bos = self._hf.bos_token_id
         ids = self._hf("a")["input_ids"]
         plain = self._hf("a", add_special_tokens=False)["input_ids"]
         return bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None
 
-    def stop_ids(self) -> Tokens:
+    def _stop_ids(self) -> Tokens:
         """EOS of the tokenizer and of the generation config, and what the template puts behind an answer."""
         ids = {self._hf.eos_token_id, self._end_of_turn()}
         listed = getattr(self._generation, "eos_token_id", None)
@@ -204,7 +329,7 @@ class _HuggingFace:
 
     def _end_of_turn(self) -> int | None:
         """The special token that the template puts right behind an assistant's answer, if it does."""
-        if not self.has_template:
+        if not self._has_template:
             return None
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
