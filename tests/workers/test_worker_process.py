@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,9 +20,11 @@ import fidelab.workers.parent as parent
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Layerwise, request_record
 from fidelab.core import Status
+from fidelab.workers.fork_server import ForkServer
 from fidelab.workers.messages import PROTOCOL, Captured, Hello, Message, Opened, ProbeTask, Progress
+from fidelab.workers.parent import JobOutcome, Worker
 from tests.captures import sample
-from tests.workers.conftest import Work, make_job
+from tests.workers.conftest import SERVER, Work, make_job
 
 
 def alive(pid: int) -> bool:
@@ -330,3 +332,109 @@ def test_a_second_ctrl_c_while_ending_a_worker_leaves_no_process_either(
         )
     assert len(spawned) == 1
     assert until(lambda: not any(alive(pid) for pid in pids((tmp_path / "log").read_text())))
+
+
+# ------------------------------------------------------------------------------------------- forked workers
+
+
+@pytest.fixture
+def forking(plugin_path: str) -> Iterator[Callable[..., ForkServer]]:
+    """Starts fork servers of engine ``naughty``, which are closed at the end."""
+    servers: list[ForkServer] = []
+
+    def start(command: Sequence[str] = SERVER, **env: str) -> ForkServer:
+        servers.append(ForkServer([*command, "naughty"], {"PYTHONPATH": plugin_path, **env}))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def run_forked(folder: Path, plugin_path: str, server: ForkServer) -> JobOutcome:
+    folder.mkdir()
+    return parent.run_worker(
+        make_job(folder / "c", replace(sample.ARM, engine="naughty")),
+        log=folder / "log",
+        env={"PYTHONPATH": plugin_path},
+        deadline=60,
+        listen=lambda _message: None,
+        server=server,
+    )
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_forked_workers_are_processes_of_their_own_with_one_parent(
+    tmp_path: Path, plugin_path: str, forking: Callable[..., ForkServer]
+) -> None:
+    server = forking()
+    parents: list[int] = []
+    workers: list[int] = []
+    for number in range(2):
+        with Worker(
+            make_job(tmp_path / f"c{number}", replace(sample.ARM, engine="naughty")),
+            log=tmp_path / "log",
+            env={"PYTHONPATH": plugin_path},
+            deadline=60,
+            listen=lambda message: workers.append(message.pid) if isinstance(message, Hello) else None,
+            server=server,
+        ) as worker:
+            assert worker.ask()
+            parents.append(parent_of(workers[-1]))
+            assert os.getsid(workers[-1]) == workers[-1]
+            assert worker.finish().status is Status.OK
+    assert len(set(workers)) == 2
+    assert len(set(parents)) == 1
+    assert os.getpid() not in parents
+
+
+@pytest.mark.parametrize("command", [("/no/such/python",), (sys.executable, "-c", "raise SystemExit(1)")])
+def test_where_nothing_can_be_forked_the_worker_starts_afresh(
+    command: Sequence[str], tmp_path: Path, plugin_path: str, forking: Callable[..., ForkServer]
+) -> None:
+    outcome = run_forked(tmp_path / "a", plugin_path, forking(command))
+    assert (outcome.status, len(outcome.captured)) == (Status.OK, 2)
+
+
+def test_a_server_that_is_killed_costs_one_arm_at_most(
+    tmp_path: Path, plugin_path: str, forking: Callable[..., ForkServer]
+) -> None:
+    server = forking()
+    lost: list[int] = []
+
+    def kill(message: Message) -> None:
+        if isinstance(message, Hello):
+            lost.append(message.pid)
+        if isinstance(message, Opened):
+            os.kill(parent_of(lost[0]), signal.SIGKILL)
+
+    outcome = parent.run_worker(
+        make_job(tmp_path / "c", replace(sample.ARM, engine="naughty", options=(("do", "spawn"),))),
+        log=tmp_path / "log",
+        env={"PYTHONPATH": plugin_path},
+        deadline=60,
+        listen=kill,
+        server=server,
+    )
+    assert until(lambda: not alive(lost[0]))
+    assert outcome.status is Status.FAILED
+    assert run_forked(tmp_path / "next", plugin_path, server).status is Status.OK
+
+
+def test_an_ended_parent_leaves_no_server(tmp_path: Path, plugin_path: str) -> None:
+    script = (
+        "import sys, time; from fidelab.workers.fork_server import ForkServer; "
+        "s = ForkServer([sys.executable, '-m', 'fidelab.workers.fork_server', 'fake'], {}); "
+        "f = s.start(2); print(f.pid, flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None
+    worker = int(process.stdout.readline())
+    server = parent_of(worker)
+    process.kill()
+    process.wait(30)
+    process.stdout.close()
+    assert until(lambda: not alive(worker) and not alive(server))
