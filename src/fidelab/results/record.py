@@ -164,7 +164,7 @@ class Timing(Record):
     """How long an arm's worker took over its captures."""
 
     load_seconds: Positive | None = None
-    """From the job's arrival in the worker to the loaded model."""
+    """From the job's arrival in the worker to the loaded model; without imports that the arms of an engine share."""
     seconds: Positive | None = None
     """The whole job."""
 

@@ -242,7 +242,12 @@ def _arm_cells(report: Report, role: str, arm: ArmRecord) -> list[tuple[Column, 
             ("composite", _FLOAT, "Harmonic mean of scores, 0-100; never a verdict.", composite and composite.value),
             ("composite_ci_low", _FLOAT, "Lower end of its 95% interval.", low),
             ("composite_ci_high", _FLOAT, "Upper end of its 95% interval.", high),
-            ("timing_load_seconds", _FLOAT, "The worker's start to the loaded model.", timing and timing.load_seconds),
+            (
+                "timing_load_seconds",
+                _FLOAT,
+                "From the job's arrival in the worker to the loaded model; without imports that arms share.",
+                timing and timing.load_seconds,
+            ),
             ("timing_seconds", _FLOAT, "All captures of the arm.", timing and timing.seconds),
         )
     ]

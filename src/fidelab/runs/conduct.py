@@ -83,9 +83,10 @@ class Prepared:
         """The resolved experiment."""
         return self.plan.settings
 
-    def asking(self, listener: Listener, event: Callable[..., None]) -> Asking:
-        """What runs the plan's jobs."""
-        return Asking(self.settings, self.inputs, self.sample, self.servers, listener, event)
+    def asking(self, listener: Listener, event: Callable[..., None], *, fresh: bool = False) -> Asking:
+        """What runs the plan's jobs; ``fresh``: each in an interpreter of its own, imports included."""
+        servers = None if fresh else self.servers
+        return Asking(self.settings, self.inputs, self.sample, servers, listener, event)
 
 
 def prepare(

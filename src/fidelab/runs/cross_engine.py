@@ -212,7 +212,7 @@ class _Line:
         listener = self._begin("timing") or Silent()
         listener.start(replace(prepared.plan, jobs=(job,)), None)
         try:
-            asking = prepared.asking(listener, lambda *_a, **_k: None)
+            asking = prepared.asking(listener, lambda *_a, **_k: None, fresh=True)
             return asking.run(job, self._folder / "logs" / f"{slug(self._line.label)}-timing.log")
         finally:
             listener.close()

@@ -75,8 +75,8 @@ class Silent:
 class Asking:
     """Runs jobs one after another; the reference comes first, because its answers lead to requests for all arms.
 
-    ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers.  ``event``: called
-    with the name and the fields of each event.
+    ``sample``: text on which engine and parent compare tokenizers.  ``servers``: fork the workers; ``None``: each
+    starts afresh.  ``event``: called with the name and the fields of each event.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Asking:
         settings: Settings,
         inputs: AxisInputs,
         sample: str,
-        servers: ForkServers,
+        servers: ForkServers | None,
         listener: Listener,
         event: Callable[..., None],
     ) -> None:
@@ -198,10 +198,10 @@ class Asking:
                 self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
 
 
-def fork_server(settings: Settings, arm: Arm, servers: ForkServers) -> ForkServer | None:
+def fork_server(settings: Settings, arm: Arm, servers: ForkServers | None) -> ForkServer | None:
     """What forks an arm's workers, started now where it is the first of its kind; ``None`` where nothing does."""
     environment = settings.deployed[arm.name].environment
-    if environment.prefix:  # may lead to where descriptors do not
+    if servers is None or environment.prefix:  # a prefix may lead to where descriptors do not
         return None
     return servers.get(environment.command("fidelab.workers.fork_server"), arm.engine, _variables(settings, arm))
 
