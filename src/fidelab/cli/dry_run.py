@@ -62,9 +62,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
     print(f"\ntotal {total:,} tokens, {mib:.1f} MiB of captures in {prepared.settings.captures_dir}")
     if plan["conversion_bytes"]:
         mib = plan["conversion_bytes"] / 2**20
-        print(
-            f"and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once for engines that need that"
-        )
+        print(f"and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once for engines that need that")
     if rate:
         seconds, source = total / rate, "from a 2-second matrix-multiply probe"
         print(f"about {seconds:,.0f} s of computing at {rate:,.0f} tok/s ({source}), plus model loads")

@@ -18,11 +18,9 @@ def list_models() -> None:
     from fidelab.models import listing
 
     for entry in listing():
-        state = (
-            f"{entry.size / 2**20:,.0f} MiB in {entry.path}"
-            if entry.present
-            else "not fetched yet (fidelab models pull)"
-        )
+        state = "not fetched yet (fidelab models pull)"
+        if entry.present:
+            state = " ".join(filter(None, (f"{entry.size / 2**20:,.1f} MiB", entry.what, f"in {entry.path}")))
         gone = entry.origin is not None and not entry.origin.exists()
         print(f"{entry.name:<20} {state}{'; its GGUF file is gone (fidelab models gc)' if gone else ''}")
 

@@ -26,13 +26,14 @@ _PART, _LOCK = ".part", ".lock"  # of cache.build_once
 class Listed:
     """A model in the cache: whether it is there, its bytes on disk, and the path that it has or would have.
 
-    ``origin``: the GGUF file that it was made from, where that is known; the embedded model has none.
+    ``what`` was made from the GGUF file ``origin``, where that is known; the embedded model has neither.
     """
 
     name: str
     present: bool
     size: int
     path: Path
+    what: str = ""
     origin: Path | None = None
 
 
@@ -48,7 +49,8 @@ def listing() -> list[Listed]:
     for folder in _made():
         origin = _origin(folder)
         name = origin.name if origin else folder.name.removesuffix(TEXT)[:12]
-        found.append(Listed(name, True, _size(folder), folder, origin))
+        what = "tokenizer and config" if folder.name.endswith(TEXT) else "converted weights"
+        found.append(Listed(name, True, _size(folder), folder, what, origin))
     return found
 
 

@@ -18,7 +18,7 @@ from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Support
 from fidelab.engines.k16v8 import versions_for
 from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
-from fidelab.models import Model, resolve, with_weights
+from fidelab.models import Model, check_conversion, resolve, with_weights
 from fidelab.plan.arms import (
     ATTENTION,
     AUTO,
@@ -209,7 +209,8 @@ class _Resolver:
         arm = self._bare(config, model)
         answers.check_kv(arm.kv)
         if model.text_only and not model.convertible and needs_safetensors(engine):
-            verdict = Support(False, f"Transformers cannot have the weights of {model.name}: use engine llamacpp")
+            reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
+            verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
         else:
             verdict = answers.supports(arm)
         if not verdict.ok and self._experiment.force and model.convertible:
@@ -313,10 +314,11 @@ class _Resolver:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
 
 
-def convert_weights(settings: Settings) -> Settings:
+def convert_weights(settings: Settings, make: bool = True) -> Settings:
     """The settings with the weights of GGUF files converted for the arms whose engines cannot load these files.
 
-    An arm whose weights cannot be converted is not supported; the others are not affected.
+    An arm whose weights cannot be converted is not supported; the others are not affected.  ``make``: whether to
+    convert what is not in the cache yet.
 
     Raises:
         InputError: that arm is the reference.  OutputError: the disk has no room for the weights.
@@ -325,6 +327,8 @@ def convert_weights(settings: Settings) -> Settings:
     converted: dict[str, Arm] = {}
     for _, arm in settings.roles():
         if arm.name in unsupported or not deployed[arm.name].lacks_weights:
+            continue
+        if not make and check_conversion(deployed[arm.name].model):
             continue
         try:
             model = with_weights(deployed[arm.name].model)

@@ -98,7 +98,7 @@ def prepare(
 
     ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
     this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
-    weights of GGUF files where an arm needs that; without it, such an arm's captures count as missing.
+    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing.
 
     Raises:
         FidelabError: anything a user can mend, in one line.
@@ -113,7 +113,7 @@ def prepare(
         prompts=load_prompts(None if prompts == "default" else Path(prompts)),
         max_positions=settings.model.max_positions,
     )
-    plan = build_plan(convert_weights(settings) if convert else settings, inputs, replicate)
+    plan = build_plan(convert_weights(settings, convert), inputs, replicate)
     if only is None:
         refuse_same_server(settings)
     else:

@@ -32,7 +32,12 @@ __all__ = ["HFModel"]
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
 
-_PLAIN = {None, "eager", "sdpa", "flex_attention"}  # attention that a config may choose: of torch and Transformers alone
+_PLAIN = {
+    None,
+    "eager",
+    "sdpa",
+    "flex_attention",
+}  # attention that a config may choose: of torch and Transformers alone
 
 
 def _attentions(config: Any) -> set[str | None]:
