@@ -141,7 +141,7 @@ def test_code_beside_a_model_of_a_known_kind_is_neither_run_nor_asked_about(
     (folder / "own.py").write_text(code)
     (folder / "custom_generate").mkdir()
     (folder / "custom_generate" / "generate.py").write_text(code)
-    names = {name: "own.Own" for name in ("AutoConfig", "AutoModel", "AutoModelForCausalLM")}
+    names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "own.Own")
     for file in ("config.json", "tokenizer_config.json"):
         content = json.loads((folder / file).read_text())
         content["auto_map"] = {**names, "AutoTokenizer": ["own.Own", "own.Own"]}
