@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import fcntl
 import os
+import sys
 from pathlib import Path
+
+import pytest
 
 from fidelab.models import collect_garbage, listing, pull, resolve
 from fidelab.models.store import gguf_dir
@@ -63,3 +66,16 @@ def test_leftovers_of_a_killed_conversion_go_and_those_of_a_running_one_stay(tmp
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert [path for path, _ in collect_garbage()] == [dead]
     assert (dead.exists(), alive.exists()) == (False, True)
+
+
+def test_a_removal_that_is_stopped_leaves_no_half_model(
+    tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = pull(str(write_gguf(tmp_path / "a.gguf")))
+    with monkeypatch.context() as patch:
+        patch.setattr("shutil.rmtree", lambda path: (path / "config.json").unlink() or sys.exit(1))
+        with pytest.raises(SystemExit):
+            collect_garbage(older_than_days=0)
+    assert not model.path.exists()
+    assert pull(model.name) == model
+    assert not list(gguf_dir().glob(".*.part"))

@@ -88,7 +88,8 @@ def _convert(file: Path, text: Path, scratch: Path) -> Path:
 
     header = read_header(file)
     config = hf_config(file, scratch)
-    _log.info("converting %s to safetensors (once)", file)
+    parameters = sum(math.prod(tensor.shape) for tensor in header.tensors)
+    _log.info("converting %s to %.2f GiB of safetensors (once)", file, 2 * parameters / 2**30)
     with torch.device("meta"):
         model: Any = transformers.AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, trust_remote_code=False
@@ -100,9 +101,9 @@ def _convert(file: Path, text: Path, scratch: Path) -> Path:
         if not (out / path.name).exists():
             shutil.copy(path, out)
     tied = set(model.all_tied_weights_keys) if config.tie_word_embeddings else set()
-    parameters = {name: value for name, value in model.state_dict().items() if name not in tied}
-    loaders = _by_processor if not is_gguf_arch_supported(header.architecture) else _by_conversions
-    _write(out / "model.safetensors", model, parameters, loaders(file, header, model))
+    wanted = {name: value for name, value in model.state_dict().items() if name not in tied}
+    loaders = _by_conversions if is_gguf_arch_supported(header.architecture) else _by_processor
+    _write(out / "model.safetensors", model, wanted, loaders(file, header, model))
     return out
 
 
@@ -112,7 +113,7 @@ def _write(target: Path, model: Any, parameters: Mapping[str, Tensor], loaders: 
     ``parameters``: the model's, without content, from which names, types and shapes in the file follow.
 
     Raises:
-        InputError: a parameter cannot be loaded, or has another shape.
+        ValueError: a parameter is missing, or has another shape.  OutputError: the disk has no room.
     """
     from transformers.core_model_loading import revert_weight_conversion
 

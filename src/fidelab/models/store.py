@@ -72,6 +72,8 @@ def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = Fal
     removed = [(path, _size(path)) for path in doomed]
     if not dry_run:
         for path in doomed:
+            if not path.name.endswith(_PART):  # stopped half-way, it must not be taken for a model
+                path = path.rename(path.with_name(f".{path.name}{_PART}"))
             shutil.rmtree(path)
     return removed
 
