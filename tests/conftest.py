@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from fidelab.models import Model, resolve
+from fidelab.models import Model, pull
 
 # Spinning OpenMP threads starve whatever else runs on the machine; read when torch is first imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Model:
     """The embedded model; fetched and converted on first use."""
-    return resolve("smollm2-135m")
+    return pull("smollm2-135m")
 
 
 @pytest.fixture

@@ -18,6 +18,8 @@ from fidelab.engines.hf.adapter import HFEngine
 from fidelab.engines.hf.kernels import Shape, shape_of
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 from fidelab.formats import create
+from fidelab.inputs.tokens import Tokenizer
+from fidelab.models import resolve
 from tests.engines import tiny
 from tests.engines.conftest import Checkpoint
 from tests.engines.tiny import KINDS, Answers
@@ -105,6 +107,47 @@ def test_code_that_comes_with_a_checkpoint_does_not_run(checkpoint: Checkpoint, 
     (folder / "config.json").write_text(json.dumps(config))
     (folder / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w').close()\n")
     assert refused(folder).startswith("Transformers cannot load foreign: ")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("named", ["owner/kernel", "flash_attention_2", {"": "owner/kernel"}])
+def test_a_kernel_that_a_config_names_is_not_fetched(
+    named: object, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[object] = []
+    for module in (transformers.modeling_utils, transformers.modeling_flash_attention_utils):
+        for name in ("lazy_import_flash_attention", "load_and_register_attn_kernel"):
+            monkeypatch.setattr(module, name, lambda *words, **_: asked.append(words), raising=False)
+    folder = copy(checkpoint("llama"), tmp_path / "foreign")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": named}))
+    engine = tiny.opened(folder, "int8")
+    assert asked == []
+    assert engine.ran().attention == tiny.opened(checkpoint("llama"), "int8").ran().attention == "sdpa"
+
+
+def test_plain_attention_that_a_config_names_runs(checkpoint: Checkpoint, tmp_path: Path) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "eager")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": "eager"}))
+    assert tiny.opened(folder, "int8").ran().attention == "eager"
+
+
+def test_code_beside_a_model_of_a_known_kind_is_neither_run_nor_asked_about(
+    checkpoint: Checkpoint, tmp_path: Path
+) -> None:
+    folder = copy(checkpoint("llama"), tmp_path / "foreign")
+    code = f"open({str(tmp_path / 'ran')!r}, 'w').close()\nclass Own: pass\ndef generate(*_, **__): pass\n"
+    (folder / "own.py").write_text(code)
+    (folder / "custom_generate").mkdir()
+    (folder / "custom_generate" / "generate.py").write_text(code)
+    names = dict.fromkeys(("AutoConfig", "AutoModel", "AutoModelForCausalLM"), "own.Own")
+    for file in ("config.json", "tokenizer_config.json"):
+        content = json.loads((folder / file).read_text())
+        content["auto_map"] = {**names, "AutoTokenizer": ["own.Own", "own.Own"]}
+        (folder / file).write_text(json.dumps(content))
+    tiny.opened(folder, "int8").answer(Prefill("kld", ((1, 2, 3, 4),), 1, 2, ((0,),)), Answers())
+    Tokenizer.load(resolve(str(folder)))
     assert not (tmp_path / "ran").exists()
 
 

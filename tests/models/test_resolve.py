@@ -133,7 +133,7 @@ def test_embedded_model_is_what_the_design_says(smollm2: Model) -> None:
 
 @pytest.mark.model
 def test_embedded_model_is_listed_and_found_again(smollm2: Model) -> None:
-    (row,) = listing()
+    row = listing()[0]
     assert row.present
     assert row.size > 300_000_000
     assert pull("smollm2-135m") == smollm2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -11,12 +12,20 @@ CONTROL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 TEMPLATE = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + m['content'] + '<|im_end|>' }}{% endfor %}"
 
 
-def write_gguf(path: Path, pre: str = "smollm", template: str = TEMPLATE) -> Path:
-    """Write the file; equal arguments give equal bytes."""
+def write_gguf(
+    path: Path,
+    pre: str = "smollm",
+    template: str = TEMPLATE,
+    *,
+    architecture: str = "llama",
+    tokenizer: str = "gpt2",
+    changed: Mapping[str, tuple[int, ...] | None] | None = None,
+) -> Path:
+    """Write the file; equal arguments give equal bytes.  ``changed``: tensors of other shapes, ``None`` for none."""
     import gguf
 
     tokens = [*CONTROL, *_byte_letters(), "ĠĠ", "ĠĠĠ"]
-    writer = gguf.GGUFWriter(path, "llama")
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_context_length(64)
     writer.add_embedding_length(HIDDEN)
     writer.add_block_count(1)
@@ -26,7 +35,7 @@ def write_gguf(path: Path, pre: str = "smollm", template: str = TEMPLATE) -> Pat
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_freq_base(10000.0)
     writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_model(tokenizer)
     writer.add_tokenizer_pre(pre)
     writer.add_token_list(tokens)
     writer.add_token_types([3] * len(CONTROL) + [1] * (len(tokens) - len(CONTROL)))
@@ -36,7 +45,9 @@ def write_gguf(path: Path, pre: str = "smollm", template: str = TEMPLATE) -> Pat
     writer.add_add_bos_token(False)
     writer.add_chat_template(template)
     rng = np.random.default_rng(0)
-    for name, shape in _shapes(len(tokens)).items():
+    for name, shape in {**_shapes(len(tokens)), **(changed or {})}.items():
+        if shape is None:
+            continue
         writer.add_tensor(name, rng.standard_normal(shape).astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,13 +10,17 @@ from typing import Any
 
 import pytest
 
+from fidelab.cli.dry_run import show_plan
 from fidelab.config.load import validate
+from fidelab.config.schema import Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
+from fidelab.models import pull, resolve
 from fidelab.plan.arms import same_attention
 from fidelab.plan.build import Plan
-from fidelab.plan.resolve import Settings, resolve_experiment
+from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
 from fidelab.runs.conduct import prepare
+from tests.models.tiny_gguf import write_gguf
 
 FAKE: dict[str, Any] = {
     "model": "fake",
@@ -319,3 +324,57 @@ def test_a_text_too_short_says_how_many_tokens_are_needed(tmp_path: Path) -> Non
     text.write_text("too short")
     with pytest.raises(InputError, match=r"9 tokens.*need 256"):
         _plan(tmp_path, text=str(text))
+
+
+# ------------------------------------------------------------------------------------------- GGUF files
+
+
+def _gguf(tmp_path: Path, file: Path, **change: Any) -> Experiment:
+    base = {
+        "model": str(file),
+        "reference": "f32",
+        "candidates": ["int4"],
+        "output_dir": str(tmp_path / "runs"),
+        "axes": {"kld": {"windows": 2, "n_ctx": 32}},
+        "threads": 1,
+    }
+    return validate({**base, **change}, "test")
+
+
+def test_a_dry_run_counts_a_conversion_and_does_not_make_it(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = _gguf(tmp_path, write_gguf(tmp_path / "tiny.gguf"))
+    show_plan(experiment, as_json=True)
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["conversion_bytes"] == 2 * resolve(experiment.model).parameters
+    assert not list(cache.rglob("*.safetensors"))
+    model = pull(experiment.model)
+    show_plan(experiment, as_json=True)
+    assert json.loads(capsys.readouterr().out)["conversion_bytes"] == 0
+    assert prepare(experiment, convert=False).settings.reference.weights == model.weights
+
+
+def test_weights_are_converted_for_an_arm_that_needs_them(tmp_path: Path, cache: Path) -> None:
+    settings = prepare(_gguf(tmp_path, write_gguf(tmp_path / "tiny.gguf"))).settings
+    assert (Path(settings.reference.path) / "model.safetensors").is_file()
+    assert settings.candidates[0].weights == settings.reference.weights == pull(settings.model.name).weights
+
+
+def test_a_candidate_that_cannot_be_converted_leaves_the_others_alone(tmp_path: Path, tiny: Path, cache: Path) -> None:
+    unknown = write_gguf(tmp_path / "unknown.gguf", architecture="smollm3")
+    partial = write_gguf(tmp_path / "partial.gguf", changed={"blk.0.ffn_up.weight": None})
+    candidates = ["int4", {"model": str(unknown), "kv": "f32"}, {"model": str(partial), "kv": "f32"}]
+    settings = convert_weights(_hf(tmp_path, tiny, candidates=candidates))
+    assert [arm.name in settings.unsupported for arm in settings.candidates] == [False, True, True]
+    reasons = [settings.unsupported[arm.name] for arm in settings.candidates[1:]]
+    assert "reads no GGUF files of architecture 'smollm3': use engine llamacpp" in reasons[0]
+    assert "partial.gguf cannot be converted for Transformers (1 of 11 parameters" in reasons[1]
+
+
+def test_a_reference_that_cannot_be_converted_is_refused(tmp_path: Path, cache: Path) -> None:
+    with pytest.raises(UsageError, match=r"reference cannot run on engine hf.*'smollm3': use engine llamacpp"):
+        prepare(_gguf(tmp_path, write_gguf(tmp_path / "unknown.gguf", architecture="smollm3")))
+    file = write_gguf(tmp_path / "partial.gguf", changed={"blk.0.ffn_up.weight": None})
+    with pytest.raises(InputError, match="cannot be converted for Transformers"):
+        prepare(_gguf(tmp_path, file))

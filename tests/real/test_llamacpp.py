@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.environments.environment import engines_dir
+from tests.models.tiny_gguf import write_gguf
 from tests.real.harness import installed
 from tests.runs.harness import Done, axis_of, cli
 
@@ -44,3 +46,32 @@ def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
     assert q8["here_minus_format"]["ci"][0] > 0
     assert axis_of(done.report["truth"], "kld").value("mean") == 0  # f16 and f32 take one path and give one answer
     assert "kernel path, not the format" in done.arm("q8_0")["verdict"]["sentence"]
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of this test's own, with the engines of the user's."""
+    installed("llamacpp")
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    (folder / "engines").symlink_to(engines_dir())
+    monkeypatch.setenv("FIDELAB_CACHE", str(folder))
+    return folder
+
+
+@pytest.mark.parametrize("architecture", ["llama", "smollm3"])  # the second one has no mapping in Transformers
+def test_a_gguf_file_runs_without_its_weights_in_transformers(
+    architecture: str, own_cache: Path, tmp_path: Path
+) -> None:
+    file = write_gguf(tmp_path / "tiny.gguf", architecture=architecture)
+    sizes = ("--axes", "kld", "--n-ctx", 32, "--windows", 2, "--no-floor", "--control", "none", "--threads", 1)
+    both = ("--kv", "bf16", "--candidate", "engine=hf,kv=f32,name=transformers")
+    done = cli("compare", file, "--engine", "llamacpp", "--reference", "f16", *both, *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert 0 <= (done.axis("bf16", "kld").value("mean") or 0) < 0.01
+    other, converted = done.arm("transformers"), list((own_cache / "models").rglob("*.safetensors"))
+    if architecture == "llama":
+        assert (other["status"], len(converted)) == ("ok", 1)
+    else:
+        assert (other["status"], converted) == ("not_supported", [])
+        assert "reads no GGUF files of architecture 'smollm3'" in other["reason"]

@@ -18,10 +18,10 @@ _PROBE_SECONDS = 2.0
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
     """Print the plan; nothing is run and nothing is written."""
-    from fidelab.plan.disk import needed_bytes
+    from fidelab.plan.disk import conversion_bytes, needed_bytes
     from fidelab.runs.conduct import prepare
 
-    prepared = prepare(experiment)
+    prepared = prepare(experiment, convert=False)
     rate = _tokens_per_second(prepared)
     jobs: list[dict[str, Any]] = []
     for planned in prepared.plan.jobs:
@@ -38,6 +38,7 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
         "follows": [name for name, axis in prepared.settings.axes.items() if axis.follows],
         "tokens": total,
         "disk_bytes": needed_bytes(prepared.plan),
+        "conversion_bytes": conversion_bytes(prepared.plan),
         "probe_tokens_per_second": round(rate, 1) if rate else None,
         "seconds": round(total / rate) if rate else None,
     }
@@ -59,6 +60,9 @@ def show_plan(experiment: Experiment, as_json: bool) -> None:
         print(f"not counted: questions that follow from the reference's answers ({', '.join(plan['follows'])})")
     mib = plan["disk_bytes"] / 2**20
     print(f"\ntotal {total:,} tokens, {mib:.1f} MiB of captures in {prepared.settings.captures_dir}")
+    if plan["conversion_bytes"]:
+        mib = plan["conversion_bytes"] / 2**20
+        print(f"and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once for engines that need that")
     if rate:
         seconds, source = total / rate, "from a 2-second matrix-multiply probe"
         print(f"about {seconds:,.0f} s of computing at {rate:,.0f} tok/s ({source}), plus model loads")

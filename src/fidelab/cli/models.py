@@ -8,22 +8,42 @@ import typer
 
 __all__ = ["app"]
 
-app = typer.Typer(help="List, fetch and locate models.", no_args_is_help=True)
+app = typer.Typer(help="List, fetch, locate and clean up models.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, or a .gguf file.")]
 
 
 @app.command("list")
 def list_models() -> None:
-    """The embedded models, and whether they are here."""
+    """The embedded models, and what was made from GGUF files."""
     from fidelab.models import listing
 
     for entry in listing():
-        state = (
-            f"{entry.size / 2**20:,.0f} MiB in {entry.path}"
-            if entry.present
-            else "not fetched yet (fidelab models pull)"
-        )
-        print(f"{entry.name:<20} {state}")
+        state = "not fetched yet (fidelab models pull)"
+        if entry.present:
+            state = " ".join(filter(None, (f"{entry.size / 2**20:,.1f} MiB", entry.what, f"in {entry.path}")))
+        gone = entry.origin is not None and not entry.origin.exists()
+        print(f"{entry.name:<20} {state}{'; its GGUF file is gone (fidelab models gc)' if gone else ''}")
+
+
+@app.command()
+def gc(
+    older_than: Annotated[
+        float | None,
+        typer.Option(
+            help="Also converted weights older than this many days (0: all); an engine that needs them again "
+            "has them made again.",
+            show_default=False,
+        ),
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+) -> None:
+    """Remove what killed conversions left, and what was made from GGUF files that are gone; never a GGUF file."""
+    from fidelab.models import collect_garbage
+
+    removed = collect_garbage(older_than_days=older_than, dry_run=dry_run)
+    for path, size in removed:
+        print(f"{'would remove' if dry_run else 'removed'} {path} ({size / 2**20:.1f} MiB)")
+    print(f"{sum(size for _, size in removed) / 2**20:.1f} MiB in {len(removed)} places")
 
 
 @app.command()

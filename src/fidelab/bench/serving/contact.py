@@ -25,10 +25,9 @@ from fidelab.engines.openai.server import Server, identify
 from fidelab.errors import EngineError, InputError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import mixed_prompts, text_prompts, word_prompts
-from fidelab.models import Model, resolve
+from fidelab.models import Model, listing, resolve
 from fidelab.models.embedded import NAMES
 from fidelab.models.hub import first_line
-from fidelab.models.resolve import listing
 
 __all__ = ["Contact", "reach"]
 

@@ -32,6 +32,19 @@ __all__ = ["HFModel"]
 
 _CAUSAL = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1}  # what rounding may change logits by, relative
 
+_PLAIN = {
+    None,
+    "eager",
+    "sdpa",
+    "flex_attention",
+}  # attention that a config may choose: of torch and Transformers alone
+
+
+def _attentions(config: Any) -> set[str | None]:
+    """The attention that a config and its parts name.  ``owner/name`` would fetch and run a kernel of a hub."""
+    parts = filter(None, (getattr(config, key, None) for key in config.sub_configs))
+    return {config._attn_implementation}.union(*map(_attentions, parts))
+
 
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
@@ -102,7 +115,7 @@ class HFModel:
                 dtype=getattr(torch, self._arm.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
-                **({"attn_implementation": attn} if attn else {}),
+                **({"attn_implementation": attn} if attn or not _attentions(config) <= _PLAIN else {}),
             )
             self.module = model.to(self._arm.device).eval()
             self._mark("weights")

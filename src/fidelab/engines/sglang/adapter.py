@@ -129,7 +129,8 @@ class SGLangEngine(Engine):
     def tokenize(self, text: str) -> list[int]:
         from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-        return list(get_tokenizer(self._arm.path).encode(text, add_special_tokens=False))
+        tokenizer = get_tokenizer(self._arm.path, trust_remote_code=False)
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
         began = time.monotonic()

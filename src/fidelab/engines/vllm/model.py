@@ -114,6 +114,7 @@ class VLLMModel:
             "dtype": self._arm.dtype,
             "kv_cache_dtype": "auto" if is_k16v8 else self._arm.kv.k.name,
             "enforce_eager": options.get("enforce-eager", "yes") == "yes",
+            "trust_remote_code": False,
             "enable_prefix_caching": False,
             "async_scheduling": False,
             "generation_config": "vllm",

@@ -1,0 +1,101 @@
+"""List the models of the cache, and remove what is not needed any more.
+
+``models/gguf/`` has two folders for a GGUF file, named by its SHA-256: tokenizer and config (``….text``), and the
+converted weights, where an engine needed them.  Both are made again when they are needed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from fidelab.models import embedded
+from fidelab.models.cache import cache_dir
+from fidelab.models.gguf import ORIGIN
+
+__all__ = ["TEXT", "Listed", "collect_garbage", "gguf_dir", "listing"]
+
+TEXT = ".text"  # the end of the names of folders without weights
+_PART, _LOCK = ".part", ".lock"  # of cache.build_once
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A model in the cache: whether it is there, its bytes on disk, and the path that it has or would have.
+
+    ``what`` was made from the GGUF file ``origin``, where that is known; the embedded model has neither.
+    """
+
+    name: str
+    present: bool
+    size: int
+    path: Path
+    what: str = ""
+    origin: Path | None = None
+
+
+def gguf_dir() -> Path:
+    """Where that which was made from GGUF files lies."""
+    return cache_dir() / "models" / "gguf"
+
+
+def listing() -> list[Listed]:
+    """The embedded model, and what was made from GGUF files; fetches nothing."""
+    home = embedded.home()
+    found = [Listed(embedded.NAMES[0], (home / "model.gguf").is_file(), _size(home), home)]
+    for folder in _made():
+        origin = _origin(folder)
+        name = origin.name if origin else folder.name.removesuffix(TEXT)[:12]
+        what = "tokenizer and config" if folder.name.endswith(TEXT) else "converted weights"
+        found.append(Listed(name, True, _size(folder), folder, what, origin))
+    return found
+
+
+def collect_garbage(*, older_than_days: float | None = None, dry_run: bool = False) -> list[tuple[Path, int]]:
+    """Remove what killed conversions left, and what was made from GGUF files that are gone.
+
+    ``older_than_days``: also all other conversions of that age, the embedded model's among them, and never a GGUF
+    file.  Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
+    """
+    home, now = embedded.home(), time.time()
+    doomed = [part for folder in (home, gguf_dir()) for part in sorted(folder.glob(f".*{_PART}")) if _abandoned(part)]
+    for folder in (*_made(), home / "hf"):
+        origin = _origin(folder)
+        gone = origin is not None and not origin.exists()
+        if folder.is_dir() and (
+            gone or (older_than_days is not None and now - folder.stat().st_mtime > older_than_days * 86_400)
+        ):
+            doomed.append(folder)
+    removed = [(path, _size(path)) for path in doomed]
+    if not dry_run:
+        for path in doomed:
+            if not path.name.endswith(_PART):  # stopped half-way, it must not be taken for a model
+                path = path.rename(path.with_name(f".{path.name}{_PART}"))
+            shutil.rmtree(path)
+    return removed
+
+
+def _made() -> list[Path]:
+    return sorted(path for path in gguf_dir().glob("[!.]*") if path.is_dir())
+
+
+def _origin(folder: Path) -> Path | None:
+    note = folder / ORIGIN
+    return Path(note.read_text("utf-8").strip()) if note.is_file() else None
+
+
+def _abandoned(part: Path) -> bool:
+    """No process builds there: its lock is free."""
+    with part.with_name(part.name.removesuffix(_PART) + _LOCK).open("a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file() and not file.is_symlink())
