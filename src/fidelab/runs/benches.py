@@ -7,7 +7,6 @@ Start-up is measured in fresh processes.  A failure affects neither the arm's ot
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,7 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status, digest, slug
+from fidelab.engines.openai.http import read_key
 from fidelab.errors import CaptureError, FidelabError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import random_prompts
@@ -290,7 +290,7 @@ class Benching:
                 tokenizer=self._settings.experiment.model,
                 **shape,
             )
-            key = os.environ.get(options.get("api-key-env", "OPENAI_API_KEY"))
+            key = read_key(options["base-url"], options.get("api-key-env"))
             return measure_serving(settings, key, watch=Requests(self._folder.parent, arm.name))
         except FidelabError as error:
             server = {"target": options["base-url"], "model": options.get("model", "")}

@@ -1,8 +1,8 @@
 """Any server with an OpenAI-compatible API that somebody else started: vLLM, SGLang, llama.cpp's two, others.
 
 Engine options (``--engine-arg``): ``base-url`` (http://HOST:PORT, needed), ``model`` (the served name; the only one
-unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY where that is
-set), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per request, 600),
+unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY for a server
+on this machine), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per request, 600),
 ``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text; ids where the
 server takes them).
 
@@ -19,7 +19,6 @@ server takes them).
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections import deque
@@ -36,7 +35,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
-from fidelab.engines.openai.http import Client, Refused, split_url
+from fidelab.engines.openai.http import Client, Refused, read_key, split_url
 from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
@@ -55,7 +54,6 @@ _KV = (
     *("fp4_e2m1", "turboquant_k8v4"),
     *("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"),  # llama.cpp
 )
-_KEY = "OPENAI_API_KEY"
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
 _TOPS = (20, 5)  # what vLLM and OpenAI give at most
@@ -121,15 +119,13 @@ class OpenAIEngine(Engine):
                 "engine openai needs the address of a server: --engine-arg base-url=http://127.0.0.1:8000/v1"
             )
         split_url(options["base-url"])
-        variable = options.get("api-key-env")
-        if variable is not None and not os.environ.get(variable):
-            raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
+        read_key(options["base-url"], options.get("api-key-env"))
         return Support(True)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
-        key = os.environ.get(self._options.get("api-key-env", _KEY)) or None
+        key = read_key(self._options["base-url"], self._options.get("api-key-env"))
         self._client = Client(self._options["base-url"], key, float(self._options.get("timeout", _TIMEOUT)))
         self._server = identify(self._client, self._options.get("model"))
         self._words = Words(arm.path, arm.model)
