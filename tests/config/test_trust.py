@@ -42,7 +42,13 @@ def room(tmp_path: Path) -> Path:
 
 def write(folder: Path, **changes: Any) -> Path:
     """An experiment on the fake engine, in a file."""
-    data = {"model": "fake", "engine": "fake", "reference": "exact", "candidates": ["tilt"], "axes": SIZES}
+    data: dict[str, Any] = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "candidates": ["tilt"],
+        "axes": SIZES,
+    }
     data |= {"control": "none", "floor": 0, "twins": 0, "text": "text.txt", **changes}
     file = folder / "experiment.yaml"
     file.write_text(yaml.safe_dump(data))
@@ -267,7 +273,7 @@ def test_the_default_key_goes_to_this_machine_alone(url: str, sent: bool, monkey
     monkeypatch.setenv("MINE", "mine")
     assert read_key(url, None) == ("sk" if sent else None)
     assert read_key(url, "MINE") == "mine"
-    with pytest.raises(UsageError, match="UNSET .* is not set"):
+    with pytest.raises(UsageError, match=r"UNSET .* is not set"):
         read_key(url, "UNSET")
 
 

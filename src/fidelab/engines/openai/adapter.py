@@ -2,9 +2,9 @@
 
 Engine options (``--engine-arg``): ``base-url`` (http://HOST:PORT, needed), ``model`` (the served name; the only one
 unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY for a server
-on this machine), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per request, 600),
-``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text; ids where the
-server takes them).
+on this machine), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per
+request, 600), ``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text;
+ids where the server takes them).
 
 - **The KV format is the server's.**  ``as-served`` claims nothing; any other name must be the one that the server
   reports, else the arm is not engaged.  Only vLLM (/metrics) and SGLang (/server_info) report one.

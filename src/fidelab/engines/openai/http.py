@@ -219,9 +219,10 @@ class Client:
     def _refusal(self, response: http.client.HTTPResponse, content: bytes, path: str) -> EngineError:
         status, text = response.status, self._said(content.decode("utf-8", "replace"))
         if status in (401, 403):
+            unsent = "" if self._key else f" (none was sent: {_KEY} goes to this machine alone)"
             return EngineError(
                 f"{self.root} refuses the key ({status}: {text}): put it in an environment variable and name that by "
-                f"--engine-arg api-key-env=NAME{'' if self._key else f' (none was sent: {_KEY} goes to this machine alone)'}"
+                f"--engine-arg api-key-env=NAME{unsent}"
             )
         if status == 404 and not text.startswith("{"):
             return Refused(f"{self.root} has no {path} for this ({status}: {text}): correct base-url or model", status)
