@@ -49,7 +49,7 @@ def write(folder: Path, **changes: Any) -> Path:
         "candidates": ["tilt"],
         "axes": SIZES,
     }
-    data |= {"control": "none", "floor": 0, "twins": 0, "text": "text.txt", **changes}
+    data |= {"axes": SIZES, "control": "none", "floor": 0, "twins": 0, "text": "text.txt", **changes}
     file = folder / "experiment.yaml"
     file.write_text(yaml.safe_dump(data))
     return file
