@@ -29,6 +29,7 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.check import why_no_distribution
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
@@ -56,6 +57,7 @@ _KV = (
 )
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
+_IDS = 2**31  # above all token ids
 _TOPS = (20, 5)  # what vLLM and OpenAI give at most
 
 
@@ -204,8 +206,8 @@ class OpenAIEngine(Engine):
         if not self._dialect.top:
             return self._without_prompt_logprobs(request, sink)
 
-        def rows(index: int) -> list[Top]:
-            return self._dialect.score(request.windows[index])[request.first : request.last + 1]
+        def rows(index: int) -> Sequence[Top]:
+            return _checked(self._dialect.score(request.windows[index])[request.first : request.last + 1])
 
         for index, tops in self._asked(len(request.windows), rows, sink, self._width()):
             sink.add(index, _rows(tops))
@@ -217,9 +219,9 @@ class OpenAIEngine(Engine):
             return self._without_prompt_logprobs(request, sink)
         pairs = list(zip(request.prompts, request.continuations, strict=True))
 
-        def rows(index: int) -> list[Top]:
+        def rows(index: int) -> Sequence[Top]:
             prompt, continuation = pairs[index]
-            return self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1] if continuation else []
+            return _checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]) if continuation else []
 
         for index, tops in self._asked(len(pairs), rows, sink, self._width()):
             reason = None if tops else "empty continuation"
@@ -231,7 +233,9 @@ class OpenAIEngine(Engine):
         produced = cached = reread = 0
 
         def sequence(index: int) -> Completed:
-            return self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
+            done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
+            _checked(done.tops or [])
+            return done
 
         for index, done in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
             prompt = request.prompts[index]
@@ -327,6 +331,20 @@ def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:
     if len(events) != n:
         raise Refused(f"the server ended after {len(events)} of {n} tokens: it heeds no ignore_eos")
     return [seconds for seconds, _ in events]
+
+
+def _checked(tops: Sequence[Top]) -> Sequence[Top]:
+    """Log-probabilities as a server reported them.
+
+    Raises:
+        Refused: they are none of a distribution, or a token is none.
+    """
+    for top in tops:
+        if fault := why_no_distribution(np.array([list(top.values())], dtype=np.float64)):
+            raise Refused(f"the server's answer {fault}")
+        if not all(0 <= token < _IDS for token in top):
+            raise Refused("the server's answer names a token id that none can be")
+    return tops
 
 
 def _rows(tops: Sequence[Top]) -> dict[str, Array]:
