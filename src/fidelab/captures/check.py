@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import BFloat16
-from fidelab.captures.requests import Timed
+from fidelab.captures.requests import Forced, Prefill, Timed
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 
@@ -76,6 +76,9 @@ def _fault(capture: Capture, item: int) -> str:
         return "has a negative token id"
     if ("topk_ids" in arrays or "topk_logprobs" in arrays) and shapes.get("topk_ids") != shapes.get("topk_logprobs"):
         return "has other ids than log-probabilities"
+    rows = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
+    if isinstance(capture.request, Prefill | Forced) and rows not in names and capture.items[item]["failed"] is None:
+        return f"has no {rows}"
     if "topk_logprobs" in arrays:
         if len(shapes["topk_logprobs"]) != 2:
             return "has top tokens that are no rows"
