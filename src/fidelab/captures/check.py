@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import BFloat16
-from fidelab.captures.requests import Forced, Prefill, Timed
+from fidelab.captures.requests import Forced, Layerwise, Prefill, Timed
 from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 
@@ -79,6 +79,8 @@ def _fault(capture: Capture, item: int) -> str:
     rows = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
     if isinstance(capture.request, Prefill | Forced) and rows not in names and capture.items[item]["failed"] is None:
         return f"has no {rows}"
+    if isinstance(capture.request, Layerwise) and capture.request.tensors == "states":
+        return "" if len(shapes.get("states", ())) == 3 else "has no states of layers"
     if "topk_logprobs" in arrays:
         if len(shapes["topk_logprobs"]) != 2:
             return "has top tokens that are no rows"
