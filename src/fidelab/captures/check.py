@@ -76,9 +76,8 @@ def _fault(capture: Capture, item: int) -> str:
         return "has a negative token id"
     if ("topk_ids" in arrays or "topk_logprobs" in arrays) and shapes.get("topk_ids") != shapes.get("topk_logprobs"):
         return "has other ids than log-probabilities"
-    rows = "topk_ids" if capture.estimator is Estimator.TOPK else str(capture.estimator)
-    if isinstance(capture.request, Prefill | Forced) and rows not in names and capture.items[item]["failed"] is None:
-        return f"has no {rows}"
+    if isinstance(capture.request, Prefill | Forced) and not {"topk_ids", *map(str, Estimator)} & {*names}:
+        return "" if capture.items[item]["failed"] is not None else "has no rows"
     if isinstance(capture.request, Layerwise) and capture.request.tensors == "states":
         return "" if len(shapes.get("states", ())) == 3 else "has no states of layers"
     if "topk_logprobs" in arrays:
