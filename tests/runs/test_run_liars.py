@@ -12,7 +12,7 @@ import pytest
 from fidelab.plan.build import PlannedJob
 from fidelab.runs.runner import Asking
 from fidelab.workers.messages import PROTOCOL
-from tests.runs.harness import Done, axis_of, compare
+from tests.runs.harness import Done, axis_of, cli, compare
 from tests.workers import liar
 
 KINDS = (*liar.SAYS, *liar.WRITES)
@@ -110,3 +110,23 @@ def test_a_reference_that_lies_leaves_a_whole_report_too(
     assert done.arm("reference")["status"] == "failed"
     assert done.arm(GOOD)["reason"].startswith("the reference has no answer")
     assert "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        ("deaf", "the worker ended"),
+        ("success-without-a-capture", "task 0, which was not asked"),
+        ("writes-times-that-run-back", "times that no clock gives"),
+        ("writes-an-odd-record", "what it says of itself cannot be read"),
+    ],
+)
+def test_a_liar_leaves_the_other_arms_their_benches(
+    kind: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lying(monkeypatch, {"tilt[q=0.6]": kind})
+    words = ("bench", "fake", "--engine", "fake", "--kv", "exact", "--kv", "tilt[q=0.6]", "--benches", "decode")
+    done = cli(*words, "--depths", "8", "--decode-tokens", "2", "--repeats", "1", cwd=tmp_path)
+    assert done.code == 1, done.err
+    assert done.arm("reference")["benches"]["decode"]["status"] == "ok"
+    assert said in f"{done.arm('tilt[q=0.6]')['reason']} {done.arm('tilt[q=0.6]')['benches']['decode']['reason']}"

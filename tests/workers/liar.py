@@ -143,7 +143,7 @@ def odd(name: str) -> None:
 
     class Odd(CaptureWriter):
         def add(self, item: int, arrays: Mapping[str, Any]) -> None:
-            shape = arrays["logprobs"].shape
+            shape = arrays["logprobs" if "logprobs" in arrays else "seconds"].shape
             top = {"topk_ids": np.zeros(shape, np.int32), "topk_logprobs": np.full(shape, 0.5, np.float32)}
             changed: dict[str, dict[str, Any]] = {
                 "writes-vectors": {"logprobs": rows.reshape(-1)},
@@ -155,6 +155,7 @@ def odd(name: str) -> None:
                 "writes-no-vocabulary": {"logprobs": rows[:, :0]},
                 "writes-not-a-number": {"logprobs": np.full_like(rows, np.nan)},
                 "writes-above-0": top,
+                "writes-times-that-run-back": {"seconds": np.array([3.0, 2.0, 1.0])},
                 "writes-sums-above-1": {**top, "topk_logprobs": np.full(shape, -0.1, np.float32)},
             }
             super().add(item, {**arrays, **changed.get(name, {})} if name != "writes-other-names" else changed[name])

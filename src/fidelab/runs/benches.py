@@ -39,7 +39,7 @@ from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
 from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
 from fidelab.runs.pairing import FOREIGN, ArmResult, engaged
-from fidelab.runs.runner import Asking, Listener, absent
+from fidelab.runs.runner import Asking, Listener, absent, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
 
 __all__ = ["Benching"]
@@ -268,6 +268,8 @@ class Benching:
         fault = self._faults.get((arm.role, question.name)) or self._faults.get((arm.role, ""))
         if not captures or (fault and len(captures) < question.repeats):
             return Answers(question, None, status=Status.FAILED, reason=fault or "no answer")
+        if why := unreadable(captures[-1].manifest["ran"]):
+            return Answers(question, None, status=Status.FAILED, reason=f"the worker answered, but {why}")
         seconds = np.stack([_seconds(capture) for capture in captures])
         warmups = self._warmups.get((arm.role, question.name), 0)
         return Answers(question, seconds, warmups, captures[-1].manifest["ran"])

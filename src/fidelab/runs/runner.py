@@ -26,7 +26,7 @@ from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent", "absent"]
+__all__ = ["Asking", "Listener", "Silent", "absent", "unreadable"]
 
 
 class Listener(Protocol):
@@ -197,7 +197,7 @@ def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult
     captures, failures = {}, {}
     status, reason = outcome.status, outcome.reason
     rans = [] if outcome.ran is None else [outcome.ran]
-    if status is Status.OK and rans and (fault := _unreadable(rans[0])):
+    if status is Status.OK and rans and (fault := unreadable(rans[0])):
         status, reason, rans = Status.FAILED, f"the worker answered, but {fault}", []
     for capture in job.captures:
         index = asked.index(capture.axis) if capture.axis in asked else -1
@@ -222,7 +222,12 @@ def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult
 
 
 def absent(folder: Path) -> str:
-    """What to say of a capture that a worker reported and that is not here."""
+    """What to say of an answer that a worker reported, and that is not here or is none."""
+    if folder.exists():
+        try:
+            check_answers(Capture(folder))
+        except CaptureError as error:
+            return str(error)
     return (
         f"the worker reported its answer, but none is in {folder}: do both sides see this folder? "
         "Behind a --prefix (docker, ssh, srun) it has to be shared, under the same path"
@@ -239,12 +244,12 @@ def _answer(planned: PlannedCapture) -> Capture:
     if found.manifest["key"] != dict(planned.key):
         raise CaptureError(f"capture {planned.folder} is the answer to another request; delete it and capture again")
     check_answers(found)
-    if fault := _unreadable(found.manifest["ran"]):
+    if fault := unreadable(found.manifest["ran"]):
         raise CaptureError(f"capture {planned.folder}: {fault}; delete it and capture again")
     return found
 
 
-def _unreadable(ran: Mapping[str, Any]) -> str:
+def unreadable(ran: Mapping[str, Any]) -> str:
     """Why a record of what ran cannot go into a report; empty where it can."""
     try:
         check_ran(ran)
