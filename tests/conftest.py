@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,10 @@ from fidelab.models import Model, pull
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 if "PYTEST_XDIST_WORKER" in os.environ:  # the other cores have tests of their own
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# What runs of tests remember is none of the user's.
+_STATE = tempfile.TemporaryDirectory(prefix="fidelab-state-")
+os.environ["XDG_STATE_HOME"] = _STATE.name
 
 # A shell's background job ignores Ctrl-C, and so would all that tests start and stop by it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -30,10 +30,13 @@ class Served:
     """What a server can do, what goes wrong, and what it was asked.
 
     ``scores``: how it gives log-probabilities of prompts (``prompt_logprobs``, ``echo``, ``shifted``, or none).
+    ``lift``: added to every log-probability, behind contexts that begin with ``lifted`` or, without that, behind all.
     ``trouble``: statuses (or ``drop``, ``garbage``) of the next completions; ``ends``: generated tokens before EOS.
     """
 
     rate: float = 0.5
+    lift: float = 0.0
+    lifted: int | None = None
     owner: str = "vllm"
     models: Sequence[str] = ("tiny",)
     takes_ids: bool = True
@@ -48,6 +51,7 @@ class Served:
     per_event: int = 1
     adds_bos: bool = False
     cache_dtype: str | None = None
+    about: Mapping[str, Any] = field(default_factory=dict)  # what SGLang's says of itself, too
     key: str | None = None
     trouble: list[int | str] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -64,6 +68,7 @@ class Served:
         """All V log-probabilities behind a context, the likeliest first."""
         best = next_token(context)
         log_z = math.log(sum(math.exp(-self.rate * k) for k in range(VOCAB)))
+        log_z -= self.lift if self.lifted is None or self.lifted in context[:1] else 0.0
         return {(best + k) % VOCAB: -self.rate * k - log_z for k in range(VOCAB)}
 
     def generate(self, prompt: Sequence[int], n: int, ignore_eos: bool) -> list[int]:
@@ -169,7 +174,8 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(f"# HELP\nvllm:cache_config_info{{{labels}}} 1.0\n".encode(), "text/plain")
             case "/server_info" if served.owner == "sglang":
                 kv = {"kv_cache_dtype": served.cache_dtype} if served.cache_dtype else {}
-                self._json({"version": "8.8", "attention_backend": "triton", "disable_radix_cache": True, **kv})
+                about = {"version": "8.8", "attention_backend": "triton", "disable_radix_cache": True}
+                self._json({**about, **kv, **served.about})
             case "/flush_cache" if served.owner == "sglang":
                 self._send(b"Cache flushed.", "text/plain")
             case _:

@@ -127,6 +127,14 @@ def test_rows_hold_the_top_of_each_generated_position(folder: Path, served: Serv
     assert row(sink, 1, 2) == pytest.approx(dict(list(served.logprobs(context).items())[:20]))
 
 
+def test_log_probabilities_that_are_none_fail_their_own_item_alone(folder: Path) -> None:
+    with serving(Served(lift=2.0, lifted=PROMPTS[2][0])) as server:
+        sink, _ = generate(opened(folder, server))
+    assert list(sink.items) == [0, 1]
+    assert list(sink.failed) == [2]
+    assert "log-probability of 1.067, and none is above 0" in sink.failed[2]
+
+
 def test_a_server_without_logprobs_gives_ids_alone(folder: Path) -> None:
     with serving(Served(generated_logprobs=False)) as server:
         sink, _ = generate(opened(folder, server))

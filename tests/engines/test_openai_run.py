@@ -20,7 +20,7 @@ def compare(tmp_path: Path) -> Compare:
     model = save_model(tmp_path / "model")
     write_inputs(tmp_path)
 
-    def run(one: Served, other: Served, axes: str, *flags: str) -> Done:
+    def run(one: Served, other: Served, axes: str, *flags: object) -> Done:
         inputs = ("--text", "text.txt", "--prompts", "prompts.txt", "--no-floor", "--engine", "openai")
         sizes = ("--n-predict", 6, "--template", "raw", "--threads", 1)
         sizes = (*sizes, *(("--windows", 4, "--n-ctx", 16) if "kld" in axes else ()))
@@ -73,3 +73,38 @@ def test_generated_ids_are_not_compared_with_text_tokenized_again(compare: Compa
     done = compare(Served(), Served(returns_ids=False), "trajectory")
     assert done.code != 0
     assert "retokenized cannot be paired with returned ones" in done.err
+
+
+@pytest.mark.parametrize(
+    ("lift", "said"),
+    [(2.0, "has a log-probability of 1.0"), (0.5, "has probabilities that add up to 1.6")],
+    ids=["above-0", "sum-above-1"],
+)
+def test_a_server_whose_log_probabilities_are_none_leaves_the_other_arms_their_report(
+    lift: float, said: str, compare: Compare
+) -> None:
+    with serving(Served(rate=0.4)) as third:
+        well = f"base-url={third.url},name=well"
+        done = compare(Served(), Served(lift=lift), "trajectory,kld", "--candidate", well)
+    assert done.code == 1, done.err
+    assert said in done.arm("other")["reason"]
+    assert done.axis("other", "kld").value("mean") is None
+    assert done.arm("well")["status"] == "ok"
+    assert done.axis("well", "kld").value("mean")
+
+
+def test_a_reference_whose_log_probabilities_are_none_is_named_in_a_whole_report(compare: Compare) -> None:
+    done = compare(Served(lift=2.0), Served(), "trajectory,kld")
+    assert done.code == 1, done.err
+    assert "has a log-probability of 1.0" in done.arm("reference")["reason"]
+    assert done.arm("other")["reason"].startswith("the reference has no answer")
+
+
+@pytest.mark.parametrize("facts", [{"attention_backend": 5}, {"attention_backend": ["triton"]}])
+def test_what_a_server_says_of_itself_in_another_type_is_that_arms_failure(
+    facts: dict[str, object], compare: Compare
+) -> None:
+    done = compare(Served(), Served(owner="sglang", about=facts), "trajectory")
+    assert done.code == 1, done.err
+    assert done.arm("other")["status"] == "failed"
+    assert "attention" in done.arm("other")["reason"]

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.check import check_answers
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
 from fidelab.captures.requests import Request, request_from_record
@@ -165,9 +166,10 @@ class Capture:
 
 
 def is_complete(folder: Path, key: Mapping[str, Any] | None = None) -> bool:
-    """A finished, undamaged capture lies here; with ``key``, the capture of that key."""
+    """A finished, undamaged capture with usable answers lies here; with ``key``, the capture of that key."""
     try:
         capture = Capture(folder)
+        check_answers(capture)
     except CaptureError:
         return False
     return key is None or capture.manifest["key"] == dict(key)

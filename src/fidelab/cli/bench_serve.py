@@ -27,7 +27,13 @@ class _ServerOptions(Options, panel="Server"):
         str | None, typer.Option(help="The model; its tokenizer, too. \\[default: the only one served]")
     ] = None
     served_model_name: Annotated[str | None, typer.Option(help="What the server calls it. \\[default: --model]")] = None
-    api_key: Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="Sent as bearer token.")] = None
+    api_key: Annotated[str | None, typer.Option(help="Sent as bearer token.")] = None
+    api_key_env: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="Environment variable of the key. \\[default: OPENAI_API_KEY, to this machine alone]"
+        ),
+    ] = None
     endpoint: Annotated[str, typer.Option(help="completions or chat.")] = "completions"
     tokenizer: Annotated[
         str | None,
@@ -229,11 +235,13 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool) -> None:
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
+    from fidelab.engines.openai.http import read_key
     from fidelab.errors import EngineError, UsageError
 
     options = {**server.settings(), **load.settings(), **figures.settings(), **run.settings()}
     key = server.api_key
     try:
+        key = key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**options)
         keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv)
         serving = _measure(settings, key, keeper)
@@ -282,6 +290,8 @@ def _command(key: str | None) -> str:
 
 def _in_flags(text: str) -> str:
     for option, flag in (
+        ("engine openai: environment variable", "environment variable"),
+        ("(api-key-env)", "(--api-key-env)"),
         ("engine openai: base-url", "--base-url"),
         ("correct base-url or model", "correct --base-url or --model"),
         ("correct base-url", "correct --base-url"),
@@ -289,7 +299,7 @@ def _in_flags(text: str) -> str:
         ("is base-url", "is --base-url"),
         (
             "put it in an environment variable and name that by --engine-arg api-key-env=NAME",
-            "give it by --api-key, or in the environment variable OPENAI_API_KEY",
+            "give it by --api-key, or name its environment variable by --api-key-env",
         ),
         ("give the key by api-key-env=NAME", "give the key by --api-key"),
         ("--engine-arg timeout=SECONDS", "--timeout SECONDS"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,7 +14,9 @@ from fidelab.cli.axes import bench_settings
 from fidelab.cli.output import command_line, exit_on, gate, note, open_console, show_report
 
 if TYPE_CHECKING:
+    from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
+    from fidelab.config.trust import Trust
     from fidelab.runs.runner import Listener
 
 __all__ = ["compare", "experiment_from", "launch", "run"]
@@ -75,6 +77,7 @@ def compare(
             "--resume", metavar="RUN_DIR", help="Go on with a stopped run; give nothing else.", show_default=False
         ),
     ] = None,
+    trusted: options.Trusted = None,
 ) -> None:
     r"""Run a reference and candidates on the real engine and say what each candidate loses.
 
@@ -99,9 +102,12 @@ def compare(
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
-        options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot"))
-        _go_on(resume_dir, fail_under, as_json, plot)
+        named = ("python", "prefix", "pythonpath", "engine_arg", "text", "prompts")
+        options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
+        _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
         return
+    if trusted:
+        raise UsageError("--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR")
     if model is None:
         raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
     if not kv and not candidate and not vary:
@@ -130,6 +136,7 @@ def run(
     as_json: options.Json = False,
     plot: options.Plot = False,
     dry_run: options.DryRun = False,
+    trusted: options.Trusted = None,
 ) -> None:
     """Run an experiment file or a profile; a run's config.resolved.yaml repeats that run.
 
@@ -141,21 +148,35 @@ def run(
 
       fidelab run cross-engine --set threads=2
     """
-    from fidelab.config.cross import KIND
-    from fidelab.config.load import read_yaml, validate
     from fidelab.config.profiles import find_experiment
-    from fidelab.errors import ConfigError, UsageError
+    from fidelab.config.schema import Experiment
+    from fidelab.config.trust import load_trusted
+    from fidelab.errors import UsageError
 
-    path = find_experiment(experiment)
-    data = read_yaml(path, overrides or [])
-    if "kind" not in data:
-        launch(validate(data, str(path)), as_json, dry_run, plot)
-    elif data["kind"] != KIND:
-        raise ConfigError(f"{path}: kind: {data['kind']!r} cannot be run; write {KIND}, or leave it away")
+    settings = load_trusted(find_experiment(experiment), overrides or [], trusted or [], _settings)
+    if isinstance(settings, Experiment):
+        launch(settings, as_json, dry_run, plot)
     elif dry_run or plot:
         raise UsageError(f"{'--dry-run' if dry_run else '--plot'} is for an experiment on one engine")
     else:
-        _run_cross_engine(data, str(path), as_json)
+        _run_cross_engine(settings, as_json)
+
+
+def _settings(data: dict[str, Any], where: str) -> Experiment | CrossEngine:
+    """An experiment of either kind.
+
+    Raises:
+        ConfigError: of no kind, or one that is not what it should be.
+    """
+    from fidelab.config.cross import KIND, validate_cross
+    from fidelab.config.load import validate
+    from fidelab.errors import ConfigError
+
+    if "kind" not in data:
+        return validate(data, where)
+    if data["kind"] != KIND:
+        raise ConfigError(f"{where}: kind: {data['kind']!r} cannot be run; write {KIND}, or leave it away")
+    return validate_cross(data, where)
 
 
 def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] = ()) -> Experiment:
@@ -181,12 +202,24 @@ def launch(experiment: Experiment, as_json: bool, dry_run: bool = False, plot: b
     gate(report, experiment.fail_under)
 
 
-def _go_on(run_dir: Path, fail_under: float | None, as_json: bool, plot: bool) -> None:
+def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions, axes: options.AxesOptions) -> Trust:
+    """What is allowed to the run that is gone on with: the flags say what it may ask for."""
+    from fidelab.config.trust import Trust
+
+    settings = engine.settings()
+    words = {(key, value) for key in ("python", "prefix") if (value := settings["engine"][key]) is not None}
+    words |= {("pythonpath", folder) for folder in settings["engine"]["pythonpath"]}
+    words |= set(settings["engine_args"].items())
+    words |= {(key, value) for key in ("text", "prompts") if (value := getattr(axes, key)) != "default"}
+    return Trust(trusted or (), words, exact=True)
+
+
+def _go_on(run_dir: Path, trust: Trust, fail_under: float | None, as_json: bool, plot: bool) -> None:
     from fidelab.cli.progress import watcher
     from fidelab.config.load import load
     from fidelab.runs.conduct import resume
 
-    report, folder = resume(run_dir, listener=watcher())
+    report, folder = resume(run_dir, listener=watcher(), trust=trust)
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, fail_under if fail_under is not None else load(folder.config).fail_under)
 
@@ -194,16 +227,15 @@ def _go_on(run_dir: Path, fail_under: float | None, as_json: bool, plot: bool) -
 # ----------------------------------------------------------------------------------------------- across engines
 
 
-def _run_cross_engine(data: Mapping[str, Any], where: str, as_json: bool) -> None:
+def _run_cross_engine(cross: CrossEngine, as_json: bool) -> None:
     """Run a cross-engine experiment and print it; exit with 1 where an engine failed.
 
     What an engine does not support is a finding; what failed is a fault.
     """
-    from fidelab.config.cross import validate_cross
     from fidelab.report.cross import render_cross
     from fidelab.runs.cross_engine import run_cross
 
-    report, folder = run_cross(validate_cross(data, where), command=command_line(), watch=_watch)
+    report, folder = run_cross(cross, command=command_line(), watch=_watch)
     if as_json:
         sys.stdout.write(report.to_json())
     else:

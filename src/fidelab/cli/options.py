@@ -39,6 +39,7 @@ __all__ = [
     "ServableEngineOptions",
     "Set",
     "TextOptions",
+    "Trusted",
     "expand_options",
     "refuse_beside_resume",
 ]
@@ -157,6 +158,15 @@ Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a s
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
 Plot = Annotated[bool, typer.Option("--plot", help="Draw cost against size in characters.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
+Trusted = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trust",
+        metavar="FILE",
+        help="A settings file that may start programs, send keys and read files elsewhere; remembered.",
+        show_default=False,
+    ),
+]
 FailUnder = Annotated[
     float | None,
     typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False),

@@ -41,6 +41,7 @@ def repeat(
         Path | None,
         typer.Option("--resume", metavar="REPEAT_DIR", help="Go on with a stopped repeat.", show_default=False),
     ] = None,
+    trusted: options.Trusted = None,
 ) -> None:
     """Run an experiment several times from scratch and say how far its scores spread.
 
@@ -54,18 +55,19 @@ def repeat(
 
       fidelab repeat --resume runs/repeats/20260101-120000-smollm2-135m
     """
+    from fidelab.config.trust import Trust
     from fidelab.errors import UnknownNameError, UsageError
     from fidelab.runs.repeat import repeat_experiment, resume_repeat
 
     if fail_on is not None and fail_on not in _GATES:
         raise UnknownNameError("verdict of --fail-on", fail_on, _GATES)
     if resume_dir is not None:
-        options.refuse_beside_resume(context, "repeat", ("fail_on", "as_json"))
-        result, folder = resume_repeat(resume_dir, watch=_watch)
+        options.refuse_beside_resume(context, "repeat", ("fail_on", "as_json", "trusted"))
+        result, folder = resume_repeat(resume_dir, watch=_watch, trust=Trust(trusted or ()))
     elif experiment is None:
         raise UsageError("name an experiment: fidelab repeat EXPERIMENT (or --resume REPEAT_DIR)")
     else:
-        settings = _load(experiment, overrides or [])
+        settings = _load(experiment, overrides or [], trusted or [])
         runs = _RUNS if runs is None else runs
         result, folder = repeat_experiment(settings, runs, command=command_line(), watch=_watch)
     if as_json:
@@ -75,16 +77,18 @@ def repeat(
     _gate(result, fail_on)
 
 
-def _load(path: Path, overrides: list[str]) -> Experiment:
+def _load(path: Path, overrides: list[str], trusted: list[Path]) -> Experiment:
     """An experiment file, or the settings of a run."""
-    from fidelab.config.load import load
+    from fidelab.config.load import validate
+    from fidelab.config.trust import load_trusted
     from fidelab.errors import UsageError
     from fidelab.results.store import RunFolder
     from fidelab.runs.repeat import REPEAT
 
     if (path / REPEAT).is_file():
         raise UsageError(f"{path} is a repeat; go on with it by: fidelab repeat --resume {path}")
-    return load(RunFolder.open(path).config if path.is_dir() else path, overrides)
+    file = RunFolder.open(path).config if path.is_dir() else path
+    return load_trusted(file, overrides, trusted, validate)
 
 
 def _watch(number: int, runs: int) -> Listener:

@@ -27,12 +27,29 @@ from fidelab.engines.base import Support
 from fidelab.environments.environment import Environment
 from fidelab.errors import EngineError, FidelabError
 from fidelab.workers.ask import answer
-from fidelab.workers.messages import PROTOCOL
+from fidelab.workers.messages import PROTOCOL, check_text, fits
 
 __all__ = ["About", "EngineAnswers", "ask"]
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
 _GRACE = 5.0  # seconds to end by itself
+_LONGEST = 4 << 20  # bytes of an answer
+_KINDS: Mapping[str, Any] = {
+    "versions": Mapping[str, str],
+    "kv_names": list[str],
+    "check_kv": Any,
+    "supports": list[bool | str],
+    "control_for": str | None,
+    "about": Mapping[str, Any],
+    "about.estimator": str,
+    "about.form": str,
+    "about.build": str | None,
+    "about.device": str,
+    "about.provenance": Mapping[str, str],
+    "about.shims": list[Mapping[str, str]],
+    "about.variables": Mapping[str, str],
+}
+"""What the answer to each question has to be, and each field of what an engine says about itself."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +184,7 @@ class _There(EngineAnswers):
                 f"{self._place} has fidelab {greeting.get('fidelab', '(unknown)')}, which speaks protocol "
                 f"{greeting.get('protocol')}, this one {PROTOCOL}: install fidelab {fidelab.__version__} there"
             )
-        self.python = str(greeting["python"])
+        self.python = str(greeting.get("python"))
         self._greeted = True
 
     def end(self) -> None:
@@ -210,8 +227,20 @@ class _There(EngineAnswers):
             self._process.stdin.flush()
         reply = self._hear(f"answer about its {question}")
         if "error" in reply:
-            raise _rebuilt(str(reply["error"]), str(reply["text"]))
-        return reply["value"]
+            raise _rebuilt(str(reply["error"]), str(reply.get("text")))
+        value: Any = reply.get("value")
+        try:
+            check_text(value)
+            good = fits(value, _KINDS[question]) and (question != "supports" or len(value) == 2)
+            if good and question == "about":
+                fields = {name.partition(".")[2]: kind for name, kind in _KINDS.items() if name.startswith("about.")}
+                good = value.keys() == fields.keys() and all(fits(value[name], kind) for name, kind in fields.items())
+                good = good and value["estimator"] in list(Estimator) and all("folder" in s for s in value["shims"])
+        except ValueError:
+            good = False
+        if not good:
+            raise EngineError(f"{self._place} gives no usable answer about its {question}: is it fidelab's own worker?")
+        return value
 
     def _hear(self, what: str) -> dict[str, Any]:
         """The next line, as an object."""
@@ -226,12 +255,14 @@ class _There(EngineAnswers):
             if not chunk:
                 raise EngineError(self._obituary(what))
             self._buffer += chunk
+            if len(self._buffer) > _LONGEST:
+                raise EngineError(f"{self._place} prints more than {_LONGEST >> 20} MiB where a line is expected")
         line, _, self._buffer = self._buffer.partition(b"\n")
         try:
             message = json.loads(line)
             if isinstance(message, dict):
                 return message
-        except ValueError:
+        except (ValueError, RecursionError):
             pass
         text = line[:80].decode("utf-8", "replace")
         raise EngineError(

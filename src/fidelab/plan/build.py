@@ -12,6 +12,7 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Generate, Request, request_record
 from fidelab.core import Arm
+from fidelab.engines.base import one_line
 from fidelab.errors import FidelabError, UnavailableError
 from fidelab.plan.arms import twins_of
 from fidelab.plan.resolve import EXACT, TRUTH, Settings
@@ -147,6 +148,8 @@ def follow_ups(
                 requests[name] = axis.follow_up(inputs, captures)
             except FidelabError as error:
                 failures[name] = str(error)
+            except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # another process wrote the answers
+                failures[name] = f"the reference's answers cannot be read ({one_line(error)})"
     return requests, failures
 
 

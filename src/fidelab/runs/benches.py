@@ -7,7 +7,6 @@ Start-up is measured in fresh processes.  A failure affects neither the arm's ot
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -26,6 +25,8 @@ from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status, digest, slug
+from fidelab.engines.base import one_line
+from fidelab.engines.openai.http import read_key
 from fidelab.errors import CaptureError, FidelabError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.inputs.traffic import random_prompts
@@ -37,8 +38,8 @@ from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
 from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
-from fidelab.runs.pairing import ArmResult, engaged
-from fidelab.runs.runner import Asking, Listener
+from fidelab.runs.pairing import FOREIGN, ArmResult, engaged
+from fidelab.runs.runner import Asking, Listener, absent, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
 
 __all__ = ["Benching"]
@@ -182,7 +183,7 @@ class Benching:
             self._gone(arm, worker, [question])
             return False
         if not is_complete(planned.folder, planned.key):
-            self._faults[arm.role, question.name] = _last(worker.outcome.failed) or "no answer"
+            self._faults[arm.role, question.name] = _last(worker.outcome.failed) or absent(planned.folder)
             return False
         return True
 
@@ -220,7 +221,7 @@ class Benching:
             outcome = worker.finish()
         self._hear(arm, outcome)
         if not is_complete(planned.folder, planned.key):
-            self._faults[arm.role, question.name] = _last(outcome.failed) or outcome.reason or "no answer"
+            self._faults[arm.role, question.name] = _last(outcome.failed) or outcome.reason or absent(planned.folder)
             return {}
         return {**outcome.phases, "first token": float(_seconds(Capture(planned.folder))[0])}
 
@@ -249,7 +250,12 @@ class Benching:
                 loads=loads,
                 starts=starts.get(name, {}).get(arm.role, ()),
             )
-            records[name] = (self._loaded(arm.arm, bench) or bench.record(answers, facts)).model_dump(mode="json")
+            try:
+                record = self._loaded(arm.arm, bench) or bench.record(answers, facts)
+            except FOREIGN as error:
+                fault = f"its answers cannot be recorded ({one_line(error)})"
+                record = Measurement(status=Status.FAILED, reason=fault, title=bench.title)
+            records[name] = record.model_dump(mode="json")
         broken = self._faults.get((arm.role, ""))
         status, reason = (Status.FAILED, broken) if broken and not arm.captures else (arm.status, arm.reason)
         return replace(arm, benches={**arm.benches, **records}, ran=ran, status=status, reason=reason)
@@ -262,6 +268,8 @@ class Benching:
         fault = self._faults.get((arm.role, question.name)) or self._faults.get((arm.role, ""))
         if not captures or (fault and len(captures) < question.repeats):
             return Answers(question, None, status=Status.FAILED, reason=fault or "no answer")
+        if why := unreadable(captures[-1].manifest["ran"]):
+            return Answers(question, None, status=Status.FAILED, reason=f"the worker answered, but {why}")
         seconds = np.stack([_seconds(capture) for capture in captures])
         warmups = self._warmups.get((arm.role, question.name), 0)
         return Answers(question, seconds, warmups, captures[-1].manifest["ran"])
@@ -290,7 +298,7 @@ class Benching:
                 tokenizer=self._settings.experiment.model,
                 **shape,
             )
-            key = os.environ.get(options.get("api-key-env", "OPENAI_API_KEY"))
+            key = read_key(options["base-url"], options.get("api-key-env"))
             return measure_serving(settings, key, watch=Requests(self._folder.parent, arm.name))
         except FidelabError as error:
             server = {"target": options["base-url"], "model": options.get("model", "")}

@@ -22,8 +22,9 @@ from typing import Any
 import fidelab
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, expand, expand_existing, load
+from fidelab.config.load import dump, expand, expand_existing, load, read_yaml, validate
 from fidelab.config.schema import Experiment
+from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import CaptureError, InputError
 from fidelab.inputs.corpus import load_text
@@ -143,21 +144,27 @@ def execute(
     head = {"command": command, "created": created, **({"replicate": str(replicate)} if replicate else {})}
     config = dump(prepared.settings.experiment, head)
     folder = RunFolder.create(prepared.settings.output_dir, slug(experiment.model), config)
+    remember(prepared.settings.experiment, config, folder.config)
     facts = RunFacts(folder.run_id, created, command, _environment())
     return _conduct(prepared, folder, facts, listener or Silent()), folder
 
 
-def resume(run_dir: Path, *, listener: Listener | None = None) -> tuple[Report, RunFolder]:
+def resume(run_dir: Path, *, listener: Listener | None = None, trust: Trust | None = None) -> tuple[Report, RunFolder]:
     """Resume a stopped run: finished captures are kept, missing ones are made, and all are scored.
 
+    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+
     Raises:
-        FidelabError: no run folder, or its settings no longer hold.
+        FidelabError: no run folder, its settings no longer hold, or they ask for what is not trusted.
         Interrupted: stopped again.
     """
     folder = RunFolder.open(run_dir.absolute())
+    written = read_yaml(folder.config)
+    experiment = validate(written, str(folder.config))
+    check_trust(experiment, written, folder.config, trust)
     folder.sweep()
     facts = _stored_facts(folder)
-    prepared = prepare(load(folder.config), replicate=first_replicate(folder), created=facts.created)
+    prepared = prepare(experiment, replicate=first_replicate(folder), created=facts.created)
     folder.event("resumed")
     return _conduct(prepared, folder, facts, listener or Silent()), folder
 

@@ -28,6 +28,7 @@ from fidelab.config.cross import CrossEngine, EngineLine
 from fidelab.config.cross import TimingConfig as TimingConfig
 from fidelab.config.load import dump, expand, expand_existing
 from fidelab.config.schema import EngineConfig, Experiment
+from fidelab.config.trust import remember
 from fidelab.core import Status, slug, usable_cores
 from fidelab.errors import FidelabError, InputError
 from fidelab.inputs.corpus import load_text, make_windows
@@ -84,7 +85,9 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
     resolve(cross.model)
     created = datetime.now(UTC).replace(microsecond=0)
     config = dump(cross, {"command": command, "created": created.isoformat()})
-    folder = RunFolder.create(Path(cross.output_dir), "cross-engine", config).path
+    run_folder = RunFolder.create(Path(cross.output_dir), "cross-engine", config)
+    remember(cross, config, run_folder.config)
+    folder = run_folder.path
     report = CrossReport(
         run_id=folder.name,
         created=created,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -15,12 +16,17 @@ from fidelab.captures.reader import Capture
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES
+from fidelab.engines.base import one_line
 from fidelab.errors import FidelabError, MismatchError
 from fidelab.plan.build import FLOOR, TWIN
 from fidelab.results.record import NO_REFERENCE
 
-__all__ = ["ArmResult", "Measured", "Scorer", "engaged", "most_telling"]
+__all__ = ["FOREIGN", "ArmResult", "Measured", "Scorer", "engaged", "most_telling"]
 
+FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+"""What reading an answer may raise that is not what it should be: another process wrote it, perhaps asking a server."""
+
+_LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
 _REFUTED = "refuted: "
 
@@ -141,6 +147,9 @@ class Scorer:
                 if self.strict and isinstance(error, MismatchError):
                     raise
                 failures[name] = (Status.FAILED, str(error))
+            except FOREIGN as error:
+                _LOGGER.debug("%s, %s", result.arm.name, name, exc_info=True)
+                failures[name] = (Status.FAILED, f"its answers cannot be scored ({one_line(error)})")
         if status is Status.OK and (unmoved := self._unmoved(result, scores)):
             status, reason = Status.NOT_ENGAGED, unmoved
             failures |= dict.fromkeys(scores, (status, unmoved))

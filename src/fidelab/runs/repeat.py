@@ -23,6 +23,7 @@ from pydantic import AwareDatetime, Field, ValidationError
 import fidelab
 from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
+from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, digest, slug
 from fidelab.errors import InputError, OutputError, UsageError
 from fidelab.plan.disk import check_disk
@@ -229,18 +230,23 @@ def repeat_experiment(
         runs_asked=runs,
     )
     write_atomically(folder / REPEAT, record.to_json())
+    remember(settings.experiment, record.settings, folder / REPEAT)
     return _conduct(record, folder, watch), folder
 
 
-def resume_repeat(folder: Path, *, watch: RepeatWatch = _nobody) -> tuple[Repeat, Path]:
+def resume_repeat(folder: Path, *, watch: RepeatWatch = _nobody, trust: Trust | None = None) -> tuple[Repeat, Path]:
     """Go on with a stopped repeat: finished runs are kept as they are, failed arms included.
 
+    ``trust``: what the person allows a folder that somebody else made (:mod:`fidelab.config.trust`).
+
     Raises:
-        FidelabError: no repeat, or its settings no longer hold.
+        FidelabError: no repeat, its settings no longer hold, or they ask for what is not trusted.
         Interrupted: stopped again.
     """
     folder = folder.absolute()
-    return _conduct(Repeat.read(folder), folder, watch), folder
+    record = Repeat.read(folder)
+    check_trust(validate(record.settings, str(folder / REPEAT)), record.settings, folder / REPEAT, trust)
+    return _conduct(record, folder, watch, trust), folder
 
 
 def spreads(reports: Sequence[Report]) -> tuple[AxisSpread, ...]:
@@ -266,7 +272,7 @@ def spreads(reports: Sequence[Report]) -> tuple[AxisSpread, ...]:
 # ----------------------------------------------------------------------------------------------- inside
 
 
-def _conduct(record: Repeat, folder: Path, watch: RepeatWatch) -> Repeat:
+def _conduct(record: Repeat, folder: Path, watch: RepeatWatch, trust: Trust | None = None) -> Repeat:
     settings = validate(record.settings, str(folder / REPEAT))
     captures = folder / "captures"
     if settings.captures_dir:  # the digest: repeats of the same second in other places have the same name
@@ -276,7 +282,7 @@ def _conduct(record: Repeat, folder: Path, watch: RepeatWatch) -> Repeat:
     try:
         for number in range(1, record.runs_asked + 1):
             listen = partial(watch, number, record.runs_asked)
-            reports.append(_run(number, experiment, record.command, folder, listen))
+            reports.append(_run(number, experiment, record.command, folder, listen, trust))
             record = record.with_reports(reports)
             write_atomically(folder / REPEAT, record.to_json())
     except KeyboardInterrupt:
@@ -285,7 +291,12 @@ def _conduct(record: Repeat, folder: Path, watch: RepeatWatch) -> Repeat:
 
 
 def _run(
-    number: int, experiment: Experiment, command: str, folder: Path, listen: Callable[[], Listener | None]
+    number: int,
+    experiment: Experiment,
+    command: str,
+    folder: Path,
+    listen: Callable[[], Listener | None],
+    trust: Trust | None,
 ) -> Report:
     """The run of this number: as it was left, gone on with, or new."""
     replicate = STRIDE * number
@@ -293,7 +304,7 @@ def _run(
     if begun is not None and begun.report.is_file():
         return Report.from_json(begun.report)
     if begun is not None:
-        return resume(begun.path, listener=listen())[0]
+        return resume(begun.path, listener=listen(), trust=trust)[0]
     return execute(experiment, command=command, listener=listen(), replicate=replicate)[0]
 
 

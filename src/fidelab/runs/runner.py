@@ -8,23 +8,26 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fidelab.axes.base import AxisInputs
+from fidelab.captures.check import check_answers
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Request
 from fidelab.captures.writer import store_vocabulary
 from fidelab.core import Arm, Status
+from fidelab.engines.base import one_line
 from fidelab.engines.variables import thread_variables
 from fidelab.errors import CaptureError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
 from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.resolve import Settings
+from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.fork_server import ForkServer, ForkServers
-from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress
+from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent", "fork_server"]
+__all__ = ["Asking", "Listener", "Silent", "absent", "fork_server", "unreadable"]
 
 
 class Listener(Protocol):
@@ -214,21 +217,65 @@ def _variables(settings: Settings, arm: Arm) -> dict[str, str]:
 def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult:
     """The result as the store shows it, not as the worker reported it, so that a resumed run has the same result."""
     captures, failures = {}, {}
+    status, reason = outcome.status, outcome.reason
     rans = [] if outcome.ran is None else [outcome.ran]
+    if status is Status.OK and rans and (fault := unreadable(rans[0])):
+        status, reason, rans = Status.FAILED, f"the worker answered, but {fault}", []
     for capture in job.captures:
+        index = asked.index(capture.axis) if capture.axis in asked else -1
         try:
-            found = Capture(capture.folder)
-        except CaptureError:
-            index = asked.index(capture.axis) if capture.axis in asked else -1
-            failures[capture.axis] = outcome.failed.get(index) or outcome.reason or "the worker left no capture"
+            ran = _answer(capture).manifest["ran"]
+        except CaptureError as error:
+            claimed = index in outcome.captured
+            found = absent(capture.folder) if claimed and not capture.folder.exists() else str(error)
+            why = outcome.failed.get(index) or (found if claimed else outcome.reason)
+            failures[capture.axis] = why or "the worker left no capture"
         else:
             captures[capture.axis] = capture.folder
-            rans.append(found.manifest["ran"])
-    status = outcome.status
+            rans.append(ran)
     if status is Status.OK and failures:
-        status = Status.FAILED
-    reason, last = outcome.reason, outcome.log_tail[-1] if outcome.log_tail else ""
+        status, reason = Status.FAILED, reason or "; ".join(dict.fromkeys(failures.values()))
+    told = most_telling(job.arm, rans)
+    last = outcome.log_tail[-1] if outcome.log_tail else ""
     if status is not Status.OK and last and reason and reason.startswith("the worker") and last not in reason:
         reason = f"{reason} (last log line: {last[:200]})"
     timing = {"load_seconds": outcome.load_seconds, "seconds": outcome.seconds} if asked else {}
-    return ArmResult(job.role, job.arm, status, reason, most_telling(job.arm, rans), captures, failures, timing)
+    return ArmResult(job.role, job.arm, status, reason, told, captures, failures, timing)
+
+
+def absent(folder: Path) -> str:
+    """What to say of an answer that a worker reported, and that is not here or is none."""
+    if folder.exists():
+        try:
+            check_answers(Capture(folder))
+        except CaptureError as error:
+            return str(error)
+    return (
+        f"the worker reported its answer, but none is in {folder}: do both sides see this folder? "
+        "Behind a --prefix (docker, ssh, srun) it has to be shared, under the same path"
+    )
+
+
+def _answer(planned: PlannedCapture) -> Capture:
+    """The capture of a planned one.
+
+    Raises:
+        CaptureError: it is not there, is another one, or holds what is no answer to the request.
+    """
+    found = Capture(planned.folder)
+    if found.manifest["key"] != dict(planned.key):
+        raise CaptureError(f"capture {planned.folder} is the answer to another request; delete it and capture again")
+    check_answers(found)
+    if fault := unreadable(found.manifest["ran"]):
+        raise CaptureError(f"capture {planned.folder}: {fault}; delete it and capture again")
+    return found
+
+
+def unreadable(ran: Mapping[str, Any]) -> str:
+    """Why a record of what ran cannot go into a report; empty where it can."""
+    try:
+        check_ran(ran)
+        RuntimeRecord.model_validate(dict(ran))
+    except (TypeError, ValueError) as error:
+        return f"what it says of itself cannot be read ({one_line(error)})"
+    return ""

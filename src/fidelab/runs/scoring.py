@@ -16,6 +16,7 @@ from fidelab.bench import BENCHES
 from fidelab.config.schema import Experiment
 from fidelab.core import KVSpec, Status
 from fidelab.engines import ENGINES
+from fidelab.engines.base import one_line
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Ruling as Ruling
 from fidelab.plan.resolve import CONTROL, TRUTH
@@ -34,7 +35,7 @@ from fidelab.results.record import (
 from fidelab.results.sentence import ArmFacts, is_native, sentence
 from fidelab.runs.ablation import score_ablation
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
-from fidelab.runs.pairing import ArmResult, Measured, Scorer, engaged
+from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
 
 __all__ = ["RunFacts", "Scored", "score_run"]
 
@@ -125,13 +126,17 @@ class _Summary:
         arm = self.measured[result.role]
         floor = self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None
         axes = self.axes(arm)
+        status, reason = arm.status, arm.reason
+        broken = [axes[name].reason for name in axes if name in arm.scores and axes[name].status is Status.FAILED]
+        if broken and status in (Status.OK, Status.IDENTICAL):
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(map(str, broken)))
         if floor is not None and "kld" in axes:
             axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
         base = _bare_record(result)
         return base.model_copy(
             update={
-                "status": arm.status,
-                "reason": arm.reason,
+                "status": status,
+                "reason": reason,
                 "axes": axes,
                 "floor": floor,
                 "control": control.result.arm.name if (control := control_of(arm, self.measured)) else None,
@@ -149,7 +154,11 @@ class _Summary:
                 status, reason = arm.failures[name]
                 axes[name] = Measurement(status=status, reason=reason, title=axis.title)
             elif name in arm.scores:
-                axes[name] = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                try:
+                    axes[name] = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
+                except FOREIGN as error:
+                    reason = f"its figures cannot be recorded ({one_line(error)})"
+                    axes[name] = Measurement(status=Status.FAILED, reason=reason, title=axis.title)
         return axes
 
     def comparisons(self, candidates: Sequence[ArmResult]) -> list[Comparison]:

@@ -1,6 +1,7 @@
 """Typed parent–child messages: one JSON object per line, over the child's standard input and output.
 
-The version is checked when the child greets, because it may run in an environment with another fidelab.
+The version is checked when the child greets, because it may run in an environment with another fidelab.  Behind a
+prefix it may be any program, so every field is checked for its type.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 from fidelab.core import Status
+from fidelab.engines.base import RuntimeInfo
 from fidelab.errors import EngineError
 
 __all__ = [
@@ -27,11 +30,16 @@ __all__ = [
     "ProbeFailed",
     "ProbeTask",
     "Progress",
+    "check_ran",
+    "check_text",
     "decode",
     "encode",
+    "fits",
 ]
 
 PROTOCOL = 7
+_DEEPEST = 32  # objects and lists within one another
+_LARGEST = 2**63  # of numbers
 
 
 @dataclass(frozen=True)
@@ -146,18 +154,87 @@ def decode(line: bytes) -> Message:
     """The inverse of :func:`encode`.
 
     Raises:
-        EngineError: the line is no message of this protocol.
+        EngineError: the line is no message of this protocol, or one with a field of another type.
     """
     try:
-        fields = json.loads(line)
+        fields = json.loads(line, parse_constant=_no_number)
         cls = _TYPES[fields.pop("type")]
+        check_text(fields)
         if cls is Hello:  # of any version, whatever else that version says
             fields = {"pid": fields["pid"], "protocol": fields["protocol"]}
-        elif cls is Failed:
+        for name, kind in get_type_hints(cls).items():
+            if name in fields and name != "tasks" and not fits(fields[name], kind):
+                raise TypeError(f"{name} is of another type")
+        if cls is Failed:
             fields["kind"] = str(Status(fields["kind"]))
+        elif cls is Done:
+            check_ran(fields["ran"])
         elif cls in (Job, More):
             fields["tasks"] = [ProbeTask(**task) for task in fields["tasks"]]
         message: Message = cls(**fields)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise EngineError(f"the worker sent something that is no message ({error}): {line[:80]!r}") from None
     return message
+
+
+def check_ran(ran: Mapping[str, Any]) -> None:
+    """Check the fields of a record of what ran that are read here; further ones may be anything.
+
+    Raises:
+        TypeError: one is of another type; names it.
+    """
+    for name, kind in {**get_type_hints(RuntimeInfo), **_RAN}.items():
+        if name in ran and not fits(ran[name], kind):
+            raise TypeError(f"what ran: {name} is of another type")
+
+
+_RAN: Mapping[str, Any] = {
+    "ids": str | None,
+    "proof": Mapping[str, str] | None,
+    "provenance": Mapping[str, str],
+    "pythonpath": list[Mapping[str, Any]],
+    "variables": Mapping[str, str],
+    **dict.fromkeys(("k_changed", "v_changed"), float | None),
+    **dict.fromkeys(("loaded_host_bytes", "peak_host_bytes", "peak_device_bytes"), float | None),
+}
+"""Fields besides those of :class:`~fidelab.engines.base.RuntimeInfo`."""
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether plain data from JSON is of a type; numbers are finite, at least 0 and below 2^63."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return True
+    if kind in (int, float):
+        number = int if kind is int else int | float
+        return isinstance(value, number) and not isinstance(value, bool) and 0 <= value < _LARGEST
+    if origin is UnionType:
+        return any(fits(value, part) for part in parts)
+    if origin is list:
+        return isinstance(value, list) and all(fits(item, parts[0]) for item in value)
+    if origin in (dict, Mapping):
+        return isinstance(value, dict) and all(fits(item, parts[1]) for item in value.values())
+    return isinstance(value, kind)
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+def check_text(value: Any, depth: int = 0) -> None:
+    """Refuse text that no file can hold, and nesting that exhausts the stack.
+
+    Raises:
+        ValueError: there is some.
+    """
+    if depth > _DEEPEST:
+        raise ValueError("nested too deeply")
+    if isinstance(value, str):
+        value.encode()  # lone surrogates
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            check_text(key, depth)
+            check_text(item, depth + 1)
+    elif isinstance(value, list):
+        for item in value:
+            check_text(item, depth + 1)

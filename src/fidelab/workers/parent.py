@@ -46,6 +46,9 @@ _EXIT_WAIT = 120.0  # seconds that a worker may take to exit once it has said ev
 _DRAIN_WAIT = 2.0  # seconds to read what an exited worker left in the pipe, where another process holds that open
 _MEMORY_WAIT = 60.0  # seconds to wait for device memory to come back
 _LOG_LINES = 12  # of a log that are kept
+_LONGEST = 4 << 20  # bytes of a message
+_REASON = 2000  # characters of a reason
+_WAITING = 256  # messages that are read ahead
 _WRONG_BUILD = (
     "the engine's build may not suit this machine: try it out with fidelab doctor --trial, and where that fails, "
     "install it anew (fidelab engines install)"
@@ -106,8 +109,10 @@ class Worker:
         self._job, self._log, self._env, self._command, self._server = job, log, env, list(command), server
         self._deadline = deadline
         self._listen = listen
-        self._inbox: queue.Queue[bytes | None] = queue.Queue()
+        self._inbox: queue.Queue[bytes | None] = queue.Queue(_WAITING)
+        self._sending: threading.Thread | None = None
         self._process: _Process | None = None
+        self._greeted = False
         self._spawned = 0.0
         self._log_start = 0
         self._targets: list[Path] = []
@@ -179,14 +184,14 @@ class Worker:
             except OSError as error:
                 self._fail(f"the worker could not be started: {error.strerror} ({self._command[0]})")
                 return False
-        _start_pump(self._process, self._inbox)
-        return self._converse(job, greeted=False)
+        _start_pump(self._process, self._inbox, lambda: self._closed)
+        return self._converse(job)
 
-    def _converse(self, message: Job | More, greeted: bool = True) -> bool:
+    def _converse(self, message: Job | More) -> bool:
         """Send a message and read the child's until it is idle (``True``) or gone; a job is sent after its greeting."""
         assert self._process is not None
-        if greeted:
-            _send(self._process, message)
+        if self._greeted:
+            self._send(message)
         end = None if self._deadline is None else time.monotonic() + self._deadline - self.outcome.seconds
         while True:
             left = None if end is None else end - time.monotonic()
@@ -203,7 +208,10 @@ class Worker:
                     self._fail(self._obituary(self._process.wait()))
                 return False
             try:
+                if len(line) > _LONGEST:
+                    raise EngineError(f"the worker sent a message of more than {_LONGEST >> 20} MiB")
                 reply = decode(line)
+                self._check_turn(reply)
             except EngineError as error:
                 self._fail(str(error))
                 return False
@@ -214,14 +222,55 @@ class Worker:
                         "install the same version of fidelab there"
                     )
                     return False
+                self._greeted = True
                 self.outcome.phases["interpreter"] = time.monotonic() - self._spawned
-                _send(self._process, message)
+                self._send(message)
             self._note(reply)
             if self._done:  # what remains is to exit
                 end = min(end or float("inf"), time.monotonic() + _EXIT_WAIT)
             self._listen(reply)
             if isinstance(reply, Idle):
                 return True
+
+    def _check_turn(self, message: Message) -> None:
+        """Whether a message may come now.
+
+        Raises:
+            EngineError: it may not; names it.
+        """
+        known = {*self.outcome.captured, *self.outcome.failed}
+        fault = ""
+        match message:
+            case Job() | More():
+                fault = "is for workers to receive"
+            case Hello() if self._greeted:
+                fault = "came twice"
+            case Opened() if self.outcome.load_seconds is not None:
+                fault = "came twice"
+            case Captured(index=index) | ProbeFailed(index=index) if index in known or index >= len(self._targets):
+                fault = f"is about task {index}, which was not asked or is answered"
+            case Failed(kind=kind) if kind not in (Status.FAILED, Status.NOT_SUPPORTED):
+                fault = f"names the status {kind}"
+            case _ if self._done:
+                fault = "came after the last one"
+            case _ if not self._greeted and not isinstance(message, Hello):
+                fault = "came before the greeting"
+        if fault:
+            raise EngineError(f"the worker broke its protocol: {type(message).__name__} {fault}")
+
+    def _send(self, message: Message) -> None:
+        """Send without waiting for the child to read."""
+        assert self._process is not None
+        stream, line = self._process.stdin, encode(message)
+        assert stream is not None
+
+        def write() -> None:
+            with contextlib.suppress(OSError, ValueError):  # the child, or this side, closed it
+                stream.write(line)
+                stream.flush()
+
+        self._sending = threading.Thread(target=write, daemon=True)
+        self._sending.start()
 
     def _note(self, message: Message) -> None:
         outcome = self.outcome
@@ -232,9 +281,9 @@ class Worker:
             case Captured(index=index, path=path):
                 outcome.captured[index] = path
             case ProbeFailed(index=index, reason=reason):
-                outcome.failed[index] = reason
+                outcome.failed[index] = _shortened(reason)
             case Failed(kind=kind, reason=reason):
-                outcome.status, outcome.reason = Status(kind), reason
+                outcome.status, outcome.reason = Status(kind), _shortened(reason)
                 self._done = True
             case Done(ran=ran):
                 outcome.ran = dict(ran)
@@ -262,6 +311,11 @@ class Worker:
         try:
             if self._process is not None:
                 _end_group(self._process)
+                if self._sending is not None:
+                    self._sending.join(_DRAIN_WAIT)
+                if self._process.stdin is not None and not (self._sending and self._sending.is_alive()):
+                    with contextlib.suppress(OSError):
+                        self._process.stdin.close()
         finally:
             for target in self._targets:  # a killed worker's unfinished captures can take gigabytes
                 sweep_partial(target)
@@ -296,32 +350,41 @@ def run_worker(
         return worker.finish()
 
 
-def _send(process: _Process, message: Message) -> None:
-    assert process.stdin is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(encode(message))
-        process.stdin.flush()
-
-
-def _start_pump(process: _Process, inbox: queue.Queue[bytes | None]) -> None:
+def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], is_over: Callable[[], bool]) -> None:
     """Put lines of the worker into the inbox, then ``None`` once it has exited.
 
     The exit counts, not the end of the pipe, which a process that the engine left behind may hold open for ever.
     """
 
+    def put(line: bytes | None) -> None:
+        while not is_over():
+            try:
+                inbox.put(line, timeout=0.2)
+            except queue.Full:
+                continue
+            break
+
     def pump() -> None:
         assert process.stdout is not None
-        for line in process.stdout:
-            inbox.put(line)
+        while not is_over() and (line := process.stdout.readline(_LONGEST + 1)):
+            put(line)
 
     def wait() -> None:
         process.wait()
         reader.join(_DRAIN_WAIT)
-        inbox.put(None)
+        while reader.is_alive() and inbox.full() and not is_over():  # it waits for room, not for the pipe
+            reader.join(0.2)
+        put(None)
 
     reader = threading.Thread(target=pump, daemon=True)
     reader.start()
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _shortened(reason: str) -> str:
+    """A reason as the worker gave it, on one line and not endless."""
+    line = " ".join(reason.split()) or "the worker gave no reason"
+    return line if len(line) <= _REASON else f"{line[: _REASON - 1]}…"
 
 
 def _end_group(process: _Process) -> None:
@@ -335,9 +398,6 @@ def _end_group(process: _Process) -> None:
     finally:
         _signal_group(process.pid, signal.SIGKILL)  # also grandchildren that outlived the leader
         process.wait()
-        if process.stdin is not None:
-            with contextlib.suppress(OSError):
-                process.stdin.close()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

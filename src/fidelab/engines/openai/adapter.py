@@ -1,10 +1,10 @@
 """Any server with an OpenAI-compatible API that somebody else started: vLLM, SGLang, llama.cpp's two, others.
 
 Engine options (``--engine-arg``): ``base-url`` (http://HOST:PORT, needed), ``model`` (the served name; the only one
-unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY where that is
-set), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per request, 600),
-``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text; ids where the
-server takes them).
+unless told), ``api-key-env`` (the name of the environment variable that holds the key; OPENAI_API_KEY for a server
+on this machine), ``concurrency`` (requests at a time; the request's batch, at most 8), ``timeout`` (seconds per
+request, 600), ``logprobs`` (tokens per position; 20, or 5 where the server gives no more), ``prompts`` (ids or text;
+ids where the server takes them).
 
 - **The KV format is the server's.**  ``as-served`` claims nothing; any other name must be the one that the server
   reports, else the arm is not engaged.  Only vLLM (/metrics) and SGLang (/server_info) report one.
@@ -19,7 +19,6 @@ server takes them).
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections import deque
@@ -30,13 +29,14 @@ from typing import Any, ClassVar, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.captures.check import why_no_distribution
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
 from fidelab.engines.openai.dialects import Completed, Dialect, Top
-from fidelab.engines.openai.http import Client, Refused, split_url
+from fidelab.engines.openai.http import Client, Refused, read_key, split_url
 from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
@@ -55,9 +55,9 @@ _KV = (
     *("fp4_e2m1", "turboquant_k8v4"),
     *("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"),  # llama.cpp
 )
-_KEY = "OPENAI_API_KEY"
 _CONCURRENCY = 8
 _TIMEOUT = 600.0
+_IDS = 2**31  # above all token ids
 _TOPS = (20, 5)  # what vLLM and OpenAI give at most
 
 
@@ -121,15 +121,13 @@ class OpenAIEngine(Engine):
                 "engine openai needs the address of a server: --engine-arg base-url=http://127.0.0.1:8000/v1"
             )
         split_url(options["base-url"])
-        variable = options.get("api-key-env")
-        if variable is not None and not os.environ.get(variable):
-            raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
+        read_key(options["base-url"], options.get("api-key-env"))
         return Support(True)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
-        key = os.environ.get(self._options.get("api-key-env", _KEY)) or None
+        key = read_key(self._options["base-url"], self._options.get("api-key-env"))
         self._client = Client(self._options["base-url"], key, float(self._options.get("timeout", _TIMEOUT)))
         self._server = identify(self._client, self._options.get("model"))
         self._words = Words(arm.path, arm.model)
@@ -208,8 +206,8 @@ class OpenAIEngine(Engine):
         if not self._dialect.top:
             return self._without_prompt_logprobs(request, sink)
 
-        def rows(index: int) -> list[Top]:
-            return self._dialect.score(request.windows[index])[request.first : request.last + 1]
+        def rows(index: int) -> Sequence[Top]:
+            return _checked(self._dialect.score(request.windows[index])[request.first : request.last + 1])
 
         for index, tops in self._asked(len(request.windows), rows, sink, self._width()):
             sink.add(index, _rows(tops))
@@ -221,9 +219,9 @@ class OpenAIEngine(Engine):
             return self._without_prompt_logprobs(request, sink)
         pairs = list(zip(request.prompts, request.continuations, strict=True))
 
-        def rows(index: int) -> list[Top]:
+        def rows(index: int) -> Sequence[Top]:
             prompt, continuation = pairs[index]
-            return self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1] if continuation else []
+            return _checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]) if continuation else []
 
         for index, tops in self._asked(len(pairs), rows, sink, self._width()):
             reason = None if tops else "empty continuation"
@@ -235,7 +233,9 @@ class OpenAIEngine(Engine):
         produced = cached = reread = 0
 
         def sequence(index: int) -> Completed:
-            return self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
+            done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
+            _checked(done.tops or [])
+            return done
 
         for index, done in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
             prompt = request.prompts[index]
@@ -331,6 +331,20 @@ def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:
     if len(events) != n:
         raise Refused(f"the server ended after {len(events)} of {n} tokens: it heeds no ignore_eos")
     return [seconds for seconds, _ in events]
+
+
+def _checked(tops: Sequence[Top]) -> Sequence[Top]:
+    """Log-probabilities as a server reported them.
+
+    Raises:
+        Refused: they are none of a distribution, or a token is none.
+    """
+    for top in tops:
+        if fault := why_no_distribution(np.array([list(top.values())], dtype=np.float64)):
+            raise Refused(f"the server's answer {fault}")
+        if not all(0 <= token < _IDS for token in top):
+            raise Refused("the server's answer names a token id that none can be")
+    return tops
 
 
 def _rows(tops: Sequence[Top]) -> dict[str, Array]:

@@ -7,7 +7,9 @@ no request can.  Neither message ever contains the key.
 from __future__ import annotations
 
 import http.client
+import ipaddress
 import json
+import os
 import ssl
 import threading
 import time
@@ -17,8 +19,9 @@ from urllib.parse import urlsplit
 
 from fidelab.errors import EngineError, UsageError
 
-__all__ = ["Client", "Refused", "split_url"]
+__all__ = ["Client", "Refused", "read_key", "split_url"]
 
+_KEY = "OPENAI_API_KEY"
 _BUSY = (429, 502, 503, 504)  # answers after which waiting helps
 _ATTEMPTS = 5
 _FIRST_WAIT = 0.5  # seconds, doubled from attempt to attempt
@@ -53,6 +56,30 @@ def split_url(text: str) -> tuple[str, str]:
             "write http://HOST:PORT/v1 and give the key by api-key-env=NAME"
         )
     return f"{parts.scheme}://{parts.netloc}", parts.path.rstrip("/") or "/v1"
+
+
+def read_key(base_url: str, variable: str | None) -> str | None:
+    """The key for a server, from the environment variable that the user named.
+
+    Where none was named, ``OPENAI_API_KEY`` is taken for servers on this machine alone: other hosts are not to get a
+    key that was not meant for them.
+
+    Raises:
+        UsageError: the variable that was named is not set.
+    """
+    if variable and not os.environ.get(variable):
+        raise UsageError(f"engine openai: environment variable {variable} (api-key-env) is not set")
+    return os.environ.get(variable or _KEY) or None if variable or _is_local(base_url) else None
+
+
+def _is_local(base_url: str) -> bool:
+    """Whether a URL names this machine: ``localhost``, a loopback address, or the unspecified one."""
+    try:
+        host = (urlsplit(base_url).hostname or "").rstrip(".")
+        address = ipaddress.ip_address("127.0.0.1" if host == "localhost" else host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_unspecified
 
 
 class Client:
@@ -192,9 +219,10 @@ class Client:
     def _refusal(self, response: http.client.HTTPResponse, content: bytes, path: str) -> EngineError:
         status, text = response.status, self._said(content.decode("utf-8", "replace"))
         if status in (401, 403):
+            unsent = "" if self._key else f" (none was sent: {_KEY} goes to this machine alone)"
             return EngineError(
                 f"{self.root} refuses the key ({status}: {text}): put it in an environment variable and name that by "
-                "--engine-arg api-key-env=NAME"
+                f"--engine-arg api-key-env=NAME{unsent}"
             )
         if status == 404 and not text.startswith("{"):
             return Refused(f"{self.root} has no {path} for this ({status}: {text}): correct base-url or model", status)

@@ -1,0 +1,253 @@
+"""What a settings file may not do unasked: start a program, send a key, read files that lie elsewhere.
+
+Files are passed around, so that whoever runs one need not be its author.  What such a file asks for is listed, and
+refused unless the person gives the same words as flags or names the file by ``--trust FILE``.  A file that was trusted
+once, and every file that fidelab writes for a run of this user, is remembered by a hash of its content and of the paths
+that it leads to from the current folder.  The content of programs and shims is not part of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+import shutil
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+
+from fidelab.config.arms import arm_fields
+from fidelab.config.cross import CrossEngine
+from fidelab.config.load import apply_overrides, expand, read_yaml
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.core import digest
+from fidelab.errors import ConfigError, InputError, UsageError
+
+__all__ = ["Demand", "Trust", "check_trust", "demands", "load_trusted", "remember"]
+
+Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
+
+_MEMORY = "fidelab/trusted-files"  # below the user's state: per line a hash and the file that had it
+_COMMANDS = ("prefix", "python", "pythonpath")
+_KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
+_NAMES = {"text": ("default", "wikitext-2"), "prompts": ("default",)}  # values that are no files
+
+
+@dataclass(frozen=True)
+class Demand:
+    """One thing that a file asks for.
+
+    ``key`` and ``value``: as files and flags have them.  ``what``: the consequence, in words.  ``target``: the path or
+    the host that is meant, where the value alone does not say.
+    """
+
+    key: str
+    value: str
+    what: str
+    target: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.value!r} {self.what}"
+
+
+@dataclass(frozen=True)
+class Trust:
+    """What the person said on the command line.
+
+    ``files``: trusted ones, or their folders.  ``words``: key and value of what a file may ask for, too; with
+    ``exact``, a word that the file does not ask for is a mistake.
+    """
+
+    files: Sequence[Path] = ()
+    words: Collection[tuple[str, str]] = ()
+    exact: bool = False
+
+
+def check_trust(
+    settings: Experiment | CrossEngine, written: Mapping[str, Any], file: Path, trust: Trust | None = None
+) -> None:
+    """Refuse what a file asks for unasked; nothing of it has been run or read before.
+
+    Args:
+        settings: as they would run, overrides of the command line included.
+        written: the file's own content.
+        file: where it lies; what lies in its folder, too, may be read.
+
+    Raises:
+        ConfigError: it asks for something and is not trusted; lists everything.
+        UsageError: a flag names something that this file does not ask for (``trust.exact``).
+    """
+    trust = trust or Trust()
+    asked = [demand for demand in demands(settings) if (demand.key, demand.value) not in trust.words]
+    if trust.exact:
+        there = {(demand.key, demand.value) for demand in demands(settings)}
+        for key, value in (word for word in trust.words if word not in there):
+            raise UsageError(f"--{key} {value}: {file} does not ask for it; leave it out")
+    left = [demand for demand in asked if not _inside(demand, file)]
+    known = _hash(written, asked)
+    if not left or known in _known():
+        return
+    if any(_place(path) in (_place(file), _place(file.parent)) for path in trust.files):
+        _note(known, file)
+        return
+    listed = "; ".join(map(str, left))
+    raise ConfigError(
+        f"{file} asks for what a file may not do unasked: {listed}. Nothing was run or read; "
+        f"if you trust it, add --trust {shlex.quote(str(file))}, or give the same flags"
+    )
+
+
+def load_trusted(
+    file: Path, overrides: Sequence[str], files: Sequence[Path], read: Callable[[dict[str, Any], str], Settings]
+) -> Settings:
+    """Read a settings file with ``a.b=c`` overrides and check that it is trusted.
+
+    ``files``: those that the person named by ``--trust``.  ``read``: makes settings of plain data, given their place.
+
+    Raises:
+        ConfigError: as :func:`~fidelab.config.load.load`, and as :func:`check_trust`.
+    """
+    written = read_yaml(file)
+    data = deepcopy(written)
+    apply_overrides(data, overrides)
+    settings = read(data, str(file))
+    check_trust(settings, written, file, Trust(files, _words(overrides)))
+    return settings
+
+
+def remember(settings: Experiment | CrossEngine, written: str | Mapping[str, Any], file: Path) -> None:
+    """Trust a file that fidelab itself wrote for this user; ``written``: its content, as text or as data."""
+    asked = demands(settings)
+    if asked:
+        _note(_hash(yaml.safe_load(written) if isinstance(written, str) else written, asked), file)
+
+
+def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
+    """Key and value of everything that ``a.b=c`` overrides say, arms in one line included."""
+    pairs: set[tuple[str, str]] = set()
+    for text in overrides:
+        place, _, value = text.partition("=")
+        pairs.update(_leaves(place.rpartition(".")[2], yaml.safe_load(value)))
+    return pairs
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(str(name), inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _leaves(key, inner)
+    elif isinstance(value, str):
+        yield key, value
+        with contextlib.suppress(ValueError):
+            if "=" in value and key in ("reference", "control", "candidates"):
+                yield from _leaves(key, {k: v for k, v in arm_fields(value).items() if k != "kv"})
+
+
+# ----------------------------------------------------------------------------------------- what a file asks for
+
+
+def demands(settings: Experiment | CrossEngine) -> list[Demand]:
+    """Programs, shims, code of a hub, keys and files that these settings name, each once."""
+    found: list[Demand] = []
+    for engine, options in _arms(settings):
+        found += _programs(engine)
+        if engine.name == "hf" and "/" in options.get(_ATTENTION, ""):
+            found.append(Demand(_ATTENTION, options[_ATTENTION], "is code of a hub that would be run"))
+        if _KEY in options:
+            host = options.get(_ADDRESS, "no address")
+            found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
+    for key, names in _NAMES.items():
+        value = getattr(settings, key)
+        if value not in names:
+            found += _file(key, value)
+    for values in ((settings.axes or {}).values(), getattr(settings, "benches", {}).values()):
+        for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
+            found += _file(key, value, Path.is_file)
+    return list(dict.fromkeys(found))
+
+
+def _arms(settings: Experiment | CrossEngine) -> Iterator[tuple[EngineConfig, Mapping[str, str]]]:
+    """Engine and options of every arm."""
+    if isinstance(settings, CrossEngine):
+        yield from ((line.engine, line.engine_args) for line in settings.engines)
+        return
+    control = [settings.control] if isinstance(settings.control, ArmConfig) else []
+    for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells()):
+        engine = arm.engine or settings.engine
+        shared = settings.engine_args if engine.name == settings.engine.name else {}
+        yield engine, {**shared, **arm.engine_args}
+
+
+def _programs(engine: EngineConfig) -> Iterator[Demand]:
+    if engine.prefix:
+        yield Demand("prefix", engine.prefix, "is a command that would be started", _command(engine.prefix))
+    if engine.python:
+        there = "" if engine.prefix else str(expand(shutil.which(engine.python) or engine.python))
+        yield Demand("python", engine.python, "is a program that would be started", there)
+    for folder in engine.pythonpath:
+        yield Demand("pythonpath", folder, "is a folder of code that would be run", str(expand(folder)))
+
+
+def _command(prefix: str) -> str:
+    """The words of a command that name files from the current folder, as absolute paths."""
+    with contextlib.suppress(ValueError):
+        words = [word.rpartition("=")[2] for word in shlex.split(prefix)]
+        return " ".join(str(Path(word).absolute()) for word in words if word and os.path.lexists(word))
+    return ""
+
+
+def _file(key: str, value: str, exists: Callable[[Path], bool] = Path.exists) -> Iterator[Demand]:
+    with contextlib.suppress(OSError, ValueError, InputError):  # no path at all
+        path = expand(value)
+        if exists(path):
+            where = "" if str(path.resolve()) == value else f" ({str(path.resolve())!r})"
+            yield Demand(key, value, f"is a file elsewhere that would be read{where}", str(path.resolve()))
+
+
+def _inside(demand: Demand, file: Path) -> bool:
+    """Whether the demand is a file that lies in the settings file's own folder."""
+    if demand.key in (*_COMMANDS, _ATTENTION, _KEY):
+        return False
+    return Path(demand.target).is_relative_to(_place(file.parent))
+
+
+def _place(path: Path) -> Path:
+    """Where a path leads, without links and dots."""
+    try:
+        return path.expanduser().resolve()
+    except (OSError, RuntimeError):  # a loop of links; the home of a user who does not exist
+        return path.absolute()
+
+
+# ------------------------------------------------------------------------------------------------- the memory
+
+
+def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
+    return digest(repr(dict(written)), *sorted(f"{demand.key} {demand.target}" for demand in asked))
+
+
+def _memory() -> Path:
+    """In the user's own state: the cache may be a folder that several users share."""
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / _MEMORY
+
+
+def _known() -> set[str]:
+    with contextlib.suppress(OSError, RuntimeError):
+        return {line.partition(" ")[0] for line in _memory().read_text("utf-8", errors="replace").splitlines()}
+    return set()
+
+
+def _note(known: str, file: Path) -> None:
+    """Append a hash; where that cannot be written, the person is asked again next time."""
+    if known in _known():
+        return
+    with contextlib.suppress(OSError, RuntimeError):
+        _memory().parent.mkdir(parents=True, exist_ok=True)
+        with _memory().open("a", encoding="utf-8", errors="replace") as memory:
+            memory.write(f"{known} {str(file.absolute())!r}\n")

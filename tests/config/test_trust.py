@@ -1,0 +1,310 @@
+"""A settings file from somebody else starts nothing, sends nothing and reads nothing elsewhere before it is trusted."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fidelab.engines.openai.http import read_key
+from fidelab.errors import UsageError
+from tests.engines.openai_server import Served, save_model, serving
+from tests.runs.harness import Done, cli
+
+SIZES = {"kld": {"windows": 1, "n_ctx": 16}}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Nothing is trusted yet."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return tmp_path / "state" / "fidelab" / "trusted-files"
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Path:
+    """A folder with a command and a shim that leave a mark when they run."""
+    folder = tmp_path / "room"
+    (folder / "shims").mkdir(parents=True)
+    mark = folder / "mark"
+    (folder / "shims" / "sitecustomize.py").write_text(f"open({str(mark)!r}, 'w').close()\n")
+    (folder / "wrap.sh").write_text(f'touch "{mark}"\nexec "$@"\n')
+    (folder / "python").write_text(f'#!/bin/sh\ntouch "{mark}"\nexec "{sys.executable}" "$@"\n')
+    (folder / "python").chmod(0o755)
+    (folder / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(60)))
+    return folder
+
+
+def write(folder: Path, **changes: Any) -> Path:
+    """An experiment on the fake engine, in a file."""
+    data: dict[str, Any] = {
+        "model": "fake",
+        "engine": "fake",
+        "reference": "exact",
+        "candidates": ["tilt"],
+        "axes": SIZES,
+    }
+    data |= {"axes": SIZES, "control": "none", "floor": 0, "twins": 0, "text": "text.txt", **changes}
+    file = folder / "experiment.yaml"
+    file.write_text(yaml.safe_dump(data))
+    return file
+
+
+def fake(**where: Any) -> dict[str, Any]:
+    return {"name": "fake", **where}
+
+
+PREFIX = {"prefix": "sh wrap.sh", "python": sys.executable}
+LINE = f"kv=tilt,engine=fake,prefix=sh wrap.sh,python={sys.executable}"
+PROGRAMS: dict[str, dict[str, Any]] = {
+    "prefix": {"engine": fake(**PREFIX)},
+    "python": {"engine": fake(python="./python")},
+    "pythonpath": {"engine": fake(pythonpath=["shims"])},
+    "of-the-reference": {"reference": {"kv": "exact", "engine": fake(**PREFIX)}},
+    "of-the-control": {"control": {"kv": "tilt[q=0.51]", "engine": fake(**PREFIX)}},
+    "of-a-candidate": {"candidates": ["tilt[q=0.7]", {"kv": "tilt", "engine": fake(**PREFIX)}]},
+    "in-one-line": {"candidates": [LINE]},
+    "of-a-cross-engine": {
+        "kind": "cross-engine",
+        "engines": [{"engine": fake(**PREFIX), "candidate": "tilt"}],
+    },
+}
+CROSS = ("model", "axes", "floor", "text", "kind", "engines")
+
+
+def refused(done: Done, *said: str) -> str:
+    """The one line of a command that was refused."""
+    assert (done.code, done.out) == (2, ""), done
+    [line] = done.err.splitlines()
+    assert all(words in line for words in said), line
+    return line
+
+
+# -------------------------------------------------------------------------------------------------- programs
+
+
+@pytest.mark.parametrize("flags", [(), ("--dry-run",)], ids=["run", "dry-run"])
+@pytest.mark.parametrize("where", PROGRAMS)
+def test_a_program_of_a_file_is_named_and_not_started(where: str, flags: tuple[str, ...], room: Path) -> None:
+    file = write(room, **PROGRAMS[where])
+    if "kind" in PROGRAMS[where]:
+        data = yaml.safe_load(file.read_text())
+        file.write_text(yaml.safe_dump({key: data[key] for key in CROSS}))
+    before = sorted(room.rglob("*"))
+    line = refused(cli("run", "experiment.yaml", *flags, cwd=room), "--trust experiment.yaml", "Nothing was run")
+    assert any(words in line for words in ("prefix 'sh wrap.sh'", "python './python'", "pythonpath 'shims'"))
+    assert sorted(room.rglob("*")) == before
+
+
+def test_a_kernel_of_a_hub_is_code_too(room: Path) -> None:
+    file = write(room, model="smollm2-135m", engine="hf", reference="f32", candidates=["kv=f32,attention=evil/kernel"])
+    refused(cli("run", file, "--dry-run", cwd=room), "attention 'evil/kernel' is code of a hub")
+
+
+def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> None:
+    file = write(room, engine=fake(**PREFIX))
+    first = cli("run", file, "--trust", file, cwd=room)
+    assert first.code == 0, first.err
+    assert (room / "mark").exists()
+    assert str(file) in memory.read_text()
+    assert cli("run", file, "--set", "axes.kld.windows=2", cwd=room).code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [({"seed": 7}, "prefix 'sh wrap.sh'"), ({"engine": fake(prefix="sh other.sh")}, "prefix 'sh other.sh'")],
+    ids=["anything", "the-command"],
+)
+def test_a_trusted_file_that_was_changed_is_asked_for_again(change: dict[str, Any], said: str, room: Path) -> None:
+    assert cli("run", write(room, engine=fake(**PREFIX)), "--dry-run", "--trust", room, cwd=room).code == 0
+    refused(cli("run", write(room, **{"engine": fake(**PREFIX), **change}), "--dry-run", cwd=room), said)
+
+
+def test_trust_of_relative_words_holds_for_the_programs_they_named(room: Path, tmp_path: Path) -> None:
+    for words in ({"pythonpath": ["shims"]}, PREFIX, {"python": "./python"}):
+        file = write(room, engine=fake(**words))
+        assert cli("run", file, "--dry-run", "--trust", file, cwd=room).code == 0
+    other = tmp_path / "other"
+    shutil.copytree(room, other)
+    refused(cli("run", "experiment.yaml", "--dry-run", cwd=other), "python './python'")
+    write(other, engine=fake(**PREFIX))
+    refused(cli("run", "experiment.yaml", "--dry-run", cwd=other), "prefix 'sh wrap.sh'")
+
+
+def test_another_file_that_is_trusted_does_not_help(room: Path) -> None:
+    (room / "mine.yaml").write_text("model: fake")
+    refused(cli("run", write(room, engine=fake(**PREFIX)), "--trust", "mine.yaml", cwd=room), "prefix 'sh wrap.sh'")
+
+
+def test_words_given_as_flags_are_not_asked_for(room: Path) -> None:
+    file = write(room, engine=fake(**PREFIX))
+    flags = ("--set", "engine.prefix=sh wrap.sh", "--set", f"engine.python={sys.executable}")
+    refused(cli("run", file, "--dry-run", *flags[:2], cwd=room), "python ")
+    assert cli("run", file, "--dry-run", *flags, cwd=room).code == 0
+    assert cli("run", write(room, engine=fake()), "--dry-run", *flags, cwd=room).code == 0
+    line = write(room, candidates=[LINE])
+    assert cli("run", line, "--dry-run", "--set", f"candidates=['{LINE}']", cwd=room).code == 0
+
+
+# -------------------------------------------------------------------------------------------------- run folders
+
+
+def started(room: Path, *flags: str) -> Path:
+    """The folder of a run that this user started by flags."""
+    sizes = ("--axes", "kld", "--windows", "1", "--n-ctx", "16", "--text", "text.txt", "--no-floor")
+    done = cli(
+        *("compare", "fake", "--engine", "fake", "--reference", "exact", "--kv", "tilt", *sizes, *flags), cwd=room
+    )
+    assert done.code == 0, done.err
+    return done.folder
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [(), ("--prefix", "sh wrap.sh", "--python", sys.executable), ("--pythonpath", "shims")],
+    ids=["text", "prefix", "pythonpath"],
+)
+def test_ones_own_run_is_gone_on_with_unasked(flags: tuple[str, ...], room: Path, tmp_path: Path) -> None:
+    folder = started(room, *flags)
+    moved = folder.rename(tmp_path / "moved")
+    assert cli("compare", "--resume", moved, cwd=room).code == 0
+    assert cli("run", moved / "config.resolved.yaml", "--dry-run", cwd=room).code == 0
+
+
+@pytest.fixture
+def strange(room: Path, memory: Path) -> Path:
+    """The same, of somebody else: a command was put into it, and nothing of it is remembered here."""
+    folder = started(room, "--prefix", "sh wrap.sh", "--python", sys.executable)
+    for left in (memory, room / "mark"):
+        left.unlink()
+    return folder
+
+
+def test_a_folder_of_somebody_else_starts_nothing(strange: Path, room: Path) -> None:
+    before = sorted(strange.rglob("*"))
+    said = ("prefix 'sh wrap.sh'", f"--trust {strange / 'config.resolved.yaml'}", "text ")
+    refused(cli("compare", "--resume", strange, cwd=room), *said)
+    refused(cli("run", strange / "config.resolved.yaml", "--dry-run", cwd=room), *said)
+    refused(cli("repeat", strange, cwd=room), *said)
+    assert sorted(strange.rglob("*")) == before
+    assert not (room / "mark").exists()
+
+
+def test_a_folder_of_somebody_else_is_gone_on_with_once_trusted(strange: Path, room: Path) -> None:
+    assert cli("compare", "--resume", strange, "--trust", strange / "config.resolved.yaml", cwd=room).code == 0
+    assert cli("compare", "--resume", strange, cwd=room).code == 0
+
+
+def test_a_folder_of_somebody_else_is_gone_on_with_by_the_same_flags(strange: Path, room: Path) -> None:
+    flags = ("--prefix", "sh wrap.sh", "--python", sys.executable, "--text", room / "text.txt")
+    assert cli("compare", "--resume", strange, *flags, cwd=room).code == 0
+    refused(cli("compare", "--resume", strange, *flags[:4], cwd=room), "text ")
+    refused(cli("compare", "--resume", strange, *flags, "--pythonpath", "shims", cwd=room), "does not ask for it")
+
+
+def test_trust_alone_is_no_flag_of_a_new_run(room: Path) -> None:
+    refused(cli("compare", "fake", "--engine", "fake", "--kv", "tilt", "--trust", "x", cwd=room), "--resume")
+
+
+def test_a_repeat_of_somebody_else_starts_nothing_and_ones_own_goes_on(room: Path, memory: Path) -> None:
+    file = write(room, engine=fake(**PREFIX))
+    done = cli("repeat", file, "--runs", 2, "--trust", file, cwd=room)
+    assert done.code == 0, done.err
+    [folder] = (room / "runs" / "repeats").iterdir()
+    assert cli("repeat", "--resume", folder, cwd=room).code == 0
+    for left in (memory, room / "mark", *folder.glob("*/report.json")):
+        left.unlink()
+    refused(cli("repeat", "--resume", folder, cwd=room), "prefix 'sh wrap.sh'", f"--trust {folder / 'repeat.json'}")
+    assert not (room / "mark").exists()
+    done = cli("repeat", "--resume", folder, "--trust", folder, cwd=room)  # the runs in it have files of their own
+    assert (done.code, "config.resolved.yaml asks for" in done.err) == (2, True)
+    assert not (room / "mark").exists()
+
+
+def test_where_nothing_can_be_remembered_the_person_is_asked_again(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (room / "no-folder").write_text("")
+    monkeypatch.setenv("XDG_STATE_HOME", str(room / "no-folder"))
+    folder = started(room)
+    refused(cli("compare", "--resume", folder, cwd=room), "text ")
+    assert cli("compare", "--resume", folder, "--trust", folder, cwd=room).code == 0
+
+
+# ----------------------------------------------------------------------------------------------- keys and files
+
+
+def test_a_variable_of_a_file_goes_to_no_host(room: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "hunter2")
+    save_model(room / "model")
+    with serving(Served()) as server:
+        file = write(
+            room,
+            model="model",
+            engine="openai",
+            reference="base-url=http://other.example/v1",
+            candidates=[f"base-url={server.url},api-key-env=AWS_SECRET_ACCESS_KEY"],
+        )
+        line = refused(cli("run", file, cwd=room), "api-key-env 'AWS_SECRET_ACCESS_KEY'", server.url)
+        assert server.keys == []
+    assert "hunter2" not in line
+
+
+@pytest.mark.parametrize(
+    ("url", "sent"),
+    [
+        ("http://localhost:8000/v1", True),
+        ("http://127.0.0.1:8000", True),
+        ("http://127.9.9.9", True),
+        ("http://[::1]:80/v1", True),
+        ("http://0.0.0.0:8000", True),
+        ("http://localhost.evil.example/v1", False),
+        ("http://127.0.0.1.evil.example", False),
+        ("http://192.168.0.7:8000", False),
+        ("https://api.example.com/v1", False),
+        ("http://[::1", False),
+    ],
+)
+def test_the_default_key_goes_to_this_machine_alone(url: str, sent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "sk")
+    monkeypatch.setenv("MINE", "mine")
+    assert read_key(url, None) == ("sk" if sent else None)
+    assert read_key(url, "MINE") == "mine"
+    with pytest.raises(UsageError, match=r"UNSET .* is not set"):
+        read_key(url, "UNSET")
+
+
+Place = Callable[[Path, Path], str]
+ELSEWHERE: dict[str, Place] = {
+    "absolute": lambda _folder, secret: str(secret),
+    "dots": lambda folder, secret: f"{folder}/../{secret.name}",
+    "link": lambda folder, secret: str(_linked(folder, secret)),
+}
+
+
+def _linked(folder: Path, secret: Path) -> Path:
+    (folder / "link.txt").symlink_to(secret)
+    return folder / "link.txt"
+
+
+@pytest.mark.parametrize("way", ELSEWHERE)
+@pytest.mark.parametrize("key", ["text", "prompts", "haystack", "data"])
+def test_a_file_elsewhere_is_asked_for_and_one_beside_is_not(key: str, way: str, room: Path) -> None:
+    secret = room.parent / "secret.txt"
+    secret.write_text((room / "text.txt").read_text())
+    axis = {"haystack": "rniah", "data": "gsm8k"}.get(key)
+
+    def ask(value: str) -> Done:
+        changes: dict[str, Any] = {key: value} if axis is None else {"axes": {**SIZES, axis: {key: value}}}
+        return cli("run", write(room, **changes), "--dry-run", cwd=room)
+
+    refused(ask(ELSEWHERE[way](room, secret)), f"{key} ", "is a file elsewhere that would be read", "secret.txt")
+    assert "asks for" not in ask(str(room / "text.txt")).err
+
+
+def test_what_a_file_asks_for_cannot_hide_in_control_characters(room: Path) -> None:
+    line = refused(cli("run", write(room, engine=fake(prefix="sh wrap.sh \x1b[2K\x1b]0;x\x07")), cwd=room))
+    assert line.isprintable()
