@@ -149,11 +149,13 @@ def serve(
 
     [bold]Examples[/bold]
 
-      fidelab bench serve --base-url http://127.0.0.1:8000 --model NAME --max-concurrency 8 --num-prompts 64
+      fidelab bench serve --base-url http://host:8000 --max-concurrency 8
 
-      fidelab bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --duration 60 --goodput ttft:500 tpot:50
+      fidelab bench serve --base-url http://host:8000 --request-rate 4 --duration 60
 
-      fidelab bench serve --base-url http://127.0.0.1:8000 --trace requests.jsonl --json
+      fidelab bench serve --base-url http://host:8000 --goodput ttft:500 tpot:50
+
+      fidelab bench serve --base-url http://host:8000 --trace requests.jsonl --json
     """
     _run(server, load, figures, run, as_json)
 
@@ -171,9 +173,9 @@ def sweep(
 
     [bold]Examples[/bold]
 
-      fidelab bench sweep --base-url http://127.0.0.1:8000 --model NAME --concurrency 1,2,4,8,16 --contexts 128,1k,4k
+      fidelab bench sweep --base-url http://host:8000 --concurrency 1,2,4,8
 
-      fidelab bench sweep --base-url http://127.0.0.1:8000 --repeats 3 --random-output-len 64 --name awq --json
+      fidelab bench sweep --base-url http://host:8000 --contexts 128,1k,4k --json
     """
     _run(server, load, figures, run, as_json)
 
