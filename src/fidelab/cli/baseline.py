@@ -92,7 +92,7 @@ def remove(name: Name, folder: Folder = _DIR) -> None:
 
 def diff(
     baseline: Annotated[
-        str, typer.Argument(metavar="BASELINE", help="A baseline's name, a run's folder, or a report.json.")
+        str, typer.Argument(metavar="BASELINE", help="A baseline's name, a run's folder, a report.json, or 'latest'.")
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The same, of what is compared with it.")],
     folder: Folder = _DIR,

@@ -85,7 +85,11 @@ def compare(
     resume_dir: Annotated[
         Path | None,
         typer.Option(
-            "--resume", metavar="RUN_DIR", help="Go on with a stopped run; give nothing else.", show_default=False
+            "--resume",
+            metavar="RUN_DIR",
+            help="Go on with a stopped run, or with 'latest'; give nothing else.",
+            show_default=False,
+            callback=options.find_run,
         ),
     ] = None,
 ) -> None:

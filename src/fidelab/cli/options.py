@@ -43,6 +43,7 @@ __all__ = [
     "TextOptions",
     "complete_kv",
     "expand_options",
+    "find_run",
     "refuse_beside_resume",
 ]
 
@@ -169,7 +170,24 @@ def _runs(incomplete: str) -> list[str]:
 
 
 Model = Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.", autocompletion=_runs)]
+
+
+def find_run(name: Path | None) -> Path | None:
+    """As :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
+    from fidelab.results import store
+
+    return None if name is None else store.find_run(name)
+
+
+RunDir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="A run's folder, its report.json, or 'latest': the newest in runs.",
+        autocompletion=_runs,
+        callback=find_run,
+    ),
+]
 Reference = Annotated[
     str | None,
     typer.Option(
