@@ -44,3 +44,13 @@ def test_format_loss_is_told_from_kernel_loss(tmp_path: Path) -> None:
     assert q8["here_minus_format"]["ci"][0] > 0
     assert axis_of(done.report["truth"], "kld").value("mean") == 0  # f16 and f32 take one path and give one answer
     assert "kernel path, not the format" in done.arm("q8_0")["verdict"]["sentence"]
+
+
+def test_where_no_reference_is_named_it_is_f16_and_its_control_runs(tmp_path: Path) -> None:
+    installed("llamacpp")
+    sizes = ("--axes", "kld", "--n-ctx", 128, "--windows", 1, "--no-floor", "--threads", 2)
+    done = cli("compare", "smollm2-135m", "--engine", "llamacpp", "--kv", "q8_0", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert [done.arm(role)["kv"]["k"] for role in ("reference", "control")] == ["f16", "bf16"]
+    assert done.arm("control")["status"] == "ok"
+    assert 0 < (done.axis("control", "kld").value("mean") or 0) < (done.axis("q8_0", "kld").value("mean") or 0)

@@ -216,7 +216,7 @@ def test_every_error_of_the_api_is_of_one_family() -> None:
 def fake(tmp_path: Path, **settings: Any) -> Report:
     """A small run by the API."""
     write_inputs(tmp_path)
-    inputs = {name: str(tmp_path / f"{name}.txt") for name in ("text", "prompts")}
+    inputs: dict[str, Any] = {name: str(tmp_path / f"{name}.txt") for name in ("text", "prompts")}
     return fidelab.compare(
         "fake", engine="fake", reference="exact", floor=0.0, output_dir=str(tmp_path), **inputs, **settings
     )

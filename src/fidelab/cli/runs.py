@@ -70,7 +70,7 @@ def report(
     if markdown:
         typer.echo(result.to_markdown(), nl=False)
         return
-    show_report(result, as_json=as_json, folder=folder and folder.path, plot=plot)
+    show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
 
 
 def charts(

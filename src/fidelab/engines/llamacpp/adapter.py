@@ -76,6 +76,7 @@ class LlamaCppEngine(Engine):
     name: ClassVar[str] = "llamacpp"
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     form: ClassVar[str] = "gguf"
+    native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod
