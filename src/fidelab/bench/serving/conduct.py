@@ -185,9 +185,9 @@ class _Sweep:
         needed = settings.repeats * (settings.count(asked) + settings.warmup)
         usable = self._contact.usable(settings.conversations, settings.dataset_output)
         found = list(islice(usable, needed))
-        least = (
-            needed if settings.duration is None or settings.num_prompts else settings.repeats * (1 + settings.warmup)
-        )
+        least = needed
+        if settings.duration is not None and settings.num_prompts is None:
+            least = settings.repeats * (1 + settings.warmup)
         if len(found) < least:
             raise InputError(
                 f"dataset {settings.dataset_path} has {len(found)} requests of usable length and {least} are needed, "
