@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +34,7 @@ def compare(
         engine: ``hf``, ``llamacpp``, ``vllm``, ``sglang``, ``openai``; with ``python``, ``prefix`` or ``pythonpath``:
             ``{"name": "vllm", "python": PATH}``.
         axes: a name, names, or name → settings (``{"kld": {"windows": 8}}``).
-        progress: ``True`` shows on standard error what the command line shows: bars in a terminal, lines in a notebook.
+        progress: ``True`` prints a line on standard error for each arm and each tenth of the whole, also in a notebook.
             A function is called with what is being done and the share of the tokens that are processed, 0 to 1.
         settings: any other key of an experiment file: ``text``, ``prompts``, ``dtype``, ``seed``, ``output_dir`` …
 
@@ -58,10 +59,18 @@ def compare(
 
 
 def _listener(progress: bool | Callable[[str, float], None]) -> Listener:
-    if callable(progress):
-        return Told(progress)
     if not progress:
         return Silent()
-    from fidelab.cli.progress import watcher
+    return Told(progress if callable(progress) else _Lines().tell)
 
-    return watcher()
+
+class _Lines:
+    """A line on standard error where something else is done, and every tenth of the whole."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, int] | None = None
+
+    def tell(self, what: str, share: float) -> None:
+        if (what, int(10 * share)) != self._last:
+            self._last = what, int(10 * share)
+            print(f"fidelab: {100 * share:3.0f}% {what}", file=sys.stderr, flush=True)
