@@ -309,9 +309,12 @@ def test_the_weights_of_arms_are_told_by_size() -> None:
 
     mib = 2**20
     assert told(None, None, None) == ""
-    assert told(256 * mib, 256 * mib, 256 * mib) == "weights: 256 MiB in each arm"
-    assert told(256 * mib, None, 256 * mib) == "weights of f32, int4: 256 MiB"
-    assert told(256 * mib, 256 * mib, 87 * mib) == "weights of f32, bf16: 256 MiB; weights of int4: 87.0 MiB"
+    assert told(256 * mib, 256 * mib, 256 * mib) == "weights, as stored: 256 MiB in each arm"
+    assert told(256 * mib, None, 256 * mib) == "weights of f32, int4, as stored: 256 MiB"
+    assert (
+        told(256 * mib, 256 * mib, 87 * mib)
+        == "weights of f32, bf16, as stored: 256 MiB; weights of int4, as stored: 87.0 MiB"
+    )
 
 
 def test_the_weights_stand_beside_the_cache_in_every_face() -> None:
@@ -320,7 +323,7 @@ def test_the_weights_stand_beside_the_cache_in_every_face() -> None:
     console = Console(file=io.StringIO(), width=100)
     render_text(report, console)
     for face in (console.file.getvalue(), report.to_markdown(), render_html(report)):  # type: ignore[attr-defined]
-        assert "weights of f32: 3.00 MiB" in face
+        assert "weights of f32, as stored: 3.00 MiB" in face
     [ran_table] = [table for table in build_view(report).tables if table.key == "ran"]
     row = dict(zip(ran_table.columns, ran_table.rows[0], strict=True))
     assert (row["bytes/token"], row["weight bytes"]) == ("46,080", "3,145,728")

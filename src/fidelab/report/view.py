@@ -278,8 +278,8 @@ def _weights(arms: Sequence[ArmRecord]) -> str:
         if arm.ran is not None and arm.ran.weight_bytes:
             sizes.setdefault(f"{format_amount(arm.ran.weight_bytes / MIB)} MiB", []).append(one_line(arm.name))
     if len(sizes) == 1 and all(arm.ran is None or arm.ran.weight_bytes for arm in arms):
-        return f"weights: {next(iter(sizes))} in each arm"
-    return "; ".join(f"weights of {', '.join(names)}: {size}" for size, names in sizes.items())
+        return f"weights, as stored: {next(iter(sizes))} in each arm"
+    return "; ".join(f"weights of {', '.join(names)}, as stored: {size}" for size, names in sizes.items())
 
 
 def _capital(text: str) -> str:
