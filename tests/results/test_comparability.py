@@ -98,14 +98,17 @@ def test_composites_of_other_axes_are_not_compared() -> None:
 
 def test_where_nothing_can_be_compared_words_say_what_differs() -> None:
     other = {name: {"items": "other"} for name in ("kld", "trajectory")}
+    was, now = ({"text": text, "axes": {"kld": {"windows": n}}} for text, n in (("default", 32), ("own.txt", 8)))
+    there = run(settings=now, comparability_key=other, reference=arm("f32", model="another-model", engine="vllm"))
     with pytest.raises(MismatchError) as caught:
-        compare(run(), run(comparability_key=other, reference=arm("f32", model="another-model", engine="vllm")))
+        compare(run(settings=was), there)
     said = str(caught.value).removeprefix("nothing can be compared: ").split("; ")
-    assert said[:2] == [
+    assert said[:4] == [
         "the model was SmolLM2-135M-Instruct in the baseline and is another-model now",
         "the engine was hf in the baseline and is vllm now",
+        "the text was default in the baseline and is own.txt now",
+        "kld: windows was 32 in the baseline and is 8 now (and 2 more)",
     ]
-    assert "kld: other questions were asked (another text, other prompts, or more or fewer of them)" in said
 
 
 @pytest.mark.parametrize(

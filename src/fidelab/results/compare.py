@@ -262,10 +262,20 @@ def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
             yield f"{', '.join(place[1:])}: {reason}"
 
 
+def _asked(report: Report) -> dict[str, Any]:
+    """What a report's questions were made from, as far as its settings tell."""
+    asked = {"the model": report.reference.model, "the engine": report.reference.engine}
+    asked |= {f"the {name}": report.settings[name] for name in ("text", "prompts") if name in report.settings}
+    axes = report.settings.get("axes")
+    for axis, settings in axes.items() if isinstance(axes, dict) else ():
+        asked |= {f"{axis}: {name}": value for name, value in settings.items()} if isinstance(settings, dict) else {}
+    return asked
+
+
 def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable], reports: tuple[Report, Report]) -> str:
     if refused:
-        was, is_ = ({"the model": r.reference.model, "the engine": r.reference.engine} for r in reports)
-        named = [in_words(what, was[what], is_[what]) for what in was if was[what] != is_[what]]
+        was, is_ = map(_asked, reports)
+        named = [in_words(what, was[what], is_[what]) for what in was if what in is_ and was[what] != is_[what]]
         named = list(dict.fromkeys((*named, *(in_words(r.field, r.baseline, r.now) for r in refused))))
         return "; ".join(named[:4]) + (f" (and {len(named) - 4} more)" if len(named) > 4 else "")
     arms = [", ".join(dict.fromkeys(key.arm for key in side.metrics)) or "no figure" for side in sides]
