@@ -118,6 +118,11 @@ def test_commands_and_options_stand_in_groups(wide: None, tmp_path: Path) -> Non
     assert panels("compare") == ["Arguments", "Options", "Arms", "What is measured", "Scoring", "Engine"]
 
 
+def test_paragraphs_are_wrapped_by_the_terminal_alone(wide: None, tmp_path: Path) -> None:
+    text = cli("diff", "--help", cwd=tmp_path).out
+    assert "by the intervals of axes. Only what was measured alike is compared; everything else is named." in text
+
+
 def complete(words: str, cwd: Path) -> list[str]:
     """What bash is told at the end of ``words``, by a process of its own."""
     asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(re.findall(" +", words))), "_FIDELAB_COMPLETE": "complete_bash"}

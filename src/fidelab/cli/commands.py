@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -48,7 +49,7 @@ class Commands(typer.Typer):
 
     def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
         """As typer's; values that have no name get that of their type, arguments their own."""
-        register = super().command(name, cls=_Command, **settings)
+        register = super().command
 
         def declare(function: CommandFunctionType) -> CommandFunctionType:
             hints = get_type_hints(function, include_extras=True)
@@ -56,9 +57,16 @@ class Commands(typer.Typer):
                 if get_origin(hint) is Annotated:
                     _name_value(argument, *get_args(hint)[:2])
             function.__annotations__ = hints  # typer would evaluate their text anew
-            return register(function)
+            text = settings.pop("help", None) or _unwrap(function.__doc__ or "")
+            return register(name, cls=_Command, help=text, **settings)(function)
 
         return declare
+
+
+def _unwrap(docstring: str) -> str:
+    """Paragraphs in one line each, since the terminal wraps them; an indented line is an example and stays."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(text if text[:1] == " " else text.replace("\n", " ") for text in paragraphs)
 
 
 def _name_value(argument: str, hint: Any, declared: Any) -> None:
