@@ -52,7 +52,7 @@ class _Root(Group):
     def list_commands(self, ctx: Any) -> list[str]:
         """By the panels of ``--help``, which appear in the order of their first commands."""
         order = {panel: place for place, panel in enumerate(_PANELS)}
-        panels = {name: getattr(command, "rich_help_panel", None) for name, command in self.commands.items()}
+        panels = {name: str(getattr(command, "rich_help_panel", "")) for name, command in self.commands.items()}
         return sorted(panels, key=lambda name: order.get(panels[name], len(order)))
 
     def invoke(self, ctx: Any) -> Any:
