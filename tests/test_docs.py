@@ -172,3 +172,28 @@ def test_the_recipes_name_their_entry_points_as_tests_do() -> None:
 def test_every_name_of_the_public_surface_exists() -> None:
     assert sorted(extend.__all__) == sorted(extend._MODULES)
     assert all(getattr(extend, name) is not None for name in extend.__all__)
+
+
+def test_the_sizes_of_large_models_follow_from_their_formulas() -> None:
+    """In docs/guide.md: each figure of the table, to the digits that it has."""
+    table = (ROOT / "docs" / "guide.md").read_text("utf-8").partition("## Models of 7B")[2].partition("\n- **")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line[:1] == "|"]
+    for column in (2, 3):
+        numbers = rows[0][column].partition("(")[2].rstrip(")").split(", ")
+        p, n_layers, heads, dim, d, vocab = (float(number.replace(",", "")) for number in numbers)
+        cache = 2 * n_layers * heads * dim
+        sizes = [
+            2 * p,
+            4 * p,
+            2 * cache,
+            1.5 * cache,
+            32768 * 2 * cache,
+            2 * d,
+            2 * vocab,
+            2 * vocab * d,
+            4 * vocab * d,
+        ]
+        for row, size in zip(rows[2:], sizes, strict=True):
+            figure, unit = row[column].replace(",", "").split(" ")
+            digits = len(figure.partition(".")[2])
+            assert figure == f"{size / {'bytes': 1, 'kB': 1e3, 'GB': 1e9}[unit]:.{digits}f}", row[0]

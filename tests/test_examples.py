@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import runpy
 import subprocess
 import sys
@@ -14,8 +15,9 @@ import pytest
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from tests.report.sample import sample_report
-from tests.runs.harness import write_inputs
+from tests.runs.harness import cli, write_inputs
 
+EXPERIMENT = Path(__file__).parents[1] / "examples" / "experiment.yaml"
 SCRIPT = Path(__file__).parents[1] / "examples" / "compare_kv_formats.py"
 FAKE = ("--model", "fake", "--engine", "fake", "--dtype", "auto", "--reference", "exact", "--n-ctx", "16")
 INPUTS = ("--text", "text.txt", "--prompts", "prompts.txt", "--windows", "4", "--limit", "2", "--n-predict", "8")
@@ -82,6 +84,24 @@ def test_bad_input_is_one_line(tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("error: ")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.model
+@pytest.mark.usefixtures("smollm2")
+def test_the_experiment_file_plans_and_runs(tmp_path: Path) -> None:
+    planned = cli("run", EXPERIMENT, "--dry-run", "--json", cwd=tmp_path)
+    assert planned.code == 0, planned.err
+    roles = [job["role"] for job in json.loads(planned.out)["jobs"]]
+    arms = ("k16v8", "fp8_e4m3[scale=per-token-head]", "four bits")
+    assert [role for role in roles if role[:4] != "twin"] == [
+        *("reference", "control"),
+        *(f"candidate:{name}" for name in arms),
+        "floor",
+    ]
+    small = ("axes.kld.windows=1", "axes.kld.n_ctx=64", "axes.trajectory.limit=1", "floor=0", "twins=0", "control=none")
+    done = cli("run", EXPERIMENT, *(word for text in small for word in ("--set", text)), cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert [done.arm(name)["status"] for name in arms] == ["ok"] * 3
 
 
 @pytest.mark.model

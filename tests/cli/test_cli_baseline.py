@@ -164,7 +164,7 @@ def test_settings_that_differ_fail_and_are_named(room: Path) -> None:
     sample_report(run_id="base", comparability_key=base, candidates=(WAS,)).write(room / "runs/base/report.json")
     done = cli("diff", "runs/base", "runs/other", cwd=room)
     assert done.code == 1
-    assert "kld.settings.n_ctx is 512 in the baseline, 4096 now" in " ".join(done.out.split())
+    assert "kld: n_ctx was 512 in the baseline and is 4096 now" in " ".join(done.out.split())
     assert "not comparable: kld, composite" in done.err
     assert cli("diff", "runs/base", "runs/other", "--allow-missing", cwd=room).code == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import shlex
 import subprocess
@@ -98,9 +99,57 @@ def test_examples_name_commands_and_flags_that_exist(words: tuple[str, ...], wid
 
 
 def test_examples_fit_into_eighty_columns(wide: None, tmp_path: Path) -> None:
-    for words in WITH_EXAMPLES:
+    for words in COMMANDS:
         for example in examples(cli(*words, "--help", cwd=tmp_path).out):
             assert len(example) <= 78
+
+
+def test_a_flag_has_no_value_and_a_value_has_a_short_name(wide: None, tmp_path: Path) -> None:
+    for words in COMMANDS:
+        options = cli(*words, "--help", cwd=tmp_path).out.partition("╭─ Options")[2]
+        assert re.findall(r"<(?:bool|int|float|str|list.*?)>|BOOL|BOOLEAN", options) == [], words
+
+
+def test_commands_and_options_stand_in_groups(wide: None, tmp_path: Path) -> None:
+    def panels(*words: str) -> list[str]:
+        return re.findall(r"╭─ (.*?) ─+╮", cli(*words, "--help", cwd=tmp_path).out)
+
+    assert panels() == ["Options", "Compare", "Results", "Speed", "Models, engines and this machine"]
+    assert panels("compare") == ["Arguments", "Options", "Arms", "What is measured", "Scoring", "Engine"]
+
+
+def test_paragraphs_are_wrapped_by_the_terminal_alone(wide: None, tmp_path: Path) -> None:
+    text = cli("diff", "--help", cwd=tmp_path).out
+    assert "by the intervals of axes. Only what was measured alike is compared; everything else is named." in text
+
+
+def complete(words: str, cwd: Path) -> list[str]:
+    """What bash is told at the end of ``words``, by a process of its own."""
+    asked = {"COMP_WORDS": words, "COMP_CWORD": str(len(re.findall(" +", words))), "_FIDELAB_COMPLETE": "complete_bash"}
+    code = "from fidelab.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=cwd, env={**os.environ, **asked}, capture_output=True, text=True, check=True
+    )
+    return done.stdout.split()
+
+
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    [
+        ("fidelab comp", ["compare"]),
+        ("fidelab compare --eng", ["--engine", "--engine-arg"]),
+        ("fidelab compare m --engine v", ["vllm"]),
+        ("fidelab compare m --axes kld,traj", ["kld,trajectory"]),
+        ("fidelab compare m --kv k16", ["k16v8"]),
+        ("fidelab compare m --kv f16/q8", ["f16/q8_0"]),
+        ("fidelab compare m --engine vllm --kv k16", []),
+        ("fidelab bench serve --random-", ["--random-output-len", "--random-input-len"]),
+        ("fidelab report runs/2", ["runs/20260101-120000-a"]),
+    ],
+)
+def test_the_shell_completes_commands_options_and_names(words: str, completed: list[str], tmp_path: Path) -> None:
+    (tmp_path / "runs" / "20260101-120000-a").mkdir(parents=True)
+    assert complete(words, tmp_path) == completed
 
 
 @pytest.mark.parametrize("words", [("kernels",), ("bench", "kernels")])

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import fidelab
+from fidelab.core import Arm, KVSpec
 from fidelab.engines import installed
 from tests.environments.conftest import add_distribution
 
@@ -131,3 +132,17 @@ def test_a_build_for_gpus_runs_on_the_cpu_where_there_is_no_gpu(
     assert installed.device("cuda") == "cpu"
     (tmp_path / "gpu").touch()
     assert [installed.device(built) for built in ("cuda", "hip", "cpu", None)] == ["cuda", "cpu", "cpu", "cpu"]
+
+
+def test_a_model_type_is_unknown_unless_transformers_or_the_engine_names_it(site: Path, tmp_path: Path) -> None:
+    arm = Arm("bf16", "hf", "m", str(tmp_path), "0" * 64, KVSpec.parse("bf16"), "float32", "cpu", 1)
+
+    def unknown(kind: object, *own: str) -> str | None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        return installed.unknown_architecture(arm, *own)
+
+    (site / "stockengine" / "models" / "a.py").write_text('CONFIGS = {"their_model": 1, **dict(other_one=2)}\n')
+    assert unknown("llama") is unknown("qwen2_5_vl") is unknown(None) is None
+    assert "unknown to transformers" in str(unknown("their_model"))
+    assert unknown("their_model", "stockengine/models") is unknown("other_one", "stockengine/models") is None
+    assert "model_type 'lama'" in str(unknown("lama", "stockengine/models"))

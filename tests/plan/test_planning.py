@@ -12,11 +12,11 @@ import pytest
 
 from fidelab.cli.dry_run import show_plan
 from fidelab.config.load import validate
-from fidelab.config.schema import Experiment
+from fidelab.config.schema import EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.errors import ConfigError, InputError, OutputError, UnknownNameError, UsageError
 from fidelab.models import pull, resolve
-from fidelab.plan.arms import same_attention
+from fidelab.plan.arms import native_kv, same_attention
 from fidelab.plan.build import Plan
 from fidelab.plan.resolve import Settings, convert_weights, resolve_experiment
 from fidelab.runs.conduct import prepare
@@ -73,6 +73,18 @@ def test_a_32_bit_reference_gets_the_native_cache_as_control(tmp_path: Path, tin
 
 def test_a_16_bit_reference_on_transformers_has_no_nearer_control(tmp_path: Path, tiny: Path) -> None:
     assert _hf(tmp_path, tiny, reference="bf16").control is None
+
+
+def test_a_cache_that_nobody_names_on_llama_cpp_is_its_own_default() -> None:
+    assert native_kv(EngineConfig(name="llamacpp")).label == "f16"
+
+
+def test_an_unknown_model_type_is_refused_before_anything_runs(
+    tmp_path: Path, make_folder: Callable[..., Path]
+) -> None:
+    odd = make_folder(tmp_path / "odd", model_type="frobnicate")
+    with pytest.raises(UsageError, match=r"odd has model_type 'frobnicate', which is unknown to transformers [\d.]+: "):
+        _hf(tmp_path, odd)
 
 
 def test_auto_settings_are_written_out(tmp_path: Path, tiny: Path) -> None:

@@ -75,3 +75,13 @@ def test_a_gguf_file_runs_without_its_weights_in_transformers(
     else:
         assert (other["status"], converted) == ("not_supported", [])
         assert "reads no GGUF files of architecture 'smollm3'" in other["reason"]
+
+
+def test_where_no_reference_is_named_it_is_f16_and_its_control_runs(tmp_path: Path) -> None:
+    installed("llamacpp")
+    sizes = ("--axes", "kld", "--n-ctx", 128, "--windows", 1, "--no-floor", "--threads", 2)
+    done = cli("compare", "smollm2-135m", "--engine", "llamacpp", "--kv", "q8_0", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    assert [done.arm(role)["kv"]["k"] for role in ("reference", "control")] == ["f16", "bf16"]
+    assert done.arm("control")["status"] == "ok"
+    assert 0 < (done.axis("control", "kld").value("mean") or 0) < (done.axis("q8_0", "kld").value("mean") or 0)

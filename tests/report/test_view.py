@@ -299,6 +299,37 @@ def test_the_size_is_told_against_the_references() -> None:
     ]
 
 
+def test_the_weights_of_arms_are_told_by_size() -> None:
+    def told(*sizes: int | None) -> str:
+        records = [
+            arm(kv, ran=RuntimeRecord(weight_bytes=size))
+            for kv, size in zip(("f32", "bf16", "int4"), sizes, strict=True)
+        ]
+        return build_view(sample_report(reference=records[0], control=None, candidates=records[1:])).weights
+
+    mib = 2**20
+    assert told(None, None, None) == ""
+    assert told(256 * mib, 256 * mib, 256 * mib) == "weights, as stored: 256 MiB in each arm"
+    assert told(256 * mib, None, 256 * mib) == "weights of f32, int4, as stored: 256 MiB"
+    assert (
+        told(256 * mib, 256 * mib, 87 * mib)
+        == "weights of f32, bf16, as stored: 256 MiB; weights of int4, as stored: 87.0 MiB"
+    )
+
+
+def test_the_weights_stand_beside_the_cache_in_every_face() -> None:
+    ran = RuntimeRecord(cache_bytes_per_token=46080, weight_bytes=3 * 2**20)
+    report = sample_report(reference=arm("f32", ran=ran))
+    console = Console(file=io.StringIO(), width=100)
+    render_text(report, console)
+    for face in (console.file.getvalue(), report.to_markdown(), render_html(report)):  # type: ignore[attr-defined]
+        assert "weights of f32, as stored: 3.00 MiB" in face
+    [ran_table] = [table for table in build_view(report).tables if table.key == "ran"]
+    row = dict(zip(ran_table.columns, ran_table.rows[0], strict=True))
+    assert (row["bytes/token"], row["weight bytes"]) == ("46,080", "3,145,728")
+    assert report.to_pandas().set_index("role").loc["reference", "weight_bytes"] == 3 * 2**20
+
+
 def test_the_summary_groups_candidates_by_verdict_the_best_first() -> None:
     groups = [(group.verdict, group.names) for group in build_view(sample_report()).summary]
     assert groups[:3] == [

@@ -8,6 +8,7 @@ import pytest
 
 from fidelab.core import Status
 from fidelab.errors import MismatchError
+from fidelab.results.comparability import in_words
 from fidelab.results.compare import compare
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Composite, Report
@@ -95,10 +96,33 @@ def test_composites_of_other_axes_are_not_compared() -> None:
     assert refused(run(candidates=(both,)), run(candidates=(alone,))) == {"composite.axes": ("composite",)}
 
 
-def test_where_nothing_can_be_compared_the_difference_is_named() -> None:
+def test_where_nothing_can_be_compared_words_say_what_differs() -> None:
     other = {name: {"items": "other"} for name in ("kld", "trajectory")}
-    with pytest.raises(MismatchError, match=r"nothing can be compared: .*kld\.items 9f2c is not other"):
-        compare(run(), run(comparability_key=other))
+    was, now = ({"text": text, "axes": {"kld": {"windows": n}}} for text, n in (("default", 32), ("own.txt", 8)))
+    there = run(settings=now, comparability_key=other, reference=arm("f32", model="another-model", engine="vllm"))
+    with pytest.raises(MismatchError) as caught:
+        compare(run(settings=was), there)
+    said = str(caught.value).removeprefix("nothing can be compared: ").split("; ")
+    assert said[:4] == [
+        "the model was SmolLM2-135M-Instruct in the baseline and is another-model now",
+        "the engine was hf in the baseline and is vllm now",
+        "the text was default in the baseline and is own.txt now",
+        "kld: windows was 32 in the baseline and is 8 now (and 4 more)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "said"),
+    [
+        ("kld.vocabulary", ("9f", "a0"), "kld: the tokenizers differ"),
+        ("perplexity.2048.items", ("9f", "a0"), "perplexity.2048: other questions were asked ("),
+        ("trajectory.settings.n_predict", (8, 64), "trajectory: n_predict was 8 in the baseline and is 64 now"),
+        ("reference.kv", ("f32/f32", "bf16/bf16"), "the reference's KV cache was f32/f32 in the baseline and is bf16"),
+        ("composite.axes", (["kld"], None), 'what the composite is made of was ["kld"] in the baseline and is not rec'),
+    ],
+)
+def test_a_difference_is_said_in_words(field: str, values: tuple[Any, Any], said: str) -> None:
+    assert in_words(field, *values).startswith(said)
 
 
 def test_figures_without_a_better_side_and_bytes_per_token_are_no_comparison() -> None:

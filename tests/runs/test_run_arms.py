@@ -11,10 +11,11 @@ import pytest
 import yaml
 
 from fidelab.config.schema import ArmConfig, EngineConfig
+from fidelab.core import KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Support
 from fidelab.engines.fake import FakeEngine
-from fidelab.plan.arms import served_name
+from fidelab.plan.arms import served_name, with_kv
 from tests.environments.conftest import Second, second
 from tests.runs.harness import Done, axis_of, cli, compare, write_inputs
 
@@ -189,6 +190,20 @@ def test_answers_of_a_server_are_not_found_again_by_another_run(
     assert len(captures) == 4
     assert cli("compare", "--resume", done.folder, cwd=tmp_path).code == 0
     assert sorted((tmp_path / "runs" / "captures").glob("*/kld-*")) == captures  # the same run does find its own
+
+
+@pytest.mark.parametrize(
+    ("address", "name"),
+    [
+        ("http://127.0.0.1:8001/v1", "127.0.0.1:8001"),
+        ("https://user:secret@gpu7:8000/v1/", "gpu7:8000"),
+        ("https://host/openai/v1", "host/openai"),
+        ("http://[::1]:80", "[::1]:80"),
+    ],
+)
+def test_a_server_without_a_name_is_called_by_its_host(address: str, name: str) -> None:
+    arm = ArmConfig(engine_args={"base-url": address, "concurrency": "4"})
+    assert with_kv(arm, KVSpec.parse("server")).name == f"{name} concurrency=4"
 
 
 def test_the_model_of_an_arm_on_a_server_is_what_the_server_calls_it() -> None:

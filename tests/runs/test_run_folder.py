@@ -213,6 +213,84 @@ def test_every_error_of_the_api_is_of_one_family() -> None:
         fidelab.compare("fake", reference="exact", candidates=["tilt"], widnows=3)
 
 
+def fake(tmp_path: Path, **settings: Any) -> Report:
+    """A small run by the API."""
+    write_inputs(tmp_path)
+    inputs: dict[str, Any] = {name: str(tmp_path / f"{name}.txt") for name in ("text", "prompts")}
+    return fidelab.compare(
+        "fake", engine="fake", reference="exact", floor=0.0, output_dir=str(tmp_path), **inputs, **settings
+    )
+
+
+SMALL_KLD = {"kld": {"windows": 4, "n_ctx": 16}}
+
+
+def test_the_api_takes_one_candidate_and_one_axis_without_a_list(tmp_path: Path) -> None:
+    assert [arm.name for arm in fake(tmp_path, candidates="tilt", axes=SMALL_KLD).candidates] == ["tilt"]
+    named = fake(tmp_path, candidates={"kv": "tilt", "name": "mine"}, axes="trajectory")
+    assert [(arm.name, list(arm.axes)) for arm in named.candidates] == [("mine", ["trajectory"])]
+
+
+def test_the_api_tells_a_function_how_far_it_is(tmp_path: Path) -> None:
+    told: list[tuple[str, float]] = []
+    axes = {"kld": {"windows": 40, "n_ctx": 16}}
+    fake(tmp_path, candidates="tilt", axes=axes, progress=lambda what, share: told.append((what, share)))
+    assert list(dict.fromkeys(what for what, _ in told)) == ["starting", "reference", "tilt", "scoring"]
+    shares = [share for _, share in told]
+    assert (shares[0], shares[-1]) == (0.0, 1.0)
+    assert shares == sorted(shares)
+    assert any(0 < share < 1 for share in shares)
+
+
+def test_the_api_prints_on_request_how_far_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake(tmp_path, candidates="tilt", axes=SMALL_KLD)
+    assert capsys.readouterr() == ("", "")
+    fake(tmp_path / "again", candidates="tilt", axes=SMALL_KLD, progress=True)
+    out, err = capsys.readouterr()
+    assert out == ""
+    lines = err.splitlines()
+    assert lines[0] == "fidelab:   0% starting"
+    assert lines[-1] == "fidelab: 100% scoring"
+    assert len(lines) == len(set(lines))
+    assert any(line.endswith("% tilt") for line in lines)
+
+
+# ------------------------------------------------------------------------------------- the report again
+
+
+def test_a_report_is_found_by_its_folder_by_its_file_and_as_the_latest(plain: Done, tmp_path: Path) -> None:
+    runs = tmp_path / "runs"
+    for name in ("20260101-120000-old", "20260102-120000-new"):
+        shutil.copytree(plain.folder, runs / name)
+    (runs / "captures").mkdir()
+    whole = cli("report", "runs/20260102-120000-new", cwd=tmp_path)
+    assert whole.code == 0
+    assert whole.out.endswith("20260102-120000-new\n")
+    for word in (
+        "latest",
+        "runs/latest",
+        "runs/20260102-120000-new/report.json",
+        "runs/20260102-120000-new/report.html",
+    ):
+        again = cli("report", word, cwd=tmp_path)
+        assert (again.code, again.out) == (0, whole.out), word
+    assert cli("report", "runs/20260101-120000-old/report.json", cwd=tmp_path).out.endswith("-old\n")
+    assert cli("diff", "runs/20260101-120000-old", "latest", cwd=tmp_path).code == 0
+
+
+def test_a_report_away_from_its_run_is_shown_and_nothing_is_written(plain: Done, tmp_path: Path) -> None:
+    (tmp_path / "theirs.json").write_bytes((plain.folder / "report.json").read_bytes())
+    done = cli("report", "theirs.json", cwd=tmp_path)
+    assert (done.code, done.err) == (0, "")
+    assert "tilt[q=0.6]" in done.out
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs.json"]
+
+
+def test_where_there_is_no_run_none_is_the_latest(tmp_path: Path) -> None:
+    done = cli("report", "latest", cwd=tmp_path)
+    assert (done.code, done.err) == (2, "fidelab: runs holds no run, so none is the latest: name a run's folder\n")
+
+
 def test_a_report_can_be_had_as_a_section_for_a_model_card(plain: Done) -> None:
     done = cli("report", plain.folder, "--markdown", cwd=plain.cwd)
     assert (done.code, done.err) == (0, "")

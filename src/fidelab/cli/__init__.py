@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import typer.core
 
 from fidelab.cli import (
     baseline,
@@ -30,6 +29,7 @@ from fidelab.cli import (
     runs,
     sample_size,
 )
+from fidelab.cli.commands import Commands, Group
 
 __all__ = ["app", "main"]
 
@@ -45,7 +45,16 @@ class _Stopped(Exception):
         self.command = command
 
 
-class _Root(typer.core.TyperGroup):
+_COMPARE, _RESULTS, _SPEED, _MACHINE = _PANELS = ("Compare", "Results", "Speed", "Models, engines and this machine")
+
+
+class _Root(Group):
+    def list_commands(self, ctx: Any) -> list[str]:
+        """By the panels of ``--help``, which appear in the order of their first commands."""
+        order = {panel: place for place, panel in enumerate(_PANELS)}
+        panels = {name: str(getattr(command, "rich_help_panel", "")) for name, command in self.commands.items()}
+        return sorted(panels, key=lambda name: order.get(panels[name], len(order)))
+
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
@@ -56,26 +65,25 @@ class _Root(typer.core.TyperGroup):
             return 0
 
 
-app = typer.Typer(
+app = Commands(
     name="fidelab",
     cls=_Root,
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for _command in (
-    *(compare.compare, compare.run, layer_diff.bisect, phases.capture, phases.score),
-    *(runs.rescore, runs.report, runs.charts, repeat.repeat, sample_size.plan_size),
-    *(formats.formats, doctor.doctor, baseline.diff),
+for _panel, _commands in {
+    _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
+    _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff),
+    _MACHINE: (doctor.doctor, formats.formats),
+}.items():
+    for _command in _commands:
+        app.command(rich_help_panel=_panel)(_command)
+for _name, _group, _panel in (
+    *(("baseline", baseline.baseline, _RESULTS), ("import", imports.app, _RESULTS), ("bench", bench.app, _SPEED)),
+    *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, captures)),
 ):
-    app.command()(_command)
-app.add_typer(imports.app, name="import")
-app.add_typer(baseline.baseline, name="baseline")
-for _group in (bench, models, engines, captures):
-    app.add_typer(_group.app, name=_group.__name__.rpartition(".")[2])
-extensions.register(app, {"bench": bench.app})
+    app.add_typer(_group, name=_name, rich_help_panel=_panel)
+extensions.register(app, {"bench": bench.app}, panel=_SPEED)
 
 
 def _version(requested: bool) -> None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from fidelab.cli.commands import Commands
 from fidelab.cli.options import Json, RunDir
 from fidelab.cli.output import exit_on, note, open_console
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = ["baseline", "diff"]
 
-baseline = typer.Typer(help="Keep reports under a name, to compare later runs with.", no_args_is_help=True)
+baseline = Commands(help="Keep reports under a name, to compare later runs with.")
 Name = Annotated[str, typer.Argument(metavar="NAME", help="The baseline's name.")]
 Folder = Annotated[Path, typer.Option("--dir", help="Folder of baselines; may be committed.")]
 _DIR = Path("baselines")
@@ -91,7 +92,7 @@ def remove(name: Name, folder: Folder = _DIR) -> None:
 
 def diff(
     baseline: Annotated[
-        str, typer.Argument(metavar="BASELINE", help="A baseline's name, a run's folder, or a report.json.")
+        str, typer.Argument(metavar="BASELINE", help="A baseline's name, a run's folder, a report.json, or 'latest'.")
     ],
     run: Annotated[str, typer.Argument(metavar="RUN", help="The same, of what is compared with it.")],
     folder: Folder = _DIR,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-import typer.core
 
 from fidelab.cli import bench_calibrate, bench_serve, bench_speculation, options
 from fidelab.cli.axes import bench_settings, counts
+from fidelab.cli.commands import Commands, Group
 from fidelab.cli.compare import experiment_from, launch
 
 __all__ = ["app"]
@@ -16,20 +16,18 @@ __all__ = ["app"]
 _DEFAULT = "offline"
 
 
-class _Group(typer.core.TyperGroup):
+class _Group(Group):
     """``fidelab bench MODEL`` is ``fidelab bench offline MODEL``."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         return super().resolve_command(ctx, args if args[0] in self.commands else [_DEFAULT, *args])
 
 
-app = typer.Typer(
+app = Commands(
     cls=_Group,
     help="Speed, start-up and memory: of a model on its engine, and of servers. fidelab bench MODEL is short for "
     "fidelab bench offline MODEL.",
-    no_args_is_help=True,
-    rich_markup_mode="rich",
-    context_settings={"help_option_names": ["-h", "--help"], "ignore_unknown_options": True},
+    context_settings={"ignore_unknown_options": True},
 )
 
 
@@ -39,7 +37,7 @@ app.command("calibrate")(bench_calibrate.calibrate)
 app.command("speculation")(bench_speculation.speculation)
 
 
-class _MeasureOptions(options.Options):
+class _MeasureOptions(options.Options, panel=options.MEASURED):
     """The benches, and settings that several of them have."""
 
     benches: options.Benches = "offline"
@@ -76,7 +74,10 @@ def offline(
     model: options.Model,
     kv: Annotated[
         list[str] | None,
-        typer.Option(help="KV format; the first is what the others are compared with; may be repeated."),
+        typer.Option(
+            help="KV format; the first is what the others are compared with; may be repeated.",
+            autocompletion=options.complete_kv,
+        ),
     ] = None,
     candidate: Annotated[
         list[str] | None,
@@ -94,7 +95,7 @@ def offline(
 
       fidelab bench smollm2-135m --kv bf16 --kv int8
 
-      fidelab bench smollm2-135m --engine llamacpp --kv f16 --kv q8_0 --prompt-lens 128,512,2048 --depths 0,1024,4096
+      fidelab bench m.gguf --engine llamacpp --kv f16 --kv q8_0 --depths 0,4096
 
       fidelab bench ./my-model --batch 1,4 --benches prefill,decode --json
     """

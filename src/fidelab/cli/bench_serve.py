@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,7 +14,7 @@ from fidelab.cli.options import Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
-    from fidelab.bench.serving import ServingSettings
+    from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.results.measurement import Measurement
 
 __all__ = ["serve", "sweep"]
@@ -80,8 +81,15 @@ class _LoadOptions(Options, panel="Load"):
 
 
 class _OneLoadOptions(_LoadOptions):
-    """One load, of random prompts or from a trace."""
+    """One load, of random prompts, of a dataset's or from a trace."""
 
+    dataset_name: Annotated[
+        str, typer.Option(help="random, or sharegpt: first turns of the conversations in --dataset-path.")
+    ] = "random"
+    dataset_path: Annotated[str | None, typer.Option(help="sharegpt: its JSON file.")] = None
+    sharegpt_output_len: Annotated[
+        int | None, typer.Option(help="sharegpt: tokens of each answer. \\[default: as the dataset's]")
+    ] = None
     random_input_len: Annotated[str, typer.Option(help="Tokens of each prompt.")] = "1024"
     max_concurrency: Annotated[int | None, typer.Option(help="Requests in flight at most. \\[default: no limit]")] = (
         None
@@ -96,6 +104,9 @@ class _OneLoadOptions(_LoadOptions):
         return super().settings() | {
             "contexts": (_single("--random-input-len", self.random_input_len),),
             "concurrency": () if self.max_concurrency is None else (self.max_concurrency,),
+            "dataset": self.dataset_name,
+            "dataset_path": self.dataset_path,
+            "dataset_output": self.sharegpt_output_len,
             "trace": self.trace,
             "trace_unit": self.trace_unit,
         }
@@ -147,21 +158,66 @@ class _RunOptions(RunsOptions, panel="Run"):
         return {"seed": self.seed, "timeout": self.timeout, "workers": self.workers}
 
 
+class _OneRunOptions(_RunOptions):
+    """With the figures in a file of their own, as vLLM writes it."""
+
+    save_result: Annotated[
+        bool, typer.Option("--save-result", help="Also write the figures to a JSON file with vLLM's names.")
+    ] = False
+    result_dir: Annotated[Path | None, typer.Option(help="Its folder. \\[default: this one]")] = None
+    result_filename: Annotated[
+        str | None, typer.Option(help="Its name. \\[default: by backend, rate, model and time]")
+    ] = None
+
+    def result_folder(self) -> Path | None:
+        """Where the file goes, made where it is missing; ``None``: it was not asked for.
+
+        Raises:
+            UsageError: a place for a file that was not asked for.
+            OutputError: there can be no such folder.
+        """
+        from fidelab.errors import OutputError, UsageError
+
+        if not self.save_result:
+            if self.result_dir is not None or self.result_filename is not None:
+                raise UsageError("--result-dir and --result-filename say where --save-result writes: give that, too")
+            return None
+        folder = self.result_dir or Path()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"--result-dir {folder}: {error.strerror or error}") from None
+        return folder
+
+
 @expand_options
 def serve(
-    *, server: _ServerOptions, load: _OneLoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: Json = False
+    *,
+    server: _ServerOptions,
+    load: _OneLoadOptions,
+    figures: _FigureOptions,
+    run: _OneRunOptions,
+    as_json: Json = False,
 ) -> None:
     r"""Put one load on a server and read latencies, rates and goodput.
 
     [bold]Examples[/bold]
 
-      fidelab bench serve --base-url http://127.0.0.1:8000 --model NAME --max-concurrency 8 --num-prompts 64
+      fidelab bench serve --base-url http://host:8000 --max-concurrency 8
 
-      fidelab bench serve --base-url http://127.0.0.1:8000 --request-rate 4 --duration 60 --goodput ttft:500 tpot:50
+      fidelab bench serve --base-url http://host:8000 --request-rate 4 --duration 60
 
-      fidelab bench serve --base-url http://127.0.0.1:8000 --trace requests.jsonl --json
+      fidelab bench serve --base-url http://host:8000 --goodput ttft:500 tpot:50
+
+      fidelab bench serve --base-url http://host:8000 --trace requests.jsonl --json
+
+      fidelab bench serve --base-url http://host:8000 --num-prompts 64 --save-result
     """
-    _run(server, load, figures, run, as_json)
+    results = run.result_folder()
+    keeper, serving = _run(server, load, figures, run, as_json)
+    if results is not None:
+        note(f"fidelab: result in {keeper.save_result(results, run.result_filename)}")
+    _gate(serving)
 
 
 @expand_options
@@ -177,11 +233,12 @@ def sweep(
 
     [bold]Examples[/bold]
 
-      fidelab bench sweep --base-url http://127.0.0.1:8000 --model NAME --concurrency 1,2,4,8,16 --contexts 128,1k,4k
+      fidelab bench sweep --base-url http://host:8000 --concurrency 1,2,4,8
 
-      fidelab bench sweep --base-url http://127.0.0.1:8000 --repeats 3 --random-output-len 64 --name awq --json
+      fidelab bench sweep --base-url http://host:8000 --contexts 128,1k,4k --json
     """
-    _run(server, load, figures, run, as_json)
+    _, serving = _run(server, load, figures, run, as_json)
+    _gate(serving)
 
 
 # ----------------------------------------------------------------------------------------- flags → settings
@@ -232,7 +289,9 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 # ------------------------------------------------------------------------------------------------- the run
 
 
-def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool) -> None:
+def _run(
+    server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool
+) -> tuple[Keeper, Measurement]:
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
     from fidelab.engines.openai.http import read_key
@@ -251,7 +310,7 @@ def _run(server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, ru
     keeper.finish()
     assert keeper.folder is not None
     show_report(report, as_json=as_json, folder=keeper.folder.path)
-    _gate(serving)
+    return keeper, serving
 
 
 def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Measurement:

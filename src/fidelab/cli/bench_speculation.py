@@ -34,7 +34,7 @@ def speculation(
 
     [bold]Example[/bold]
 
-      fidelab bench speculation --plain runs/a --quantized runs/b --speculative runs/c --both runs/d
+      fidelab bench speculation --plain a --quantized b --speculative c --both d
     """
     from fidelab.runs.speculation import compose_runs
 

@@ -7,9 +7,11 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli.commands import Commands
+
 __all__ = ["app"]
 
-app = typer.Typer(help="List captures and clean them up.", no_args_is_help=True)
+app = Commands(help="List captures and clean them up.")
 Store = Annotated[Path, typer.Option("--captures-dir", help="Folder of captures.")]
 
 

@@ -32,13 +32,18 @@ def compare(
     reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
-        typer.Option(help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; may be repeated."),
+        typer.Option(
+            help="Candidate KV format: NAME, K/V, or NAME\\[key=value,…]; may be repeated.",
+            autocompletion=options.complete_kv,
+            rich_help_panel=options.ARMS,
+        ),
     ] = None,
     candidate: Annotated[
         list[str] | None,
         typer.Option(
             help="Candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option; "
             "may be repeated.",
+            rich_help_panel=options.ARMS,
         ),
     ] = None,
     vary: Annotated[
@@ -47,23 +52,31 @@ def compare(
             metavar="KEY=A,B,…",
             help="Ablation: a key of --candidate with several values; repeated, all combinations run, and the "
             "report names the key that moves KLD and the onset of degeneration.",
+            rich_help_panel=options.ARMS,
         ),
     ] = None,
     control: Annotated[
         str,
         typer.Option(
             help="The arm that should cost nothing: auto, none, or a KV format; full: also the arms that tell "
-            "the format's loss from the kernel's."
+            "the format's loss from the kernel's.",
+            rich_help_panel=options.ARMS,
         ),
     ] = "auto",
     axes: options.AxesOptions,
     benches: options.Benches = "",
     overrides: options.Set = None,
     scoring: options.ScoringOptions,
-    force: Annotated[bool, typer.Option("--force", help="Run what the engine is known to run wrongly, too.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Run what the engine is known to run wrongly, too.", rich_help_panel=options.ARMS),
+    ] = False,
     floor: Annotated[
         bool,
-        typer.Option(help="Capture a quarter again: of the reference, and of candidates with other last bits."),
+        typer.Option(
+            help="Capture a quarter again: of the reference, and of candidates with other last bits.",
+            rich_help_panel=options.MEASURED,
+        ),
     ] = True,
     engine: options.ServableEngineOptions,
     runs: options.CapturedRunsOptions,
@@ -74,7 +87,11 @@ def compare(
     resume_dir: Annotated[
         Path | None,
         typer.Option(
-            "--resume", metavar="RUN_DIR", help="Go on with a stopped run; give nothing else.", show_default=False
+            "--resume",
+            metavar="RUN_DIR",
+            help="Go on with a stopped run, or with 'latest'; give nothing else.",
+            show_default=False,
+            callback=options.find_run,
         ),
     ] = None,
     trusted: options.Trusted = None,

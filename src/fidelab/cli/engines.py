@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli import options
+from fidelab.cli.commands import Commands
 from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["app"]
 
-app = typer.Typer(help="List, install and remove the engines' environments.", no_args_is_help=True)
+app = Commands(help="List, install and remove the engines' environments.")
 Name = Annotated[str, typer.Argument(help="vllm, sglang or llamacpp.")]
 
 

@@ -20,15 +20,19 @@ _KNOWN = (EntryPoint("kernels", "k16v8.cli:main", GROUP), EntryPoint("bench.kern
 _PASSED_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
-def register(app: typer.Typer, groups: Mapping[str, typer.Typer]) -> None:
-    """Add the commands to ``app``, or to the group that they belong to; those of unknown groups are left out."""
+def register(app: typer.Typer, groups: Mapping[str, typer.Typer], *, panel: str) -> None:
+    """Add the commands to ``app``, or to the group that they belong to; those of unknown groups are left out.
+
+    ``panel``: the frame of ``--help`` in which those of ``app`` are.
+    """
     parents = {"": app, **groups}
     for point in {point.name: point for point in (*_KNOWN, *entry_points(group=GROUP))}.values():
         group, _, name = point.name.rpartition(".")
         if group in parents:
             text = f"A command of the package {_package(point)}; all words are passed on."
             options = {"help": text, "context_settings": _PASSED_ON, "add_help_option": False}
-            parents[group].command(name, **options)(_command(point))  # type: ignore[arg-type]
+            where = {} if group else {"rich_help_panel": panel}
+            parents[group].command(name, **options, **where)(_command(point))  # type: ignore[arg-type]
 
 
 def _command(point: EntryPoint) -> Callable[[typer.Context], None]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fidelab.cli import options
+from fidelab.cli.commands import Commands
 from fidelab.cli.output import command_line, gate, note, open_console, show_report
 
 if TYPE_CHECKING:
@@ -20,7 +21,7 @@ class _RunsOptions(options.RunsOptions):
     output_dir: Annotated[Path, typer.Option(help="Where the run folder is made.")] = options.RunsOptions.output_dir
 
 
-app = typer.Typer(help="Read what other tools measured, recompute it, and report it.", no_args_is_help=True)
+app = Commands(help="Read what other tools measured, recompute it, and report it.")
 
 
 @app.command("refract")
@@ -118,7 +119,7 @@ def throughput(
 
       fidelab import throughput nvfp4.json awq.json
 
-      fidelab import throughput runs/2026-01-02-abc recorded.json --name ours --name theirs
+      fidelab import throughput runs/a recorded.json --name ours --name theirs
     """
     from fidelab.imports import IMPORTS
 

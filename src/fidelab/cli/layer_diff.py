@@ -29,7 +29,11 @@ def bisect(
     reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
-        typer.Option(help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].", show_default=False),
+        typer.Option(
+            help="The candidate's KV format: NAME, K/V, or NAME\\[key=value,…].",
+            show_default=False,
+            autocompletion=options.complete_kv,
+        ),
     ] = None,
     candidate: Annotated[
         list[str] | None,

@@ -6,9 +6,11 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli.commands import Commands
+
 __all__ = ["app"]
 
-app = typer.Typer(help="List, fetch, locate and clean up models.", no_args_is_help=True)
+app = Commands(help="List, fetch, locate and clean up models.")
 Name = Annotated[str, typer.Argument(help="smollm2-135m, a hub id with optional @revision, or a .gguf file.")]
 
 

@@ -20,6 +20,8 @@ import typer
 from fidelab.cli.axes import axis_settings
 
 __all__ = [
+    "ARMS",
+    "MEASURED",
     "AxesOptions",
     "Benches",
     "CapturedRunsOptions",
@@ -40,7 +42,9 @@ __all__ = [
     "Set",
     "TextOptions",
     "Trusted",
+    "complete_kv",
     "expand_options",
+    "find_run",
     "refuse_beside_resume",
 ]
 
@@ -134,13 +138,64 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
 
 # --------------------------------------------------------------------------------- single options and arguments
 
+ARMS, MEASURED, ENGINE, SCORING = "Arms", "What is measured", "Engine", "Scoring"  # panels of --help
+
+
+def _of_table(module: str, table: str) -> Callable[[str], list[str]]:
+    """Completes the last of several names that commas separate, from a registry."""
+
+    def complete(incomplete: str) -> list[str]:
+        from importlib import import_module
+
+        before, comma, begun = incomplete.rpartition(",")
+        names = getattr(import_module(module), table).names()
+        return [f"{before}{comma}{name}" for name in names if name.startswith(begun)]
+
+    return complete
+
+
+def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
+    """KV formats of fidelab's own; those of other engines are known in their environments alone."""
+    if context.params.get("engine") not in (None, "hf"):
+        return []
+    from fidelab.formats import FORMATS
+
+    before, slash, begun = incomplete.rpartition("/")
+    return [f"{before}{slash}{name}" for name in ("k16v8", *FORMATS.names()) if name.startswith(begun)]
+
+
+def _runs(incomplete: str) -> list[str]:
+    """Runs below the folder ``runs``, and ``latest``; where none begins so, the shell completes paths."""
+    found = ("latest", *sorted(map(str, Path("runs").glob("2*"))))
+    return [name for name in found if name.startswith(incomplete)]
+
+
 Model = Annotated[str, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="A run's folder.")]
+
+
+def find_run(name: Path | None) -> Path | None:
+    """As :func:`fidelab.results.store.find_run`, for an option or argument that may be left out."""
+    from fidelab.results import store
+
+    return None if name is None else store.find_run(name)
+
+
+RunDir = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN_DIR",
+        help="A run's folder, its report.json, or 'latest': the newest in runs.",
+        autocompletion=_runs,
+        callback=find_run,
+    ),
+]
 Reference = Annotated[
     str | None,
     typer.Option(
         help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
         show_default=False,
+        autocompletion=complete_kv,
+        rich_help_panel=ARMS,
     ),
 ]
 Benches = Annotated[
@@ -148,11 +203,17 @@ Benches = Annotated[
     typer.Option(
         help="Benches, separated by commas: startup, prefill, decode, memory, serving; offline: the first four.",
         show_default=False,
+        autocompletion=_of_table("fidelab.bench", "BENCHES"),
+        rich_help_panel=MEASURED,
     ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated."),
+    typer.Option(
+        "--set",
+        help="Any other setting, as in axes.rniah.lengths=\\[512]; may be repeated.",
+        rich_help_panel=MEASURED,
+    ),
 ]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
@@ -169,16 +230,22 @@ Trusted = Annotated[
 ]
 FailUnder = Annotated[
     float | None,
-    typer.Option(help="Exit with 1 unless the lower bound of every KLD score reaches this.", show_default=False),
+    typer.Option(
+        help="Exit with 1 unless the lower bound of every KLD score reaches this.",
+        show_default=False,
+        rich_help_panel=SCORING,
+    ),
 ]
 
 # -------------------------------------------------------------------------------------- parts of an experiment
 
 
-class EngineOptions(Options):
+class EngineOptions(Options, panel=ENGINE):
     """An engine, where it lives, and what it computes with."""
 
-    engine: Annotated[str, typer.Option(help="Engine that runs all arms.")] = "hf"
+    engine: Annotated[
+        str, typer.Option(help="Engine that runs all arms.", autocompletion=_of_table("fidelab.engines", "ENGINES"))
+    ] = "hf"
     python: Annotated[
         str | None,
         typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False),
@@ -249,7 +316,7 @@ class ServableEngineOptions(EngineOptions):
         return super()._engine_args() | {name: value for name, value in flags.items() if value is not None}
 
 
-class TextOptions(Options):
+class TextOptions(Options, panel=MEASURED):
     """The text that is evaluated."""
 
     text: Annotated[str, typer.Option(help="Evaluation text: 'default', 'wikitext-2', or a UTF-8 file.")] = "default"
@@ -260,7 +327,10 @@ class AxesOptions(TextOptions):
 
     axes: Annotated[
         str,
-        typer.Option(help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis."),
+        typer.Option(
+            help="Axes, separated by commas; core: trajectory,kld; full: and rniah,plad; all: every axis.",
+            autocompletion=_of_table("fidelab.axes", "AXES"),
+        ),
     ] = "core"
     quick: Annotated[bool, typer.Option("--quick", help="Fewer items on every axis, for a first look.")] = False
     windows: Annotated[
@@ -302,7 +372,7 @@ class AxesOptions(TextOptions):
         return {"axes": axes, "text": self.text, "prompts": self.prompts}
 
 
-class SeedOptions(Options):
+class SeedOptions(Options, panel=SCORING):
     """The seed of what is computed from captures."""
 
     seed: Annotated[int, typer.Option(help="Seed of the bootstrap.")] = 42

@@ -20,7 +20,11 @@ def capture(
     model: options.Model,
     kv: Annotated[
         str | None,
-        typer.Option(help="KV format of this arm. \\[default: the engine's native one]", show_default=False),
+        typer.Option(
+            help="KV format of this arm. \\[default: the engine's native one]",
+            show_default=False,
+            autocompletion=options.complete_kv,
+        ),
     ] = None,
     output_dir: Annotated[Path, typer.Option(help="Folder of captures; can be copied to another machine.")] = Path(
         "captures"

@@ -48,23 +48,29 @@ def report(
 
     [bold]Examples[/bold]
 
-      fidelab report runs/20260101-120000-smollm2-135m --plot
+      fidelab report latest
+
+      fidelab report runs/20260101-120000-smollm2-135m/report.json --plot
 
       fidelab report runs/20260101-120000-smollm2-135m --markdown
     """
     from fidelab.errors import UsageError
     from fidelab.report.html import write_html
+    from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
 
     if markdown and (as_json or plot):
         raise UsageError("--markdown prints a section of its own: leave out --json and --plot")
-    folder = RunFolder.open(run_dir.absolute())
-    result = folder.read_report(run_dir)
-    write_html(result, folder.html)
+    folder = None if run_dir.is_file() else RunFolder.open(run_dir.absolute())
+    if folder is None:  # a report by itself
+        result = Report.from_json(run_dir)
+    else:
+        result = folder.read_report(run_dir)
+        write_html(result, folder.html)
     if markdown:
         typer.echo(result.to_markdown(), nl=False)
         return
-    show_report(result, as_json=as_json, folder=folder.path, plot=plot)
+    show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
 
 
 def charts(

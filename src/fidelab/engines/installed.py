@@ -16,9 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import fidelab
-from fidelab.core import digest
+from fidelab.core import Arm, digest
 
-__all__ = ["build", "device", "is_installed", "provenance", "shims"]
+__all__ = ["build", "device", "is_installed", "provenance", "shims", "unknown_architecture"]
 
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"), "hip": ("/dev/kfd",)}
 _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
@@ -48,6 +48,36 @@ def build(packages: Sequence[str]) -> str | None:
     if any(name.endswith("-cpu") and is_installed(name) for name in packages):
         return "cpu"
     return _llama_build() if "llama-cpp-python" in packages else _torch_build()
+
+
+def unknown_architecture(arm: Arm, *own: str) -> str | None:
+    """Why nothing installed here reads the config of an arm's model; ``None`` where something may.
+
+    ``own``: folders of packages (``vllm/transformers_utils``) with types of configs that Transformers does not have.
+    """
+    try:
+        kind = json.loads((Path(arm.path) / "config.json").read_text("utf-8")).get("model_type")
+    except (OSError, ValueError, AttributeError):
+        return None
+    if not isinstance(kind, str) or not kind:
+        return None
+    named = re.compile(rf"[\"']{re.escape(kind)}[\"']|\b{re.escape(kind)}=")
+    places = [place for name in ("transformers/models/auto", *own) if (place := _folder_of(name)) is not None]
+    files = (file for place in places for file in place.rglob("*.py"))
+    if not places or any(named.search(file.read_text("utf-8", errors="replace")) for file in files):
+        return None
+    readers = " and ".join((f"transformers {metadata.version('transformers')}", *(name.split("/")[0] for name in own)))
+    return (
+        f"the config.json of {arm.model} has model_type {kind!r}, which is unknown to {readers}: correct it, or "
+        "upgrade what is to read it"
+    )
+
+
+def _folder_of(name: str) -> Path | None:
+    """A folder below an installed package, which is not imported."""
+    package, _, below = name.partition("/")
+    home = _package(package)
+    return home / below if home is not None and (home / below).is_dir() else None
 
 
 def device(built: str | None) -> str:

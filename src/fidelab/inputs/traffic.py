@@ -6,6 +6,7 @@ same traffic.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,10 +19,19 @@ from numpy.typing import NDArray
 
 from fidelab.captures.requests import Tokens
 from fidelab.errors import InputError
-from fidelab.inputs.files import DATA, json_lines
+from fidelab.inputs.files import DATA, json_lines, read_utf8
 from fidelab.inputs.tokens import Tokenizer
 
-__all__ = ["Trace", "arrivals", "mixed_prompts", "random_prompts", "read_trace", "text_prompts", "word_prompts"]
+__all__ = [
+    "Trace",
+    "arrivals",
+    "mixed_prompts",
+    "random_prompts",
+    "read_conversations",
+    "read_trace",
+    "text_prompts",
+    "word_prompts",
+]
 
 Floats = NDArray[np.float64]
 TraceUnit = Literal["ms", "s"]
@@ -141,6 +151,33 @@ def _fit(start: str, length: int, words: Sequence[str], measure: Callable[[str],
         seen.add(kept)
         kept = min(max(1, kept + step), len(drawn))
     raise InputError(f"no text of exactly {length} tokens was found: ask for another length, or for token ids")
+
+
+def read_conversations(path: Path) -> tuple[tuple[str, str], ...]:
+    """The first two turns of each conversation in a file of the ShareGPT form, those with fewer left out.
+
+    The form is a JSON list of objects whose ``conversations`` are objects with the text as ``value``.
+
+    Raises:
+        InputError: unreadable, of another form, or no conversation of two turns in it.
+    """
+    try:
+        entries = json.loads(read_utf8(path, "dataset"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"dataset {path} is not JSON: {error}") from None
+    found = []
+    for number, entry in enumerate(entries if isinstance(entries, list) else [None], 1):
+        turns = entry.get("conversations", []) if isinstance(entry, dict) else None
+        if not isinstance(turns, list):
+            raise InputError(f"dataset {path}, entry {number}: expected a list of objects with 'conversations'")
+        texts = [turn.get("value") if isinstance(turn, dict) else None for turn in turns[:2]]
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError(f"dataset {path}, entry {number}: a turn has no text as its 'value'")
+        if len(texts) == 2:
+            found.append((str(texts[0]), str(texts[1])))
+    if not found:
+        raise InputError(f"dataset {path} has no conversation of two turns in it")
+    return tuple(found)
 
 
 # --------------------------------------------------------------------------------------------- arrivals

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -87,9 +88,14 @@ def _name(config: ArmConfig) -> str:
         config.engine.name if config.engine else None,
         config.kv.label if config.kv else None,
         config.dtype,
-        *(f"{key}={value}" for key, value in config.engine_args.items()),
+        *(_host(value) if key == "base-url" else f"{key}={value}" for key, value in config.engine_args.items()),
     ]
     return " ".join(filter(None, differences))
+
+
+def _host(address: str) -> str:
+    """A server's address, short: ``http://127.0.0.1:8000/v1`` → ``127.0.0.1:8000``; without a user and a password."""
+    return re.sub(r"^\w+://([^/@]*@)?", "", address).rstrip("/").removesuffix("/v1") or address
 
 
 def native_kv(engine: EngineConfig) -> KVSpec:

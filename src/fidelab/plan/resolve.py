@@ -15,7 +15,7 @@ from fidelab.config.grid import levels_of
 from fidelab.config.load import validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
-from fidelab.engines.base import Support
+from fidelab.engines.base import Engine, Support
 from fidelab.engines.k16v8 import versions_for
 from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, check_conversion, resolve, with_weights
@@ -228,7 +228,7 @@ class _Resolver:
                 **self._today(engine),
             },
             estimator=Estimator(estimator),
-            about=self._engines.about(engine),
+            about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
         )
         return arm
 
@@ -370,6 +370,14 @@ def refuse_same_server(settings: Settings) -> None:
                 f"candidate {arm.name!r} asks the same server and model in the same way as the reference: that "
                 "measures repeatability, which the floor does; give the candidate a base-url or model of its own"
             )
+
+
+def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
+    """The size of the weights that an engine loads, for the record; empty where a server has them, or nobody."""
+    if engine.served or model.kind == "fake":
+        return {}
+    gguf = model.gguf if engine.form == "gguf" else None
+    return {"weight_bytes": gguf.stat().st_size if gguf else model.weight_bytes}
 
 
 def _with_cache(config: ArmConfig, kv: KVSpec, name: str) -> ArmConfig:

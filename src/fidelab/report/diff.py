@@ -15,6 +15,7 @@ from rich.table import Table
 from fidelab.report.cells import plain
 from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
+from fidelab.results.comparability import in_words
 from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refusal
 from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
 from fidelab.results.table import BENCH
@@ -166,9 +167,8 @@ def _summary(diff: Diff, full: bool) -> str:
 
 def _refusal(refusal: Refusal) -> str:
     groups = ", ".join(group.removeprefix(BENCH) for group in refusal.groups)
-    values = f"{_short(refusal.baseline)} in the baseline, {_short(refusal.now)} now"
     count = f"{refusal.n_metrics} metric{'' if refusal.n_metrics == 1 else 's'}"
-    return one_line(f"{groups} ({count}): {refusal.field} is {values}")
+    return one_line(f"{groups} ({count}): {in_words(refusal.field, refusal.baseline, refusal.now)}")
 
 
 def _asides(diff: Diff) -> Iterator[str]:

@@ -43,7 +43,7 @@ def render_markdown(report: Report) -> str:
         *(part for table in view.beside for part in _titled(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
-        _bullets(escaped(line) for line in (view.control, view.floor, view.ranking) if line),
+        _bullets(escaped(line) for line in (view.control, view.weights, view.floor, view.ranking) if line),
     )
     parts = [
         _opening(report, view),

@@ -224,7 +224,7 @@ def _coordinate(value: int | float | str) -> str:
 
 # ------------------------------------------------------------------------------------------------------- what ran
 
-_RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "more")
+_RAN_COLUMNS = ("engine", "K asked", "K ran", "V asked", "V ran", "attention", "bytes/token", "weight bytes", "more")
 
 
 def ran_of(arms: Iterable[ArmRecord]) -> TextTable:
@@ -258,5 +258,6 @@ def _ran_cells(arm: ArmRecord) -> tuple[str, ...]:
         one_line((ran.v_dtype if ran else None) or ABSENT),
         one_line((ran.attention if ran else None) or ABSENT),
         format_bytes(ran.cache_bytes_per_token if ran else None),
+        format_bytes(ran.weight_bytes if ran else None),
         one_line(", ".join(versions + others)) or ABSENT,
     )

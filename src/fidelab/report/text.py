@@ -85,6 +85,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("")
         line(view.floor)
         line(view.control)
+        if view.weights:
+            line(view.weights)
     if view.truth:
         line(view.truth)
     if view.ranking:

@@ -40,7 +40,7 @@ from fidelab.report.summary import (
 )
 from fidelab.report.tables import TextTable, ran_of, timing_of
 from fidelab.results.measurement import Measurement
-from fidelab.results.numbers import ABSENT, format_bytes, one_line
+from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, one_line
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
 __all__ = [
@@ -140,6 +140,7 @@ class View:
     rows: tuple[ArmRow, ...]
     floor: str
     control: str
+    weights: str
     ranking: str
     tables: tuple[TextTable, ...]
     beside: tuple[TextTable, ...]
@@ -204,6 +205,7 @@ def build_view(report: Report) -> View:
         rows=tuple(_row(role, arm, size) for role, arm in arms),
         floor="; ".join([_floor(report.floor), *_without_floor(report.candidates)]),
         control=_controls(controls),
+        weights=_weights([arm for _, arm in arms]),
         ranking=_ranking(report.comparisons),
         tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
         beside=_present(contexts_of(report), others_of(report)),
@@ -267,6 +269,17 @@ def _saving(arm: ArmRecord, size: float | None) -> str:
         return ""
     percent = 100 * own / size
     return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of the reference's"
+
+
+def _weights(arms: Sequence[ArmRecord]) -> str:
+    """The size of each arm's weights, arms of one size together; empty where none is recorded."""
+    sizes: dict[str, list[str]] = {}
+    for arm in arms:
+        if arm.ran is not None and arm.ran.weight_bytes:
+            sizes.setdefault(f"{format_amount(arm.ran.weight_bytes / MIB)} MiB", []).append(one_line(arm.name))
+    if len(sizes) == 1 and all(arm.ran is None or arm.ran.weight_bytes for arm in arms):
+        return f"weights, as stored: {next(iter(sizes))} in each arm"
+    return "; ".join(f"weights of {', '.join(names)}, as stored: {size}" for size, names in sizes.items())
 
 
 def _capital(text: str) -> str:

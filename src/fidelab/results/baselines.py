@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fidelab.errors import InputError, OutputError, UnknownNameError, UsageError
 from fidelab.results.record import Report
-from fidelab.results.store import CONFIG, REPORT, RunFolder
+from fidelab.results.store import CONFIG, REPORT, RunFolder, find_run
 
 __all__ = ["Baselines"]
 
@@ -70,7 +70,7 @@ class Baselines:
         return path
 
     def read(self, what: str) -> tuple[str, Report]:
-        """A report by a baseline's name, else a run's folder or a report's file; and how to call it.
+        """A report by a baseline's name, else a run's folder, a report's file or ``latest``; and how to call it.
 
         A folder that has the name of a baseline is written ``./name``.
 
@@ -80,7 +80,7 @@ class Baselines:
         """
         if _NAME.fullmatch(what) and self.path(what).is_file():
             return what, Report.from_json(self.path(what))
-        path = Path(what)
+        path = find_run(Path(what))
         if path.is_dir() or path.is_file() or not _NAME.fullmatch(what) or what.endswith(".json"):
             report = read_run(path)
             return report.run_id, report

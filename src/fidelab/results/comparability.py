@@ -8,14 +8,27 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Set
 from typing import Any
 
+from fidelab.core import canonical_json
 from fidelab.results.measurement import Metric
 from fidelab.results.record import ArmRecord, Report
 from fidelab.results.table import BENCH, CACHE, COMPOSITE, OVER_CONTROL, Key, arms
 from fidelab.results.values import Free, Record
 
-__all__ = ["COUNTED", "Difference", "beside", "fields", "same_place"]
+__all__ = ["COUNTED", "Difference", "beside", "fields", "in_words", "same_place"]
 
 COUNTED = "composite.axes"
+_MEANINGS = {  # of fields whose values tell a person nothing
+    "items": "other questions were asked (another text, other prompts, or more or fewer of them)",
+    "vocabulary": "the tokenizers differ",
+    "tokenizer": "the tokenizers differ",
+}
+_CALLED = {
+    "reference.kv": "the reference's KV cache",
+    "control.kv": "the control's KV cache",
+    COUNTED: "what the composite is made of",
+    "floor": "the share of items captured again for the floor",
+}
+_LONGEST = 40  # characters of a value: lists are long
 _VOLATILE = ("loaded_host_bytes", "peak_host_bytes", "seconds")  # of what ran: differs from one run to the next
 # What last bits depend on: of the environment, and of what ran.
 _MACHINE = ("machine", "processor", "usable_cores", "packages")
@@ -56,6 +69,22 @@ def fields(report: Report, key: Key, metric: Metric, groups: Set[str]) -> dict[s
     if key.group == COMPOSITE:
         values[COUNTED] = sorted(metric.rests_on)
     return values
+
+
+def in_words(field: str, baseline: Any, now: Any) -> str:
+    """What it means that a field of :func:`fields` differs; hashes are left out."""
+    axis, _, name = field.rpartition(".")
+    if name in _MEANINGS and axis:
+        return f"{axis}: {_MEANINGS[name]}"
+    what = _CALLED.get(field) or field.replace(".settings.", ": ")
+    return f"{what} was {_short(baseline)} in the baseline and is {_short(now)} now"
+
+
+def _short(value: Any) -> str:
+    if value is None:
+        return "not recorded"
+    text = value if isinstance(value, str) else canonical_json(value)
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _control(report: Report, key: Key) -> ArmRecord | None:

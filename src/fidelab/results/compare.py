@@ -37,7 +37,7 @@ from fidelab.metrics.change import (
     judge_values,
     log_ratio,
 )
-from fidelab.results.comparability import COUNTED, beside, fields, same_place
+from fidelab.results.comparability import COUNTED, beside, fields, in_words, same_place
 from fidelab.results.diff_record import Basis, ChangeOutcome, Diff, DiffSide, MetricChange, Refusal, Thresholds
 from fidelab.results.measurement import Metric
 from fidelab.results.record import Report
@@ -83,7 +83,7 @@ def compare(
             changes.append((metric, _absent(key, metric, "lost" if key in was else "new", reason)))
     refused = refusals.listed()
     if not any(change.basis and change.counts and change.group != CACHE for _, change in changes):
-        raise MismatchError(f"nothing can be compared: {_why_nothing(refused, sides)}")
+        raise MismatchError(f"nothing can be compared: {_why_nothing(refused, sides, (baseline, now))}")
     ordered = sorted(changes, key=lambda entry: _order(entry[0], entry[1], limits))
     called = names or (baseline.run_id, now.run_id)
     return Diff(
@@ -262,14 +262,21 @@ def _unmeasured(was: MetricTable, now: MetricTable) -> Iterator[str]:
             yield f"{', '.join(place[1:])}: {reason}"
 
 
-def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable]) -> str:
+def _asked(report: Report) -> dict[str, Any]:
+    """What a report's questions were made from, as far as its settings tell."""
+    asked = {"the model": report.reference.model, "the engine": report.reference.engine}
+    asked |= {f"the {name}": report.settings[name] for name in ("text", "prompts") if name in report.settings}
+    axes = report.settings.get("axes")
+    for axis, settings in axes.items() if isinstance(axes, dict) else ():
+        asked |= {f"{axis}: {name}": value for name, value in settings.items()} if isinstance(settings, dict) else {}
+    return asked
+
+
+def _why_nothing(refused: list[Refusal], sides: tuple[MetricTable, MetricTable], reports: tuple[Report, Report]) -> str:
     if refused:
-        named = [f"{r.field} {_short(r.baseline)} is not {_short(r.now)}" for r in refused]
-        return "; ".join(named[:3]) + (f" (and {len(named) - 3} more)" if len(named) > 3 else "")
+        was, is_ = map(_asked, reports)
+        named = [in_words(what, was[what], is_[what]) for what in was if what in is_ and was[what] != is_[what]]
+        named = list(dict.fromkeys((*named, *(in_words(r.field, r.baseline, r.now) for r in refused))))
+        return "; ".join(named[:4]) + (f" (and {len(named) - 4} more)" if len(named) > 4 else "")
     arms = [", ".join(dict.fromkeys(key.arm for key in side.metrics)) or "no figure" for side in sides]
     return f"no figure of an axis or bench is in both; the baseline has {arms[0]}, the run {arms[1]}"
-
-
-def _short(value: Any) -> str:
-    text = "not recorded" if value is None else value if isinstance(value, str) else canonical_json(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"

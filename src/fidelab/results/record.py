@@ -88,6 +88,8 @@ class RuntimeRecord(Record):
     """Attention backend or kernel."""
     cache_bytes_per_token: Positive | None = None
     """Bytes of KV cache per token, all layers, scales included."""
+    weight_bytes: Count | None = None
+    """Bytes of the weights in the checkpoint's files; null where a server holds them."""
     versions: dict[str, str] = Field(default_factory=dict)
     """Package → version, in the engine's environment."""
 

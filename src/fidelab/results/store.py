@@ -20,14 +20,17 @@ from fidelab.core import digest, slug
 from fidelab.errors import InputError, OutputError
 from fidelab.results.record import Report, write_atomically
 
-__all__ = ["RunFolder"]
+__all__ = ["RUNS", "RunFolder", "find_run"]
 
+RUNS = Path("runs")  # where runs are written unless told otherwise
+_LATEST = "latest"
 CONFIG = "config.resolved.yaml"
 EVENTS = "events.jsonl"
 OUTCOMES = "outcomes.json"
 POSITIONS = "positions.parquet"
 REPORT = "report.json"
 HTML = "report.html"
+_STAMP, _STAMPED = "%Y%m%d-%H%M%S", 15  # how names of runs begin, and characters of that
 _KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are no experiment
 
 
@@ -44,7 +47,7 @@ class RunFolder:
         Raises:
             OutputError: it cannot be made.
         """
-        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+        stem = f"{time.strftime(_STAMP)}-{label}"
         temporary = output_dir / f".partial-{stem}-{os.getpid()}"
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -173,6 +176,26 @@ class RunFolder:
             raise OutputError(f"{self.positions}: cannot write: {error.strerror or error}") from error
         finally:
             temporary.unlink(missing_ok=True)
+
+
+def find_run(name: Path) -> Path:
+    """The run that a person names: its folder, a file of it, or ``latest``.
+
+    ``latest`` is the run that was started last in ``runs``, ``FOLDER/latest`` in another folder; a path that exists
+    comes first.  Any other path is returned as it is.
+
+    Raises:
+        InputError: ``latest`` of a folder that holds no run.
+    """
+    if name.name in (REPORT, HTML, CONFIG) and (name.parent / CONFIG).is_file():
+        return name.parent
+    if name.name != _LATEST or name.exists():
+        return name
+    folder = name.parent if len(name.parts) > 1 else RUNS
+    found = [path for path in folder.glob("*") if (path / CONFIG).is_file()]
+    if not found:
+        raise InputError(f"{folder} holds no run, so none is the latest: name a run's folder")
+    return max(found, key=lambda path: (path.name[:_STAMPED], (path / CONFIG).stat().st_mtime_ns))
 
 
 def _named(temporary: Path, wanted: Path) -> Path:

@@ -27,7 +27,7 @@ from fidelab.workers.fork_server import ForkServer, ForkServers
 from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Worker, run_worker
 
-__all__ = ["Asking", "Listener", "Silent", "absent", "fork_server", "unreadable"]
+__all__ = ["Asking", "Listener", "Silent", "Told", "absent", "fork_server", "unreadable"]
 
 
 class Listener(Protocol):
@@ -73,6 +73,44 @@ class Silent:
     def bench(self, text: str, done: int, total: int) -> None: ...
     def scoring(self) -> None: ...
     def close(self) -> None: ...
+
+
+class Told(Silent):
+    """Tells a function what is being done, and how much of all tokens is processed."""
+
+    def __init__(self, tell: Callable[[str, float], None]) -> None:
+        self._tell = tell
+        self._what = "starting"
+        self._done = self._total = 0
+        self._planned: dict[str, int] = {}
+
+    def start(self, plan: Plan, folder: RunFolder | None) -> None:
+        self._planned = {job.role: sum(capture.tokens for capture in job.missing()) for job in plan.jobs}
+        self._total = sum(self._planned.values())
+        self._say()
+
+    def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
+        self._what = job.role.removeprefix("candidate:")
+        self.extended(job, tokens - self._planned.get(job.role, tokens))
+        self._say()
+
+    def extended(self, job: PlannedJob, tokens: int) -> None:
+        self._total += tokens
+
+    def progress(self, job: PlannedJob, tokens: int) -> None:
+        self._done += tokens
+        self._say()
+
+    def bench(self, text: str, done: int, total: int) -> None:
+        self._what, self._done, self._total = text, done, total
+        self._say()
+
+    def scoring(self) -> None:
+        self._what, self._done = "scoring", self._total
+        self._say()
+
+    def _say(self) -> None:
+        self._tell(self._what, min(1.0, self._done / self._total) if self._total else 1.0)
 
 
 class Asking:

@@ -10,6 +10,8 @@ import re
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
@@ -19,7 +21,7 @@ from fidelab.bench.load.exchange import Load, LoadRequest, ServerRefusedError
 from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell
 from fidelab.bench.load_figures import serving_measurement
-from fidelab.bench.serving.contact import Contact, reach
+from fidelab.bench.serving.contact import Asked, Contact, reach
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.core import Status
 from fidelab.engines.openai.http import split_url
@@ -113,7 +115,7 @@ class _Sweep:
         try:
             requests = self._requests(number, repeat, asked)
         except InputError as error:
-            if asked.arrival == "trace":
+            if self._settings.mixed:
                 raise  # it is the only cell
             self._end(number, asked, Status.NOT_SUPPORTED, str(error))
             return None
@@ -163,10 +165,35 @@ class _Sweep:
         if (trace := settings.recorded) is not None:
             return self._contact.requests(trace.input, trace.output, trace.seconds.tolist(), seed)
         count = settings.count(asked) + settings.warmup
+        if settings.mixed:
+            count = min(count, len(self._dataset) // settings.repeats)
         due = None
         if asked.request_rate is not None:
             due = arrivals(settings.arrival, asked.request_rate, count, seed).tolist()
+        if settings.mixed:
+            return self._contact.rendered(self._dataset[repeat * count : (repeat + 1) * count], due)
         return self._contact.requests([asked.context or 1] * count, [asked.output or 1] * count, due, seed)
+
+    @cached_property
+    def _dataset(self) -> list[Asked]:
+        """The requests of all repeats, none of them twice.
+
+        Raises:
+            InputError: the dataset has fewer; a load that a duration ends makes do with what there is.
+        """
+        settings, [asked] = self._settings, self._asked
+        needed = settings.repeats * (settings.count(asked) + settings.warmup)
+        usable = self._contact.usable(settings.conversations, settings.dataset_output)
+        found = list(islice(usable, needed))
+        least = needed
+        if settings.duration is not None and settings.num_prompts is None:
+            least = settings.repeats * (1 + settings.warmup)
+        if len(found) < least:
+            raise InputError(
+                f"dataset {settings.dataset_path} has {len(found)} requests of usable length and {least} are needed, "
+                "warm-up included: lower the number of prompts, or name another file"
+            )
+        return found
 
     def _beyond(self, asked: LoadAsked) -> str | None:
         limit, tokens = self._contact.limit, (asked.context or 0) + (asked.output or 0)

@@ -7,12 +7,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fidelab.bench.load_cell import LoadAsked
 from fidelab.config.load import explain_validation
 from fidelab.errors import UsageError
-from fidelab.inputs.traffic import Trace, read_trace
+from fidelab.inputs.traffic import Trace, read_conversations, read_trace
 from fidelab.metrics.serving import LATENCIES
 from fidelab.results.composition_record import Arrival
 
@@ -42,6 +43,9 @@ class ServingSettings(BaseModel):
     concurrency: tuple[Tokens, ...] = Field(default=(), description="cells; empty: no limit")
     request_rate: float | None = Field(default=None, gt=0, description="null: as fast as possible")
     arrival: Literal["constant", "poisson"] = "poisson"
+    dataset: Literal["random", "sharegpt"] = "random"
+    dataset_path: str | None = Field(default=None, description="sharegpt: its file")
+    dataset_output: Tokens | None = Field(default=None, description="sharegpt: tokens of answers; null: the file's")
     trace: str | None = None
     trace_unit: Literal["ms", "s"] = "ms"
     num_prompts: int | None = Field(default=None, ge=1, description="requests of a cell; null: twice its concurrency")
@@ -76,6 +80,10 @@ class ServingSettings(BaseModel):
             raise ValueError("a trace has its own times: give no request rate")
         if self.trace is not None and len(self.concurrency) > 1:
             raise ValueError("a trace is one load: give one concurrency at most")
+        if (self.dataset == "sharegpt") != (self.dataset_path is not None):
+            raise ValueError("dataset sharegpt and the path of its file go together: give both or neither")
+        if self.dataset == "sharegpt" and self.trace is not None:
+            raise ValueError("a trace has requests of its own: give no dataset")
         for name, values in (("concurrency", self.concurrency), ("contexts", self.contexts)):
             if len(set(values)) < len(values):
                 raise ValueError(f"{name} names one value twice")
@@ -92,6 +100,23 @@ class ServingSettings(BaseModel):
             None if self.trace is None else read_trace(Path(self.trace), unit=self.trace_unit, limit=self.num_prompts)
         )
 
+    @cached_property
+    def conversations(self) -> tuple[tuple[str, str], ...]:
+        """Prompts and answers of the dataset, in the order that the seed gives.
+
+        Raises:
+            InputError: the file is none.
+        """
+        if self.dataset_path is None:
+            return ()
+        read = read_conversations(Path(self.dataset_path))
+        return tuple(read[n] for n in np.random.default_rng(self.seed).permutation(len(read)))
+
+    @property
+    def mixed(self) -> bool:
+        """Every request has lengths of its own."""
+        return self.trace is not None or self.dataset != "random"
+
     @property
     def kind(self) -> Arrival:
         """How requests come."""
@@ -101,12 +126,12 @@ class ServingSettings(BaseModel):
 
     def cells(self) -> list[LoadAsked]:
         """The loads, by context, then concurrency."""
-        contexts = [None] if self.trace is not None else list(self.contexts)
+        contexts = [None] if self.mixed else list(self.contexts)
         return [
             LoadAsked(
                 arrival=self.kind,
                 context=context,
-                output=None if self.trace is not None else self.output,
+                output=None if self.mixed else self.output,
                 concurrency=concurrency,
                 request_rate=self.request_rate,
                 ramp=self.ramp,

@@ -24,6 +24,7 @@ from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Requ
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head, device_name
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import is_count
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
@@ -97,6 +98,8 @@ class HFEngine(Engine):
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
+        if unknown := unknown_architecture(arm):
+            return Support(False, unknown)
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
             return Support(False, f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}")

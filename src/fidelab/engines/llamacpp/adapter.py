@@ -77,6 +77,7 @@ class LlamaCppEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     form: ClassVar[str] = "gguf"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
+    native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod

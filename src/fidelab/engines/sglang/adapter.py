@@ -27,7 +27,7 @@ from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
-from fidelab.engines.installed import is_installed
+from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.options import check_options
 from fidelab.engines.sglang.launch import (
     DTYPES,
@@ -92,6 +92,8 @@ class SGLangEngine(Engine):
         check_options(cls.name, arm.options, OPTIONS)
         if arm.dtype not in DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
+        if unknown := unknown_architecture(arm, "sglang/srt/configs"):
+            return Support(False, unknown)
         if k16v8_of(arm.kv) is not None:
             reason = k16v8_cannot(arm)
             return Support(not reason, reason)

@@ -29,6 +29,7 @@ from typing import Any, ClassVar
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
@@ -92,6 +93,8 @@ class VLLMEngine(Engine):
         check_options(cls.name, arm.options, _OPTIONS)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
+        if unknown := unknown_architecture(arm, "vllm/transformers_utils"):
+            return Support(False, unknown)
         if dict(arm.options).get("force") == "yes":
             return Support(True)
         backend = backend_for(arm)

@@ -1,0 +1,77 @@
+"""Typer as every module here uses it, with a ``--help`` for people: values have short names, flags have none."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
+
+import typer
+import typer.core
+from typer.models import ArgumentInfo, CommandFunctionType, OptionInfo
+
+__all__ = ["Commands", "Group"]
+
+_VALUES = {int: "N", float: "N", Path: "PATH", str: "TEXT"}
+
+
+class _Shown:
+    """What ``--help`` shows of a command or a group."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters; a flag takes no value, so nothing stands where the others name theirs."""
+        parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for parameter in parameters:
+            if getattr(parameter, "is_flag", False):
+                parameter.metavar = ""
+        return parameters
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """The usage line without hidden arguments."""
+        pieces: list[str] = super().collect_usage_pieces(ctx)  # type: ignore[misc]
+        hidden = [p.get_usage_pieces(ctx) for p in self.get_params(ctx) if getattr(p, "hidden", False)]
+        return [piece for piece in pieces if [piece] not in hidden]
+
+
+class _Command(_Shown, typer.core.TyperCommand): ...
+
+
+class Group(_Shown, typer.core.TyperGroup):
+    """A group of commands."""
+
+
+class Commands(typer.Typer):
+    """A group whose commands are declared by functions, as in typer."""
+
+    def __init__(self, *, cls: type[Group] = Group, **settings: Any) -> None:
+        super().__init__(cls=cls, no_args_is_help=True, rich_markup_mode="rich", **settings)
+
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[CommandFunctionType], CommandFunctionType]:
+        """As typer's; values that have no name get that of their type, arguments their own."""
+        register = super().command
+
+        def declare(function: CommandFunctionType) -> CommandFunctionType:
+            hints = get_type_hints(function, include_extras=True)
+            for argument, hint in hints.items():
+                if get_origin(hint) is Annotated:
+                    _name_value(argument, *get_args(hint)[:2])
+            function.__annotations__ = hints  # typer would evaluate their text anew
+            text = settings.pop("help", None) or _unwrap(function.__doc__ or "")
+            return register(name, cls=_Command, help=text, **settings)(function)
+
+        return declare
+
+
+def _unwrap(docstring: str) -> str:
+    """Paragraphs in one line each, since the terminal wraps them; an indented line is an example and stays."""
+    paragraphs = inspect.cleandoc(docstring).split("\n\n")
+    return "\n\n".join(text if text[:1] == " " else text.replace("\n", " ") for text in paragraphs)
+
+
+def _name_value(argument: str, hint: Any, declared: Any) -> None:
+    if isinstance(declared, ArgumentInfo) and declared.metavar is None:
+        declared.metavar = argument.upper()
+    elif isinstance(declared, OptionInfo) and declared.metavar is None:
+        kinds = [hint, *get_args(hint), *(inner for part in get_args(hint) for inner in get_args(part))]
+        declared.metavar = next((_VALUES[kind] for kind in kinds if kind in _VALUES), None)
