@@ -33,6 +33,7 @@ __all__ = [
     "locate",
     "provided_here",
     "read_marker",
+    "remember_trial",
     "remembered_shims",
     "shim",
     "write_marker",
@@ -65,6 +66,12 @@ class Environment:
         python, current = Path(self.python), Path(sys.executable)
         # Not by what they link to: environments share a base interpreter.
         return python.parent.resolve() == current.parent.resolve() and python.resolve() == current.resolve()
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """KV formats that did not run when fidelab made this environment, and why."""
+        marker = None if self.prefix else read_marker(Path(self.python).parents[1])
+        return dict((marker or {}).get("failing", {}))
 
     def command(self, module: str) -> list[str]:
         """The command line that runs a module there."""
@@ -164,6 +171,17 @@ def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
     part = folder / f".{MARKER}.part"
     part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     part.replace(folder / MARKER)
+
+
+def remember_trial(environment: Environment, faults: Mapping[str, str | None]) -> None:
+    """Keep what a trial found (why a KV format does not run, ``None`` where it does) in an environment of fidelab's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = Path(environment.python).parents[1]
+    if not environment.prefix and (marker := read_marker(folder)):
+        write_marker(folder, {**marker, "failing": {name: why for name, why in faults.items() if why}})
 
 
 def link_folder() -> Path:

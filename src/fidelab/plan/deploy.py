@@ -58,7 +58,7 @@ class Engines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
 
     def ask(self, config: EngineConfig) -> EngineAnswers:
         """Who answers for this engine.
