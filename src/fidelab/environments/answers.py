@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import select
-import shlex
 import signal
 import subprocess
 import tempfile
@@ -239,8 +238,7 @@ class _There(EngineAnswers):
     @property
     def _place(self) -> str:
         """The environment's name in error messages."""
-        words = [*self.environment.prefix, self.environment.python]
-        return f"the environment of engine {self.environment.engine} ({shlex.join(words)})"
+        return f"the environment of engine {self.environment.engine} ({self.environment.interpreter})"
 
     def ahead(self, question: str, **fields: Any) -> None:
         self._send(question, fields)
