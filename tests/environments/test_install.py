@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 
+from fidelab.config.load import validate
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, locate, read_marker, write_marker
 from fidelab.environments.install import install, remove
-from fidelab.environments.listing import places
+from fidelab.environments.listing import listing
 from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.errors import EngineError, OutputError, UsageError
+from fidelab.plan.resolve import resolve_experiment
+from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
 
 TARGET = "tests.environments.odd:Odd"
@@ -281,21 +284,47 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
     folder = environment.engines_dir() / "odd"
     install(recipe(), folder, said.append)
     assert "KV format some does not run: no kernel for this format; log: " in "\n".join(said)
-    [place] = places("odd")
-    assert place.refused["some"].startswith("no kernel for this format; log: ")
-    assert [(check.name, check.status) for check in parts._brought("odd", False)[1]] == [
+    [place] = listing(["odd"])
+    assert place.refused["some"].startswith("it did not run in its trial: no kernel for this format; log: ")
+    assert [(check.name, check.status) for check in parts._brought("odd", [place], None)[1]] == [
         ("any", "ok"),
         ("some", "missing"),
         ("every", "missing"),
     ]
     [file] = folder.glob("lib/python*/site-packages/odd_native.py")
     file.write_text("FAULTS = {'any': 'crash'}")
-    tried = {check.name: (check.status, check.remedy) for check in parts._brought("odd", True)[1]}
+    trials: list[str] = []
+    tried = {check.name: (check.status, check.remedy) for check in parts._brought("odd", [place], trials.append)[1]}
+    assert trials == ["odd: trying any", "odd: trying some"]
     assert tried == {
         "any": ("broken", "build it anew: install its package"),
         "some": ("ok", None),
         "every": ("missing", None),
     }
+    [place] = listing(["odd"])  # what the new trial found holds from now on
+    assert {name: why.partition(":")[0] for name, why in place.refused.items()} == {
+        "any": "it did not run in its trial",
+        "every": "every is odd on cpu",
+    }
+
+
+def test_compare_refuses_what_did_not_run_in_its_trial_unless_it_is_forced(
+    quick: None, native: dict[str, str], make_folder: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    native |= {"some": "raise"}
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    model = str(make_folder(tmp_path / "model"))
+    verdicts = check_agreement(("odd", "hf"), model, tmp_path)
+    assert {name: text for (engine, name), text in verdicts.items() if engine == "odd" and text != UNKNOWN} == {
+        "any": RUNS,
+        "some": verdicts["odd", "some"],
+        "every": "every is odd on cpu",
+    }
+    assert verdicts["odd", "some"].startswith("it did not run in its trial: no kernel for this format")
+    assert verdicts["hf", "k16v8"] == verdicts["hf", "int4"] == RUNS
+    written = {"model": model, "engine": "odd", "candidates": ["some", "every"], "control": "none", "force": True}
+    settings = resolve_experiment(validate({**written, "axes": {"kld": {}}, "output_dir": str(tmp_path)}, "test"))
+    assert settings.unsupported == {"every": "every is odd on cpu"}
 
 
 def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +332,9 @@ def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkey
     from fidelab.engines.hf.adapter import HFEngine
 
     monkeypatch.setattr(HFEngine, "kv_names", classmethod(lambda cls: ["bf16", "int8"]))
-    [engine, *formats] = [c for c in parts.engines_and_formats((), trial=True) if "hf" in (c.name, c.group[12:-1])]
+    [engine, *formats] = [
+        c for c in parts.engines_and_formats((), list, lambda line: None) if "hf" in (c.name, c.group[12:-1])
+    ]
     assert engine.status == "ok"
     assert [(check.name, check.status, check.detail) for check in formats] == [
         ("bf16", "ok", "runs"),
@@ -320,7 +351,7 @@ def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
     (shim / "odd_native.py").write_text("")
     install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle, pythonpath=[str(shim)])
     assert locate("odd").pythonpath == (str(shim),)
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert place.environment == locate("odd")
     other = tmp_path / "other"
     other.mkdir()
@@ -360,10 +391,10 @@ def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: None) -> None:
-    [absent] = places("odd")
+    [absent] = listing(["odd"])
     assert (absent.environment, absent.problem) == (None, "not installed")
     install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "some", "every"])
     assert place.refused == {"every": "every is odd on cpu"}
     assert (place.where, place.build) == ("environment odd", "stock")
@@ -373,11 +404,11 @@ def test_a_broken_environment_is_listed_with_its_problem_and_an_unfinished_one_t
     folder = environment.engines_dir() / "odd"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(second.python)
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert place.environment is not None
     assert place.problem == "engine odd needs odd-engine: pip install odd-engine"
     write_marker(folder, {"recipe": "odd-cpu"})
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert place.problem == f"{folder} is unfinished"
 
 

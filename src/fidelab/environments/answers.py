@@ -82,7 +82,7 @@ class EngineAnswers(ABC):
         return {name: why or _did_not_run(failing, name) for name, why in self._ask("formats").items()}
 
     def verdict(self, arm: Arm) -> Support:
-        """Whether an arm may run: the engine's own word, then whether its formats ran when its environment was made."""
+        """Whether an arm may run: the engine's own word, then whether its formats ran in their trial."""
         own = self.supports(arm)
         if not own.ok:
             return own
@@ -169,7 +169,7 @@ def _meanings(name: str) -> list[KVSpec]:
 
 
 def _did_not_run(failing: Mapping[str, str], name: str) -> str:
-    return f"it did not run when this environment was made: {failing[name]}" if name in failing else ""
+    return f"it did not run in its trial: {failing[name]}" if name in failing else ""
 
 
 class _Here(EngineAnswers):

@@ -81,7 +81,7 @@ class Environment:
 
     @property
     def failing(self) -> Mapping[str, str]:
-        """KV formats that did not run when fidelab made this environment, and why."""
+        """KV formats that did not run in the last trial of this environment of fidelab's, and why."""
         marker = None if self._elsewhere else read_marker(Path(self.python).parents[1])
         return dict((marker or {}).get("failing", {}))
 

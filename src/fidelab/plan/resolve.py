@@ -227,7 +227,7 @@ class _Resolver:
     def _forced(self, arm: Arm, answers: EngineAnswers) -> tuple[Arm, Support]:
         """The arm with option ``force``, if its engine then accepts what it otherwise refuses.
 
-        What did not run when its environment was made needs no option.
+        What was refused because it did not run in its trial needs no option.
         """
         verdict = answers.supports(arm)
         if verdict.ok:
