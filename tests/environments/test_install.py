@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import signal
+import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
+import fidelab
 from fidelab.config.load import validate
+from fidelab.config.schema import EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
@@ -21,6 +28,7 @@ from fidelab.environments.install import install, remove
 from fidelab.environments.listing import listing
 from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.errors import EngineError, OutputError, UsageError
+from fidelab.plan.deploy import Engines
 from fidelab.plan.resolve import resolve_experiment
 from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
@@ -460,3 +468,102 @@ def test_the_command_that_installs_an_engine_is_for_this_machine(
     seen: Callable[[str], str] = lambda built: built if built == device else "cpu"  # noqa: E731
     monkeypatch.setattr(recipes, "device", seen)
     assert recipes.install_command("vllm") == f"fidelab engines install {command}"
+
+
+# ------------------------------------------------------------------------------------- asked at once, kept, stopped
+
+
+def made(native: str) -> Path:
+    """The file that is imported when engine ``odd`` of an installed environment is asked for its formats."""
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    [file] = (environment.engines_dir() / "odd").glob("lib/python*/site-packages/odd_native.py")
+    file.write_text(native)
+    return file
+
+
+def imports(counted: Path) -> int:
+    """How often the engine was imported for a list that is as it should be."""
+    counted.unlink(missing_ok=True)
+    [place] = listing(["odd"])
+    assert (place.problem, place.refused) == (None, {"every": "every is odd on cpu"})
+    return len(counted.read_text()) if counted.exists() else 0
+
+
+def test_what_an_engine_said_is_kept_until_something_changes(
+    quick: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = tmp_path / "imports"
+    native = f"open({str(counted)!r}, 'a').write('x')"
+    file = made(native)
+    assert (imports(counted), imports(counted)) == (1, 0)
+    monkeypatch.setenv("ODD_MODE", "new")  # a variable of this engine's
+    assert (imports(counted), imports(counted)) == (1, 0)
+    (file.parent / "another-1.dist-info").mkdir()  # something was installed
+    assert (imports(counted), imports(counted)) == (1, 0)
+    file.write_text(native + "\n")  # the package itself is another one
+    assert (imports(counted), imports(counted)) == (1, 0)
+    [kept] = (cache / "answers").iterdir()
+    for damaged in ("", "[]", '{"state": 1}', kept.read_text()[:-9]):
+        kept.write_text(damaged)
+        assert (imports(counted), imports(counted)) == (1, 0)
+
+
+def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None) -> None:
+    file = made("raise OSError('libodd.so: cannot open shared object file')")
+    assert listing(["odd"])[0].problem == "OSError: libodd.so: cannot open shared object file"
+    file.write_text("")
+    assert listing(["odd"])[0].problem is None
+
+
+@pytest.mark.parametrize("words", [("engines", "list"), ("formats",), ("doctor",)], ids=" ".join)
+def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_once(
+    words: tuple[str, ...], quick: None, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    made(f"import os, pathlib, time\npathlib.Path({str(asked)!r}).write_text(str(os.getpid()))\ntime.sleep(600)")
+    terminal, follower = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "fidelab", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=follower
+    ) as process:
+        os.close(follower)
+        wait_for(lambda: asked.exists() and asked.read_text() != "")
+        pid = int(asked.read_text())
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, b"")
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    shown = os.read(terminal, 1 << 20).decode()
+    os.close(terminal)
+    assert ("examining this machine" if words == ("doctor",) else "asking the engines") in shown
+    assert "Traceback" not in shown
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not happen within a minute")
+
+
+def test_behind_a_prefix_that_stays_here_the_environment_of_the_engine_is_found(quick: None) -> None:
+    made("")
+    with Engines() as engines:
+        config = EngineConfig(name="odd", prefix="nice -n 1")
+        assert engines.ask(config).formats() == {"any": "", "some": "", "every": "every is odd on cpu"}
+        python = str(environment.engines_dir() / "odd" / "bin" / "python")
+        assert engines.environment(config).command("m") == ["nice", "-n", "1", python, "-m", "m"]
+
+
+def test_where_nothing_behind_a_prefix_has_the_engine_each_interpreter_that_was_tried_is_named(quick: None) -> None:
+    made("")
+    python = environment.engines_dir() / "odd" / "bin" / "python"
+    with Engines() as engines, pytest.raises(EngineError) as error:
+        engines.ask(EngineConfig(name="odd", prefix="env -u PYTHONPATH"))
+    assert str(error.value) == (
+        f"engine odd was not found behind the prefix: (env -u PYTHONPATH python3) has no fidelab: install fidelab "
+        f"{fidelab.__version__} there; (env -u PYTHONPATH {python}) has no fidelab: install fidelab "
+        f"{fidelab.__version__} there; name its interpreter there with --python"
+    )
+    with Engines() as engines, pytest.raises(EngineError, match=r"\(no-such-command python3\) cannot be started"):
+        engines.ask(EngineConfig(name="odd", prefix="no-such-command"))
