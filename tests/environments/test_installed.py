@@ -146,3 +146,36 @@ def test_a_model_type_is_unknown_unless_transformers_or_the_engine_names_it(site
     assert "unknown to transformers" in str(unknown("their_model"))
     assert unknown("their_model", "stockengine/models") is unknown("other_one", "stockengine/models") is None
     assert "model_type 'lama'" in str(unknown("lama", "stockengine/models"))
+
+
+def test_the_state_changes_with_whatever_answers_depend_on_and_with_nothing_else(
+    site: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (site / "stockengine" / "lib.so").write_text("1")
+    record = next(site.glob("*.dist-info/RECORD"))
+    record.write_text(record.read_text() + "stockengine/lib.so,,\n")
+    seen = [installed.state([NAME], {})]
+
+    def changed() -> bool:
+        seen.append(installed.state([NAME], {}))
+        return seen[-1] != seen[-2]
+
+    assert not changed()
+    (site / "stockengine" / "__pycache__").mkdir()
+    (site / "stockengine" / "__pycache__" / "a.pyc").touch()
+    assert not changed()
+    for name, text in (("models/a.py", "y = 3, 4\n"), ("models/new.py", ""), ("lib.so", "12")):
+        (site / "stockengine" / name).write_text(text)
+        assert changed(), name
+    (site / "new-1.dist-info").mkdir()
+    assert changed()
+    monkeypatch.setattr(installed, "_BOOT", tmp_path / "boot")
+    (tmp_path / "boot").write_text("another start of the machine")
+    assert changed()
+    assert installed.state([NAME], {"OMP_X": "1"}) != seen[-1]
+    assert not changed()
+
+
+def test_a_distribution_that_is_built_from_sources_has_no_state(site: Path) -> None:
+    next(site.glob("*.dist-info/RECORD")).with_name("direct_url.json").write_text('{"url": "file:///src/engine"}')
+    assert installed.state([NAME], {}) is None

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fidelab.cli import options
+from fidelab.cli.output import waiting
 
 __all__ = ["doctor"]
 
@@ -28,7 +29,8 @@ def doctor(
     from fidelab.doctor import examine
     from fidelab.doctor.text import show
 
-    diagnosis = examine(trial=trial)
+    with waiting("examining this machine") as say:
+        diagnosis = examine(trial=trial, say=say)
     show(diagnosis, as_json=as_json)
     if not diagnosis.ready:
         raise typer.Exit(1)

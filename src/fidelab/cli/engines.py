@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.output import note, open_console
+from fidelab.cli.output import note, open_console, waiting
 
 if TYPE_CHECKING:
     from fidelab.environments.listing import Installed
@@ -53,7 +53,8 @@ def list_engines(as_json: options.Json = False) -> None:
     """Every engine: where it is, its version and whether that is changed, its device, and how many KV formats run."""
     from fidelab.environments.listing import listing
 
-    places = listing()
+    with waiting("asking the engines"):
+        places = listing()
     if as_json:
         print(json.dumps({"engines": [_record(place) for place in places]}, indent=2))
         return
@@ -79,6 +80,8 @@ def list_engines(as_json: options.Json = False) -> None:
         if place.problem is not None:
             why = "" if place.environment is None else f"{place.problem}; "
             console.print(Text(f"{place.name}: {why}{place.remedy}"), soft_wrap=True)
+    if any(place.refused for place in places):
+        console.print(Text("fidelab formats says which KV formats cannot run here, and why"))
 
 
 @app.command("install")

@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import open_console
+from fidelab.cli.output import open_console, waiting
+from fidelab.doctor.text import by_reason
+from fidelab.engines.k16v8 import K16V8, meaning
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from fidelab.engines.base import Engine
+    from fidelab.environments.listing import Installed
 
 __all__ = ["formats"]
 
-_MODEL = "smollm2-135m"
-_GEOMETRY = (30, 3, 64)  # its layers, KV heads and head dimension: the table needs no model on this machine
+
+@dataclass(frozen=True)
+class _Geometry:
+    """The cache of a model."""
+
+    model: str
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+
+_EMBEDDED = _Geometry("smollm2-135m", 30, 3, 64)  # written down: the table needs no model on this machine
 _TOKENS = 2048  # of one head, measured
 
 
@@ -29,7 +43,7 @@ def formats(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the KV formats: bytes, error and the engines that have them.
+    """List the KV formats: bytes, error, the engines that have them, and why one cannot run here.
 
     Errors are L2 norms relative to that of the values, normally distributed: over all, and in the worst token.
 
@@ -37,13 +51,17 @@ def formats(
 
       fidelab formats --model Qwen/Qwen2.5-7B-Instruct
     """
-    name, (layers, heads, dim) = _geometry(model)
-    rows = _rows(layers, heads, dim)
+    from fidelab.environments.listing import chosen, listing
+
+    geometry = _geometry(model)
+    with waiting("asking the engines"):
+        places = chosen(listing())
+    rows = _rows(geometry, places)
     if as_json:
-        geometry = {"model": name, "layers": layers, "kv_heads": heads, "head_dim": dim}
-        print(json.dumps({"geometry": geometry, "formats": rows}, indent=2))
+        print(json.dumps({"geometry": asdict(geometry), "formats": rows}, indent=2))
         return
     from rich import box
+    from rich.padding import Padding
     from rich.table import Table
     from rich.text import Text
 
@@ -53,76 +71,95 @@ def formats(
         table.add_column(heading, justify="right")
     table.add_column("engines", overflow="fold")
     for row in rows:
-        mark = "*" if row["emulated"] else ""
-        table.add_row(
-            f"{row['name']}{mark}",
-            f"{row['bits_per_value']:.2f}",
-            f"{row['bytes_per_token']:,}",
-            f"{row['typical_error']:.3%}",
-            f"{row['worst_error']:.3%}",
-            Text(", ".join(row["engines"])),
+        known = row["bits_per_value"] is not None
+        if not known and not row["engines"]:
+            continue  # below, with the reason
+        numbers = (
+            [
+                f"{row['bits_per_value']:.2f}",
+                f"{row['bytes_per_token']:,}",
+                f"{row['typical_error']:.3%}",
+                f"{row['worst_error']:.3%}",
+            ]
+            if known
+            else ["–"] * 4
         )
+        engines = [*row["engines"], *(f"({engine})" for engine in row["refused"])]
+        table.add_row(f"{row['name']}{'*' if row['emulated'] else ''}", *numbers, Text(", ".join(engines)))
     console = open_console()
     console.print(table)
     console.print(
         Text(
-            f"{name}: {layers} layers, {heads} KV heads, head dimension {dim}; K and V counted, default options.\n"
-            "* emulated: the error is the true one, the bytes are those of ideal packing; we store more."
+            f"{geometry.model}: {geometry.layers} layers, {geometry.kv_heads} KV heads, head dimension "
+            f"{geometry.head_dim}; K and V counted, default options.\n"
+            "* emulated: the error is the true one, the bytes are those of ideal packing; we store more.\n"
+            "–: the engines' own, which fidelab does not define.  (engine): cannot run it here, or not with a model in "
+            "bfloat16."
         )
     )
+    for place in places.values():
+        if place.problem is not None:
+            console.print(Padding(Text(f"{place.engine}: {place.problem}; {place.remedy}"), (0, 0, 0, 2)))
+        for why, names in by_reason(place.refused).items():
+            console.print(Padding(Text(f"({place.engine}) {', '.join(names)}: {why}"), (0, 0, 0, 2)))
 
 
-def _geometry(model: str | None) -> tuple[str, tuple[int, int, int]]:
-    """Name; layers, KV heads, head dimension."""
-    if model is None:
-        return _MODEL, _GEOMETRY
+def _geometry(name: str | None) -> _Geometry:
+    if name is None:
+        return _EMBEDDED
     from fidelab.errors import InputError
     from fidelab.models import resolve
 
-    resolved = resolve(model)
-    if resolved.layers is None or resolved.kv_heads is None or resolved.head_dim is None:
-        raise InputError(f"{model} does not say how many layers, KV heads or values per head it has")
-    return resolved.name, (resolved.layers, resolved.kv_heads, resolved.head_dim)
+    model = resolve(name)
+    if model.layers is None or model.kv_heads is None or model.head_dim is None:
+        raise InputError(f"{name} does not say how many layers, KV heads or values per head it has")
+    return _Geometry(model.name, model.layers, model.kv_heads, model.head_dim)
 
 
-def _names(engine: type[Engine]) -> set[str]:
-    """The formats of an engine that is importable here; none for servers."""
-    from fidelab.errors import EngineError
+def _rows(geometry: _Geometry, places: Mapping[str, Installed]) -> list[dict[str, Any]]:
+    """Our formats, then those that engines have besides, of which nothing is known."""
+    from fidelab.formats import FORMATS
 
-    try:
-        return set() if engine.served else set(engine.kv_names())
-    except EngineError:  # it lives in an environment of its own: fidelab doctor asks there
-        return set()
+    names = dict.fromkeys([*FORMATS.names(), K16V8, *(name for place in places.values() for name in place.kv_names)])
+    return [
+        {
+            "name": name,
+            **_numbers(name, geometry),
+            "engines": [e for e, place in places.items() if name in place.kv_names and name not in place.refused],
+            "refused": {e: place.refused[name] for e, place in places.items() if name in place.refused},
+        }
+        for name in names
+    ]
 
 
-def _rows(layers: int, heads: int, dim: int) -> list[dict[str, Any]]:
+def _numbers(name: str, geometry: _Geometry) -> dict[str, Any]:
+    """Bytes and errors of a format by fidelab's definition; ``None`` where it has none."""
     import torch
 
-    from fidelab.core import FormatSpec
-    from fidelab.engines import ENGINES
+    from fidelab.core import KVSpec
     from fidelab.formats import FORMATS, create
 
-    engines = {engine: _names(ENGINES.load(engine)) for engine in ENGINES.names()}
+    kv, dim = meaning(KVSpec.parse(name), "bf16"), geometry.head_dim
+    if not {kv.k.name, kv.v.name} <= set(FORMATS.names()):
+        keys = ("bits_per_value", "bytes_per_token", "stored_bytes_per_token", "typical_error", "worst_error")
+        return {**dict.fromkeys(keys), "emulated": False}
     content = torch.randn(1, 1, _TOKENS, dim, generator=torch.Generator().manual_seed(0))
-    rows: list[dict[str, Any]] = []
-    for name in FORMATS.names():
-        fmt = create(FormatSpec(name))
+    sides = [create(spec) for spec in ((kv.k,) if kv.same else (kv.k, kv.v))]
+    out = []
+    for fmt in sides:
         scale = fmt.fit(content)
-        typical, worst = _errors(content, fmt.decode(fmt.encode(content, scale), dim, torch.float32, scale))
-        packed = fmt.packed_token_bytes(dim)
-        rows.append(
-            {
-                "name": name,
-                "bits_per_value": 8 * packed / dim,
-                "bytes_per_token": 2 * layers * heads * packed,
-                "stored_bytes_per_token": 2 * layers * heads * fmt.token_bytes(dim),
-                "typical_error": typical,
-                "worst_error": worst,
-                "emulated": fmt.emulated,
-                "engines": [engine for engine, names in engines.items() if name in names],
-            }
-        )
-    return rows
+        out.append(fmt.decode(fmt.encode(content, scale), dim, torch.float32, scale))
+    typical, worst = _errors(torch.cat([content] * len(out), -1), torch.cat(out, -1))
+    pairs, tokens = 2 // len(sides), geometry.layers * geometry.kv_heads
+    packed = pairs * sum(fmt.packed_token_bytes(dim) for fmt in sides)
+    return {
+        "bits_per_value": 8 * packed / (2 * dim),
+        "bytes_per_token": tokens * packed,
+        "stored_bytes_per_token": tokens * pairs * sum(fmt.token_bytes(dim) for fmt in sides),
+        "typical_error": typical,
+        "worst_error": worst,
+        "emulated": any(fmt.emulated for fmt in sides),
+    }
 
 
 def _errors(content: Tensor, out: Tensor) -> tuple[float, float]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
     from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["command_line", "exit_on", "gate", "note", "open_console", "show_report"]
+__all__ = ["command_line", "exit_on", "gate", "note", "open_console", "show_report", "waiting"]
 
 _PIPE = 400  # a table of loads with everything in it
 
@@ -28,6 +29,25 @@ def note(text: str) -> None:
 def command_line() -> str:
     """The command that was given, for the record."""
     return shlex.join(["fidelab", *sys.argv[1:]])
+
+
+@contextmanager
+def waiting(text: str) -> Iterator[Callable[[str], None]]:
+    """A moving line on standard error while something takes its time, on a terminal only.
+
+    Yields a function that changes the text.
+    """
+    if not sys.stderr.isatty():
+        yield lambda text: None
+        return
+    try:
+        from rich.console import Console
+        from rich.text import Text
+    except Exception:  # fidelab doctor says so
+        yield lambda text: None
+        return
+    with Console(file=sys.stderr).status(Text(text)) as line:
+        yield lambda text: line.update(Text(text))
 
 
 def open_console(width: int = 100) -> Console:

@@ -8,7 +8,8 @@ everything else is imported while it is examined, and whatever that raises becom
 from __future__ import annotations
 
 import io
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Callable
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,15 +51,19 @@ class Diagnosis:
         }
 
 
-def examine(*, trial: bool = False) -> Diagnosis:
-    """Examine this machine; takes seconds, writes nothing, asks no network, never raises for what it finds.
+def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: None) -> Diagnosis:
+    """Examine this machine; takes seconds, asks no network, never raises for what it finds.
 
-    ``trial``: also let each engine prefill and decode with each of its KV formats, as after its installation.  That
-    takes minutes, and leaves logs of what failed in the cache.
+    Nothing is written but what the engines said, into the cache.  ``trial``: also let each engine prefill and decode
+    with each of its KV formats, as after its installation.  That takes minutes; what failed is kept with its log, and
+    runs refuse it.  ``say`` gets a line for each format that is tried.
     """
     from fidelab.doctor import machine, parts, software
 
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):  # packages talk while they are imported
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(io.StringIO()))  # packages talk while they are imported
+        stack.enter_context(redirect_stderr(io.StringIO()))
+        answers = stack.enter_context(parts.asked_engines())  # meanwhile
         packages = software.packages()
         unusable = {check.name for check in packages if check.status != "ok"}
         return Diagnosis(
@@ -69,7 +74,9 @@ def examine(*, trial: bool = False) -> Diagnosis:
                 *machine.devices(unusable),
                 *machine.folders(),
                 *machine.models(),
-                *guarded_section("engines", lambda: parts.engines_and_formats(unusable, trial=trial)),
+                *guarded_section(
+                    "engines", lambda: parts.engines_and_formats(unusable, answers, say if trial else None)
+                ),
                 *guarded_section("axes", lambda: parts.axes(unusable)),
             )
         )

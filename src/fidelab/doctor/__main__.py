@@ -14,6 +14,9 @@ if __name__ == "__main__":
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     as_json = parser.parse_args().json
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
-    diagnosis = examine()
+    try:
+        diagnosis = examine()
+    except KeyboardInterrupt:
+        sys.exit(130)
     show(diagnosis, as_json=as_json)
     sys.exit(not diagnosis.ready)

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 from collections.abc import Collection
+from contextlib import suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -230,13 +231,15 @@ def _there(path: Path) -> bool:
 
 def _content(folder: Path) -> int:
     """Bytes of the files below a folder; links, of which the hub's cache is full, are not followed."""
-    total = 0
-    for place, _, files in os.walk(folder):
-        for file in files:
-            try:
-                total += (Path(place) / file).lstat().st_size
-            except OSError:  # gone meanwhile
-                continue
+    total, folders = 0, [str(folder)]
+    while folders:  # without a Path for each file: environments of engines have a hundred thousand
+        with suppress(OSError), os.scandir(folders.pop()) as entries:
+            for entry in entries:
+                with suppress(OSError):  # gone meanwhile
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                    else:
+                        total += entry.stat(follow_symlinks=False).st_size
     return total
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from importlib import metadata
@@ -16,9 +16,10 @@ from fidelab.results.numbers import one_line
 if TYPE_CHECKING:
     from fidelab.engines.base import Engine
     from fidelab.environments.environment import Environment
+    from fidelab.environments.listing import Installed
     from fidelab.registry import Registry
 
-__all__ = ["axes", "engines_and_formats", "try_format"]
+__all__ = ["asked_engines", "axes", "engines_and_formats", "try_format"]
 
 # What the main job asks for, by its defaults: k16v8 of a bfloat16 model is bf16 / fp8_e4m3.
 _ENGINE = "hf"
@@ -37,14 +38,50 @@ _SLACK = 1.001  # a GPU may round the bound itself otherwise
 # cannot run, and failures here follow from them.
 
 
-def engines_and_formats(unusable: Collection[str], *, trial: bool = False) -> list[DoctorCheck]:
-    """Each engine, then the formats of those that work; ``trial``: those are tried out."""
+@contextmanager
+def asked_engines() -> Iterator[Callable[[], list[Installed]]]:
+    """Engines that live in environments of their own, asked in processes while this one goes on.
+
+    Yields what waits for their answers; where they cannot be asked at all, that raises why.
+    """
+    from fidelab.engines import ENGINES
+
+    with ExitStack() as stack:
+        try:
+            from fidelab.environments.listing import asking
+
+            answers = stack.enter_context(asking(list(filter(_is_brought, ENGINES.names())), _LIMIT))
+        except CAUGHT as error:
+            problem = error
+
+            def answers() -> list[Installed]:
+                raise problem
+
+        yield answers
+
+
+def _is_brought(name: str) -> bool:
+    from fidelab.engines import ENGINES
+
+    try:
+        return bool(ENGINES.load(name).packages)
+    except (*CAUGHT, AttributeError):  # its check says why
+        return False
+
+
+def engines_and_formats(
+    unusable: Collection[str], answers: Callable[[], list[Installed]], trial: Callable[[str], None] | None = None
+) -> list[DoctorCheck]:
+    """Each engine, then the formats of those that work.
+
+    ``answers``: of the engines in environments of their own (:func:`asked_engines`).  ``trial``: the formats are tried
+    out, and this gets a line for each of them.
+    """
     from fidelab.engines import ENGINES
 
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
-    # Those in environments of their own are asked in processes; trials of two engines at once would disturb each other.
-    with ThreadPoolExecutor(max_workers=1 if trial else None) as pool:
-        engines = list(pool.map(lambda name: _engine(ENGINES, name, unusable, trial), names))
+    once = cache(answers)
+    engines = [_engine(ENGINES, name, unusable, once, trial) for name in names]
     formats = [check for _, checks in engines for check in checks] if _COMPUTES.isdisjoint(unusable) else []
     return [*(check for check, _ in engines), *formats]
 
@@ -75,36 +112,48 @@ def try_format(name: str, device: str) -> str | None:
 
 
 def _engine(
-    registry: Registry, name: str, unusable: Collection[str], trial: bool
+    registry: Registry,
+    name: str,
+    unusable: Collection[str],
+    answers: Callable[[], list[Installed]],
+    trial: Callable[[str], None] | None,
 ) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """The check of an engine, and those of the KV formats of one that works."""
     check = partial(DoctorCheck, name, "engines", needed=name == _ENGINE and not unusable)
     try:
         engine: type[Engine] = registry.load(name)
         if getattr(engine, "packages", ()):
-            return _brought(name, trial)
+            return _brought(name, answers(), trial)
         if getattr(engine, "served", False):
             return check("ok", "asks a server that somebody else runs"), []
-        versions, names = engine.versions(), [str(kv) for kv in engine.kv_names()]
+        versions = engine.versions()
+        if lacking := [package for package in versions if package in unusable]:
+            return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []
+        formats = _formats(name)
     except CAUGHT as error:
         missing = isinstance(error, ModuleNotFoundError) or isinstance(error.__cause__, ModuleNotFoundError)
         why = reason(error).removeprefix(f"engine {name} ")
         return check("missing" if missing else "broken", why, _provider(registry, name)), []
-    if lacking := [package for package in versions if package in unusable]:
-        return check("broken", f"needs {' and '.join(lacking)}", "see packages above"), []
-    formats = _formats(name, names)
-    return check("ok", _listed(versions)), _tried(name, formats) if trial else formats
+    return check("ok", _listed(versions)), _tried(name, formats, trial) if trial else formats
 
 
-def _tried(engine: str, formats: Sequence[DoctorCheck], environment: Environment | None = None) -> list[DoctorCheck]:
-    """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter."""
-    from fidelab.environments.environment import Environment
+def _tried(
+    engine: str, formats: Sequence[DoctorCheck], say: Callable[[str], None], environment: Environment | None = None
+) -> list[DoctorCheck]:
+    """The checks of an engine's formats after a trial of those that it can run; ``None``: in this interpreter.
+
+    What did not run is kept in the environment, where runs read it.
+    """
+    from fidelab.environments.environment import Environment, remember_trial
     from fidelab.environments.recipes import install_command
     from fidelab.environments.trial import try_out
     from fidelab.models.cache import cache_dir
 
     remedy = _UPGRADE if environment is None else f"build it anew: {install_command(engine)}"
-    faults = try_out(environment or Environment(engine, sys.executable), cache_dir() / "logs")
+    environment = environment or Environment(engine, sys.executable)
+    faults = try_out(environment, cache_dir() / "logs", lambda line: say(f"{engine}: {line}"))
+    with suppress(OSError):  # somebody else's environment
+        remember_trial(environment, faults)
 
     def after_trial(check: DoctorCheck) -> DoctorCheck:
         if (fault := faults[check.name]) is None:
@@ -114,46 +163,62 @@ def _tried(engine: str, formats: Sequence[DoctorCheck], environment: Environment
     return [after_trial(check) if check.name in faults else check for check in formats]
 
 
-def _brought(name: str, trial: bool) -> tuple[DoctorCheck, list[DoctorCheck]]:
+def _brought(
+    name: str, places: Sequence[Installed], trial: Callable[[str], None] | None
+) -> tuple[DoctorCheck, list[DoctorCheck]]:
     """The checks of an engine that needs a package, in the environment where runs would find it."""
-    from fidelab.environments.listing import places
+    from fidelab.environments.listing import chosen
 
-    candidates = places(name, _LIMIT)
-    place = next((place for place in candidates if place.problem is None), candidates[0])
+    place = chosen(places)[name]
     if place.problem is not None:
         status: Finding = "missing" if place.environment is None else "broken"
         why = one_line(place.problem).removeprefix(f"engine {name} ")
         return DoctorCheck(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"
     detail = f"{_listed(place.versions)} ({place.build}) on {device}, in {place.where}"
-    group = f"KV formats ({name})"
-    formats = [
-        DoctorCheck(kv, group, "missing" if kv in place.refused else "ok", place.refused.get(kv, "runs"))
-        for kv in place.kv_names
-    ]
+    formats = [_refused(name, kv, place.refused.get(kv)) or _check(name, kv, "ok", "runs") for kv in place.kv_names]
     if trial and place.environment is not None:
-        formats = _tried(name, formats, place.environment)
+        formats = _tried(name, formats, trial, place.environment)
     return DoctorCheck(name, "engines", "ok", one_line(detail)), formats
+
+
+def _check(engine: str, kv: str, status: Finding, detail: str, remedy: str | None = None) -> DoctorCheck:
+    needed = engine == _ENGINE and kv in _FORMATS
+    return DoctorCheck(kv, f"KV formats ({engine})", status, detail, remedy, needed=needed)
+
+
+def _refused(engine: str, kv: str, why: str | None) -> DoctorCheck | None:
+    """A format that the engine has and runs would refuse, with the engine's own reason."""
+    return _check(engine, kv, "missing", one_line(why)) if why else None
 
 
 def _listed(versions: Mapping[str, str]) -> str:
     return ", ".join(f"{package} {version}" for package, version in versions.items())
 
 
-def _formats(engine: str, names: Iterable[str]) -> list[DoctorCheck]:
-    """The formats of an engine that fidelab computes itself: each is tried on a small tensor."""
+def _formats(engine: str) -> list[DoctorCheck]:
+    """The formats of an engine that is part of fidelab: those of ours are tried on a small tensor."""
+    from fidelab.environments.answers import ask
+    from fidelab.environments.environment import Environment
+
+    with ask(Environment(engine, sys.executable)) as asked:
+        return [_refused(engine, kv, why) or _format(engine, kv) for kv, why in asked.formats().items()]
+
+
+def _format(engine: str, kv: str) -> DoctorCheck:
+    from fidelab.core import KVSpec
+    from fidelab.engines.k16v8 import meaning
     from fidelab.formats import FORMATS
 
-    known = set(FORMATS.names())
-    return [_format(engine, name) for name in names if name in known]
-
-
-def _format(engine: str, name: str) -> DoctorCheck:
-    check = partial(DoctorCheck, name, f"KV formats ({engine})", needed=engine == _ENGINE and name in _FORMATS)
-    faults = [f"on {device}: {fault}" for device in _devices() if (fault := try_format(name, device))]
+    spec = meaning(KVSpec.parse(kv), "bf16")
+    names = {spec.k.name, spec.v.name}
+    if not names <= set(FORMATS.names()):
+        return _check(engine, kv, "ok", "runs")
+    pairs = [(name, device) for device in _devices() for name in sorted(names)]
+    faults = [f"on {device}: {fault}" for name, device in pairs if (fault := try_format(name, device))]
     if faults:
-        return check("broken", "; ".join(faults), f"use another format, or {_UPGRADE}")
-    return check("ok", f"works on {' and '.join(_devices())}")
+        return _check(engine, kv, "broken", "; ".join(faults), f"use another format, or {_UPGRADE}")
+    return _check(engine, kv, "ok", f"works on {' and '.join(_devices())}")
 
 
 @cache

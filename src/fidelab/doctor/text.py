@@ -6,13 +6,13 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from fidelab.doctor import MAIN_JOB, Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 
-__all__ = ["lines", "show"]
+__all__ = ["by_reason", "lines", "show"]
 
 _WIDTH = 100
 _NARROWEST = 60
@@ -72,13 +72,18 @@ def _rows(checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
 
 
 def _refused(group: str, checks: list[DoctorCheck]) -> Iterator[tuple[str, str, str]]:
-    """What an engine has and cannot run here: one row for each reason, of which some name the format at their end."""
-    reasons: dict[str, list[str]] = {}
-    for check in checks:
-        same = check.detail.removesuffix(check.name)
-        reasons.setdefault(same if same == check.detail else f"{same}it", []).append(check.name)
-    for why, names in reasons.items():
+    """What an engine has and cannot run here: one row for each reason."""
+    for why, names in by_reason({check.name: check.detail for check in checks}).items():
         yield "missing", group, f"{', '.join(names)}: {why}"
+
+
+def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
+    """Names by the reason that they share; one that names its format at its end, and is shared, says "it" instead."""
+    reasons: dict[str, list[str]] = {}
+    for name, why in refused.items():
+        same = why.removesuffix(name)
+        reasons.setdefault(same if same == why else f"{same}it", []).append(name)
+    return {why if len(names) > 1 else refused[names[0]]: names for why, names in reasons.items()}
 
 
 def _verdict(diagnosis: Diagnosis, width: int) -> str:

@@ -8,19 +8,22 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import platform
 import re
+import sys
 from base64 import urlsafe_b64encode
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import fidelab
-from fidelab.core import Arm, digest
+from fidelab.core import Arm, canonical_json, digest
 
-__all__ = ["build", "device", "is_installed", "provenance", "shims", "unknown_architecture"]
+__all__ = ["build", "device", "is_installed", "provenance", "shims", "state", "unknown_architecture"]
 
 _GPU_FILES = {"cuda": ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg"), "hip": ("/dev/kfd",)}
+_BOOT = Path("/proc/sys/kernel/random/boot_id")  # another one after every start of the machine
 _LLAMA_LIBRARIES = {"cuda": "libggml-cuda", "hip": "libggml-hip"}
 
 
@@ -83,6 +86,43 @@ def _folder_of(name: str) -> Path | None:
 def device(built: str | None) -> str:
     """``cuda`` or ``hip`` where that is what was built for and the kernel has such a device, else ``cpu``."""
     return built if built and any(Path(file).exists() for file in _GPU_FILES.get(built, ())) else "cpu"
+
+
+def state(packages: Sequence[str], variables: Mapping[str, str]) -> str | None:
+    """A hash of whatever an engine's answers about itself depend on; ``None`` where that cannot be told.
+
+    It covers size and time of each file of the distributions, of fidelab and of k16v8; the folders on ``sys.path``,
+    which change whenever something is installed there; shims, ``variables``, Python, devices, and the start of the
+    machine (with it drivers and hardware).  Nothing is told of distributions that are built from somebody's sources.
+    """
+    distributions = [metadata.distribution(name) for name in packages if is_installed(name)]
+    if any(_source(distribution) for distribution in distributions):
+        return None
+    files = [
+        Path(str(distribution.locate_file(file)))
+        for distribution in distributions
+        for file in distribution.files or []
+        if "__pycache__" not in file.parts
+    ]
+    roots = [Path(str(d.locate_file(root))) for d in distributions for root in _roots(d)]
+    roots += filter(None, map(_package, ("fidelab", "k16v8")))
+    files += [path for root in roots for path in _python_files(root)]
+    boot = _BOOT.read_text("utf-8") if _BOOT.exists() else platform.node()
+    devices = [file for names in _GPU_FILES.values() for file in names if Path(file).exists()]
+    return digest(
+        canonical_json([sys.version, sys.executable, boot, devices, shims(), dict(variables)]), *_stats(files)
+    )
+
+
+def _stats(files: Iterable[Path]) -> Iterator[str]:
+    """Size and time of files and of the folders on ``sys.path``."""
+    for path in (*sorted(set(files)), *map(Path, sys.path)):
+        try:
+            status = path.stat()
+        except OSError:
+            yield f"{path} is not there"
+            continue
+        yield f"{path} {status.st_size} {status.st_mtime_ns}"
 
 
 def _torch_build() -> str | None:
@@ -157,12 +197,16 @@ def _altered(distribution: metadata.Distribution) -> Iterator[str]:
 def _added(distribution: metadata.Distribution) -> Iterator[str]:
     """Python files in the package's folders that RECORD does not list: some engines import whatever is there."""
     listed = {str(file) for file in distribution.files or []}
-    roots = {file.parts[0] for file in distribution.files or [] if len(file.parts) == 2 and file.name == "__init__.py"}
     base = Path(str(distribution.locate_file("")))
-    for root in roots:
+    for root in _roots(distribution):
         for path in _python_files(base / root):
             if (name := path.relative_to(base).as_posix()) not in listed:
                 yield name
+
+
+def _roots(distribution: metadata.Distribution) -> set[str]:
+    """The names of a distribution's packages."""
+    return {file.parts[0] for file in distribution.files or [] if len(file.parts) == 2 and file.name == "__init__.py"}
 
 
 def _content(folder: Path) -> str:

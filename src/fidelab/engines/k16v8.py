@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Literal
 
-from fidelab.core import Arm, KVSpec
+from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "Scaling",
     "content_bytes",
     "installed_version",
+    "meaning",
     "missing",
     "pair_scaling",
     "set_switch",
@@ -39,6 +41,26 @@ PLUGIN = K16V8  # entry point in vLLM and SGLang
 SWITCH = "K16V8"  # environment variable that switches its plug-ins on
 NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
 _SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
+
+
+def meaning(kv: KVSpec, native: str) -> KVSpec:
+    """A KV spec as arms have it: ``k16v8`` is keys in the model's native 16-bit type (``bf16``, ``f16``), values
+    fp8_e4m3 with scale 1.0, saturating.
+
+    Raises:
+        UsageError: ``k16v8`` with options.
+    """
+
+    def side(fmt: FormatSpec, name: str) -> FormatSpec:
+        if fmt.name != K16V8:
+            return fmt
+        if fmt.options:
+            raise UsageError(
+                f"KV format {fmt}: k16v8 takes no options; write K/V, as in '{native}/fp8_e4m3[scale=per-token-head]'"
+            )
+        return FormatSpec(name)
+
+    return replace(kv, k=side(kv.k, native), v=side(kv.v, "fp8_e4m3"))
 
 
 def pair_scaling(kv: KVSpec, engine: str) -> Scaling | None:

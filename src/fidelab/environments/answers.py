@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import select
-import shlex
 import signal
 import subprocess
 import tempfile
@@ -24,12 +23,13 @@ from fidelab import errors
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Support
+from fidelab.engines.k16v8 import meaning
 from fidelab.environments.environment import Environment
 from fidelab.errors import EngineError, FidelabError
 from fidelab.workers.ask import answer
 from fidelab.workers.messages import PROTOCOL, check_text, fits
 
-__all__ = ["About", "EngineAnswers", "ask"]
+__all__ = ["About", "EngineAnswers", "ask", "start"]
 
 _LIMIT = 120.0  # seconds for one answer: it may import the engine
 _GRACE = 5.0  # seconds to end by itself
@@ -37,6 +37,7 @@ _LONGEST = 4 << 20  # bytes of an answer
 _KINDS: Mapping[str, Any] = {
     "versions": Mapping[str, str],
     "kv_names": list[str],
+    "formats": Mapping[str, str],
     "check_kv": Any,
     "supports": list[bool | str],
     "control_for": str | None,
@@ -90,6 +91,25 @@ class EngineAnswers(ABC):
         fields = self._ask("about")
         return About(**{**fields, "estimator": Estimator(fields["estimator"]), "shims": tuple(fields["shims"])})
 
+    def formats(self) -> dict[str, str]:
+        """For each KV format that may be written for this engine why it cannot run here, empty where it can.
+
+        The answers are those of :meth:`verdict` for a model that computes in bfloat16.
+        """
+        failing = self.environment.failing
+        return {name: why or _did_not_run(failing, name) for name, why in self._ask("formats").items()}
+
+    def verdict(self, arm: Arm) -> Support:
+        """Whether an arm may run: the engine's own word, then whether its formats ran in their trial."""
+        own = self.supports(arm)
+        if not own.ok:
+            return own
+        tried = [name for name in self.environment.failing if arm.kv in _meanings(name)]
+        return Support(False, _did_not_run(self.environment.failing, tried[0])) if tried else own
+
+    def ahead(self, question: str, **fields: Any) -> None:  # noqa: B027  (in this process nothing is gained)
+        """Ask now what is wanted later, its error included: others can be asked meanwhile."""
+
     @property
     def estimator(self) -> Estimator:
         """How the engine obtains distributions unless an option says otherwise."""
@@ -105,7 +125,7 @@ class EngineAnswers(ABC):
         return dict(self._ask("versions"))
 
     def kv_names(self) -> list[str]:
-        """As :meth:`Engine.kv_names`."""
+        """As :meth:`Engine.kv_names`, with ``k16v8`` where the engine has both halves of it."""
         return list(self._ask("kv_names"))
 
     def check_kv(self, kv: KVSpec) -> None:
@@ -121,6 +141,9 @@ class EngineAnswers(ABC):
         name = self._ask("control_for", kv=reference, native=native)
         return None if name is None else str(name)
 
+    def greet(self) -> None:  # noqa: B027  (this process need not start)
+        """Wait until the engine can be asked; raises as :func:`ask`."""
+
     @abstractmethod
     def _ask(self, question: str, **fields: Any) -> Any:
         """The answer to a question of :func:`fidelab.workers.ask.answer`."""
@@ -133,15 +156,38 @@ def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[EngineAnswe
     Raises:
         EngineError: its interpreter does not start, has no fidelab or another protocol version of it.
     """
+    with start(environment, limit) as asked:
+        asked.greet()
+        yield asked
+
+
+@contextmanager
+def start(environment: Environment, limit: float = _LIMIT) -> Iterator[EngineAnswers]:
+    """As :func:`ask`, without waiting for the interpreter: what is wrong with it, the first answer says.
+
+    Raises:
+        EngineError: its interpreter does not start.
+    """
     if environment.own:
         yield _Here(environment)
         return
     there = _There(environment, limit)
     try:
-        there.greet()
         yield there
-    finally:
+    except BaseException:
+        there.end(grace=0)
+        raise
+    else:
         there.end()
+
+
+def _meanings(name: str) -> list[KVSpec]:
+    """What a format means, by the native types that a model may have."""
+    return [meaning(KVSpec.parse(name), native) for native in ("bf16", "f16")]
+
+
+def _did_not_run(failing: Mapping[str, str], name: str) -> str:
+    return f"it did not run in its trial: {failing[name]}" if name in failing else ""
 
 
 class _Here(EngineAnswers):
@@ -159,7 +205,8 @@ class _There(EngineAnswers):
         self._limit = limit
         self._buffer = b""
         self._greeted = False
-        self._kept: dict[str, Any] = {}  # answers to questions without arguments: they do not change
+        self._kept: dict[str, dict[str, Any]] = {}  # replies to questions without arguments: they do not change
+        self._ahead: list[str] = []  # questions of which the replies are still to be read
         self._command = environment.command("fidelab.workers.ask")
         variables = {**os.environ, **environment.variables()}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end)
@@ -178,6 +225,8 @@ class _There(EngineAnswers):
 
     def greet(self) -> None:
         """Read the process' greeting and check its protocol version."""
+        if self._greeted:
+            return
         greeting = self._hear("start")
         if greeting.get("protocol") != PROTOCOL:
             raise EngineError(
@@ -187,14 +236,14 @@ class _There(EngineAnswers):
         self.python = str(greeting.get("python"))
         self._greeted = True
 
-    def end(self) -> None:
-        """End the process, and whatever the engine started."""
+    def end(self, grace: float = _GRACE) -> None:
+        """End the process, and whatever the engine started; ``grace``: seconds to end by itself."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(OSError):
             self._process.stdin.close()  # the end of its input is the end of its work
         try:
-            self._process.wait(_GRACE if self._greeted else 0)
+            self._process.wait(grace if self._greeted else 0)
         except subprocess.TimeoutExpired:
             pass
         finally:
@@ -207,27 +256,38 @@ class _There(EngineAnswers):
     @property
     def _place(self) -> str:
         """The environment's name in error messages."""
-        words = [*self.environment.prefix, self.environment.python]
-        return f"the environment of engine {self.environment.engine} ({shlex.join(words)})"
+        return f"the environment of engine {self.environment.engine} ({self.environment.interpreter})"
+
+    def ahead(self, question: str, **fields: Any) -> None:
+        self._send(question, fields)
+        self._ahead.append(question)
 
     def _ask(self, question: str, **fields: Any) -> Any:
-        if question not in self._kept:
-            value = self._request(question, fields)
-            if fields:
-                return value
-            self._kept[question] = value
-        return self._kept[question]
+        self.greet()
+        while self._ahead and question not in self._kept:
+            self._kept[self._ahead[0]] = self._reply(self._ahead[0])
+            self._ahead.pop(0)
+        if question in self._kept:
+            return _value(self._kept[question])
+        self._send(question, fields)
+        reply = self._reply(question)
+        if not fields:
+            self._kept[question] = reply
+        return _value(reply)
 
-    def _request(self, question: str, fields: Mapping[str, Any]) -> Any:
+    def _send(self, question: str, fields: Mapping[str, Any]) -> None:
         assert self._process.stdin is not None
         records = {key: value.record() if isinstance(value, Arm | KVSpec) else value for key, value in fields.items()}
         request = {"ask": question, "engine": self.environment.engine, **records}
         with contextlib.suppress(BrokenPipeError):  # its end is noticed when the answer is missing
             self._process.stdin.write(json.dumps(request).encode() + b"\n")
             self._process.stdin.flush()
+
+    def _reply(self, question: str) -> dict[str, Any]:
+        """The next reply: an error's name and text, or a value of the right type."""
         reply = self._hear(f"answer about its {question}")
         if "error" in reply:
-            raise _rebuilt(str(reply["error"]), str(reply.get("text")))
+            return {"error": str(reply["error"]), "text": str(reply.get("text"))}
         value: Any = reply.get("value")
         try:
             check_text(value)
@@ -240,7 +300,7 @@ class _There(EngineAnswers):
             good = False
         if not good:
             raise EngineError(f"{self._place} gives no usable answer about its {question}: is it fidelab's own worker?")
-        return value
+        return {"value": value}
 
     def _hear(self, what: str) -> dict[str, Any]:
         """The next line, as an object."""
@@ -284,6 +344,12 @@ class _There(EngineAnswers):
         if "StrEnum" in last or "SyntaxError" in last:
             return f"{self._place} is too old: Python 3.11 or newer is needed there"
         return f"{self._place} did not {what}: {last}"
+
+
+def _value(reply: Mapping[str, Any]) -> Any:
+    if "error" in reply:
+        raise _rebuilt(reply["error"], reply["text"])
+    return reply["value"]
 
 
 def _rebuilt(kind: str, text: str) -> FidelabError:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,12 +27,14 @@ if TYPE_CHECKING:
 __all__ = [
     "MARKER",
     "Environment",
+    "candidates",
     "engines_dir",
     "interpreter",
     "link_folder",
     "locate",
     "provided_here",
     "read_marker",
+    "remember_trial",
     "remembered_shims",
     "shim",
     "write_marker",
@@ -46,14 +48,16 @@ _PLUGINS = ("vllm.general_plugins", "sglang.srt.plugins")  # groups of entry poi
 class Environment:
     """Where one engine runs.
 
-    ``prefix`` is a command that starts the interpreter elsewhere (docker, ssh, srun); ``pythonpath`` are the user's
-    shim folders, which the engine's environment sees before its own packages.
+    ``prefix`` is a command that starts the interpreter elsewhere (docker, ssh, srun), or here in another way
+    (``local``: env, nice, numactl); ``pythonpath`` are the user's shim folders, which the engine's environment sees
+    before its own packages.
     """
 
     engine: str
     python: str
     prefix: tuple[str, ...] = ()
     pythonpath: tuple[str, ...] = ()
+    local: bool = False
 
     @property
     def own(self) -> bool:
@@ -61,22 +65,37 @@ class Environment:
         return not self.prefix and not self.pythonpath and self._here
 
     @property
+    def interpreter(self) -> str:
+        """The interpreter as it is called, prefix included, for messages."""
+        return shlex.join([*self.prefix, self.python])
+
+    @property
+    def _elsewhere(self) -> bool:
+        return bool(self.prefix) and not self.local
+
+    @property
     def _here(self) -> bool:
         python, current = Path(self.python), Path(sys.executable)
         # Not by what they link to: environments share a base interpreter.
         return python.parent.resolve() == current.parent.resolve() and python.resolve() == current.resolve()
+
+    @property
+    def failing(self) -> Mapping[str, str]:
+        """KV formats that did not run in the last trial of this environment of fidelab's, and why."""
+        marker = None if self._elsewhere else read_marker(Path(self.python).parents[1])
+        return dict((marker or {}).get("failing", {}))
 
     def command(self, module: str) -> list[str]:
         """The command line that runs a module there."""
         return [*self.prefix, self.python, "-m", module]
 
     def variables(self) -> dict[str, str]:
-        """Variables to set on top of this process' own; none behind a prefix, where fidelab itself is installed.
+        """Variables to set on top of this process' own; none elsewhere, where fidelab itself is installed.
 
         Raises:
             OutputError: the link folder cannot be made.
         """
-        if self.prefix:
+        if self._elsewhere:
             return {}
         safe = {"PYTHONSAFEPATH": "1"}  # files in the user's folder are no modules
         if self.own:
@@ -123,6 +142,24 @@ def locate(
     raise EngineError(f"engine {engine} is not installed: {install_command(engine)} (or name its Python with --python)")
 
 
+def candidates(
+    engine: str, *, python: str | None = None, prefix: str | Sequence[str] | None = None, pythonpath: Sequence[str] = ()
+) -> list[Environment]:
+    """Environments in which the engine may be: the one of :func:`locate`, whose arguments and errors these are.
+
+    Behind a prefix without an interpreter it is ``python3`` there, and then, for prefixes that stay on this machine,
+    the interpreter that runs would take here.
+    """
+    first = locate(engine, python=python, prefix=prefix, pythonpath=pythonpath)
+    if not first.prefix or python is not None or shutil.which(first.prefix[0]) is None:
+        return [first]
+    try:
+        here = locate(engine)
+    except EngineError:
+        return [first]
+    return [first, replace(here, prefix=first.prefix, local=True)]
+
+
 def provided_here(cls: type[Engine]) -> bool:
     """Whether this interpreter has the engine: it needs no package, or one that provides it is installed."""
     return not cls.packages or any(map(is_installed, cls.packages))
@@ -164,6 +201,17 @@ def write_marker(folder: Path, content: Mapping[str, Any]) -> None:
     part = folder / f".{MARKER}.part"
     part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     part.replace(folder / MARKER)
+
+
+def remember_trial(environment: Environment, faults: Mapping[str, str | None]) -> None:
+    """Keep what a trial found (why a KV format does not run, ``None`` where it does) in an environment of fidelab's.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    folder = Path(environment.python).parents[1]
+    if not environment._elsewhere and (marker := read_marker(folder)):
+        write_marker(folder, {**marker, "failing": {name: why for name, why in faults.items() if why}})
 
 
 def link_folder() -> Path:

@@ -21,6 +21,7 @@ from fidelab.core import canonical_json, digest
 from fidelab.engines import ENGINES
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import MARKER, Environment, read_marker, write_marker
+from fidelab.environments.listing import listing
 from fidelab.environments.recipes import Recipe
 from fidelab.environments.trial import try_out
 from fidelab.errors import EngineError, OutputError, UsageError
@@ -72,6 +73,7 @@ def install(
     except OSError as error:
         where = error.filename or folder
         raise OutputError(f"cannot write {where} ({error.strerror or error}); pass another --path") from error
+    listing([recipe.engine])  # what it says is kept, so that nobody waits for it later
     return environment
 
 

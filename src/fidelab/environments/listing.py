@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
-from fidelab.environments.answers import About, EngineAnswers, ask
+from fidelab.environments.answers import About, EngineAnswers, start
 from fidelab.environments.environment import (
     MARKER,
     Environment,
@@ -22,8 +22,9 @@ from fidelab.environments.environment import (
 )
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import FidelabError
+from fidelab.models.cache import cache_dir
 
-__all__ = ["Installed", "listing", "places"]
+__all__ = ["Installed", "asking", "chosen", "listing"]
 
 _TEST_ENGINE = "fake"
 
@@ -61,67 +62,92 @@ class Installed:
         return ", ".join(other) or "stock"
 
 
-def listing(limit: float = 120.0) -> list[Installed]:
-    """Every engine but the test engine, in every environment that it has; all are asked at once, ``limit`` s each."""
-    names = [name for name in ENGINES.names() if name != _TEST_ENGINE]
-    with ThreadPoolExecutor() as pool:
-        return [place for engine_places in pool.map(lambda name: places(name, limit), names) for place in engine_places]
+def listing(engines: Sequence[str] | None = None, limit: float = 120.0) -> list[Installed]:
+    """Every engine but the test engine, in every environment that it has; as :func:`asking`, and waits."""
+    with asking(engines, limit) as answers:
+        return answers()
 
 
-def places(engine: str, limit: float = 120.0) -> list[Installed]:
-    """One engine, in the order in which runs would take them; one entry without environment where there is none."""
-    results = []
+@contextmanager
+def asking(engines: Sequence[str] | None = None, limit: float = 120.0) -> Iterator[Callable[[], list[Installed]]]:
+    """All environments of these engines, each asked at once by a process of its own; ``limit``: seconds for one answer.
+
+    Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine has its
+    environments in the order in which runs would take them, or one entry without environment where it has none.
+    Processes that still work when the context is left are ended.
+    """
+    names = [name for name in ENGINES.names() if name != _TEST_ENGINE] if engines is None else engines
+    with ExitStack() as stack:
+        begun = [_begun(place, stack, limit) for name in names for place in _places(name)]
+        yield lambda: [place if asked is None else _answered(place, asked) for place, asked in begun]
+
+
+def chosen(places: Sequence[Installed]) -> dict[str, Installed]:
+    """By engine the first place that works, else the first one."""
+    found: dict[str, Installed] = {}
+    for place in places:
+        if place.engine not in found or (found[place.engine].problem is not None and place.problem is None):
+            found[place.engine] = place
+    return found
+
+
+def _places(engine: str) -> Iterator[Installed]:
+    """Where one engine is: environments without their answers, or the problem."""
     try:
         cls: type[Engine] = ENGINES.load(engine)
         here = provided_here(cls)
     except (Exception, SystemExit) as error:  # an adapter of somebody else
-        return [
-            Installed(engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package")
-        ]
+        yield Installed(
+            engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package"
+        )
+        return
     if here and cls.served:
-        return [Installed(engine, "a server", Environment(engine, sys.executable), cls.versions())]
+        yield Installed(engine, "a server", Environment(engine, sys.executable), cls.versions())
+        return
+    folders = [engines_dir() / name for name in variants(engine)]
+    unfinished = [folder for folder in folders if (folder / MARKER).exists() and read_marker(folder) is None]
+    made = [folder for folder in folders if folder not in unfinished and os.access(_python(folder), os.X_OK)]
     if here:
-        results.append(_ask(engine, "this interpreter", Environment(engine, sys.executable), limit))
-    for name in variants(engine):
-        folder = engines_dir() / name
-        python = folder / "bin" / "python"
-        if (folder / MARKER).exists() and read_marker(folder) is None:
-            command = install_command(engine)
-            results.append(Installed(engine, name, None, problem=f"{folder} is unfinished", remedy=command))
-        elif os.access(python, os.X_OK):
-            failing = (read_marker(folder) or {}).get("failing", {})
-            environment = Environment(engine, str(python), pythonpath=remembered_shims(folder))
-            results.append(_ask(engine, name, environment, limit, failing))
-    return results or [Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))]
+        yield Installed(engine, "this interpreter", Environment(engine, sys.executable))
+    for folder in folders:
+        if folder in unfinished:
+            problem = f"{folder} is unfinished"
+            yield Installed(engine, folder.name, None, problem=problem, remedy=install_command(engine))
+        elif folder in made:
+            environment = Environment(engine, str(_python(folder)), pythonpath=remembered_shims(folder))
+            yield Installed(engine, folder.name, environment)
+    if not (here or unfinished or made):
+        yield Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))
 
 
-def _ask(
-    engine: str, name: str, environment: Environment, limit: float, failing: Mapping[str, str] | None = None
-) -> Installed:
-    """``failing``: the formats that did not run when the environment was made, and why."""
+def _python(folder: Path) -> Path:
+    return folder / "bin" / "python"
+
+
+def _begun(place: Installed, stack: ExitStack, limit: float) -> tuple[Installed, EngineAnswers | None]:
+    """The place with who answers for it, all questions sent; without, where there is nobody to ask."""
+    if place.environment is None or place.versions:
+        return place, None
     try:
-        with ask(environment, limit) as asked:
-            versions, names = asked.versions(), asked.kv_names()
-            refused = {**(failing or {}), **_refused(asked, names)}
-            return Installed(engine, name, environment, versions, names, refused, asked.about)
+        asked = stack.enter_context(start(place.environment, limit))
     except FidelabError as error:
-        problem = str(error)
+        return _broken(place, str(error)), None
+    asked.ahead("versions")
+    asked.ahead("about")
+    asked.ahead("formats", store=str(cache_dir() / "answers"))
+    return place, asked
+
+
+def _answered(place: Installed, asked: EngineAnswers) -> Installed:
+    try:
+        versions, about, formats = asked.versions(), asked.about, asked.formats()
+    except FidelabError as error:
+        return _broken(place, str(error))
     except (Exception, SystemExit) as error:  # what importing somebody else's package may raise
-        problem = " ".join(f"{type(error).__name__}: {error}".split())
-    return Installed(engine, name, environment, problem=problem, remedy=install_command(engine))
+        return _broken(place, " ".join(f"{type(error).__name__}: {error}".split()))
+    refused = {name: why for name, why in formats.items() if why}
+    return replace(place, versions=versions, kv_names=list(formats), refused=refused, about=about)
 
 
-def _refused(asked: EngineAnswers, names: Sequence[str]) -> dict[str, str]:
-    """Formats that the engine refuses without a model, and why; empty where it needs one to tell."""
-    device = "cpu" if asked.about.device == "cpu" else "cuda"
-    path = "/model.gguf" if asked.form == "gguf" else "/model"
-    engine = asked.environment.engine
-    verdicts = {}
-    for name in names:
-        arm = Arm("", engine, "the model", path, "", KVSpec.parse(name), "bfloat16", device, threads=1)
-        try:
-            verdicts[name] = asked.supports(arm)
-        except Exception:  # it looked for the model, or its process is gone
-            return {}
-    refused = {name: verdict.reason for name, verdict in verdicts.items() if not verdict.ok}
-    return refused if len(refused) < len(names) else {}
+def _broken(place: Installed, problem: str) -> Installed:
+    return replace(place, problem=problem, remedy=install_command(place.engine))

@@ -16,6 +16,7 @@ from fidelab.captures.container import to_float32
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
 from fidelab.core import Arm, KVSpec, Status, usable_cores
+from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
@@ -59,12 +60,12 @@ def try_out(
                 model="a small model of random weights",
                 path=str(path),
                 weights="",
-                kv=KVSpec.parse(name),
+                kv=meaning(KVSpec.parse(name), "bf16"),
                 dtype="bfloat16",
                 device=device,
                 threads=min(_THREADS, usable_cores()),
             )
-            if asked.supports(arm).ok:
+            if asked.supports(arm).ok:  # whatever the last trial found
                 say(f"trying {name}")
                 faults[name] = _fault(arm, environment, Path(scratch) / f"store-{len(faults)}", logs)
     return faults

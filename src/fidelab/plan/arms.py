@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, FormatSpec, KVSpec
+from fidelab.core import Arm, KVSpec
 from fidelab.engines import k16v8
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.environments.answers import EngineAnswers
-from fidelab.errors import UnknownNameError, UsageError
+from fidelab.errors import UnknownNameError
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.plan.deploy import engine_class
@@ -34,7 +34,6 @@ __all__ = [
 ]
 
 DTYPES = {"bf16": "bfloat16", "f16": "float16"}
-_BITS16 = ("k16v8",)
 _HF = "hf"  # the engine whose attention can be chosen
 _JITTER = "jitter"  # the option of engines that have twins
 ATTENTION, AUTO = "attention", "auto"  # its option for them, and what leaving that away is called
@@ -46,8 +45,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     ``dtype``: the compute type of arms that name none; ``auto`` is the model's own.
     """
     engine = config.engine or experiment.engine
-    written = config.kv or native_kv(engine)
-    kv = replace(written, k=_meaning(written.k, "k", model), v=_meaning(written.v, "v", model))
+    kv = k16v8.meaning(config.kv or native_kv(engine), model.native)
     path, weights = model.path, model.weights
     if engine_class(engine).form == "gguf" and model.gguf:  # two files may convert to one folder and compute apart
         path, weights = model.gguf, file_sha256(model.gguf)
@@ -115,22 +113,10 @@ def with_kv(arm: ArmConfig, kv: KVSpec) -> ArmConfig:
     return arm if arm.kv else arm.model_copy(update={"kv": kv, "name": _name(arm) or kv.label})
 
 
-def _meaning(fmt: FormatSpec, side: str, model: Model) -> FormatSpec:
-    """``k16v8``: keys in the model's native 16-bit type, values fp8_e4m3 with scale 1.0, saturating."""
-    if fmt.name not in _BITS16:
-        return fmt
-    if fmt.options:
-        raise UsageError(
-            f"KV format {fmt}: k16v8 takes no options; write K/V, as in '{model.native}/fp8_e4m3[scale=per-token-head]'"
-        )
-    return FormatSpec(model.native) if side == "k" else FormatSpec("fp8_e4m3")
-
-
 def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswers) -> None:
     if config.kv is None:
         return
-    known = list(answers.kv_names())
-    known += [name for name in _BITS16 if "fp8_e4m3" in known and engine_class(engine).pairs]
+    known = answers.kv_names()
     for fmt in (config.kv.k, config.kv.v):
         if fmt.name not in known:
             raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +15,8 @@ from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.variables import thread_variables, variables_of
 from fidelab.environments.answers import EngineAnswers, ask
-from fidelab.environments.environment import Environment, locate
+from fidelab.environments.environment import Environment, candidates
+from fidelab.errors import EngineError
 from fidelab.models import Model
 
 __all__ = ["Deployed", "Engines", "engine_class", "needs_safetensors"]
@@ -69,7 +70,7 @@ class Engines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        self._stack.__exit__(kind, error, trace)  # an interrupt ends the processes without waiting for them
 
     def ask(self, config: EngineConfig) -> EngineAnswers:
         """Who answers for this engine.
@@ -108,9 +109,34 @@ class Engines:
 
     def _find(self, config: EngineConfig) -> tuple[Environment, EngineAnswers]:
         if config not in self._found:
-            environment = locate(config.name, python=config.python, prefix=config.prefix, pythonpath=config.pythonpath)
-            self._found[config] = (environment, self._stack.enter_context(ask(environment)))
+            found = candidates(config.name, python=config.python, prefix=config.prefix, pythonpath=config.pythonpath)
+            guessed = bool(config.prefix) and config.python is None
+            self._found[config] = self._first(found) if guessed else (found[0], self._enter(found[0]))
         return self._found[config]
+
+    def _enter(self, environment: Environment) -> EngineAnswers:
+        return self._stack.enter_context(ask(environment))
+
+    def _first(self, environments: Sequence[Environment]) -> tuple[Environment, EngineAnswers]:
+        """The first interpreter behind a prefix that has the engine.
+
+        Raises:
+            EngineError: none has; names each that was tried.
+        """
+        failures = []
+        for environment in environments:
+            try:
+                asked = self._enter(environment)
+                asked.versions()
+            except EngineError as error:
+                why = str(error).removeprefix(f"the environment of engine {environment.engine} ")
+                failures.append(why if environment.interpreter in why else f"({environment.interpreter}) {why}")
+            else:
+                return environment, asked
+        raise EngineError(
+            f"engine {environments[0].engine} was not found behind the prefix: {'; '.join(failures)}; "
+            "name its interpreter there with --python"
+        )
 
 
 def _named(asked: EngineAnswers) -> list[dict[str, str]]:

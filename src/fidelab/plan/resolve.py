@@ -17,6 +17,7 @@ from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, Estimator, KVSpec, usable_cores
 from fidelab.engines.base import Engine, Support
 from fidelab.engines.k16v8 import versions_for
+from fidelab.environments.answers import EngineAnswers
 from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, check_conversion, resolve, with_weights
 from fidelab.plan.arms import (
@@ -212,9 +213,9 @@ class _Resolver:
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
             verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
         else:
-            verdict = answers.supports(arm)
-        if not verdict.ok and self._experiment.force and model.convertible:
-            arm, verdict = self._forced(arm, engine, verdict)
+            verdict = answers.verdict(arm)
+            if not verdict.ok and self._experiment.force:
+                arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
             self._unsupported[arm.name] = verdict.reason
         estimator = dict(arm.options).get("estimator", engine_class(engine).estimator)
@@ -236,11 +237,17 @@ class _Resolver:
         """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
         return {"asked": self._created} if engine_class(engine).served else {}
 
-    def _forced(self, arm: Arm, engine: EngineConfig, verdict: Support) -> tuple[Arm, Support]:
-        """The arm with option ``force``, if its engine then accepts what it otherwise refuses."""
+    def _forced(self, arm: Arm, answers: EngineAnswers) -> tuple[Arm, Support]:
+        """The arm with option ``force``, if its engine then accepts what it otherwise refuses.
+
+        What was refused because it did not run in its trial needs no option.
+        """
+        verdict = answers.supports(arm)
+        if verdict.ok:
+            return arm, verdict
         forced = replace(arm, options=tuple(sorted({**dict(arm.options), "force": "yes"}.items())))
         try:
-            again = self._engines.ask(engine).supports(forced)
+            again = answers.supports(forced)
         except UsageError:  # this engine knows no force
             return arm, verdict
         return (forced, again) if again.ok else (arm, verdict)

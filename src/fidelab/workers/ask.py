@@ -8,27 +8,35 @@ error.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import gc
 import json
 import os
 import platform
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import fidelab
-from fidelab.core import Arm, KVSpec
+from fidelab.core import Arm, KVSpec, digest
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
-from fidelab.engines.installed import build, device, provenance, shims
+from fidelab.engines.installed import build, device, provenance, shims, state
+from fidelab.engines.k16v8 import K16V8, meaning
 from fidelab.engines.variables import variables_of
 from fidelab.errors import FidelabError
 from fidelab.workers.messages import PROTOCOL
 
-__all__ = ["answer", "main", "reply"]
+__all__ = ["answer", "kv_names", "main", "reply"]
+
+_NATIVE = "bf16"  # of the model that formats are asked about
 
 
 def main() -> int:
     """Greet, and answer until standard input ends."""
+    gc.disable()  # it would take a quarter of the time of importing an engine, and the process is short
     with os.fdopen(os.dup(1), "w", encoding="utf-8") as out:
         os.dup2(2, 1)  # prints of the engine are not for the asker
         greeting = {"protocol": PROTOCOL, "fidelab": fidelab.__version__, "python": platform.python_version()}
@@ -57,14 +65,17 @@ def reply(request: Mapping[str, Any]) -> dict[str, Any]:
 def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
     """What an engine's class says about itself, as JSON has it.
 
-    ``question``: a class method of the engine, with its arguments as ``fields``; or ``about``, for how the engine is
-    installed in this interpreter.
+    ``question``: a class method of the engine, with its arguments as ``fields``; ``about``, for how the engine is
+    installed in this interpreter; or ``formats``, for each KV format that may be written and why it cannot run here
+    (empty: it can), in a model that computes in bfloat16.  ``store``: a folder where that is kept for the next time.
     """
     match question:
         case "versions":
             return engine.versions()
         case "kv_names":
-            return [str(name) for name in engine.kv_names()]
+            return kv_names(engine)
+        case "formats":
+            return _formats(engine, fields.get("store"))
         case "about":
             target = build(engine.packages)
             return {
@@ -87,5 +98,52 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
             raise ValueError(f"no question {other!r}")
 
 
+def kv_names(engine: type[Engine]) -> list[str]:
+    """The KV formats that may be written for an engine: its own, and ``k16v8`` where it has both halves."""
+    names = [str(name) for name in engine.kv_names()]
+    return [*names, K16V8] if engine.pairs and "fp8_e4m3" in names and K16V8 not in names else names
+
+
+def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
+    """Importing an engine takes seconds: what it said is kept for as long as nothing changes on which that depends."""
+    now = state((*engine.packages, *engine.examined), variables_of(engine, os.environ)) if store else None
+    if not store or now is None:
+        return _refusals(engine)
+    kept = Path(store) / f"{engine.name}-{digest(sys.prefix)[:16]}.json"
+    with contextlib.suppress(OSError, ValueError, TypeError, KeyError):  # not there, or damaged
+        record = json.loads(kept.read_text("utf-8"))
+        if record["state"] == now:
+            return {str(name): str(why) for name, why in record["formats"].items()}
+    formats = _refusals(engine)
+    with contextlib.suppress(OSError):  # a cache that is read-only or full
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        part = kept.with_name(f"{kept.name}.{os.getpid()}.part")
+        part.write_text(json.dumps({"state": now, "formats": formats}), "utf-8")
+        part.replace(kept)
+    return formats
+
+
+def _refusals(engine: type[Engine]) -> dict[str, str]:
+    target = "cpu" if device(build(engine.packages)) == "cpu" else "cuda"
+    return {name: _refusal(engine, name, target) for name in kv_names(engine)}
+
+
+def _refusal(engine: type[Engine], name: str, device: str) -> str:
+    """Why an arm of this format is refused, by the checks that every arm undergoes; empty where it is not."""
+    path = "/model.gguf" if engine.form == "gguf" else "/model"
+    try:
+        kv = meaning(KVSpec.parse(name), _NATIVE)
+        engine.check_kv(kv)
+        verdict = engine.supports(Arm("", engine.name, "the model", path, "", kv, "bfloat16", device, threads=1))
+    except FidelabError as error:
+        return str(error)
+    except OSError:  # it looked for the model, without which it cannot tell
+        return ""
+    return "" if verdict.ok else verdict.reason
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(status)  # to take an imported engine apart takes a second, and nobody waits for it

@@ -94,7 +94,7 @@ def on_cpu(name: str) -> Support:
     if name in ("auto", "bf16", "bfloat16"):
         return Support(True)
     if name != "fp8_e4m3":
-        return Support(False, f"SGLang on CPUs keeps no {name} cache, only the model's type and fp8_e4m3 (with AMX)")
+        return Support(False, f"SGLang on CPUs keeps the model's type or, with AMX, fp8_e4m3, not {name}")
     if "amx_tile" not in _cpu_flags():
         return Support(False, "SGLang's fp8_e4m3 cache on CPUs wants Intel AMX, which this machine has not")
     if not _has_operators():

@@ -129,6 +129,8 @@ def backend_for(arm: Arm) -> Backend:
         reason = _k16v8_refusal(arm, shape)
         return Backend(platform, K16V8, (K16V8,), not reason, reason)
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
+    if not ok and (dtype := NATIVE.get(name)) is not None:
+        reason += f"; it is the cache of a model that computes in {dtype}: pass --dtype {dtype}"
     return Backend(platform, label, formats, ok, reason)
 
 
