@@ -11,6 +11,7 @@ from fidelab.core import Status
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import (
     ABSENT,
+    counted,
     format_figure,
     format_interval,
     format_kld,
@@ -43,6 +44,7 @@ __all__ = [
     "scored",
     "shared",
     "status_line",
+    "text_of",
 ]
 
 STATUS = {
@@ -129,6 +131,20 @@ def _options(options: Any) -> str:
 def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
     """Mean KL (nats) and its interval: of the worst context, or of one."""
     return estimate_of(kld.metric("mean", at or {}) if kld else None)
+
+
+def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> str:
+    """``8 windows, 2 documents``: what the figures of an arm rest on; of one context where ``size`` is its entry."""
+    if kld is None or not kld.measured:
+        return ""
+    known = kld.facts if size is None else size
+    windows, documents, units = (known.get(name) for name in ("windows", "n_documents", "n_units"))
+    parts = [counted(windows, "window")] if isinstance(windows, int) else []
+    if isinstance(documents, int):
+        parts.append(counted(documents, "document"))
+    elif isinstance(units, int):
+        parts.append(counted(units, "block"))
+    return ", ".join(parts)
 
 
 def excess_of(kld: Measurement | None) -> Estimate:

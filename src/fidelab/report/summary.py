@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored
+from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, text_of
 from fidelab.report.sections import ReportArm
 from fidelab.report.tables import SPEEDS, TextTable, counts
 from fidelab.results.measurement import Measurement, Metric, label
-from fidelab.results.numbers import ABSENT, MIB, format_figure, format_kld, format_span, heading, one_line
+from fidelab.results.numbers import ABSENT, MIB, counted, format_figure, format_kld, format_span, heading, one_line
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
 __all__ = [
     "KLD",
     "Performance",
     "attribution_of",
+    "bench_headlines",
     "contexts_of",
     "joined",
+    "others_in_words",
     "others_of",
     "performance_of",
     "titled",
@@ -56,34 +58,69 @@ def contexts_of(report: Report) -> TextTable | None:
         if any(metric.cell for metric in axis.metrics)
     ]
     title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
-    return TextTable("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), tuple(rows))
+    texts = {n: next((text for axis in klds.values() if (text := _text_at(axis, n))), "") for n in sizes}
+    heads = (f"{n:,} tokens{f', {texts[n]}' if texts[n] else ''}" for n in sizes)
+    return TextTable("contexts", title, ("arm", *heads), tuple(rows))
+
+
+def _text_at(kld: Measurement, n_ctx: int) -> str:
+    """``8 windows, 6 documents`` of one context; empty where the record does not say."""
+    contexts = kld.facts.get("contexts")
+    sizes = contexts if isinstance(contexts, list) else []
+    size = next((size for size in sizes if isinstance(size, dict) and size.get("n_ctx") == n_ctx), None)
+    return "" if size is None else text_of(kld, size)
 
 
 def others_of(report: Report) -> TextTable | None:
-    """Arm × headline metrics of each axis besides KLD; ``None`` without such axes.
+    """The reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
-    The last column is the composite, where all its axes were measured or its bands were requested.
+    An axis says in words what happened, its headline metric stands behind that in parentheses.  ``None`` without such
+    axes.  The last column is the composite, where all its axes were measured or its bands were requested.
     """
     arms = [*report.candidates, *([report.control] if report.control else [])]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
         axes = [arm.axes.get(name) for arm in arms]
+        known = [axis for axis in axes if axis is not None and axis.measured]
+        base = next((axis.reference_summary for axis in known if axis.reference_summary), "")
         nobody: list[Metric | None] = [None] * len(arms)
-        for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)]):
+        for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)] if known else ()):
             brief = zip(axes, cells, strict=True)
-            columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
+            units = next((axis for axis in known if axis.n_units and axis.unit), None) if n == 0 else None
+            over = "" if units is None else f", {counted(units.n_units or 0, one_line(units.unit))}"
+            own = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
+            columns[f"{head}{over}"] = [(one_line(base) if n == 0 else "") or ABSENT, *own]
     if not columns:
         return None
     if _shows_composite(report):
         columns["composite"] = [
-            ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms
+            ABSENT,
+            *(ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms),
         ]
-    rows = zip((one_line(arm.name) for arm in arms), *columns.values(), strict=True)
+    names = [f"reference {one_line(report.reference.name)}", *(one_line(arm.name) for arm in arms)]
+    rows = list(zip(names, *columns.values(), strict=True))
+    if all(cell == ABSENT for cell in rows[0][1:]):
+        rows = rows[1:]
     return TextTable("others", "Other axes", ("arm", *columns), tuple(rows))
 
 
+def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
+    """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
+    lines = []
+    for name, axis in arm.axes.items():
+        if name != KLD and axis.measured:
+            said = _brief(axis, next((m for m in axis.headlines if _shown(axis, m)), None), first=True)
+            base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
+            lines.append(f"{one_line(name)}: {one_line(axis.summary)}{base}" if axis.summary else f"{name}: {said}")
+    return tuple(lines)
+
+
 def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> str:
-    """The metric; where it is missing, the first column shows the axis' status."""
+    """The axis' words and the metric, or the metric alone; without both the first column shows the axis' status."""
+    if axis is not None and axis.measured and axis.summary and first:
+        estimate = estimate_of(metric)
+        margin = ", ".join(part for part in (estimate.value, estimate.margin) if part != ABSENT)
+        return str(Estimate(one_line(axis.summary), margin or ABSENT))
     if metric is not None or axis is None:
         return str(estimate_of(metric))
     return STATUS[axis.status] if first else ABSENT
@@ -163,6 +200,43 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
         note=" ".join(notes),
         measured=joined([one_line(name) for name in names]),
     )
+
+
+def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, ...]:
+    """A sentence per bench: its first headline metric of every arm, with the ratio to the reference's.
+
+    ``decode: rate at depth 512: bf16 40.1 tok/s; int8 41.2 tok/s (1.03×, better)``.
+    """
+    sentences = []
+    for name in dict.fromkeys(name for _, record in arms for name in record.benches):
+        columns = _headlines(name, [record.benches.get(name) for _, record in arms])
+        if not columns:
+            continue
+        _, metrics = columns[0]
+        first = next(metric for metric in metrics if metric is not None)
+        at = f" at {one_line(label(first.cell))}" if first.cell else ""
+        mib = any(metric is not None and _in_mib(metric) for metric in metrics)
+        unit = "MiB" if mib else first.unit
+        figures = [
+            f"{arm.name} {format_figure(metric.value, metric.unit, mib=mib)} {unit}".rstrip()
+            + _against(metric, metrics[0] if n else None)
+            for n, ((arm, _), metric) in enumerate(zip(arms, metrics, strict=True))
+            if metric is not None
+        ]
+        sentences.append(f"{titled(name, first)}{at}: {'; '.join(figures)}")
+    return tuple(sentences)
+
+
+def _against(own: Metric, base: Metric | None) -> str:
+    """`` (1.03×, better)``: a ratio to the reference's and what it means; empty where there is none."""
+    ratio = ratio_of(own, base) if own.unit in SPEEDS else ABSENT
+    if ratio == ABSENT or base is None or own.value is None or base.value is None:
+        return ""
+    if ratio.startswith("≈") or own.value == base.value or own.better is None:
+        word = "no difference shown" if ratio.startswith("≈") else ""
+    else:
+        word = "better" if (own.value > base.value) == (own.better == "higher") else "worse"
+    return f" ({', '.join(part for part in (ratio, word) if part)})"
 
 
 def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:

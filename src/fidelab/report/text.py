@@ -1,14 +1,15 @@
 """A report as terminal text: what failed, one table, one sentence per candidate, floor and control, then benches.
 
 Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
-there is less room real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
-columns, too, from the last one on.  A line says what is missing.
+there is less room real flips and tokens to the first flip are left out, then the excess over the control and the bytes;
+KLD and changed tokens (top-1) never.  Tables of benches may be wider and lose columns, too, from the last one on.  A
+line says what is missing.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,14 +26,23 @@ from fidelab.report.tables import TextTable as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.numbers import ABSENT, one_line
-from fidelab.results.record import NO_REFERENCE, Report
+from fidelab.results.record import Report
 
 __all__ = ["literal", "print_line", "print_path", "render_text", "simple_table", "wrap_name"]
 
 _NAME_WIDTH = 17
-_LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, False))
-"""Padding, widths of name and verdict, whether real flips and tokens to the first flip are shown; roomiest first."""
-_TAIL = "real flips and tokens to the first flip"
+_TAIL = ("real flips", "tokens to the first flip")
+_LAYOUTS: tuple[tuple[int, int, int, tuple[str, ...]], ...] = (
+    (1, 17, 13, ()),
+    (0, 17, 13, ()),
+    (0, 15, 11, ()),
+    (0, 15, 11, _TAIL),
+    (0, 12, 11, _TAIL),
+    (0, 12, 11, (*_TAIL, "over control")),
+    (0, 12, 11, (*_TAIL, "over control", "bytes per token")),
+    (0, 8, 11, (*_TAIL, "over control", "bytes per token")),
+)
+"""Padding, widths of name and verdict, the figures that are left out; roomiest first."""
 _PLOT_WIDTH = 100
 _KEPT = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
@@ -62,10 +72,14 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         print_path(console, "what the workers printed", folder / "logs")
     for modification in view.modified:
         line(modification, "yellow")
-    whole = True
+    for matrix in view.isolation:
+        line(matrix.said, "bold")
+    for sentence in view.headlines:
+        line(sentence)
+    lacking: tuple[str, ...] = ()
     if view.fidelity:
         line(view.compared)
-        table, whole = _fitted(view, console)
+        table, lacking = _fitted(view, console)
         console.print(table)
     if view.performance is not None and view.performance.columns:
         _print_performance(view, view.performance, console)
@@ -75,11 +89,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for matrix in view.isolation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)
-        line(matrix.said)
-        line("")
     dropped = _print_benches(view, console)
-    lost = next((row.reason for row in view.rows if row.role == "reference"), "")
-    for sentence in shared((row.name, _sentence(row, lost)) for row in view.candidates if view.fidelity):
+    for sentence in shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity):
         line(sentence)
     if view.fidelity:
         line("")
@@ -89,7 +100,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    if missing := [*dropped, *([] if whole else [_TAIL])]:
+    missing = [*dropped, *([f"{', '.join(lacking[:-1])} and {lacking[-1]}"] if len(lacking) > 1 else lacking)]
+    if missing:
         line(f"narrow terminal: {'; '.join(missing)} are left out")
     if plot:
         line("")
@@ -101,37 +113,59 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         print_path(console, "files", folder)
 
 
-def _sentence(row: ArmRow, lost: str) -> str:
-    """A candidate's sentence; ``lost``, the reason why the reference did not run, is not repeated."""
-    if lost and row.reason == lost:
-        return "not running, for the same reason as the reference"
-    if lost and row.reason.startswith(NO_REFERENCE):
-        return f"not compared: {NO_REFERENCE}"
+def _sentence(row: ArmRow) -> str:
     return f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
 
 
-def _fitted(view: View, console: Console) -> tuple[Table, bool]:
-    """The main table in the roomiest layout that there is room for, and whether it shows all columns."""
-    for layout in _LAYOUTS:
-        table = _table(view, console, *layout)
+def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...]]:
+    """The main table in the roomiest layout that there is room for, and the figures that it leaves out."""
+    figures = _figures(view)
+    for padding, name_width, verdict_width, left_out in _LAYOUTS:
+        kept = {name: column for name, column in figures.items() if name not in left_out}
+        table = _table(view, console, padding, name_width, verdict_width, kept)
         if _fits(table, console):
             break
-    return table, layout[-1]
+    return table, tuple(name for name in figures if name not in kept)
 
 
-def _table(view: View, console: Console, padding: int, name_width: int, verdict_width: int, tail: bool) -> Table:
+def _figures(view: View) -> dict[str, tuple[str, list[str]]]:
+    """Figure → heading and cells, of the figures that any arm has.
+
+    What the KLD was measured on stands in its heading where it is the same for all arms, else in the cells.
+    """
+    rows, texts = view.rows, {row.text for row in view.rows if row.text}
+    units = [row.text.rpartition(", ")[2] if len(texts) > 1 else "" for row in rows]
+    kld = [f"{_stacked(row.kld)}\n{unit}".rstrip() for row, unit in zip(rows, units, strict=True)]
+    over = next(iter(texts)).rpartition(", ")[2] if len(texts) == 1 else ""
+    figures = {
+        "KLD": (f"KLD, nats\n{over}".rstrip() if over else "KLD\nnats", kld),
+        "over control": ("over\ncontrol", [_stacked(row.excess) for row in rows]),
+        "changed tokens": ("changed\ntokens", [_stacked(row.changed) for row in rows]),
+        "real flips": ("real\nflips", [_stacked(row.flips) for row in rows]),
+        "tokens to the first flip": ("tokens\nto flip", [_stacked(row.run) for row in rows]),
+        "bytes per token": ("bytes/\ntoken", [row.cache_bytes for row in rows]),
+    }
+    return {name: column for name, column in figures.items() if name == "KLD" or {*column[1]} != {ABSENT}}
+
+
+def _table(
+    view: View,
+    console: Console,
+    padding: int,
+    name_width: int,
+    verdict_width: int,
+    figures: Mapping[str, tuple[str, list[str]]],
+) -> Table:
     table = simple_table(padding)
     table.add_column("arm", overflow="fold", max_width=name_width)
     table.add_column("verdict", overflow="fold", max_width=verdict_width)
-    flips = ("real\nflips", "tokens\nto flip") if tail else ()
-    for header in ("KLD\nnats", "over\ncontrol", "changed\ntokens", *flips, "bytes/\ntoken"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in view.rows:
-        figures = (row.kld, row.excess, row.changed, *((row.flips, row.run) if tail else ()))
+    for header, _ in figures.values():
+        table.add_column(literal(header, console), justify="right", no_wrap=True)
+    for n, row in enumerate(view.rows):
         table.add_row(
             literal(wrap_name(row.name, name_width), console),
             literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(figure, console) for figure in (*map(_stacked, figures), row.cache_bytes)),
+            *(literal(cells[n], console) for _, cells in figures.values()),
         )
     return table
 
