@@ -101,7 +101,9 @@ def others_of(report: Report) -> TextTable | None:
     rows = list(zip(names, *columns.values(), strict=True))
     if all(cell == ABSENT for cell in rows[0][1:]):
         rows = rows[1:]
-    return TextTable("others", "Other axes", ("arm", *columns), tuple(rows))
+    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != KLD)
+    title = "Other axes (in parentheses: the score, or the figure named above it, and its 95% interval)"
+    return TextTable("others", title if said else "Other axes", ("arm", *columns), tuple(rows))
 
 
 def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
@@ -266,14 +268,18 @@ _PARTS = (
 
 
 def attribution_of(report: Report) -> TextTable | None:
-    """Candidate × (three mean KLs, their paired differences), nats; ``None`` where the run has no attribution."""
+    """Candidate × (three mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
     if not report.attribution:
         return None
+    rows = [_parts(split) for split in report.attribution]
+    kept = [0, *(n for n in range(1, len(_PARTS)) if any(row[n] != ABSENT for row in rows))]
+    if len(kept) < 3:
+        return None  # the arm's own KLD alone, which the main table has
     return TextTable(
         "attribution",
         "Format loss and kernel loss (mean KL, nats; KL is not additive: the parts need not sum up)",
-        _PARTS,
-        tuple(_parts(split) for split in report.attribution),
+        tuple(_PARTS[n] for n in kept),
+        tuple(tuple(row[n] for n in kept) for row in rows),
     )
 
 

@@ -134,7 +134,7 @@ class ArmRow:
         Whether the verdict is preliminary, the best one possible, the status, whether packages are modified.
         """
         early = "preliminary" if self.preliminary else ""
-        best = f"at best {self.at_best}" if self.at_best and self.role == "candidate" else ""
+        best = f"at best {self.at_best}" if self.at_best else ""
         status = self.status if self.status not in ("ok", self.verdict) else ""
         return ", ".join(part for part in (early, best, status, "modified" if self.modified else "") if part)
 
@@ -250,13 +250,14 @@ def _present(*tables: TextTable | None) -> tuple[TextTable, ...]:
 
 def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow:
     kld, composite = arm.axes.get(KLD), arm.composite
+    judged = arm.verdict if role == "candidate" else None
     return ArmRow(
         role=role,
         name=one_line(arm.name),
         engine=one_line(arm.engine),
         model=one_line(arm.model),
         band=(arm.verdict.band if arm.verdict else None) or ABSENT,
-        at_best=(arm.verdict.at_best if arm.verdict else None) or "",
+        at_best=(judged.at_best if judged else None) or "",
         status=STATUS[arm.status],
         reason=one_line(arm.reason or ""),
         kld=kld_of(kld),
@@ -272,7 +273,7 @@ def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow
         text=text_of(kld),
         others=others_in_words(arm),
         saving="" if role == "reference" else saving,
-        preliminary=arm.verdict is not None and arm.verdict.preliminary,
+        preliminary=judged is not None and judged.preliminary,
         modified=_modified(arm),
     )
 
@@ -328,7 +329,7 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
 
 
 def _text(report: Report) -> str:
-    """``4,080 positions (32 windows, 31 documents)``, of several contexts one after the other; empty where no text was scored."""
+    """``4,080 positions (32 windows, 31 documents)``, of several contexts one after the other; empty without text."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
     kld = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
     if kld is None:

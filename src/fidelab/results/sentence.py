@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from fidelab.core import Estimator, Status
 from fidelab.metrics.intervals import MIN_STUDENTIZED_UNITS
-from fidelab.results.numbers import format_kld, format_odds, format_span, one_line
+from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
 
 __all__ = ["ArmFacts", "is_native", "sentence"]
 
@@ -25,9 +25,10 @@ class ArmFacts:
     """What is known about one candidate when its sentence is written.
 
     ``band``: the verdict's, ``None`` where there is none; ``at_best``: the best one still possible then, or that the
-    interval allows.  ``kld``: mean (nats), ``kld_ci`` its 95% interval, over ``units`` (``6 documents``); with too few of
-    them the verdict is ``preliminary``.  ``top1``: share of positions whose most likely token stays, ``real_flips``: share
-    where it changes although that was no near tie.  ``n_ctx``: the longest context measured, tokens.
+    interval allows.  ``kld``: mean (nats), ``kld_ci`` its 95% interval, over ``units`` (``6 documents``); with too few
+    of them the verdict is ``preliminary``.  ``top1``: share of positions whose most likely token stays,
+    ``real_flips``: share where it changes although that was no near tie.  ``n_ctx``: the longest context measured,
+    tokens.
     ``floor``: KL (nats) to its twin with other last bits.
     ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
     whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
@@ -137,7 +138,8 @@ def _doubts(arm: ArmFacts) -> list[str]:
     if arm.at_best is not None:
         doubts.append(f"its interval reaches from {arm.at_best} to {arm.band}")
     if arm.preliminary:
-        doubts.append(f"a verdict takes {MIN_STUDENTIZED_UNITS} documents or more")
+        word = arm.units.rpartition(" ")[2].removesuffix("s") or "document"
+        doubts.append(f"a verdict takes {counted(MIN_STUDENTIZED_UNITS, word)} or more")
     elif arm.at_best is not None:
         doubts[-1] += ": more windows decide"
     return doubts
