@@ -24,7 +24,7 @@ from fidelab.results.numbers import (
     format_span,
     one_line,
 )
-from fidelab.results.record import ArmRecord
+from fidelab.results.record import NO_REFERENCE, ArmRecord
 from fidelab.results.values import Outcome
 
 __all__ = [
@@ -45,6 +45,7 @@ __all__ = [
     "shared",
     "status_line",
     "text_of",
+    "told_already",
 ]
 
 STATUS = {
@@ -194,6 +195,13 @@ def run_of(kld: Measurement | None) -> Estimate:
 def status_line(outcome: Outcome) -> str:
     """``failed: reason``, on one line."""
     return f"{STATUS[outcome.status]}: {one_line(outcome.reason or '')}"
+
+
+def told_already(arm: ArmRecord | None, reason: str | None) -> bool:
+    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
+    own, whole = one_line(reason or ""), one_line((arm.reason if arm else "") or "")
+    lost = arm is not None and not arm.measured and whole != ""
+    return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:

@@ -31,7 +31,15 @@ from fidelab.results.record import Report
 __all__ = ["literal", "print_line", "print_path", "render_text", "simple_table", "wrap_name"]
 
 _NAME_WIDTH = 17
-_TAIL = ("real flips", "tokens to the first flip")
+_HEADINGS = {
+    "KLD, nats": "KLD\nnats",
+    "over control": "over\ncontrol",
+    "changed tokens": "changed\ntokens",
+    "real flips": "real\nflips",
+    "tokens to flip": "tokens\nto flip",
+    "cache bytes per token": "bytes/\ntoken",
+}
+_TAIL = ("real flips", "tokens to flip")
 _LAYOUTS: tuple[tuple[int, int, int, tuple[str, ...]], ...] = (
     (1, 17, 13, ()),
     (0, 17, 13, ()),
@@ -39,8 +47,8 @@ _LAYOUTS: tuple[tuple[int, int, int, tuple[str, ...]], ...] = (
     (0, 15, 11, _TAIL),
     (0, 12, 11, _TAIL),
     (0, 12, 11, (*_TAIL, "over control")),
-    (0, 12, 11, (*_TAIL, "over control", "bytes per token")),
-    (0, 8, 11, (*_TAIL, "over control", "bytes per token")),
+    (0, 12, 11, (*_TAIL, "over control", "cache bytes per token")),
+    (0, 8, 11, (*_TAIL, "over control", "cache bytes per token")),
 )
 """Padding, widths of name and verdict, the figures that are left out; roomiest first."""
 _PLOT_WIDTH = 100
@@ -131,21 +139,20 @@ def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...]]:
 def _figures(view: View) -> dict[str, tuple[str, list[str]]]:
     """Figure → heading and cells, of the figures that any arm has.
 
-    What the KLD was measured on stands in its heading where it is the same for all arms, else in the cells.
+    What the KLD was measured on stands in its heading where that is the same for all arms, else in the cells.
     """
-    rows, texts = view.rows, {row.text for row in view.rows if row.text}
-    units = [row.text.rpartition(", ")[2] if len(texts) > 1 else "" for row in rows]
-    kld = [f"{_stacked(row.kld)}\n{unit}".rstrip() for row, unit in zip(rows, units, strict=True)]
-    over = next(iter(texts)).rpartition(", ")[2] if len(texts) == 1 else ""
-    figures = {
-        "KLD": (f"KLD, nats\n{over}".rstrip() if over else "KLD\nnats", kld),
-        "over control": ("over\ncontrol", [_stacked(row.excess) for row in rows]),
-        "changed tokens": ("changed\ntokens", [_stacked(row.changed) for row in rows]),
-        "real flips": ("real\nflips", [_stacked(row.flips) for row in rows]),
-        "tokens to the first flip": ("tokens\nto flip", [_stacked(row.run) for row in rows]),
-        "bytes per token": ("bytes/\ntoken", [row.cache_bytes for row in rows]),
+    columns = {
+        name: (_HEADINGS[name], [_stacked(cell) for cell in cells])
+        for name, cells in view.figures.items()
+        if name in _HEADINGS
     }
-    return {name: column for name, column in figures.items() if name == "KLD" or {*column[1]} != {ABSENT}}
+    heading, cells = columns["KLD, nats"]
+    units = [row.text.rpartition(", ")[2] for row in view.rows]
+    if len(known := {unit for unit in units if unit}) > 1:
+        cells = [f"{cell}\n{unit}".rstrip() for cell, unit in zip(cells, units, strict=True)]
+    elif known:
+        heading = f"KLD, nats\n{known.pop()}"
+    return {**columns, "KLD, nats": (heading, cells)}
 
 
 def _table(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from fidelab.report.cells import (
     shared,
     status_line,
     text_of,
+    told_already,
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
 from fidelab.report.summary import (
@@ -139,6 +140,17 @@ class ArmRow:
         return ", ".join(part for part in (early, best, status, "modified" if self.modified else "") if part)
 
 
+_FIGURES: Mapping[str, Callable[[ArmRow], Estimate]] = {
+    "KLD, nats": lambda row: row.kld,
+    "measured on": lambda row: Estimate(row.text or ABSENT),
+    "over control": lambda row: row.excess,
+    "changed tokens": lambda row: row.changed,
+    "real flips": lambda row: row.flips,
+    "tokens to flip": lambda row: row.run,
+    "cache bytes per token": lambda row: Estimate(row.cache_bytes),
+}
+
+
 @dataclass(frozen=True)
 class View:
     """Everything a report shows, in reading order; ``beside``: tables below the main one."""
@@ -176,6 +188,16 @@ class View:
     def candidates(self) -> tuple[ArmRow, ...]:
         """The rows that have a verdict."""
         return tuple(row for row in self.rows if row.role == "candidate")
+
+    @property
+    def figures(self) -> dict[str, tuple[Estimate, ...]]:
+        """Heading → a figure for each row, of those that any arm has; the KLD always."""
+        columns = {heading: tuple(map(figure, self.rows)) for heading, figure in _FIGURES.items()}
+        return {
+            heading: cells
+            for heading, cells in columns.items()
+            if heading == "KLD, nats" or not all(cell.absent for cell in cells)
+        }
 
     @property
     def benches(self) -> tuple[Section, ...]:
@@ -239,7 +261,7 @@ def build_view(report: Report) -> View:
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
         headlines=bench_headlines(arms_of(report)),
-        sections=tuple(sections_of(report)),
+        sections=tuple(section for section in sections_of(report) if section.tables or section.notes),
         fidelity=fidelity,
     )
 
@@ -325,6 +347,8 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         n_items = next((axis.n_items for arm in arms if (axis := arm.axes.get(name)) and axis.n_items), None)
         what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
+    if not report.reference.measured:
+        return line.replace("compared", "to be compared", 1)
     return f"{line} on {joined(what)}" if what else line
 
 
@@ -385,13 +409,6 @@ def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:
     return sentence if reason in sentence else f"{sentence} ({reason})"
 
 
-def _told_already(arm: ArmRecord, reason: str | None) -> bool:
-    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
-    own, whole = one_line(reason or ""), one_line(arm.reason or "")
-    lost = not arm.measured and whole != ""
-    return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
-
-
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     """Unusable items, axes and benches without a number, in words; ``fidelity``: candidates have lines of their own."""
     if (role == "reference" or not fidelity) and not arm.measured:
@@ -400,7 +417,7 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
     for name, axis in arm.axes.items():
         if not axis.measured:
-            if not _told_already(arm, axis.reason):
+            if not told_already(arm, axis.reason):
                 lines.append(f"{one_line(name)} {status_line(axis)}")
         elif axis.n_failed:
             total = f" of {axis.n_items:,}" if axis.n_items is not None else ""
