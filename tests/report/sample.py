@@ -64,6 +64,7 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
     if over is not None:
         metrics.append(Definition("over control", "nats", "lower")(*over, bound=bound))
     facts: dict[str, Any] = {"estimator": "topk" if bound else "hidden", "n_ctx": 512, "n_units": 31, "n_documents": 31}
+    facts["windows"] = 32
     if contexts:
         facts["contexts"] = [
             {"n_ctx": n_ctx, "n_positions": n, "n_documents": documents, "windows": 16}

@@ -61,7 +61,7 @@ def test_numbers_are_never_cut(width: int) -> None:
 
 
 def test_a_narrow_terminal_says_what_is_left_out() -> None:
-    assert "real flips and tokens to the first flip are left out" in printed(sample_report(), 80)
+    assert "real flips and tokens to flip are left out" in printed(sample_report(), 80)
     assert "left out" not in printed(sample_report(), 100)
 
 

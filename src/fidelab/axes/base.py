@@ -117,8 +117,8 @@ class AxisScore:
 
     ``onsets`` [n] (axis degeneration): tokens before an item's text degenerates; the token budget if it does not.
 
-    ``unit``: the word for one resampling cluster.  ``summary``, ``reference_summary``: what happened to the arm, and
-    what the reference itself does, in a few words with counts (``lost 9 of 36``, ``finds 36 of 45``).
+    ``cluster``: the word for one resampling cluster (``document``).  ``summary``, ``reference_summary``: what happened
+    to the arm, and what the reference itself does, in a few words with counts (``lost 9 of 36``, ``finds 36 of 45``).
 
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: reasons to
     downgrade the verdict by one band, a sentence each.  ``fails``: reasons why the output is unusable.
@@ -141,7 +141,7 @@ class AxisScore:
     n_failed: int | None = None
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     onsets: Floats | None = None
-    unit: str = ""
+    cluster: str = ""
     summary: str = ""
     reference_summary: str = ""
     not_measurable: str = ""
@@ -231,7 +231,7 @@ class AxisScore:
             n_items=len(self.num) if self.n_items is None and asked else self.n_items,
             n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,
             n_units=self.n_units if asked else None,
-            unit=self.unit if asked else "",
+            cluster=self.cluster if asked else "",
             summary=self.summary,
             reference_summary=self.reference_summary,
             facts=dict(self.facts),

@@ -154,7 +154,7 @@ class Degeneration(Axis):
         return replace(
             score,
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
-            unit="prompt",
+            cluster="prompt",
             summary=f"{sum(item.harmed for item in good)} of {len(good)} earlier" if good else "",
             reference_summary=f"{sum(item.ref.onset is not None for item in good)} of {len(good)} degenerate"
             if good

@@ -121,7 +121,7 @@ class ForcedDecode(Axis):
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
             ),
-            unit="prompt",
+            cluster="prompt",
             summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
             plots=(_curve(positions, rows.kl),),
             facts=pair.ref.manifest["settings"],

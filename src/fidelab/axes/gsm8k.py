@@ -153,7 +153,7 @@ class GSM8K(Axis):
             score,
             metrics=_metrics(usable, difference, weak=weak),
             plots=_plots(items),
-            unit="problem",
+            cluster="problem",
             summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
             reference_summary=f"solves {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
             not_measurable=reason,

@@ -206,7 +206,7 @@ class KLD(Axis):
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
-            unit="document" if documents else "block",
+            cluster="document" if documents else "block",
             metrics=_metrics(score, rows, seed),
             positions={
                 "window": windows,

@@ -100,7 +100,7 @@ class Perplexity(Axis):
         total = sum(len(rows.ref) for rows in parts.values())
         at_longest = comparisons[max(comparisons)]
         return AxisScore(
-            unit="text unit",
+            cluster="text unit",
             summary=_summary(at_longest.ppl_test, at_longest.log_ratio),
             reference_summary=_summary(at_longest.ppl_ref),
             metrics=tuple(metric for n_ctx, pair in comparisons.items() for metric in _metrics(n_ctx, pair)),

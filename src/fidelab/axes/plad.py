@@ -186,7 +186,7 @@ class PLAD(Axis):
                 _UNLIKE_SHARE(_unlike(*plain)),
                 _SKIPPED(sum(skipped.values())),
             ),
-            unit="prompt",
+            cluster="prompt",
             summary="" if summary.test is None else f"drift {format_share(summary.test)}",
             reference_summary="" if summary.ref is None else f"drift {format_share(summary.ref)}",
             plots=(_table(counted, skipped, seed), *_texts(pair, counted)),

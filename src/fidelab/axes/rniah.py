@@ -357,7 +357,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
     found = int((cells.base > 0).sum())
     score = replace(
         score,
-        unit="prompt",
+        cluster="prompt",
         summary=lost_and_gained(list(zip(cells.base.tolist(), cells.cand.tolist(), strict=True))),
         reference_summary=f"finds {found} of {len(cells.base)}" if all_cells else "",
         not_measurable=reason,

@@ -146,7 +146,7 @@ class Trajectory(Axis):
                 define["score_refract"](trajectory_score(good, compat="refract")),
             ),
             plots=(survival_plot(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
-            unit="prompt",
+            cluster="prompt",
             summary=f"{sum(p.first_divergence is None for p in good)} of {len(good)} unchanged" if good else "",
             facts={"n_predict": asked["n_predict"], "template": asked["template"]},
         )

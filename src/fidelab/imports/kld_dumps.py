@@ -220,7 +220,7 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
             kl_curve("confidence", by_confidence.edges, by_confidence.means),
         ),
         n_units=len(np.unique(items.units)),
-        unit="block",
+        cluster="block",
         facts={
             **facts,
             "n_units": len(np.unique(items.units)),

@@ -66,7 +66,7 @@ def kld_verdict(
         at_best=ruling.at_best,
         kld=mean,
         kld_ci=interval,
-        units="" if kld.n_units is None else counted(kld.n_units, kld.unit),
+        units="" if kld.n_units is None else counted(kld.n_units, kld.cluster),
         preliminary=ruling.preliminary,
         top1=kld.value("top-1"),
         estimator=kld.facts.get("estimator"),

@@ -200,7 +200,7 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
         status=Status.OK,
         metrics=tuple(metrics_of(figures, KLD_METRICS)),
         n_units=len(np.unique(chunks.units)) if chunks else None,
-        unit="block" if chunks else "",
+        cluster="block" if chunks else "",
         facts={
             "n_units": len(np.unique(chunks.units)) if chunks else None,
             "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,

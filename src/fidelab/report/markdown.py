@@ -134,12 +134,14 @@ def _speed(view: View, speed: Performance) -> list[str]:
 
 def _titled(table: TextTable) -> list[str]:
     """A table under its title."""
-    words, columns = (
-        table.named,
-        [escaped(column.replace("\\|", "\\ |")) for column in table.columns],
-    )  # as in code spans
-    rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in table.rows)
-    return [f"{escaped(table.title)}:", pipe_table(columns, words, rows)]
+    words, columns = table.named, map(_figure, table.columns)
+    rows = ((*map(code_cell, row[:words]), *map(_figure, row[words:])) for row in table.rows)
+    return [f"{escaped(table.title)}:", pipe_table(tuple(columns), words, rows)]
+
+
+def _figure(text: str) -> str:
+    """Text in a cell of a table."""
+    return escaped(text.replace("\\|", "\\ |"))  # as in code spans
 
 
 def code_cell(text: str) -> str:

@@ -105,6 +105,11 @@ class Section:
     bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
 
+    @property
+    def found(self) -> bool:
+        """There is something to show."""
+        return any((self.notes, self.lines, self.tables, self.curves, self.bars, self.shown))
+
 
 def arm_id(role: str, number: int = 0) -> str:
     """The key of an arm's points, lines and legend entries: its role, for candidates with their number."""

@@ -261,7 +261,7 @@ def build_view(report: Report) -> View:
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
         headlines=bench_headlines(arms_of(report)),
-        sections=tuple(section for section in sections_of(report) if section.tables or section.notes),
+        sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )
 

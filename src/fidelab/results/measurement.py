@@ -204,9 +204,9 @@ class Measurement(Outcome):
     n_failed: Count | None = None
     """Items that a failure made unusable; they are in no metric."""
     n_units: Count | None = None
-    """Resampling units of the usable items: what intervals are computed over."""
-    unit: str = ""
-    """The word for one of these units: ``document``, ``block``, ``prompt``."""
+    """Resampling clusters of the usable items: what intervals are computed over."""
+    cluster: str = ""
+    """The word for one of them: ``document``, ``block``, ``prompt``."""
     summary: str = ""
     """What happened to the arm in a few words, with counts: ``lost 9 of 36``."""
     reference_summary: str = ""

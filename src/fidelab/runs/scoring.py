@@ -266,7 +266,7 @@ class _Summary:
             at_best=_word(ruling.at_best) if ruling is not None else None,
             kld=_value(kld, "mean"),
             kld_ci=kld.interval("mean") if kld is not None else None,
-            units=counted(measured.n_units, measured.unit) if measured and measured.unit else "",
+            units=counted(measured.n_units, measured.cluster) if measured and measured.cluster else "",
             preliminary=ruling is not None and ruling.preliminary,
             floor=floor.mean if floor is not None else None,
             top1=_value(kld, "top-1"),

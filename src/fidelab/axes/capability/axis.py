@@ -229,7 +229,7 @@ def _with_metrics(
         facts={"set": SET_VERSION},
         n_items=len(counted),
         n_failed=int((~score.usable).sum()),
-        unit="check",
+        cluster="check",
         summary=lost_and_gained([(bool(result.ref.passed), bool(result.test.passed)) for result in good]),
         reference_summary=f"passes {had} of {n}" if n else "",
         not_measurable=not_measurable,
