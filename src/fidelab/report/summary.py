@@ -111,11 +111,10 @@ def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
     lines = []
     for name, axis in arm.axes.items():
         if name != KLD and axis.measured:
-            said = _brief(axis, next((m for m in axis.headlines if _shown(axis, m)), None), first=True)
             base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
-            lines.append(
-                f"{one_line(name)}: {one_line(axis.summary)}{base}" if axis.summary else f"{one_line(name)}: {said}"
-            )
+            headline = next((metric for metric in axis.headlines if _shown(axis, metric)), None)
+            said = f"{one_line(axis.summary)}{base}" if axis.summary else _brief(axis, headline, first=True)
+            lines.append(f"{one_line(name)}: {said}")
     return tuple(lines)
 
 

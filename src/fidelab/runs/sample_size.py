@@ -33,6 +33,7 @@ from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageErro
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.intervals import MIN_STUDENTIZED_UNITS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
     agreement_reach,
@@ -86,8 +87,8 @@ class SizeLine:
     """One estimate: where it stands, and what the wanted precision takes.
 
     ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control.
-    ``status``: ``needed`` (more than the pilot), ``enough`` (the pilot does), ``exact`` (identical output: nothing to
-    measure) or ``failed`` (``reason`` says why).  ``*_upper``: with the upper bound of the pilot's spread.
+    ``status``: ``needed`` (more than the pilot, and six units at least), ``enough`` (the pilot does), ``exact``
+    (identical output: nothing to measure) or ``failed``; ``reason`` says why, also where a pilot has too few units.  ``*_upper``: with the upper bound of the pilot's spread.
     """
 
     arm: str
@@ -295,11 +296,18 @@ def _line(
         reach = agree * agreement_reach(spread.units)
         units = upper = units_to_agree(precision / agree)
     per_unit = n / spread.units
+    few = ""
+    if spread.units < MIN_STUDENTIZED_UNITS:
+        units, upper = max(units, MIN_STUDENTIZED_UNITS), max(upper, MIN_STUDENTIZED_UNITS)
+        few = (
+            f"{spread.units} units do not tell how far units differ: nothing from fewer than {MIN_STUDENTIZED_UNITS} is "
+            "called precise"
+        )
     return SizeLine(
         arm,
         quantity,
-        "enough" if reach <= precision else "needed",
-        None,
+        "enough" if reach <= precision and not few else "needed",
+        few or None,
         spread.estimate,
         reach,
         precision,
