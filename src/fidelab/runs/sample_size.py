@@ -88,7 +88,8 @@ class SizeLine:
 
     ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control.
     ``status``: ``needed`` (more than the pilot, and six units at least), ``enough`` (the pilot does), ``exact``
-    (identical output: nothing to measure) or ``failed``; ``reason`` says why, also where a pilot has too few units.  ``*_upper``: with the upper bound of the pilot's spread.
+    (identical output: nothing to measure) or ``failed``; ``reason`` says why, also where a pilot has too few units.
+    ``*_upper``: with the upper bound of the pilot's spread.
     """
 
     arm: str
@@ -300,8 +301,8 @@ def _line(
     if spread.units < MIN_STUDENTIZED_UNITS:
         units, upper = max(units, MIN_STUDENTIZED_UNITS), max(upper, MIN_STUDENTIZED_UNITS)
         few = (
-            f"{spread.units} units do not tell how far units differ: nothing from fewer than {MIN_STUDENTIZED_UNITS} is "
-            "called precise"
+            f"{spread.units} units do not tell how far units differ: nothing from fewer than {MIN_STUDENTIZED_UNITS} "
+            "is called precise"
         )
     return SizeLine(
         arm,
