@@ -44,7 +44,9 @@ _ERRORS = ("median", "tail", "rms")  # of a curve
 
 
 def bisect(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[BisectReport, RunFolder]:
-    """Find the layer at which the candidate parts from the reference; the new run folder gets a ``bisect.json`` and a page.
+    """Find the layer at which the candidate parts from the reference.
+
+    The new run folder gets a ``bisect.json`` and a page.
 
     ``experiment``: one candidate, no control, and of the axes ``kld``, whose windows and scored rows are taken.
 
