@@ -30,8 +30,8 @@ from tests.report.sample import (
     write_positions,
 )
 from tests.report.sample_axes import odd_axis
-from tests.report.test_ablation import matrix
 from tests.report.sample_benches import bench_report, hostile_benches, rich_report
+from tests.report.test_ablation import matrix
 
 VOID = ("meta", "br")
 REPORTS = {
