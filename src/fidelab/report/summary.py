@@ -214,6 +214,8 @@ def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, .
     for name in dict.fromkeys(name for _, record in arms for name in record.benches):
         columns = _headlines(name, [record.benches.get(name) for _, record in arms])
         if not columns:
+            if any(name in record.benches and record.benches[name].measured for _, record in arms):
+                sentences.append(f"{one_line(name)}: no valid figure; the notes of its table say why")
             continue
         _, metrics = columns[0]
         first = next(metric for metric in metrics if metric is not None)

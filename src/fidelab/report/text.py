@@ -2,8 +2,8 @@
 
 Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
 there is less room real flips and tokens to the first flip are left out, then the excess over the control and the bytes;
-KLD and changed tokens (top-1) never.  Tables of benches may be wider and lose columns, too, from the last one on.  A
-line says what is missing.
+KLD and changed tokens (top-1) never; a line says what is missing.  Of the tables of benches the columns that there is
+no room for follow below, after the same names.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, shared
+from fidelab.report.summary import joined
 from fidelab.report.tables import NOTES, VALID
 from fidelab.report.tables import TextTable as Others
 from fidelab.report.text_plot import plot_frontier
@@ -97,7 +98,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for matrix in view.isolation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)
-    dropped = _print_benches(view, console)
+    _print_benches(view, console)
     for sentence in shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity):
         line(sentence)
     if view.fidelity:
@@ -108,9 +109,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    missing = [*dropped, *([f"{', '.join(lacking[:-1])} and {lacking[-1]}"] if len(lacking) > 1 else lacking)]
-    if missing:
-        line(f"narrow terminal: {'; '.join(missing)} are left out")
+    if lacking:
+        line(f"narrow terminal: {joined(lacking)} are left out")
     if plot:
         line("")
         for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
@@ -209,25 +209,32 @@ def _print_performance(view: View, speed: Performance, console: Console) -> None
         for row, name, figures in zip(view.rows, speed.names, speed.rows, strict=True)
     )
     table = Others("performance", "", (*named, *speed.columns), rows, len(named))
-    console.print(_narrowed(table, console, stacked=True)[0])
+    _print_table(table, console, stacked=True)
     if speed.note:
         print_line(console, speed.note)
     console.print()
 
 
-def _print_benches(view: View, console: Console) -> list[str]:
-    """The tables of each bench with their footnotes; returns what was left out."""
-    left_out = []
+def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:
+    """A table; the columns that there is no room for follow below, after the same names."""
+    table, dropped = _narrowed(shown, console, stacked=stacked)
+    console.print(table)
+    if dropped:
+        kept = [n for n, name in enumerate(shown.columns) if n < shown.named or name in dropped]
+        rows = tuple(tuple(row[n] for n in kept) for row in shown.rows)
+        columns = tuple(shown.columns[n] for n in kept)
+        _print_whole(Others(shown.key, shown.title, columns, rows, shown.named), console)
+
+
+def _print_benches(view: View, console: Console) -> None:
+    """The tables of each bench with their footnotes."""
     for section in view.benches:
         for table in section.tables:
             console.print(literal(table.title, console, "bold"))
-            drawn, dropped = _narrowed(_grouped(table, alone=len(view.rows) == 1), console)
-            console.print(drawn)
-            left_out += dropped
+            _print_table(_grouped(table, alone=len(view.rows) == 1), console)
         for line in (*section.sources, *section.lines, *section.footnotes):
             print_line(console, line)
         console.print()
-    return list(dict.fromkeys(left_out))
 
 
 def _grouped(table: Others, *, alone: bool) -> Others:
