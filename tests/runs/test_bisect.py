@@ -187,7 +187,8 @@ def test_the_report_has_a_line_per_layer(done: Done) -> None:
 
 
 def test_a_bisect_has_a_page_with_the_sentence_a_chart_and_a_row_per_layer(done: Done) -> None:
-    page = (done.folder / "report.html").read_text("utf-8")
+    folder = done.cwd / "runs" / json.loads(done.out)["run_id"]
+    page = (folder / "report.html").read_text("utf-8")
     assert "stands out" in page
     assert page.count('class="chart') == 2  # for wide and for narrow screens
     assert page.count('<th scope="row">') == LAYERS
