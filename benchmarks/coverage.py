@@ -122,7 +122,7 @@ def excess() -> Iterator[Case]:
 def _excess(rng: Rng, n: int, sigma: float) -> Methods:
     control = _costs(rng, n, sigma, _sizes(rng, n))
     more = _costs(rng, n, sigma, control.den)
-    a = RatioItems(control.num + 0.3 * more.num, control.den, control.units)
+    a = RatioItems(control.num + 0.3 * more.num, control.den, control.clusters)
     found = paired_difference(a, control, resample_weights_of(n), bounds=(0.0, math.inf)).interval
     return {"fidelab": known(found), **_plain(0.3 * more.num, more.den)}
 
@@ -207,7 +207,7 @@ def combined() -> Iterator[Case]:
 def _combined(rng: Rng, n: int) -> Methods:
     kl = _costs(rng, n, 0.5, _sizes(rng, n))
     axes = {
-        "kld": _axis(RatioItems(0.05 * kl.num, kl.den, kl.units), kld_score, (0.0, math.inf)),
+        "kld": _axis(RatioItems(0.05 * kl.num, kl.den, kl.clusters), kld_score, (0.0, math.inf)),
         "trajectory": _axis(_forked(rng, 0.5, n)),
         "rniah": _axis(RatioItems.of(rng.random(n) < 0.95, 1.0, np.arange(n))),
         "plad": _axis(RatioItems.of(rng.random(n) < 0.9, 1.0, np.arange(n))),
@@ -225,7 +225,7 @@ def _axis(
     return AxisScore(
         num=items.num,
         den=items.den,
-        units=items.units,
+        clusters=items.clusters,
         usable=np.ones(len(items.num), dtype=bool),
         transform=transform,
         bounds=bounds,
@@ -257,9 +257,9 @@ def known(interval: Interval | None) -> Interval:
 
 def _methods(items: RatioItems, bounds: Interval, *, several: bool = False) -> Methods:
     proportion = math.isfinite(bounds[1])
-    units = items.by_unit() if several else items
-    found = ratio_interval(items, resample_weights_of(len(units.num)), bounds=bounds, proportion=proportion)
-    return {"fidelab": known(found), **_plain(units.num, units.den)}
+    clusters = items.by_cluster() if several else items
+    found = ratio_interval(items, resample_weights_of(len(clusters.num)), bounds=bounds, proportion=proportion)
+    return {"fidelab": known(found), **_plain(clusters.num, clusters.den)}
 
 
 def _plain(num: Floats, den: Floats) -> Methods:

@@ -96,7 +96,7 @@ def test_mean_kl_is_over_all_generated_positions(tmp_path: Path) -> None:
 def test_the_prompt_is_what_the_interval_resamples(tmp_path: Path) -> None:
     ref, test = [_rows(i, 4) for i in range(3)], [_rows(9 + i, 4) for i in range(3)]
     score = _score(tmp_path, _forced(4, 4, 4), ref, test)
-    assert score.units.tolist() == [0] * 4 + [1] * 4 + [2] * 4
+    assert score.clusters.tolist() == [0] * 4 + [1] * 4 + [2] * 4
     assert _score(tmp_path / "one", _forced(4), ref[:1], test[:1]).interval("score") is None
 
 

@@ -158,8 +158,8 @@ def _capture(
 def _probe(n_ctx: int, n_windows: int = 6) -> Prefill:
     windows = tuple(tuple((3 * w + i * i) % V for i in range(n_ctx)) for w in range(n_windows))
     first, last = n_ctx // 2, n_ctx - 2
-    units = tuple((w,) * (last - first + 1) for w in range(n_windows))
-    return Prefill(f"perplexity.{n_ctx}", windows, first, last, units, (("mode", "chunked"), ("n_ctx", n_ctx)))
+    clusters = tuple((w,) * (last - first + 1) for w in range(n_windows))
+    return Prefill(f"perplexity.{n_ctx}", windows, first, last, clusters, (("mode", "chunked"), ("n_ctx", n_ctx)))
 
 
 def _score(tmp_path: Path, sides: Mapping[int, tuple[Sequence[Rows], Sequence[Rows]]], head: Rows | None = None) -> Any:

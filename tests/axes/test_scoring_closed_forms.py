@@ -150,12 +150,12 @@ def _two_levels(kl: float) -> Rows:
     return rows
 
 
-def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], units: Sequence[int] | None = None) -> AxisScore:
-    """KLD of an arm that costs so much in each window, by context; every window is a document, or ``units`` say."""
+def _at_contexts(tmp_path: Path, kls: dict[int, list[float]], clusters: Sequence[int] | None = None) -> AxisScore:
+    """KLD of an arm that costs so much in each window, by context; every window is a document, or ``clusters`` say."""
     pairs = {}
     for n_ctx, costs in kls.items():
         first, last = n_ctx // 2, n_ctx - 2
-        owners = units or range(len(costs))
+        owners = clusters or range(len(costs))
         request = Prefill(
             f"kld.{n_ctx}",
             tuple(tuple((w + i) % V for i in range(n_ctx)) for w in range(len(costs))),
@@ -204,7 +204,7 @@ def test_a_context_in_which_positions_failed_is_worse_than_a_dear_one(tmp_path: 
 
 
 def test_every_context_counts_its_positions_documents_and_windows(tmp_path: Path) -> None:
-    score = _at_contexts(tmp_path, {8: [0.01] * 5, 16: [0.02] * 5}, units=[1, 1, 2, 3, 3])
+    score = _at_contexts(tmp_path, {8: [0.01] * 5, 16: [0.02] * 5}, clusters=[1, 1, 2, 3, 3])
     named = ("n_ctx", "n_positions", "n_documents", "windows")
     facts = score.measurement().facts
     assert [tuple(one[name] for name in named) for one in facts["contexts"]] == [(8, 15, 3, 5), (16, 35, 3, 5)]
@@ -217,7 +217,7 @@ def test_blocks_of_windows_are_not_counted_as_documents(tmp_path: Path) -> None:
     score = KLD(KLD.Settings()).score(
         Pair.match(_capture(tmp_path, "f32", request, rows), _capture(tmp_path, "int4", request, rows)), 0
     )
-    assert (score.facts["n_documents"], score.facts["n_units"]) == (None, 3)
+    assert (score.facts["n_documents"], score.facts["n_clusters"]) == (None, 3)
 
 
 def test_only_equal_answers_at_every_context_are_identical(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_perplexity_of_the_likely_tokens_alone_is_not_measurable(tmp_path: Path)
 
 def _perplexity(tmp_path: Path, also: Sequence[Sequence[int]]) -> AxisScore:
     settings = (("bos", None), ("mode", "chunked"), ("n_ctx", 8), ("stride", 8))
-    request = Prefill("perplexity.8", PREFILL.windows, 1, ROWS, PREFILL.units, settings)
+    request = Prefill("perplexity.8", PREFILL.windows, 1, ROWS, PREFILL.clusters, settings)
     ref, cand = (
         _capture(tmp_path, name, request, [_top(r, 3, a) for r, a in zip(rows, also, strict=True)])
         for name, rows in (("auto", REF), ("fp8", TEST))

@@ -111,20 +111,20 @@ def test_the_interval_is_over_blocks_of_windows_that_overlap(tmp_path: Path) -> 
     _, axis = only(run(tmp_path, ref, test))  # 8 rows every 2: four windows share a token
     blocks = np.repeat(np.arange(24) // 4, ROWS)
     expected = ratio_interval(RatioItems.of(kl.flatten().numpy(), 1.0, blocks), 42, bounds=(0.0, math.inf))
-    assert axis.facts["n_units"] == 6
+    assert axis.facts["n_clusters"] == 6
     assert axis.ci("mean") == pytest.approx(expected, rel=1e-4)
 
 
 def test_windows_that_do_not_overlap_make_smaller_blocks(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path)
     _, axis = only(run(tmp_path, ref, test, stride=ROWS))
-    assert axis.facts["n_units"] == 8  # ∛24 is about 3
+    assert axis.facts["n_clusters"] == 8  # ∛24 is about 3
 
 
 def test_a_single_block_gives_no_interval_and_no_verdict(tmp_path: Path) -> None:
     ref, test, _ = dumps(tmp_path, n=3)
     arm, axis = only(run(tmp_path, ref, test))
-    assert (axis.ci("mean"), axis.facts["n_units"]) == (None, 1)
+    assert (axis.ci("mean"), axis.facts["n_clusters"]) == (None, 1)
     assert arm.verdict is not None
     assert arm.verdict.band is None
     assert "single block" in arm.verdict.sentence

@@ -73,7 +73,7 @@ def test_token_ids_show_what_matches_after_the_fork(tmp_path: Path) -> None:
     assert axis.plots[0].y == (1.0, 1.0, 1.0, 0.0, 0.0)
 
 
-def test_prompts_are_the_units_of_the_trajectory_interval(tmp_path: Path) -> None:
+def test_prompts_are_the_clusters_of_the_trajectory_interval(tmp_path: Path) -> None:
     equal = candidate(tmp_path, with_axis("gtm", per_prompt=[prompt(TEN, TEN)] * 30)).axes["trajectory"]
     single = candidate(tmp_path, refract_report()).axes["trajectory"]
     assert equal.ci("score") == pytest.approx((100 * binomial_interval(30, 30)[0], 100.0))
@@ -216,7 +216,7 @@ def test_chunks_count_by_their_positions(tmp_path: Path) -> None:
     chunks = [{"mean_kld": 0.1, "n_positions": 1}, {"mean_kld": 0.3, "n_positions": 3}] * 4
     axis = candidate(tmp_path, with_axis("kld", mean_kld=0.25, per_chunk=chunks)).axes["kld"]
     assert axis.ci("mean") == pytest.approx((0.25, 0.25))  # without the weights the chunks would contradict the mean
-    assert axis.facts["n_units"] == 4  # blocks of two adjacent chunks, each alike
+    assert axis.facts["n_clusters"] == 4  # blocks of two adjacent chunks, each alike
 
 
 def test_chunks_that_contradict_the_mean_make_no_interval(tmp_path: Path) -> None:

@@ -11,34 +11,34 @@ import pytest
 from numpy.typing import NDArray
 from scipy import stats
 
-from fidelab.metrics.ablation import AblationGrid, Effect, Findings, common_levels, isolate
+from fidelab.metrics.ablation import AblationGrid, Effect, Findings, common_levels, estimate_effects
 from fidelab.metrics.intervals import binomial_interval
 
 Floats = NDArray[np.float64]
 
 FACTORS: Mapping[str, tuple[str, ...]] = {"attention": ("sdpa", "eager", "fidelab"), "kv": ("bf16", "int8", "int4")}
-ROWS = 7  # of a unit
+ROWS = 7  # of a cluster
 
 
 def grid(
     planted: Mapping[Any, float],
     *,
     factors: Mapping[str, tuple[str, ...]] = FACTORS,
-    n_units: int = 24,
+    n_clusters: int = 24,
     noise: float = 0.001,
     without: tuple[tuple[str, ...], ...] = (),
     seed: int = 0,
 ) -> AblationGrid:
     """Cells whose mean is what is planted (0 elsewhere), on a common background, with noise of each cell's own."""
     random = np.random.default_rng(seed)
-    units = np.repeat(np.arange(n_units), ROWS)
-    background = random.gamma(2.0, 0.01, size=len(units))
+    clusters = np.repeat(np.arange(n_clusters), ROWS)
+    background = random.gamma(2.0, 0.01, size=len(clusters))
     cells = {}
     for key in product(*factors.values()):
-        own = random.normal(scale=noise, size=len(units))
+        own = random.normal(scale=noise, size=len(clusters))
         if key not in without:
             cells[key] = background + own + planted.get(key, 0.0)
-    return AblationGrid(factors, cells, units)
+    return AblationGrid(factors, cells, clusters)
 
 
 def effect(found: Findings, factor: str) -> Effect:
@@ -51,7 +51,7 @@ def everywhere(factor: str, level: str, size: float) -> dict[tuple[str, ...], fl
 
 
 def test_a_main_effect_is_named_with_its_levels_and_moves_everywhere() -> None:
-    found = isolate(grid(everywhere("kv", "int4", 0.01)))
+    found = estimate_effects(grid(everywhere("kv", "int4", 0.01)))
     kv = effect(found, "kv")
     assert (kv.reach, kv.depends) == ("everywhere", False)
     assert kv.mean is not None
@@ -68,7 +68,7 @@ def test_a_main_effect_is_named_with_its_levels_and_moves_everywhere() -> None:
 
 
 def test_a_pure_interaction_is_named_as_the_pair_of_levels_and_as_no_main_effect() -> None:
-    found = isolate(grid({("fidelab", "int8"): 0.01}))
+    found = estimate_effects(grid({("fidelab", "int8"): 0.01}))
     attention, kv = effect(found, "attention"), effect(found, "kv")
     assert (attention.reach, attention.only) == ("some", {"kv": ("int8",)})
     assert (kv.reach, kv.only) == ("some", {"attention": ("fidelab",)})
@@ -81,7 +81,7 @@ def test_a_pure_interaction_is_named_as_the_pair_of_levels_and_as_no_main_effect
 
 def test_an_interaction_on_top_of_a_main_effect_leaves_both_names() -> None:
     planted = everywhere("kv", "int8", 0.02) | {("fidelab", "int8"): 0.05}
-    found = isolate(grid(planted))
+    found = estimate_effects(grid(planted))
     assert effect(found, "attention").only == {"kv": ("int8",)}
     kv = effect(found, "kv")
     assert (kv.reach, kv.depends) == ("everywhere", True)
@@ -90,7 +90,7 @@ def test_an_interaction_on_top_of_a_main_effect_leaves_both_names() -> None:
 
 def test_opposite_shifts_are_not_averaged_away() -> None:
     factors = {"attention": ("sdpa", "fidelab"), "kv": ("bf16", "int8")}
-    found = isolate(grid({("fidelab", "int8"): 0.01, ("fidelab", "bf16"): -0.01}, factors=factors))
+    found = estimate_effects(grid({("fidelab", "int8"): 0.01, ("fidelab", "bf16"): -0.01}, factors=factors))
     attention = effect(found, "attention")
     assert attention.reach == "opposed"
     assert sorted(round(shift.estimate, 2) for shift in attention.shifts) == [-0.01, 0.01]
@@ -101,24 +101,27 @@ TWO = {"attention": ("sdpa", "fidelab"), "kv": ("bf16", "int8")}
 
 def test_a_shift_whose_other_context_is_lost_in_noise_is_unclear() -> None:
     clean = grid({("fidelab", "bf16"): 0.01}, factors=TWO)
-    noise = np.random.default_rng(1).normal(scale=0.3, size=len(clean.units))
+    noise = np.random.default_rng(1).normal(scale=0.3, size=len(clean.clusters))
     noisy = dict(clean.cells) | {("fidelab", "int8"): clean.cells["fidelab", "int8"] + noise}
-    attention = effect(isolate(AblationGrid(TWO, noisy, clean.units)), "attention")
+    attention = effect(estimate_effects(AblationGrid(TWO, noisy, clean.clusters)), "attention")
     assert (attention.reach, attention.depends) == ("unclear", False)
     assert [shift.context for shift in attention.where] == [{"kv": "bf16"}]
 
 
 def test_a_deviation_is_from_the_mean_of_the_other_contexts() -> None:
     """0.03 here and 0 there deviate by 0.03, which a floor of 0.02 does not hide."""
-    attention = effect(isolate(grid({("fidelab", "int8"): 0.03}, factors=TWO), floor=0.02), "attention")
+    attention = effect(estimate_effects(grid({("fidelab", "int8"): 0.03}, factors=TWO), floor=0.02), "attention")
     assert (attention.reach, attention.depends) == ("some", True)
 
 
 def test_where_nothing_is_planted_nothing_moves_in_nineteen_grids_of_twenty() -> None:
     """Family-wise: any factor that moves in a grid of noise is a false alarm."""
-    for n_units in (4, 8, 24):
+    for n_clusters in (4, 8, 24):
         alarms = [
-            any(e.reach != "none" for e in isolate(grid({}, n_units=n_units, seed=seed), seed=seed).effects)
+            any(
+                e.reach != "none"
+                for e in estimate_effects(grid({}, n_clusters=n_clusters, seed=seed), seed=seed).effects
+            )
             for seed in range(60)
         ]
         assert sum(alarms) <= 7  # binomial(60, 0.05) exceeds it once in a hundred times
@@ -126,13 +129,13 @@ def test_where_nothing_is_planted_nothing_moves_in_nineteen_grids_of_twenty() ->
 
 def test_what_is_not_beyond_the_floor_does_not_move() -> None:
     planted = grid(everywhere("kv", "int4", 0.01))
-    assert effect(isolate(planted, floor=0.005), "kv").reach == "everywhere"
-    assert effect(isolate(planted, floor=0.02), "kv").reach == "none"
+    assert effect(estimate_effects(planted, floor=0.005), "kv").reach == "everywhere"
+    assert effect(estimate_effects(planted, floor=0.02), "kv").reach == "none"
 
 
 def test_a_missing_cell_leaves_the_contexts_that_have_both_levels() -> None:
     planted = {("fidelab", "int8"): 0.01}
-    found = isolate(grid(planted, without=(("sdpa", "int8"), ("eager", "int4"))))
+    found = estimate_effects(grid(planted, without=(("sdpa", "int8"), ("eager", "int4"))))
     attention = effect(found, "attention")
     assert attention.shifts[0].low == "eager"  # only eager and fidelab were both measured with int8
     assert [shift.context for shift in attention.shifts] == [{"kv": "bf16"}, {"kv": "int8"}]
@@ -141,13 +144,13 @@ def test_a_missing_cell_leaves_the_contexts_that_have_both_levels() -> None:
 
 def test_a_factor_without_two_comparable_cells_is_unmeasured() -> None:
     factors = {"attention": ("sdpa", "fidelab"), "kv": ("bf16", "int8")}
-    found = isolate(grid({}, factors=factors, without=(("sdpa", "int8"), ("fidelab", "bf16"))))
+    found = estimate_effects(grid({}, factors=factors, without=(("sdpa", "int8"), ("fidelab", "bf16"))))
     assert [e.reach for e in found.effects] == ["unmeasured", "unmeasured"]
     assert found.contrasts == 0
 
 
 def test_a_grid_without_a_measured_cell_says_nothing() -> None:
-    found = isolate(AblationGrid(FACTORS, {}, np.zeros(0)))
+    found = estimate_effects(AblationGrid(FACTORS, {}, np.zeros(0)))
     assert [e.reach for e in found.effects] == ["unmeasured", "unmeasured"]
 
 
@@ -156,7 +159,7 @@ def test_shifts_are_the_plain_means_of_the_paired_differences() -> None:
     planted = {key: 0.01 * n for n, key in enumerate(product(*FACTORS.values()))}
     cells = grid(planted, noise=0.003, without=(("eager", "bf16"),))
     for place, factor in enumerate(FACTORS):
-        found = effect(isolate(cells), factor)
+        found = effect(estimate_effects(cells), factor)
         assert found.mean is not None
         expected = {}
         for a, b in product(FACTORS[factor], repeat=2):
@@ -180,7 +183,7 @@ def test_bootstrap_intervals_hold_together_as_often_as_they_say() -> None:
     planted = everywhere("kv", "int4", 0.01) | {("fidelab", "int8"): 0.02}
     missed = 0
     for seed in range(100):
-        found = isolate(grid(planted, noise=0.01, seed=seed), seed=seed)
+        found = estimate_effects(grid(planted, noise=0.01, seed=seed), seed=seed)
         for place, factor in enumerate(FACTORS):
             for shift in effect(found, factor).shifts:
                 assert shift.context is not None
@@ -198,9 +201,11 @@ def test_bootstrap_intervals_hold_together_as_often_as_they_say() -> None:
 
 
 def differing(n: int, differ: int) -> tuple[float, float]:
-    """The interval of a shift that is 1 in some units and 0 in all others."""
+    """The interval of a shift that is 1 in some clusters and 0 in all others."""
     shift = np.where(np.arange(n) < differ, 1.0, 0.0)
-    found = isolate(AblationGrid({"kv": ("a", "b")}, {("a",): np.zeros(n), ("b",): shift}, np.arange(n)), seed=2)
+    found = estimate_effects(
+        AblationGrid({"kv": ("a", "b")}, {("a",): np.zeros(n), ("b",): shift}, np.arange(n)), seed=2
+    )
     [kv] = found.effects
     assert kv.mean is not None
     assert kv.mean.estimate == pytest.approx(differ / n)
@@ -208,14 +213,14 @@ def differing(n: int, differ: int) -> tuple[float, float]:
     return kv.mean.interval
 
 
-def test_where_resamples_often_lack_all_units_that_differ_the_interval_is_students() -> None:
+def test_where_resamples_often_lack_all_clusters_that_differ_the_interval_is_students() -> None:
     """(1 − 1/8)⁸ = 34% of the resamples err by 1/8 and have no spread: the quantile of |error| / spread is infinite."""
     assert differing(8, 1) == pytest.approx((1 / 8 - stats.t.ppf(0.975, 7) / 8, 1 / 8 + stats.t.ppf(0.975, 7) / 8))
 
 
 @pytest.mark.parametrize(("n", "differ"), [(8, 3), (40, 4)])
 def test_the_few_resamples_without_a_spread_count_as_the_largest_errors(n: int, differ: int) -> None:
-    """Of the units that differ a resample draws a binomial number k; it errs by |k − m|/n, its spread is known."""
+    """Of the clusters that differ a resample draws a binomial number k; it errs by |k − m|/n, its spread is known."""
     drawn = np.arange(n + 1)
     spread = np.sqrt(drawn * (n - drawn) / (n * n * (n - 1)))
     t = np.divide(abs(drawn - differ) / n, spread, out=np.full(n + 1, np.inf), where=spread > 0)
@@ -226,7 +231,7 @@ def test_the_few_resamples_without_a_spread_count_as_the_largest_errors(n: int, 
 
 
 def test_a_single_unit_moves_nothing() -> None:
-    found = isolate(grid(everywhere("kv", "int4", 1.0), n_units=1))
+    found = estimate_effects(grid(everywhere("kv", "int4", 1.0), n_clusters=1))
     kv = effect(found, "kv")
     assert (kv.reach, kv.most) == ("none", None)
     assert kv.mean is not None
@@ -235,20 +240,20 @@ def test_a_single_unit_moves_nothing() -> None:
 
 def test_cells_that_do_not_differ_have_an_interval_of_no_width() -> None:
     cells = grid(everywhere("kv", "int4", 0.01), noise=0.0)
-    found = isolate(cells)
+    found = estimate_effects(cells)
     assert effect(found, "attention").most == 0.0
     kv = effect(found, "kv")
     assert kv.mean is not None
     assert kv.mean.interval == pytest.approx((0.01, 0.01))
 
 
-def test_a_bounded_outcome_on_which_all_units_agree_has_the_exact_bound() -> None:
+def test_a_bounded_outcome_on_which_all_clusters_agree_has_the_exact_bound() -> None:
     n, pairs = 8, 2
     factors = {"attention": ("sdpa", "fidelab"), "kv": ("bf16", "int8")}
     zero, full = np.zeros(n), np.full(n, 100.0)
     cells: dict[tuple[str, ...], Floats] = {}
     cells |= {("sdpa", "bf16"): zero, ("fidelab", "bf16"): zero, ("sdpa", "int8"): full, ("fidelab", "int8"): full}
-    found = isolate(AblationGrid(factors, cells, np.arange(n), width=100.0))
+    found = estimate_effects(AblationGrid(factors, cells, np.arange(n), width=100.0))
     kv, attention = effect(found, "kv"), effect(found, "attention")
     share = binomial_interval(n, n, 1 - 0.05 / pairs)[0]
     assert kv.mean is not None
@@ -256,18 +261,18 @@ def test_a_bounded_outcome_on_which_all_units_agree_has_the_exact_bound() -> Non
     assert kv.reach == "everywhere"
     assert attention.most == pytest.approx(100 * (1 - share))
     few = AblationGrid(factors, {key: values[:4] for key, values in cells.items()}, np.arange(4), width=100.0)
-    assert effect(isolate(few), "kv").reach == "none"  # four prompts that agree are no proof
+    assert effect(estimate_effects(few), "kv").reach == "none"  # four prompts that agree are no proof
 
 
 def test_a_single_factor_has_one_context() -> None:
-    found = isolate(grid({("int4",): 0.01}, factors={"kv": ("bf16", "int8", "int4")}))
+    found = estimate_effects(grid({("int4",): 0.01}, factors={"kv": ("bf16", "int8", "int4")}))
     [kv] = found.effects
     assert (kv.reach, len(kv.shifts), kv.depends) == ("everywhere", 1, False)
 
 
 def test_a_three_way_fault_is_named_by_all_its_levels() -> None:
     factors = {"attention": ("sdpa", "fidelab"), "dequant": ("fused", "unpack"), "kv": ("bf16", "int8")}
-    found = isolate(grid({("fidelab", "fused", "int8"): 0.01}, factors=factors))
+    found = estimate_effects(grid({("fidelab", "fused", "int8"): 0.01}, factors=factors))
     assert effect(found, "attention").only == {"dequant": ("fused",), "kv": ("int8",)}
     assert effect(found, "dequant").only == {"attention": ("fidelab",), "kv": ("int8",)}
 
@@ -283,6 +288,6 @@ def test_levels_name_contexts_only_where_they_name_exactly_these() -> None:
 
 def test_cells_with_other_items_are_refused() -> None:
     with pytest.raises(ValueError, match="finite outcome of every item"):
-        isolate(
+        estimate_effects(
             AblationGrid({"kv": ("a", "b")}, {("a",): np.zeros(3), ("b",): np.array([0.0, np.nan, 0.0])}, np.arange(3))
         )

@@ -1,4 +1,4 @@
-"""Intervals over units, paired differences, and the exact bounds."""
+"""Intervals over clusters, paired differences, and the exact bounds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Floats = NDArray[np.float64]
 
 
 def plain(values: Floats | list[float]) -> RatioItems:
-    """A plain mean, each item a unit of its own."""
+    """A plain mean, each item a cluster of its own."""
     return RatioItems.of(values, 1.0, np.arange(len(values)))
 
 
@@ -35,8 +35,8 @@ def plain(values: Floats | list[float]) -> RatioItems:
 
 
 def test_items_sum_by_unit_in_the_order_of_the_ids() -> None:
-    got = RatioItems.of([1.0, 2.0, 4.0], [1.0, 1.0, 3.0], ["b", "a", "b"]).by_unit()
-    assert got.units.tolist() == ["a", "b"]
+    got = RatioItems.of([1.0, 2.0, 4.0], [1.0, 1.0, 3.0], ["b", "a", "b"]).by_cluster()
+    assert got.clusters.tolist() == ["a", "b"]
     assert got.num.tolist() == [2.0, 5.0]
     assert got.den.tolist() == [1.0, 4.0]
 
@@ -63,19 +63,19 @@ def test_failed_items_are_refused_not_dropped(num: list[float], den: float) -> N
 # -------------------------------------------------------------------------------------------- resamples
 
 
-def test_same_units_and_seed_give_the_same_resamples() -> None:
+def test_same_clusters_and_seed_give_the_same_resamples() -> None:
     np.testing.assert_array_equal(resample_weights(30, seed=3), resample_weights(30, seed=3))
     assert not np.array_equal(resample_weights(30, seed=3), resample_weights(30, seed=4))
 
 
-def test_each_resample_draws_as_many_units_as_there_are() -> None:
+def test_each_resample_draws_as_many_clusters_as_there_are() -> None:
     weights = resample_weights(25)
     assert weights.shape == (2000, 25)
     assert (weights.sum(axis=1) == 25).all()
     assert weights.mean() == 1.0
 
 
-def test_resamples_of_another_number_of_units_are_refused() -> None:
+def test_resamples_of_another_number_of_clusters_are_refused() -> None:
     with pytest.raises(ValueError, match="do not fit"):
         ratio_interval(plain(np.arange(8.0)), resample_weights(3))
 
@@ -113,13 +113,13 @@ def test_intervals_of_a_ratio_with_unequal_items_cover_95_in_100(n: int) -> None
     assert 0.91 <= coverage(600, n, draw, 0.5) <= 0.98
 
 
-def test_correlated_items_are_covered_because_units_are_resampled() -> None:
+def test_correlated_items_are_covered_because_clusters_are_resampled() -> None:
     # 40 articles of 25 positions with a common offset: by position the interval would be far too narrow
-    units = np.repeat(np.arange(40), 25)
+    clusters = np.repeat(np.arange(40), 25)
 
     def draw(rng: np.random.Generator) -> RatioItems:
-        values = 3.0 + rng.normal(0, 1, 40)[units] + rng.normal(0, 0.1, 1000)
-        return RatioItems.of(values, 1.0, units)
+        values = 3.0 + rng.normal(0, 1, 40)[clusters] + rng.normal(0, 0.1, 1000)
+        return RatioItems.of(values, 1.0, clusters)
 
     assert 0.91 <= coverage(300, 40, draw, 3.0) <= 0.98
 
@@ -139,7 +139,7 @@ def by_hand(values: NDArray[np.float64], weights: NDArray[np.float64], upper: fl
 
 
 @pytest.mark.parametrize("n", [6, 12, 19, 20, 60])
-def test_from_6_units_on_the_interval_is_the_bootstrap_t(n: int) -> None:
+def test_from_6_clusters_on_the_interval_is_the_bootstrap_t(n: int) -> None:
     values = np.random.default_rng(1).exponential(size=n)
     assert ratio_interval(plain(values), 3) == pytest.approx(by_hand(values, resample_weights(n, seed=3)))
 
@@ -152,7 +152,7 @@ def test_the_upper_end_of_a_cost_takes_a_smaller_tail(n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
-def test_below_6_units_a_cost_has_a_wider_t_on_the_log_scale(n: int) -> None:
+def test_below_6_clusters_a_cost_has_a_wider_t_on_the_log_scale(n: int) -> None:
     values = np.random.default_rng(1).exponential(size=n)
     factor = math.exp(1.4 * stats.t.ppf(0.975, n - 1) * stats.sem(values) / values.mean())
     expected = (values.mean() / factor, values.mean() * factor)
@@ -196,7 +196,7 @@ def test_the_upper_end_is_seldom_too_low_for_skewed_costs() -> None:
     assert missed / 600 <= 0.07
 
 
-def test_below_6_units_the_interval_is_students() -> None:
+def test_below_6_clusters_the_interval_is_students() -> None:
     values = np.random.default_rng(1).normal(size=5)
     expected = stats.t.interval(0.95, 4, loc=values.mean(), scale=stats.sem(values))
     assert ratio_interval(plain(values)) == pytest.approx(expected)
@@ -251,7 +251,7 @@ def test_a_proportion_where_all_items_agree_gets_the_exact_binomial_bound(n: int
     assert bottom == pytest.approx((0.0, 1 - exact.low))
 
 
-def test_the_exact_bound_counts_units_not_items() -> None:
+def test_the_exact_bound_counts_clusters_not_items() -> None:
     items = RatioItems.of(np.full(100, 64.0), 64.0, np.repeat(np.arange(5), 20))
     got = ratio_interval(items, bounds=(0, 1), proportion=True, transform=lambda r: 100 * r)
     assert got == pytest.approx((100 * 0.025 ** (1 / 5), 100.0))
@@ -270,7 +270,7 @@ def test_right_and_wrong_answers_have_the_exact_binomial_interval(k: int, n: int
 
 
 def gaffke(values: NDArray[np.float64], sizes: NDArray[np.float64], draws: int = 200_000) -> tuple[float, float]:
-    """Gaffke's bound on a weighted share, by weights of its own: a further unit at 0, and at 1."""
+    """Gaffke's bound on a weighted share, by weights of its own: a further cluster at 0, and at 1."""
     weights = np.random.default_rng(99).dirichlet(np.ones(len(values) + 1), draws)
     size = (sizes**2).sum() / sizes.sum()
     ends = []
@@ -394,7 +394,7 @@ def test_noise_around_no_shift_does_not_exclude_zero_more_than_5_in_100(n: int) 
 
 
 @pytest.mark.parametrize("n", [6, 12, 25])
-def test_from_6_units_on_the_paired_interval_is_the_bootstrap_t_of_the_differences(n: int) -> None:
+def test_from_6_clusters_on_the_paired_interval_is_the_bootstrap_t_of_the_differences(n: int) -> None:
     rng = np.random.default_rng(8)
     a, b = rng.normal(size=n), rng.normal(size=n)
     expected = by_hand(a - b, resample_weights(n, seed=2))
@@ -404,7 +404,7 @@ def test_from_6_units_on_the_paired_interval_is_the_bootstrap_t_of_the_differenc
 def test_both_sides_of_ratios_with_other_denominators_see_the_same_resamples() -> None:
     rng = np.random.default_rng(9)
     a, b = (RatioItems.of(rng.gamma(4, 1, 12), rng.uniform(1, 3, 12), np.arange(12)) for _ in range(2))
-    left = [np.delete(np.arange(12), unit) for unit in range(12)]
+    left = [np.delete(np.arange(12), cluster) for cluster in range(12)]
 
     def ratio(side: RatioItems, at: NDArray[np.intp]) -> float:
         return float(side.num[at].sum() / side.den[at].sum())
@@ -424,7 +424,7 @@ def test_both_sides_of_ratios_with_other_denominators_see_the_same_resamples() -
     assert paired_difference(a, b, 2).interval == pytest.approx(expected)
 
 
-def test_below_6_units_the_paired_interval_is_students_on_the_differences() -> None:
+def test_below_6_clusters_the_paired_interval_is_students_on_the_differences() -> None:
     rng = np.random.default_rng(8)
     a, b = rng.normal(size=5), rng.normal(size=5)
     expected = stats.ttest_rel(a, b).confidence_interval(0.95)
@@ -452,7 +452,7 @@ def test_a_single_unit_gives_a_difference_without_interval() -> None:
     assert (got.estimate, got.interval, got.excludes_zero) == (0.5, None, False)
 
 
-def test_items_of_different_units_are_not_compared() -> None:
+def test_items_of_different_clusters_are_not_compared() -> None:
     with pytest.raises(ValueError, match="both sides"):
         paired_difference(RatioItems.of([1.0, 2.0], 1.0, [0, 1]), RatioItems.of([1.0, 2.0], 1.0, [0, 2]))
 

@@ -16,8 +16,8 @@ from fidelab.metrics.perplexity import compare_nll, exponential, row_nll
 RNG = np.random.default_rng(5)
 
 
-def _units(n: int, per_unit: int) -> Any:
-    return np.arange(n) // per_unit
+def _clusters(n: int, per_cluster: int) -> Any:
+    return np.arange(n) // per_cluster
 
 
 # ------------------------------------------------------------------------------------------------- rows
@@ -73,7 +73,7 @@ def test_rows_and_targets_must_fit() -> None:
 
 def test_log_ratio_is_the_log_of_the_ratio_of_perplexities() -> None:
     ref, test = RNG.gamma(2, 1, 60), RNG.gamma(2, 1.1, 60)
-    pair = compare_nll(ref, test, _units(60, 2))
+    pair = compare_nll(ref, test, _clusters(60, 2))
     assert pair.ppl_ref == pytest.approx(np.exp(ref.mean()))
     assert pair.ppl_test == pytest.approx(np.exp(test.mean()))
     assert pair.log_ratio == pytest.approx(math.log(np.exp(test.mean()) / np.exp(ref.mean())))
@@ -82,7 +82,7 @@ def test_log_ratio_is_the_log_of_the_ratio_of_perplexities() -> None:
 def test_the_error_is_that_of_a_mean_of_paired_differences() -> None:
     ref = RNG.gamma(2, 1, 30)
     gap = RNG.normal(0.01, 0.02, 30)
-    pair = compare_nll(ref, ref + gap, _units(30, 1))
+    pair = compare_nll(ref, ref + gap, _clusters(30, 1))
     assert pair.stderr == pytest.approx(stats.sem(gap))
     assert pair.interval is not None
     reach = 1.96 * stats.sem(gap)
@@ -91,12 +91,12 @@ def test_the_error_is_that_of_a_mean_of_paired_differences() -> None:
 
 def test_tokens_of_one_unit_count_as_one_observation() -> None:
     gap = np.repeat(RNG.normal(0, 1, 25), 40)
-    pair = compare_nll(np.zeros(1000), gap, _units(1000, 40))
+    pair = compare_nll(np.zeros(1000), gap, _clusters(1000, 40))
     assert pair.stderr == pytest.approx(stats.sem(gap[::40]))
 
 
 def test_a_row_that_fails_on_one_side_counts_on_neither() -> None:
-    pair = compare_nll(np.array([1.0, math.nan, 3.0, 9.0]), np.array([1.0, 2.0, 3.0, math.inf]), _units(4, 1))
+    pair = compare_nll(np.array([1.0, math.nan, 3.0, 9.0]), np.array([1.0, 2.0, 3.0, math.inf]), _clusters(4, 1))
     assert (pair.n_rows, pair.n_failed) == (4, 2)
     assert pair.ppl_ref == pair.ppl_test == pytest.approx(math.exp(2.0))
     assert pair.log_ratio == 0.0
@@ -108,18 +108,18 @@ def test_one_unit_has_no_interval_and_no_error() -> None:
 
 
 def test_without_a_usable_row_there_is_no_number() -> None:
-    pair = compare_nll(np.full(3, math.nan), np.ones(3), _units(3, 1))
+    pair = compare_nll(np.full(3, math.nan), np.ones(3), _clusters(3, 1))
     assert (pair.ppl_ref, pair.ppl_test, pair.log_ratio, pair.interval, pair.n_failed) == (None, None, None, None, 3)
 
 
 def test_a_perplexity_is_never_below_one() -> None:
     nll = np.array([0.001, 5.0, 0.2])
-    pair = compare_nll(nll, nll, _units(3, 1))
+    pair = compare_nll(nll, nll, _clusters(3, 1))
     assert pair.ppl_ref_interval is not None
     assert pair.ppl_ref_interval[0] >= 1.0
 
 
 def test_a_perplexity_beyond_doubles_is_absent_and_its_log_ratio_is_not() -> None:
-    pair = compare_nll(np.ones(4), np.full(4, 2000.0), _units(4, 1))
+    pair = compare_nll(np.ones(4), np.full(4, 2000.0), _clusters(4, 1))
     assert (pair.ppl_test, pair.ppl_test_interval, pair.log_ratio) == (None, None, 1999.0)
     assert exponential(None) is None

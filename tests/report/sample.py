@@ -63,7 +63,12 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
         metrics.append(TOP1(1 - own / (1 + own), cell={"context": n_ctx}))
     if over is not None:
         metrics.append(Definition("over control", "nats", "lower")(*over, bound=bound))
-    facts: dict[str, Any] = {"estimator": "topk" if bound else "hidden", "n_ctx": 512, "n_units": 31, "n_documents": 31}
+    facts: dict[str, Any] = {
+        "estimator": "topk" if bound else "hidden",
+        "n_ctx": 512,
+        "n_clusters": 31,
+        "n_documents": 31,
+    }
     facts["windows"] = 32
     if contexts:
         facts["contexts"] = [

@@ -52,7 +52,7 @@ def rniah_axis(lost: float, **changes: Any) -> Measurement:
         "status": Status.OK,
         "n_items": 18,
         "n_failed": 0,
-        "n_units": 18,
+        "n_clusters": 18,
         "cluster": "prompt",
         "summary": f"lost {round(16 * lost)} of 16",
         "reference_summary": "finds 16 of 18",

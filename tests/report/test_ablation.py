@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from fidelab.report.ablation import isolation_of
+from fidelab.report.ablation import ablation_of
 from fidelab.report.html import render_html
 from fidelab.report.markdown import render_markdown
 from fidelab.results.ablation_record import (
     AblationOutcome,
     FactorEffect,
-    Isolation,
-    IsolationCell,
+    Ablation,
+    AblationCell,
     LevelShift,
     sentence_of,
 )
@@ -82,9 +82,9 @@ def test_where_nothing_moves_every_factor_has_its_bound() -> None:
 
 @pytest.mark.parametrize(("most", "bound"), [(0.3, "at most 0.300"), (None, "without an interval")])
 def test_where_nothing_can_be_told_from_chance_no_factor_is_cleared(most: float | None, bound: str) -> None:
-    assert sentence_of(outcome(still("kv", 0.0002), still("attention", most), n_units=2)) == (
+    assert sentence_of(outcome(still("kv", 0.0002), still("attention", most), n_clusters=2)) == (
         f"no factor's shift of KLD can be told from chance (kv at most 0.000200, attention {bound}; "
-        f"2 units, more windows tell more; {FLOOR})"
+        f"2 clusters, more windows tell more; {FLOOR})"
     )
 
 
@@ -153,27 +153,27 @@ def test_onsets_are_earlier_or_later(mean: float, said: str) -> None:
     assert found.endswith("(floor 32 tokens: the axis)")
 
 
-def matrix(factors: dict[str, tuple[str, ...]], cells: tuple[IsolationCell, ...], **fixed: str) -> Report:
+def matrix(factors: dict[str, tuple[str, ...]], cells: tuple[AblationCell, ...], **fixed: str) -> Report:
     found = outcome(still("kv", 0.0), cells=cells, sentence="said")
-    return sample_report(isolation=Isolation(factors=factors, fixed=fixed, outcomes=(found,)))
+    return sample_report(ablation=Ablation(factors=factors, fixed=fixed, outcomes=(found,)))
 
 
-def cell(value: float | None, **levels: str) -> IsolationCell:
-    return IsolationCell(arm="x", levels=levels, value=value, reason=None if value is not None else "refused")
+def cell(value: float | None, **levels: str) -> AblationCell:
+    return AblationCell(arm="x", levels=levels, value=value, reason=None if value is not None else "refused")
 
 
 def test_two_factors_are_rows_and_columns() -> None:
     cells = tuple(
         cell(v, a=a, kv=kv) for a, kv, v in (("s", "x", 0.0), ("s", "y", 0.01), ("f", "x", None), ("f", "y", 1.0))
     )
-    [found] = isolation_of(matrix({"a": ("s", "f"), "kv": ("x", "y")}, cells, dequant="unpack"))
+    [found] = ablation_of(matrix({"a": ("s", "f"), "kv": ("x", "y")}, cells, dequant="unpack"))
     assert found.table.title == "Isolation: mean KLD, nats; dequant=unpack"
     assert found.table.columns == ("a, kv →", "x", "y")
     assert found.table.rows == (("s", "0", "0.0100"), ("f", "–", "1.00"))
 
 
 def test_one_factor_is_a_list() -> None:
-    [found] = isolation_of(matrix({"kv": ("x", "y")}, (cell(0.0, kv="x"), cell(0.5, kv="y"))))
+    [found] = ablation_of(matrix({"kv": ("x", "y")}, (cell(0.0, kv="x"), cell(0.5, kv="y"))))
     assert (found.table.columns, found.table.named) == (("kv", "KLD"), 1)
     assert found.table.rows == (("x", "0"), ("y", "0.500"))
 

@@ -313,4 +313,4 @@ def test_a_cause_that_hits_every_arm_is_told_once() -> None:
 
 def test_the_answer_of_a_grid_comes_before_the_verdicts() -> None:
     page = render_html(matrix({"kv": ("a", "b")}, ()))
-    assert page.index('id="isolation"') < page.index('id="verdicts"')
+    assert page.index('id="ablation"') < page.index('id="verdicts"')

@@ -31,7 +31,7 @@ from fidelab.results.numbers import (
     one_line,
     printable,
 )
-from fidelab.results.record import Comparison, Composite, Floor, Report, RuntimeRecord, Verdict
+from fidelab.results.record import Comparison, Composite, NoiseFloor, Report, RuntimeRecord, Verdict
 from tests.report.sample import arm, candidate, kld_axis, sample_report, trajectory_axis
 from tests.report.sample_axes import rniah_axis
 
@@ -419,10 +419,10 @@ def test_a_noise_floor_that_was_not_measured_is_said_once_with_its_reason(
     reasons: tuple[str | None, ...], told: str
 ) -> None:
     arms = [
-        candidate(name, 0.02, "PASS", 1, "x", floor=Floor(of=name, mean=None if reason else 0.01, reason=reason))
+        candidate(name, 0.02, "PASS", 1, "x", floor=NoiseFloor(of=name, mean=None if reason else 0.01, reason=reason))
         for name, reason in zip("ab", reasons, strict=True)
     ]
-    lost = arm("c", status=Status.FAILED, reason="no memory", floor=Floor(of="c", reason="no memory"))
+    lost = arm("c", status=Status.FAILED, reason="no memory", floor=NoiseFloor(of="c", reason="no memory"))
     said = build_view(sample_report(candidates=(*arms, lost), floor={})).floor
     assert said.removeprefix(f"{FLOOR}not measured").removeprefix("; ") == told
 

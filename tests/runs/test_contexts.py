@@ -152,7 +152,7 @@ def test_plan_size_counts_windows_of_the_shortest_context_and_captures_of_all(ru
     found = json.loads(done.out)
     line = next(one for one in found["lines"] if (one["arm"], one["quantity"]) == ("tilt[q=0.65]", "mean"))
     assert line["estimate"] == pytest.approx(MEAN, abs=1e-6)
-    assert line["items_needed"] == math.ceil(line["units_needed"] * WINDOWS / line["units"])
+    assert line["items_needed"] == math.ceil(line["clusters_needed"] * WINDOWS / line["clusters"])
     advice = found["advice"]
     folders = [path for part in PREFILLS for path in (run.cwd / "runs" / "captures").glob(f"*/{part}-*")]
     assert {path.name.split("-")[0] for path in folders} == {*PREFILLS}
@@ -177,7 +177,7 @@ def test_a_grid_is_judged_at_the_context_of_its_dearest_cell(tmp_path: Path) -> 
     assert grid.code == 0, grid.err
     dear = next(arm["name"] for arm in grid.report["candidates"] if "tilt" in arm["name"])
     answer_anew(grid, f"candidate:{dear}", LONG, [0.8] * LONGER)
-    [outcome] = grid.report["isolation"]["outcomes"]
+    [outcome] = grid.report["ablation"]["outcomes"]
     assert outcome["n_items"] == PREFILLS[f"kld.{LONG}"]
     values = sorted(cell["value"] for cell in outcome["cells"])
     assert values == pytest.approx([0.0, 0.0, tilt(0.6), tilt(0.8)], abs=1e-5)

@@ -74,7 +74,7 @@ def line(found: dict[str, Any], arm: str, quantity: str = "mean") -> dict[str, A
 
 
 def blocks(values: Sequence[float]) -> tuple[float, float, int]:
-    """Mean, standard deviation of a unit by the definition, number of units; a value per window, windows in blocks."""
+    """Mean, standard deviation of a cluster by the definition, number of clusters; a value per window, windows in blocks."""
     each = np.array(values)
     cut = [each[i : i + BLOCK] for i in range(0, len(each), BLOCK)]
     shares = [(part - each.mean()).sum() / len(each) for part in cut]
@@ -87,7 +87,7 @@ def search(sd: float, precision: float) -> int:
 
 
 def reach(sd: float, n: int) -> float:
-    """Of a mean KL: its upper end takes a smaller tail, and below 6 units t is 1.4 times as wide."""
+    """Of a mean KL: its upper end takes a smaller tail, and below 6 clusters t is 1.4 times as wide."""
     low, high = (stats.t.ppf(level, n - 1) for level in (0.975, 1 - 0.025 * n / (n + 12)))
     return float((1.4 * low if n < 6 else (low + high) / 2) * sd / math.sqrt(n))
 
@@ -105,29 +105,29 @@ def harm(run: Done, tmp_path: Path) -> Path:
 # ------------------------------------------------------------------------------------------------ figures
 
 
-def test_units_and_windows_needed_follow_from_the_spread_over_blocks(pilot: Done) -> None:
+def test_clusters_and_windows_needed_follow_from_the_spread_over_blocks(pilot: Done) -> None:
     mean, sd, n = blocks([tilt(q) for q in QS])
-    units = search_kl(sd, 0.003)
+    clusters = search_kl(sd, 0.003)
     found = line(plan(pilot, "--precision", 0.003), "tilt[q=0.7]")
     assert found["status"] == "needed"
     assert found["estimate"] == pytest.approx(mean, abs=1e-6)
     assert found["half_width"] == pytest.approx(reach(sd, n), rel=1e-4)
-    assert (found["units"], found["units_needed"]) == (n, units)
-    assert found["items_needed"] == math.ceil(units * WINDOWS / n)
+    assert (found["clusters"], found["clusters_needed"]) == (n, clusters)
+    assert found["items_needed"] == math.ceil(clusters * WINDOWS / n)
 
 
 def test_the_upper_figure_takes_the_upper_bound_of_the_spread(pilot: Done) -> None:
     _, sd, n = blocks([tilt(q) for q in QS])
     worst = sd * math.sqrt((n - 1) / stats.chi2.ppf(0.05, n - 1))
     found = line(plan(pilot, "--precision", 0.003), "tilt[q=0.7]")
-    assert found["units_upper"] == search_kl(worst, 0.003)
-    assert found["items_upper"] == math.ceil(found["units_upper"] * WINDOWS / n)
+    assert found["clusters_upper"] == search_kl(worst, 0.003)
+    assert found["items_upper"] == math.ceil(found["clusters_upper"] * WINDOWS / n)
 
 
 def test_the_excess_over_the_control_is_planned_by_paired_differences(pilot: Done) -> None:
     mean, sd, _ = blocks([tilt(q) - tilt(CONTROL) for q in QS])
     found = line(plan(pilot, "--precision", 0.003), "tilt[q=0.7]", "excess")
-    assert (found["estimate"], found["units_needed"]) == (pytest.approx(mean, abs=1e-6), search(sd, 0.003))
+    assert (found["estimate"], found["clusters_needed"]) == (pytest.approx(mean, abs=1e-6), search(sd, 0.003))
 
 
 def test_a_percentage_is_of_the_candidates_own_mean(pilot: Done) -> None:
@@ -167,12 +167,12 @@ def test_an_arm_without_figures_says_why_and_the_others_go_on(pilot: Done) -> No
 
 def test_prompts_are_planned_in_points_of_the_score(pilot: Done) -> None:
     shares = np.array([3, 8] * 4) / 8  # all answers have 8 tokens
-    units = search(100 * shares.std(ddof=1), 5)
+    clusters = search(100 * shares.std(ddof=1), 5)
     found = plan(pilot, "--axis", "trajectory", "--precision", 5)
     fork = line(found, "fork[at=3,every=2]")
     assert (found["unit"], found["items"], fork["units"]) == ("points", "prompts", 8)
     assert fork["estimate"] == pytest.approx(100 * shares.mean())
-    assert (fork["units_needed"], fork["items_needed"]) == (units, units)
+    assert (fork["clusters_needed"], fork["items_needed"]) == (clusters, clusters)
 
 
 def test_prompts_that_all_agree_are_not_known_exactly_for_that(tmp_path: Path) -> None:
@@ -181,14 +181,14 @@ def test_prompts_that_all_agree_are_not_known_exactly_for_that(tmp_path: Path) -
     reach = stats.binomtest(0, 8).proportion_ci(0.95).high
     assert found["status"] == "needed"
     assert found["half_width"] == pytest.approx(100 * reach)
-    assert (found["units_needed"], found["units_upper"]) == (72, 72)
+    assert (found["clusters_needed"], found["clusters_upper"]) == (72, 72)
 
 
-def test_as_many_units_as_planned_give_the_precision_asked(pilot: Done) -> None:
-    """Units drawn again from the pilot's own: their intervals are as wide as asked."""
-    n = line(plan(pilot, "--precision", 0.01), "tilt[q=0.7]")["units_needed"]
-    units = np.arange(WINDOWS) // BLOCK
-    own = RatioItems.of([tilt(q) for q in QS], 1.0, units).by_unit()
+def test_as_many_clusters_as_planned_give_the_precision_asked(pilot: Done) -> None:
+    """Clusters drawn again from the pilot's own: their intervals are as wide as asked."""
+    n = line(plan(pilot, "--precision", 0.01), "tilt[q=0.7]")["clusters_needed"]
+    clusters = np.arange(WINDOWS) // BLOCK
+    own = RatioItems.of([tilt(q) for q in QS], 1.0, clusters).by_cluster()
     rng, widths = np.random.default_rng(0), []
     for _ in range(300):
         drawn = rng.integers(0, len(own.num), n)
@@ -373,7 +373,7 @@ def test_a_pilot_of_one_unit_says_what_to_do(tmp_path: Path) -> None:
     run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=1, limit=1)
     for words in ((), ("--axis", "trajectory")):
         said = refused(run.folder, "--precision", 1, *words, cwd=tmp_path)
-        assert "single unit" in said
+        assert "single cluster" in said
         assert "more windows or prompts" in said
 
 
@@ -381,7 +381,7 @@ def test_a_percentage_of_a_score_of_0_asks_for_a_number(tmp_path: Path) -> None:
     run = compare(tmp_path, "fork[at=0,every=1]", flags=["--no-floor"], windows=4)
     words = ("--axis", "trajectory", "--precision")
     assert "a percentage of an estimate of 0 is 0" in refused(run.folder, *words, "5%", cwd=tmp_path)
-    assert line(plan(run, *words, 5), "fork[at=0,every=1]")["units_needed"] == 72
+    assert line(plan(run, *words, 5), "fork[at=0,every=1]")["clusters_needed"] == 72
 
 
 def test_a_run_whose_reference_failed_says_why(crashed_reference: Done) -> None:
@@ -389,9 +389,9 @@ def test_a_run_whose_reference_failed_says_why(crashed_reference: Done) -> None:
     assert "reference has no answer on axis kld: the worker" in said
 
 
-def test_a_pilot_of_few_units_is_never_called_precise(tmp_path: Path) -> None:
+def test_a_pilot_of_few_clusters_is_never_called_precise(tmp_path: Path) -> None:
     run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=4, limit=2)
     found = line(plan(run, "--precision", 100), "tilt")
-    assert (found["status"], found["units_needed"]) == ("needed", 6)
-    assert found["units"] < 6
+    assert (found["status"], found["clusters_needed"]) == ("needed", 6)
+    assert found["clusters"] < 6
     assert "nothing from fewer than 6 is called precise" in found["reason"]

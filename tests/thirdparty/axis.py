@@ -68,7 +68,7 @@ class Length(Axis):
         score = AxisScore(
             num=(ref == test).astype(np.float64),
             den=np.ones(len(ref)),
-            units=np.array([r for r, _ in pair.items], dtype=np.int64),
+            clusters=np.array([r for r, _ in pair.items], dtype=np.int64),
             usable=(ref > 0) & (test > 0),
             transform=lambda share: 100.0 * share,
             bounds=(0.0, 1.0),

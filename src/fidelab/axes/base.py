@@ -126,7 +126,7 @@ class AxisScore:
 
     num: Floats
     den: Floats
-    units: NDArray[Any]
+    clusters: NDArray[Any]
     usable: NDArray[np.bool_]
     transform: Transform | None
     bounds: tuple[float, float]
@@ -157,12 +157,12 @@ class AxisScore:
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
         """The usable items (that are also ``among`` the given ones)."""
         keep = self.usable if among is None else self.usable & among
-        return RatioItems(self.num[keep], self.den[keep], self.units[keep])
+        return RatioItems(self.num[keep], self.den[keep], self.clusters[keep])
 
     @property
-    def n_units(self) -> int:
+    def n_clusters(self) -> int:
         """The resampling clusters of the usable items."""
-        return len(np.unique(self.units[self.usable]))
+        return len(np.unique(self.clusters[self.usable]))
 
     def mean(self) -> float | None:
         """Σnum/Σden over the usable items; ``None`` where there is none."""
@@ -230,7 +230,7 @@ class AxisScore:
             plots=self.plots,
             n_items=len(self.num) if self.n_items is None and asked else self.n_items,
             n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,
-            n_units=self.n_units if asked else None,
+            n_clusters=self.n_clusters if asked else None,
             cluster=self.cluster if asked else "",
             summary=self.summary,
             reference_summary=self.reference_summary,

@@ -141,7 +141,7 @@ class Degeneration(Axis):
         score = AxisScore(
             num=np.array([item.harmed for item in items], dtype=np.float64),
             den=np.ones(len(items)),
-            units=np.array([item.number for item in items], dtype=np.int64),
+            clusters=np.array([item.number for item in items], dtype=np.int64),
             usable=usable,
             transform=None,
             bounds=(0.0, 1.0),
@@ -223,20 +223,20 @@ def _sentence(items: Sequence[_Item], n: int) -> str:
 
 def _metrics(items: Sequence[_Item], seed: int) -> list[Metric]:
     harmed, spared = sum(item.harmed for item in items), sum(item.spared for item in items)
-    units = [item.number for item in items]
+    clusters = [item.number for item in items]
     return [
         _LATER(spared / len(items) if items else None),
         _P(mcnemar_exact(harmed, spared)),
-        *_side(_OWN, [item.test for item in items], units, seed),
-        *_side(_REFERENCE, [item.ref for item in items], units, seed),
+        *_side(_OWN, [item.test for item in items], clusters, seed),
+        *_side(_REFERENCE, [item.ref for item in items], clusters, seed),
     ]
 
 
 def _side(
-    definitions: Sequence[Definition], texts: Sequence[_Text], units: Sequence[int], seed: int
+    definitions: Sequence[Definition], texts: Sequence[_Text], clusters: Sequence[int], seed: int
 ) -> Iterator[Metric]:
     degenerate, onset, after, length = definitions
-    lost = RatioItems.of([text.lost for text in texts], [float(len(text.ids)) for text in texts], units)
+    lost = RatioItems.of([text.lost for text in texts], [float(len(text.ids)) for text in texts], clusters)
     onsets = [text.onset.at for text in texts if text.onset]
     yield degenerate(len(onsets))
     yield onset(float(np.median(onsets)) if onsets else None)

@@ -103,8 +103,8 @@ class ForcedDecode(Axis):
         parts = [compare_item(pair, r, t, _targets(pair.ref.request, r)) for r, t in pair.items]
         bound = estimator_of(pair) is Estimator.TOPK
         rows, lengths = RowComparison.concat(parts), [len(part) for part in parts]
-        units = np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths)
-        score = kl_score(rows, units, bound=bound)
+        clusters = np.repeat(np.array([r for r, _ in pair.items], dtype=np.int64), lengths)
+        score = kl_score(rows, clusters, bound=bound)
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]

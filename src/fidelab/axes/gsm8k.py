@@ -128,7 +128,7 @@ class GSM8K(Axis):
         score = AxisScore(
             num=np.array([item.test.right for item in items], dtype=np.float64),
             den=np.ones(len(items)),
-            units=np.array([item.index for item in items], dtype=np.int64),
+            clusters=np.array([item.index for item in items], dtype=np.int64),
             usable=np.array([not item.failed for item in items], dtype=bool),
             transform=lambda share: 100.0 * share,
             bounds=(0.0, 1.0),
@@ -138,7 +138,7 @@ class GSM8K(Axis):
         )
         difference = PairedDifference(math.nan, None, 0)
         if usable:
-            ref = RatioItems.of([item.ref.right for item in usable], 1.0, score.units[score.usable])
+            ref = RatioItems.of([item.ref.right for item in usable], 1.0, score.clusters[score.usable])
             difference = paired_difference(
                 score.items(), ref, seed, scale=100.0, bounds=score.bounds, proportion=score.proportion
             )

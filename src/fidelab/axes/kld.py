@@ -199,10 +199,10 @@ class KLD(Axis):
         order = [r for r, _ in pair.items]
         windows = np.repeat(np.asarray(order, dtype=np.int32), request.n_rows)
         positions = np.tile(np.arange(request.first, request.last + 1, dtype=np.int32), len(order))
-        units = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r in order])
-        score = kl_score(rows, units, bound=estimator_of(pair) is Estimator.TOPK)
+        clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r in order])
+        score = kl_score(rows, clusters, bound=estimator_of(pair) is Estimator.TOPK)
         documents = pair.ref.manifest["settings"].get("unit") == "document"
-        n_units = score.n_units
+        n_clusters = score.n_clusters
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
@@ -224,8 +224,8 @@ class KLD(Axis):
             facts={
                 "estimator": str(estimator_of(pair)),
                 "n_ctx": len(request.windows[0]),
-                "n_units": n_units,
-                "n_documents": n_units if documents else None,
+                "n_clusters": n_clusters,
+                "n_documents": n_clusters if documents else None,
                 "windows": len(pair.items),
             },
         )
@@ -249,7 +249,7 @@ def _context(score: AxisScore) -> int:
 
 def _size(score: AxisScore) -> dict[str, object]:
     """The context, windows, documents and positions that a score was computed from."""
-    over = {name: score.facts[name] for name in ("n_ctx", "n_units", "n_documents", "windows")}
+    over = {name: score.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}
 
 
@@ -267,7 +267,7 @@ def _targets(request: Prefill, item: int) -> NDArray[np.int64]:
 
 def _metrics(score: AxisScore, rows: RowComparison, seed: int) -> tuple[Metric, ...]:
     summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
-    flips = summarise_flips(rows, score.units, seed)
+    flips = summarise_flips(rows, score.clusters, seed)
     define = KLD_METRICS
     return (
         define["mean"](summary.mean, score.mean_interval(seed), bound=score.bound, headline=True),

@@ -93,7 +93,7 @@ class Perplexity(Axis):
         if (nothing := not_measurable(pairs.values())) is not None:
             return nothing
         parts = {int(part): _Rows.of(pairs[part]) for part in sorted(pairs, key=int, reverse=True)}
-        comparisons = {n_ctx: compare_nll(rows.ref, rows.test, rows.units, seed) for n_ctx, rows in parts.items()}
+        comparisons = {n_ctx: compare_nll(rows.ref, rows.test, rows.clusters, seed) for n_ctx, rows in parts.items()}
         longest = next(iter(parts.values()))
         settings = next(iter(pairs.values())).ref.manifest["settings"]
         lost = sum(rows.unreported for rows in parts.values())
@@ -116,7 +116,7 @@ class Perplexity(Axis):
             n_failed=sum(pair.n_failed for pair in comparisons.values()),
             num=longest.test - longest.ref,
             den=np.ones(len(longest.ref)),
-            units=longest.units,
+            clusters=longest.clusters,
             usable=np.isfinite(longest.test - longest.ref) & (lost == 0),
             transform=None,
             bounds=(-math.inf, math.inf),
@@ -182,7 +182,7 @@ class _Rows:
 
     ref: Floats
     test: Floats
-    units: NDArray[np.int64]
+    clusters: NDArray[np.int64]
     positions: NDArray[np.int64]
     unreported: int = 0
 
@@ -193,9 +193,9 @@ class _Rows:
             raise CaptureError(f"capture {pair.ref.folder} holds no prefill rows")
         sides = [_item_nll(pair, request, r, t) for r, t in pair.items]
         ref, test = (np.concatenate([side[i] for side in sides]) for i in (0, 1))
-        units = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r, _ in pair.items])
+        clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r, _ in pair.items])
         positions = np.tile(np.arange(request.first, request.last + 1), len(pair.items))
-        return cls(ref, test, units, positions, sum(side[2] for side in sides))
+        return cls(ref, test, clusters, positions, sum(side[2] for side in sides))
 
     @property
     def identical(self) -> bool:

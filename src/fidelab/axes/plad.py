@@ -162,7 +162,7 @@ class PLAD(Axis):
         score = AxisScore(
             num=cell_scores([cell.ref_drift for cell in cells], [cell.test_drift for cell in cells]) / 100.0,
             den=np.ones(len(cells)),
-            units=np.array([cell.prompt for cell in cells], dtype=np.int64),
+            clusters=np.array([cell.prompt for cell in cells], dtype=np.int64),
             usable=np.array(usable, dtype=bool),
             transform=lambda ratio: 100.0 * ratio,
             bounds=(LOWEST_CELL / 100.0, 1.0),
@@ -307,9 +307,9 @@ class _Summary:
         good = [cell for cell in cells if not cell.failed]
         if not good:
             return cls()
-        units = [cell.prompt for cell in good]
-        ref = RatioItems.of([cell.ref_drift for cell in good], 1.0, units)
-        test = RatioItems.of([cell.test_drift for cell in good], 1.0, units)
+        clusters = [cell.prompt for cell in good]
+        ref = RatioItems.of([cell.ref_drift for cell in good], 1.0, clusters)
+        test = RatioItems.of([cell.test_drift for cell in good], 1.0, clusters)
         difference = paired_difference(test, ref, seed, bounds=(0.0, 1.0), proportion=True)
         return cls(
             n=len(good),
@@ -318,7 +318,7 @@ class _Summary:
             test=float(test.num.mean()),
             excess=difference.estimate,
             interval=difference.interval,
-            p=sign_test(test.by_unit().num - ref.by_unit().num),
+            p=sign_test(test.by_cluster().num - ref.by_cluster().num),
         )
 
 

@@ -333,7 +333,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
     score = _RetrievalScore(
         num=np.array([trial.cand for trial in trials], dtype=np.float64),
         den=np.ones(len(trials)),
-        units=np.arange(len(trials)),
+        clusters=np.arange(len(trials)),
         usable=usable,
         transform=None,
         bounds=(0.0, 1.0),

@@ -52,7 +52,7 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
     return AxisScore(
         num=nothing,
         den=nothing,
-        units=nothing,
+        clusters=nothing,
         usable=nothing.astype(bool),
         transform=None,
         bounds=(0.0, float("inf")),
@@ -61,12 +61,12 @@ def not_measurable(pairs: Iterable[Pair]) -> AxisScore | None:
     )
 
 
-def kl_score(rows: RowComparison, units: NDArray[np.int64], *, bound: bool) -> AxisScore:
+def kl_score(rows: RowComparison, clusters: NDArray[np.int64], *, bound: bool) -> AxisScore:
     """The score of axes whose items are rows ``[n]`` with their KL; ``bound``: the KL is a lower bound."""
     return AxisScore(
         num=rows.kl,
         den=np.ones(len(rows)),
-        units=units,
+        clusters=clusters,
         usable=~rows.failed,
         transform=None if bound else kld_score,
         bounds=(0.0, float("inf")),

@@ -120,7 +120,7 @@ class Trajectory(Axis):
         score = AxisScore(
             num=np.array([p.prefix for p in pairs], dtype=np.float64),
             den=np.array([p.test_length if compat else p.longest for p in pairs], dtype=np.float64),
-            units=np.array([r for r, _ in pair.items], dtype=np.int64),
+            clusters=np.array([r for r, _ in pair.items], dtype=np.int64),
             usable=usable,
             transform=lambda ratio: 100.0 * ratio,
             bounds=(0.0, 1.0),

@@ -43,7 +43,7 @@ def compare(
         list[str] | None,
         typer.Option(
             metavar="KEY=A,B,…",
-            help="Isolation matrix: a key of --candidate with several values; repeated, all combinations run, and the "
+            help="Ablation: a key of --candidate with several values; repeated, all combinations run, and the "
             "report names the key that moves KLD and the onset of degeneration.",
         ),
     ] = None,

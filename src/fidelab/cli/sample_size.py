@@ -60,7 +60,7 @@ def _show(plan: SizePlan) -> None:
     line(f"{one_line(plan.run_id)}: {plan.axis}, {plan.items_now} {plan.items}; 95% intervals")
     table = simple_table()
     table.add_column("arm", overflow="fold", max_width=30)
-    for heading in (plan.unit, "± now", "± asked", "units\nnow", "units\nneeded", f"{plan.items}\nneeded"):
+    for heading in (plan.unit, "± now", "± asked", "clusters\nnow", "clusters\nneeded", f"{plan.items}\nneeded"):
         table.add_column(literal(heading, console), justify="right")
     for entry in plan.lines:
         table.add_row(*(literal(cell, console) for cell in _row(entry, plan.unit)))
@@ -83,10 +83,10 @@ def _row(line: SizeLine, unit: str) -> list[str]:
     written = format_kld if unit == "nats" else format_score
     figures = [written(value) for value in (line.estimate, line.half_width, line.precision)]
     if line.status == "needed":
-        needs = [_up_to(line.units_needed, line.units_upper), _up_to(line.items_needed, line.items_upper)]
+        needs = [_up_to(line.clusters_needed, line.clusters_upper), _up_to(line.items_needed, line.items_upper)]
     else:
         needs = 2 * [ABSENT if line.status == "failed" else line.status]
-    return [name, *figures, format_count(line.units), *needs]
+    return [name, *figures, format_count(line.clusters), *needs]
 
 
 def _up_to(needed: int | None, upper: int | None) -> str:

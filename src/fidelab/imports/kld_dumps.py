@@ -55,7 +55,7 @@ class _Arm:
 
     dump: DumpFolder
     rows: RowComparison
-    units: NDArray[np.int64]
+    clusters: NDArray[np.int64]
 
     @property
     def usable(self) -> NDArray[np.bool_]:
@@ -63,7 +63,7 @@ class _Arm:
 
     def items(self, among: NDArray[np.bool_] | None = None) -> RatioItems:
         keep = self.usable if among is None else self.usable & among
-        return RatioItems.of(self.rows.kl[keep], 1.0, self.units[keep])
+        return RatioItems.of(self.rows.kl[keep], 1.0, self.clusters[keep])
 
 
 def import_dumps(
@@ -105,12 +105,12 @@ def import_dumps(
             f"--stride {step} with windows of {max(n_rows)} rows: from 1 to the rows, or tokens are left out"
         )
     blocks = window_blocks(len(n_rows), math.ceil(max(n_rows) / step))
-    units = np.repeat(blocks, n_rows)
+    clusters = np.repeat(blocks, n_rows)
     arms = []
     for dump in dumps:
         progress(f"comparing {dump.path} with {ref}: {len(n_rows)} windows")
         rows = RowComparison.concat([_window(reference, dump, number) for number in reference.numbers])
-        arms.append(_Arm(dump, rows, units))
+        arms.append(_Arm(dump, rows, clusters))
     places = {
         "window": np.repeat(np.asarray(reference.numbers, np.int32), n_rows),
         "position": np.concatenate([np.arange(n, dtype=np.int32) for n in n_rows]),
@@ -205,7 +205,7 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
         return Measurement(status=Status.FAILED, reason="no row was usable", facts=facts, **common)
     figures = {
         **vars(summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)),
-        **vars(summarise_flips(rows, arm.units, seed)),
+        **vars(summarise_flips(rows, arm.clusters, seed)),
         "mean_ci": ratio_interval(items, seed, bounds=_BOUNDS),
         "stderr": standard_error(items),
         "score": ratio_estimate(items, kld_score),
@@ -219,11 +219,11 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
             kl_curve("position", by_position.edges, by_position.means),
             kl_curve("confidence", by_confidence.edges, by_confidence.means),
         ),
-        n_units=len(np.unique(items.units)),
+        n_clusters=len(np.unique(items.clusters)),
         cluster="block",
         facts={
             **facts,
-            "n_units": len(np.unique(items.units)),
+            "n_clusters": len(np.unique(items.units)),
             "n_ctx": int(places["n_ctx"][0]) if len(np.unique(places["n_ctx"])) == 1 else None,
         },
         **common,

@@ -56,7 +56,7 @@ def kld_verdict(
     interval, mean = kld.ci("mean"), kld.value("mean")
     n_failed, n_positions = kld.n_failed or 0, kld.n_items or 0
     low, upper = (None, None) if interval is None else interval
-    ruling = verdict(upper, n_failed, n_positions, kld_least=mean, kld_lower=low, n_units=kld.n_units)
+    ruling = verdict(upper, n_failed, n_positions, kld_least=mean, kld_lower=low, n_clusters=kld.n_clusters)
     facts = ArmFacts(
         k=k,
         v=v,
@@ -66,7 +66,7 @@ def kld_verdict(
         at_best=ruling.at_best,
         kld=mean,
         kld_ci=interval,
-        units="" if kld.n_units is None else counted(kld.n_units, kld.cluster),
+        units="" if kld.n_clusters is None else counted(kld.n_clusters, kld.cluster),
         preliminary=ruling.preliminary,
         top1=kld.value("top-1"),
         estimator=kld.facts.get("estimator"),

@@ -93,7 +93,7 @@ def read_trajectory(file: RefractFile, seed: int) -> Recomputed | None:
     items = RatioItems.of(
         [float(pair.prefix) for pair in pairs], [float(pair.longest) for pair in pairs], np.arange(len(pairs))
     )
-    items = RatioItems(items.num[usable], items.den[usable], items.units[usable])
+    items = RatioItems(items.num[usable], items.den[usable], items.clusters[usable])
     score, refract_score = trajectory_score(pairs), trajectory_score(pairs, compat="refract")
     with_ids = all(prompt["ref_token_ids"].value is not None for prompt in prompts)
     rate, median = exact_match_rate(pairs), median_first_divergence(pairs)
@@ -199,10 +199,10 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
     record = Measurement(
         status=Status.OK,
         metrics=tuple(metrics_of(figures, KLD_METRICS)),
-        n_units=len(np.unique(chunks.units)) if chunks else None,
+        n_clusters=len(np.unique(chunks.clusters)) if chunks else None,
         cluster="block" if chunks else "",
         facts={
-            "n_units": len(np.unique(chunks.units)) if chunks else None,
+            "n_clusters": len(np.unique(chunks.units)) if chunks else None,
             "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,
         },
     )
@@ -357,7 +357,7 @@ def read_plad(file: RefractFile, seed: int) -> Recomputed | None:
         metrics=(
             SCORE(mean_score, interval, headline=True),
             drift(excess.mean(), ratio_interval(signed, seed, bounds=(-1.0, 1.0))),
-            Definition("sign test", "p")(sign_test(signed.by_unit().num)),
+            Definition("sign test", "p")(sign_test(signed.by_cluster().num)),
             *(Definition(kind, "points")(value) for kind, value in kinds.items()),
         ),
         plots=(_kinds_plot(by_kind, drifts, kinds),),

@@ -18,10 +18,10 @@ the answer to "does dequant move it?" is often "by no more than this", which a p
   with the linearised standard errors s.  Its 95% quantile c gives ``θ_k ± c·s_k``.  Shifts share cells and are highly
   correlated; unlike Bonferroni's, this c sees that.
   A resample that errs without a spread has an infinite error, as in :mod:`fidelab.metrics.intervals`.
-- From 2 to 5 units, and for a contrast whose quantile is infinite (few units differ): Student's t with Bonferroni.
-- One unit: no interval, and nothing is said to move.
+- From 2 to 5 clusters, and for a contrast whose quantile is infinite (few clusters differ): Student's t with Bonferroni.
+- One cluster: no interval, and nothing is said to move.
 - No spread at all: of an unbounded outcome ``[θ, θ]``, as for all-zero KL; of a bounded one the exact binomial bound
-  for units that all agree: those not seen may differ by as much the other way round, or where all seen are equal by
+  for clusters that all agree: those not seen may differ by as much the other way round, or where all seen are equal by
   the whole width.  This is the sign test turned round.  Shifts of one pair of levels change sign together when its
   labels are swapped, so the level is divided by the number of pairs alone.
 
@@ -39,9 +39,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import special
 
-from fidelab.metrics.intervals import MIN_STUDENTIZED_UNITS, binomial_interval, resample_weights
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS, binomial_interval, resample_weights
 
-__all__ = ["AblationGrid", "Effect", "Findings", "Reach", "Shift", "common_levels", "isolate"]
+__all__ = ["AblationGrid", "Effect", "Findings", "Reach", "Shift", "common_levels", "estimate_effects"]
 
 Floats = NDArray[np.float64]
 Interval = tuple[float, float]
@@ -56,21 +56,21 @@ class AblationGrid:
     """The measured cells of a grid.
 
     ``factors``: name → its levels, two or more; ``cells``: one level of each factor, in that order → the outcome of
-    each item ``[n]``; ``units`` ``[n]``: ids of what is resampled.  ``width``: two outcomes of an item differ by no
-    more, where that is known.  See docs/metrics.md#isolation.
+    each item ``[n]``; ``clusters`` ``[n]``: ids of what is resampled.  ``width``: two outcomes of an item differ by no
+    more, where that is known.  See docs/metrics.md#ablation.
     """
 
     factors: Mapping[str, Sequence[str]]
     cells: Mapping[tuple[str, ...], Floats]
-    units: NDArray[Any]
+    clusters: NDArray[Any]
     width: float | None = None
 
 
 @dataclass(frozen=True)
 class Shift:
-    """From one level to another: ``interval`` is simultaneous, ``None`` for a single unit.
+    """From one level to another: ``interval`` is simultaneous, ``None`` for a single cluster.
 
-    ``context``: the levels of the other factors; ``None``: the mean over contexts.  See docs/metrics.md#isolation.
+    ``context``: the levels of the other factors; ``None``: the mean over contexts.  See docs/metrics.md#ablation.
     """
 
     low: str
@@ -99,7 +99,7 @@ class Effect:
     - none: nowhere that could be seen; ``most`` is the largest shift of any two levels that any context allows;
     - unmeasured: no two cells differ in this factor alone.
 
-    See docs/metrics.md#isolation.
+    See docs/metrics.md#ablation.
     """
 
     factor: str
@@ -131,11 +131,11 @@ class Effect:
 
 @dataclass(frozen=True)
 class Findings:
-    """All factors; ``contrasts`` is the size of the family. See docs/metrics.md#isolation."""
+    """All factors; ``contrasts`` is the size of the family. See docs/metrics.md#ablation."""
 
     effects: tuple[Effect, ...]
     n_items: int
-    n_units: int
+    n_clusters: int
     contrasts: int
 
 
@@ -161,29 +161,29 @@ class _Pair:
         return [self.mean, *self.shifts, *self.deviations]
 
 
-def isolate(grid: AblationGrid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95) -> Findings:
-    """The effect of every factor; shifts within ± ``floor`` do not count. See docs/metrics.md#isolation.
+def estimate_effects(grid: AblationGrid, floor: float = 0.0, *, seed: int = 0, level: float = 0.95) -> Findings:
+    """The effect of every factor; shifts within ± ``floor`` do not count. See docs/metrics.md#ablation.
 
     Raises:
         ValueError: cells differ in their items, or hold what is not finite.
     """
     keys = list(grid.cells)
-    n_items = len(grid.units)
+    n_items = len(grid.clusters)
     if not all(values.shape == (n_items,) and np.isfinite(values).all() for values in grid.cells.values()):
         raise ValueError("every cell has a finite outcome of every item: take failed items out of all cells")
-    units, index = np.unique(grid.units, return_inverse=True)
-    sums = np.array([np.bincount(index, weights=grid.cells[key], minlength=len(units)) for key in keys])
-    counts = np.bincount(index, minlength=len(units)).astype(np.float64)
+    clusters, index = np.unique(grid.clusters, return_inverse=True)
+    sums = np.array([np.bincount(index, weights=grid.cells[key], minlength=len(clusters)) for key in keys])
+    counts = np.bincount(index, minlength=len(clusters)).astype(np.float64)
     pairs = [pair for factor in grid.factors for pair in _pairs(grid, factor, keys)]
     weights = [row for pair in pairs for row in pair.rows]
     if not weights or not n_items:
-        return Findings(tuple(Effect(factor, "unmeasured") for factor in grid.factors), n_items, len(units), 0)
+        return Findings(tuple(Effect(factor, "unmeasured") for factor in grid.factors), n_items, len(clusters), 0)
     estimates = _simultaneous(np.array(weights), sums, counts, len(pairs), grid.width, seed, level)
     effects = []
     for factor in grid.factors:
         measured = [_measured(pair, estimates, start, floor) for pair, start in _places(pairs) if pair.factor == factor]
         effects.append(_effect(factor, measured))
-    return Findings(tuple(effects), n_items, len(units), len(weights))
+    return Findings(tuple(effects), n_items, len(clusters), len(weights))
 
 
 def common_levels(
@@ -192,7 +192,7 @@ def common_levels(
     """Factor → levels such that of the contexts ``among`` exactly the ``chosen`` have them; ``None`` without such.
 
     Factors of which the chosen have all levels are left out, so that nothing is left where all are chosen.
-    See docs/metrics.md#isolation.
+    See docs/metrics.md#ablation.
     """
 
     def levels(contexts: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -257,7 +257,7 @@ class _Estimates:
 def _simultaneous(
     weights: Floats, sums: Floats, counts: Floats, pairs: int, width: float | None, seed: int, level: float
 ) -> _Estimates:
-    """Estimates and simultaneous intervals of contrasts ``[K, C]`` of cells' sums per unit ``[C, U]``."""
+    """Estimates and simultaneous intervals of contrasts ``[K, C]`` of cells' sums per cluster ``[C, U]``."""
     total, n = counts.sum(), len(counts)
     differences = weights @ sums  # [K, U]
     theta = differences.sum(axis=1) / total
@@ -270,14 +270,14 @@ def _simultaneous(
     family = len(np.unique(np.vstack((weights[~flat], -weights[~flat])).round(9), axis=0)) // 2
     critical = float(special.stdtrit(n - 1, 1 - (1 - level) / (2 * max(family, 1))))
     half = critical * spread
-    if n >= MIN_STUDENTIZED_UNITS and not flat.all():
+    if n >= MIN_STUDENTIZED_CLUSTERS and not flat.all():
         quantile, good = _bootstrap(errors[~flat], counts / total, seed, level)
         half[~flat] = np.where(good, quantile, critical) * spread[~flat]
     half[flat] = 0.0
     low, high = theta - half, theta + half
     if width is not None:
         most = width * np.abs(weights).sum(axis=1) / 2
-        share = binomial_interval(n, n, 1 - (1 - level) / pairs)[0]  # that the units seen are of all
+        share = binomial_interval(n, n, 1 - (1 - level) / pairs)[0]  # that the clusters seen are of all
         tied = flat & (np.abs(theta) <= _ROUNDING * most)
         turned = (2 * share - 1) * theta
         low = np.where(tied, (share - 1) * most, np.where(flat, np.minimum(theta, turned), low)).clip(-most, most)

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.errors import UnknownNameError
-from fidelab.metrics.intervals import MIN_STUDENTIZED_UNITS
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 
 __all__ = [
     "BANDS",
@@ -173,7 +173,7 @@ class Ruling:
     """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why.
 
     ``at_best``: the best band still possible, where there is no verdict (None: none is ruled out) and where the
-    interval crosses the edge of a band.  ``preliminary``: the band rests on an interval over too few units.
+    interval crosses the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters.
     See docs/metrics.md#verdicts.
     """
 
@@ -197,7 +197,7 @@ def verdict(
     *,
     kld_least: float | None = None,
     kld_lower: float | None = None,
-    n_units: int | None = None,
+    n_clusters: int | None = None,
 ) -> Ruling:
     """The verdict on one candidate. See docs/metrics.md#verdicts.
 
@@ -211,7 +211,7 @@ def verdict(
         kld_least: the mean KL itself, or a lower bound of it (``topk``), nats: no upper bound can lie below it.
             Without ``kld_upper`` it can rule bands out, and give none but FAIL.
         kld_lower: lower 95% bound of the mean KL, nats; where its band is a better one, that is ``at_best``.
-        n_units: resampling units (documents) that the mean KL was computed over.  A verdict from fewer than
+        n_clusters: resampling clusters (documents) that the mean KL was computed over.  A verdict from fewer than
             :data:`~fidelab.metrics.intervals.MIN_STUDENTIZED_UNITS` is preliminary, unless every KL was exactly 0.
 
     Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``,
@@ -230,7 +230,7 @@ def verdict(
         return max(band, Band.DEGRADED, key=_ORDER.index) if n_failed else band
 
     band = graded(kld_upper, kld_least)
-    preliminary = n_units is not None and n_units < MIN_STUDENTIZED_UNITS and kld_upper != 0.0
+    preliminary = n_clusters is not None and n_clusters < MIN_STUDENTIZED_CLUSTERS and kld_upper != 0.0
     least = graded(kld_lower) if kld_lower is not None else band
     if kld_upper is not None:
         facts = [f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because]
@@ -238,7 +238,7 @@ def verdict(
         if crossing is not None:
             facts.append(f"the interval begins at {kld_lower:.3g} nats: at best {crossing.value}")
         if preliminary:
-            facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_UNITS} units were resampled ({n_units})")
+            facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} units were resampled ({n_clusters})")
         return Ruling(band, tuple(facts), crossing, preliminary)
     if band is Band.FAIL and kld_least is not None:
         facts = [f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because]

@@ -375,7 +375,7 @@ def summarise_kl(kl: Floats, failed: Bools, top1: Bools, dp: Floats) -> KLSummar
 
 @dataclass(frozen=True)
 class Flips:
-    """Changed most likely tokens over the usable positions; intervals are 95%, by units.
+    """Changed most likely tokens over the usable positions; intervals are 95%, by clusters.
 
     See docs/metrics.md#changed-tokens.
 
@@ -396,13 +396,13 @@ class Flips:
     tokens_to_flip_ci: tuple[float, float | None] | None = None
 
 
-def summarise_flips(rows: RowComparison, units: NDArray[Any], seed: int = 0) -> Flips:
-    """Flips of rows that belong to ``units [n]`` (documents). See docs/metrics.md#changed-tokens."""
+def summarise_flips(rows: RowComparison, clusters: NDArray[Any], seed: int = 0) -> Flips:
+    """Flips of rows that belong to ``clusters [n]`` (documents). See docs/metrics.md#changed-tokens."""
     usable = ~rows.failed & np.isfinite(rows.kl)
     if not usable.any():
         return Flips()
-    agree, margin, units = rows.top1[usable], rows.margin[usable], units[usable]
-    same = RatioItems.of(agree, 1.0, units)
+    agree, margin, clusters = rows.top1[usable], rows.margin[usable], clusters[usable]
+    same = RatioItems.of(agree, 1.0, clusters)
     ci = ratio_interval(same, seed, bounds=(0.0, 1.0), proportion=True)
     flips = Flips(
         top1_ci=ci,
@@ -411,7 +411,7 @@ def summarise_flips(rows: RowComparison, units: NDArray[Any], seed: int = 0) -> 
     )
     if np.isnan(margin).any():
         return flips
-    real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, units)
+    real = RatioItems.of(~agree & (margin >= REAL_FLIP), 1.0, clusters)
     return replace(
         flips,
         real_flips=float(real.num.mean()),

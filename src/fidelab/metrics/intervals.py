@@ -1,31 +1,31 @@
 """Confidence intervals of ratios of sums. See docs/metrics.md#intervals.
 
 Every estimate is a ratio of sums over items, ``Σ num / Σ den``: a mean KL has den = 1, the trajectory score
-has the longest length.  Items that are not independent (positions of one article) share a *unit*: a resampling
-cluster.  The kind of interval depends on the values that the ratio can take and on n, the number of units;
+has the longest length.  Items that are not independent (positions of one article) share a resampling
+*cluster*.  The kind of interval depends on the values that the ratio can take and on n, the number of clusters;
 ``benchmarks/coverage.py`` prints how often each kind misses, next to the plain forms that miss too often.
 
-- One unit: None.  Never a width of zero for want of data.
-- A mean, 6 units or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, section 12.5),
-  2,000 resamples.  Percentiles of the resamples are too narrow even at 100 units.  The standard error is the
-  jackknife's, so that one large unit does not hide the error that it makes.  Of a *cost* (bounds 0 and inf, such as
+- One cluster: None.  Never a width of zero for want of data.
+- A mean, 6 clusters or more: the bootstrap-t (Efron & Tibshirani, *An Introduction to the Bootstrap*, section 12.5),
+  2,000 resamples.  Percentiles of the resamples are too narrow even at 100 clusters.  The standard error is the
+  jackknife's, so that one large cluster does not hide the error that it makes.  Of a *cost* (bounds 0 and inf, such as
   KL) the upper end, which verdicts rest on, takes the tail ``0.025·n/(n + 12)``: few units of a skewed distribution
   show less skew than it has.
-- A mean, 2 to 5 units: Student's t; of a cost on the log scale with 1.4 times the reach, for the same reason.
-- A share (``proportion``), one item per unit: Gaffke's bound (N. Gaffke, *Mathematical Methods of Statistics* 14,
-  2005; E. Learned-Miller & P. Thomas, arXiv:1905.06208).  Each end adds a further unit at the bound on that side, as
-  large as a token's unit is on average, and takes the quantile under Dirichlet weights.  Of 0/1 items that is exactly
+- A mean, 2 to 5 clusters: Student's t; of a cost on the log scale with 1.4 times the reach, for the same reason.
+- A share (``proportion``), one item per cluster: Gaffke's bound (N. Gaffke, *Mathematical Methods of Statistics* 14,
+  2005; E. Learned-Miller & P. Thomas, arXiv:1905.06208).  Each end adds a further cluster at the bound on that side, as
+  large as a token's cluster is on average, and takes the quantile under Dirichlet weights.  Of 0/1 items that is exactly
   the Clopper-Pearson interval, of their paired difference it excludes 0 exactly where McNemar's exact test has
   p < 0.05, and it needs no spread among the items.
-- A share, several items per unit (positions of a document): a unit would have to turn over as a whole to reach
+- A share, several items per cluster (positions of a document): a cluster would have to turn over as a whole to reach
   a bound, so each end is the tighter one of Gaffke's and the bootstrap-t's with the tail of a cost.  Resamples
-  without a spread count as infinite, so where few units leave the bound, Gaffke's end holds.  Below 6 units:
-  Student's t on the logit scale with 1.4 times the reach where no unit lies at a bound, else Gaffke's.
-- A share whose items all sit at the same bound: the exact binomial bound with n = number of units.
+  without a spread count as infinite, so where few clusters leave the bound, Gaffke's end holds.  Below 6 clusters:
+  Student's t on the logit scale with 1.4 times the reach where no cluster lies at a bound, else Gaffke's.
+- A share whose items all sit at the same bound: the exact binomial bound with n = number of clusters.
   An *unbounded* mean whose items are all exactly 0 keeps [0, 0]: the output was bit-identical, and there is
   no binomial bound for an unbounded quantity.
 
-Resamples follow from the number of units and the seed alone, so all candidates see the same ones.  Intervals are
+Resamples follow from the number of clusters and the seed alone, so all candidates see the same ones.  Intervals are
 computed on the ratio, clipped to its bounds, and only then transformed, so that a transform (``100·exp(−x)``)
 never sees a value that the ratio cannot take.  Two estimates are compared by :func:`paired_difference` alone; the
 overlap of two intervals says nothing.
@@ -43,7 +43,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy import optimize, special
 
 __all__ = [
-    "MIN_STUDENTIZED_UNITS",
+    "MIN_STUDENTIZED_CLUSTERS",
     "PairedDifference",
     "RatioItems",
     "binomial_interval",
@@ -61,12 +61,12 @@ Floats = NDArray[np.float64]
 Interval = tuple[float, float]
 Transform = Callable[[float], float]
 
-MIN_STUDENTIZED_UNITS = 6
+MIN_STUDENTIZED_CLUSTERS = 6
 _RESAMPLES = 2000
-# Where skew has to be expected: units that count as unseen in the tail, and the widening of Student's t.  Both are the
+# Where skew has to be expected: clusters that count as unseen in the tail, and the widening of Student's t.  Both are the
 # least round numbers with which benchmarks/coverage.py finds a cost's upper end too low in at most 4% (σ ≤ 0.5) and
 # 7% (σ = 1) of log-normal samples.
-_SKEW_UNITS = 12
+_SKEW_CLUSTERS = 12
 _SKEW_REACH = 1.4
 _LARGEST_LOG = 700.0  # of a factor that a float still holds
 _ROUNDING = 1e-12  # of a value: below it, spread is rounding
@@ -85,35 +85,35 @@ def _sums(index: NDArray[np.intp], values: Floats, n: int) -> Floats:
 
 @dataclass(frozen=True, eq=False)
 class RatioItems:
-    """Sufficient statistics of ``n`` items: ``num [n]``, ``den [n]`` (≥ 0) and ``units [n]`` (ids that sort).
+    """Sufficient statistics of ``n`` items: ``num [n]``, ``den [n]`` (≥ 0) and ``clusters [n]`` (ids that sort).
 
-    Failed items have no place here: what is not finite is refused, not dropped.  See docs/metrics.md#items-and-units.
+    Failed items have no place here: what is not finite is refused, not dropped.  See docs/metrics.md#items-and-clusters.
     """
 
     num: Floats
     den: Floats
-    units: NDArray[Any]
+    clusters: NDArray[Any]
 
     def __post_init__(self) -> None:
-        if not self.num.ndim == 1 or not self.num.shape == self.den.shape == self.units.shape:
-            raise ValueError(f"items differ in shape: {self.num.shape}, {self.den.shape}, {self.units.shape}")
+        if not self.num.ndim == 1 or not self.num.shape == self.den.shape == self.clusters.shape:
+            raise ValueError(f"items differ in shape: {self.num.shape}, {self.den.shape}, {self.clusters.shape}")
         if not (np.isfinite(self.num).all() and np.isfinite(self.den).all() and (self.den >= 0).all()):
             raise ValueError("items must be finite with den >= 0: take failed items out and count them")
 
     @classmethod
-    def of(cls, num: ArrayLike, den: ArrayLike, units: ArrayLike) -> RatioItems:
+    def of(cls, num: ArrayLike, den: ArrayLike, clusters: ArrayLike) -> RatioItems:
         """From anything array-like; a single ``den`` (1.0 for a plain mean) holds for all items."""
         top = np.asarray(num, dtype=np.float64)
-        return cls(top, np.broadcast_to(np.asarray(den, dtype=np.float64), top.shape), np.asarray(units))
+        return cls(top, np.broadcast_to(np.asarray(den, dtype=np.float64), top.shape), np.asarray(clusters))
 
-    def by_unit(self) -> RatioItems:
-        """Sums per unit, in the order of the unit ids: one item per unit."""
-        units, index = np.unique(self.units, return_inverse=True)
-        return RatioItems(_sums(index, self.num, len(units)), _sums(index, self.den, len(units)), units)
+    def by_cluster(self) -> RatioItems:
+        """Sums per cluster, in the order of the cluster ids: one item per cluster."""
+        clusters, index = np.unique(self.clusters, return_inverse=True)
+        return RatioItems(_sums(index, self.num, len(clusters)), _sums(index, self.den, len(clusters)), clusters)
 
 
 def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float | None:
-    """``transform(Σ num / Σ den)``; None where Σ den is 0. See docs/metrics.md#items-and-units."""
+    """``transform(Σ num / Σ den)``; None where Σ den is 0. See docs/metrics.md#items-and-clusters."""
     total = float(items.den.sum())
     return transform(float(items.num.sum()) / total) if total > 0 else None
 
@@ -121,21 +121,21 @@ def ratio_estimate(items: RatioItems, transform: Transform = _identity) -> float
 # -------------------------------------------------------------------------------------------- resamples
 
 
-def resample_weights(n_units: int, n_resamples: int = _RESAMPLES, seed: int = 0) -> Floats:
-    """How often each unit is drawn in each resample: ``[n_resamples, n_units]`` whole numbers.
+def resample_weights(n_clusters: int, n_resamples: int = _RESAMPLES, seed: int = 0) -> Floats:
+    """How often each cluster is drawn in each resample: ``[n_resamples, n_clusters]`` whole numbers.
 
-    Each row sums to ``n_units``.  The same arguments give the same resamples: candidates with the same units
+    Each row sums to ``n_clusters``.  The same arguments give the same resamples: candidates with the same clusters
     are compared under one set of them.  See docs/metrics.md#intervals.
     """
-    rng = np.random.default_rng([seed, n_units])
-    draws = rng.multinomial(n_units, np.full(n_units, 1.0 / n_units), size=n_resamples)
+    rng = np.random.default_rng([seed, n_clusters])
+    draws = rng.multinomial(n_clusters, np.full(n_clusters, 1.0 / n_clusters), size=n_resamples)
     return draws.astype(np.float64)
 
 
-def _weights(resamples: Floats | int, n_units: int) -> Floats:
-    weights = resample_weights(n_units, seed=resamples) if isinstance(resamples, int) else resamples
-    if weights.shape[1] != n_units:
-        raise ValueError(f"resamples of {weights.shape[1]} units do not fit {n_units} units")
+def _weights(resamples: Floats | int, n_clusters: int) -> Floats:
+    weights = resample_weights(n_clusters, seed=resamples) if isinstance(resamples, int) else resamples
+    if weights.shape[1] != n_clusters:
+        raise ValueError(f"resamples of {weights.shape[1]} clusters do not fit {n_clusters} clusters")
     return weights
 
 
@@ -143,13 +143,13 @@ def _weights(resamples: Floats | int, n_units: int) -> Floats:
 
 
 def standard_error(items: RatioItems) -> float | None:
-    """Linearised standard error of ``Σ num / Σ den`` over units; None for a single unit or no denominator.
+    """Linearised standard error of ``Σ num / Σ den`` over clusters; None for a single cluster or no denominator.
 
-    With r the ratio, N_u and D_u the sums of unit u and n units:
+    With r the ratio, N_u and D_u the sums of cluster u and n clusters:
     ``sqrt(n/(n−1) · Σ_u (N_u − r·D_u)²) / Σ D`` (the sandwich form; for den = 1 the usual one of a mean).
     See docs/metrics.md#intervals.
     """
-    residuals = _residuals(items.by_unit())
+    residuals = _residuals(items.by_cluster())
     if residuals is None:
         return None
     n = len(residuals)
@@ -165,20 +165,20 @@ def ratio_interval(
     bounds: Interval | None = None,
     proportion: bool = False,
 ) -> Interval | None:
-    """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over units, or None (module docstring).
+    """Two-sided interval ``(lo, hi)`` of ``transform(Σ num / Σ den)`` over clusters, or None (module docstring).
 
     See docs/metrics.md#intervals.
 
     Args:
-        resamples: the matrix of :func:`resample_weights` or its seed; used from 6 units on.
+        resamples: the matrix of :func:`resample_weights` or its seed; used from 6 clusters on.
         transform: monotone, rising or falling; the two ends are put in order.
         bounds: what the *ratio* (before the transform) can be: (0, inf) for a mean KL, (0, 1) for a share.
         proportion: the ratio of every item lies in ``bounds`` (finite).
 
-    Returns None for fewer than two units and where Σ den is 0.
+    Returns None for fewer than two clusters and where Σ den is 0.
     """
     _check_bounds(bounds, proportion)
-    estimate = _Estimate.of((items.by_unit(),))
+    estimate = _Estimate.of((items.by_cluster(),))
     if estimate is None:
         return None
     floor, ceiling = bounds or (-math.inf, math.inf)
@@ -187,7 +187,7 @@ def ratio_interval(
     elif (k := _count(items, floor, ceiling, estimate.n)) is not None:
         lo, hi = (floor + (ceiling - floor) * end for end in binomial_interval(k, estimate.n, level))
     else:
-        several = len(items.units) > estimate.n
+        several = len(items.clusters) > estimate.n
         lo, hi = _share_interval(estimate, (floor, ceiling), resamples, level, several=several)
     ends = [transform(min(max(end, floor), ceiling)) for end in (lo, hi)]
     return min(ends), max(ends)
@@ -198,15 +198,15 @@ def ratio_interval(
 
 @dataclass(frozen=True)
 class PairedDifference:
-    """Difference of two ratios over the same items; ``interval`` is None for a single unit.
+    """Difference of two ratios over the same items; ``interval`` is None for a single cluster.
 
-    ``p``: McNemar's exact p-value where every item is 0 or 1 and a unit of its own, else None.
+    ``p``: McNemar's exact p-value where every item is 0 or 1 and a cluster of its own, else None.
     See docs/metrics.md#paired-differences.
     """
 
     estimate: float
     interval: Interval | None
-    n_units: int
+    n_clusters: int
     p: float | None = None
 
     @property
@@ -231,27 +231,27 @@ def paired_difference(
     """``scale·(Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` and its interval, under the same resamples.
 
     ``a`` and ``b`` hold the same items in the same order (candidate and control: the excess is a − b).  The
-    interval is of the kind that items and units call for (module docstring), on the difference.
+    interval is of the kind that items and clusters call for (module docstring), on the difference.
 
     ``scale`` is 100 for percentage points.  ``bounds`` are those of either ratio; the difference is clipped
-    to ± their width.  With ``proportion``, items that all tie get the exact binomial bound: the share of units
-    that do not tie is at most ``1 − 0.025^(1/n)``.  Of items that are 0 or 1 (den 1, a unit each) the 95%
+    to ± their width.  With ``proportion``, items that all tie get the exact binomial bound: the share of clusters
+    that do not tie is at most ``1 − 0.025^(1/n)``.  Of items that are 0 or 1 (den 1, a cluster each) the 95%
     interval excludes 0 exactly where McNemar's exact test has p < 0.05.  See docs/metrics.md#paired-differences.
 
     Raises:
         ValueError: the items are not the same, or one side has no denominator.
     """
     _check_bounds(bounds, proportion)
-    if a.units.shape != b.units.shape or not (a.units == b.units).all():
-        raise ValueError("paired items differ in number or units: keep the items that both sides have")
+    if a.clusters.shape != b.clusters.shape or not (a.clusters == b.clusters).all():
+        raise ValueError("paired items differ in number or clusters: keep the items that both sides have")
     ratio_a, ratio_b = ratio_estimate(a), ratio_estimate(b)
     if ratio_a is None or ratio_b is None:
         raise ValueError("no denominator on one side: there is nothing to compare")
     width = bounds[1] - bounds[0] if bounds else math.inf
     floors = bounds or (-math.inf, math.inf)
-    sides: tuple[RatioItems, ...] = (a.by_unit(), b.by_unit())
+    sides: tuple[RatioItems, ...] = (a.by_cluster(), b.by_cluster())
     if (a.den == b.den).all():  # the difference is one ratio itself, and no digits cancel
-        sides, floors = (RatioItems(a.num - b.num, a.den, a.units).by_unit(),), (-width, width)
+        sides, floors = (RatioItems(a.num - b.num, a.den, a.clusters).by_cluster(),), (-width, width)
     difference, n, estimate = scale * (ratio_a - ratio_b), len(sides[0].num), _Estimate.of(sides)
     counts = _discordant(a, b, bounds, n) if proportion and bounds else None
     p = None if counts is None else mcnemar_exact(*counts)
@@ -264,7 +264,7 @@ def paired_difference(
     elif (a.num * b.den == b.num * a.den).all():
         lo, hi = (width * end for end in _discordant_interval(0, 0, n, level))
     else:
-        lo, hi = _share_interval(estimate, floors, resamples, level, several=len(a.units) > n)
+        lo, hi = _share_interval(estimate, floors, resamples, level, several=len(a.clusters) > n)
     ends = [scale * min(max(end, -width), width) for end in (lo, hi)]
     return PairedDifference(difference, (min(ends), max(ends)), n, p)
 
@@ -279,18 +279,18 @@ def _check_bounds(bounds: Interval | None, proportion: bool) -> None:
         raise ValueError("a proportion needs finite bounds")
 
 
-def _residuals(units: RatioItems) -> Floats | None:
-    """Each unit's share in the error of the ratio, ``(N_u − r·D_u) / Σ D``; None if that cannot be known."""
-    total = units.den.sum()
-    if len(units.num) < 2 or not total > 0:
+def _residuals(clusters: RatioItems) -> Floats | None:
+    """Each cluster's share in the error of the ratio, ``(N_u − r·D_u) / Σ D``; None if that cannot be known."""
+    total = clusters.den.sum()
+    if len(clusters.num) < 2 or not total > 0:
         return None
-    residuals: Floats = (units.num - units.num.sum() / total * units.den) / total
+    residuals: Floats = (clusters.num - clusters.num.sum() / total * clusters.den) / total
     return residuals
 
 
 @dataclass(frozen=True, eq=False)
 class _Estimate:
-    """One ratio, or the first minus the second: sums per unit, value, jackknife's standard error (0: no spread)."""
+    """One ratio, or the first minus the second: sums per cluster, value, jackknife's standard error (0: no spread)."""
 
     sides: tuple[RatioItems, ...]
     value: float
@@ -298,14 +298,14 @@ class _Estimate:
 
     @classmethod
     def of(cls, sides: tuple[RatioItems, ...]) -> _Estimate | None:
-        """None for a single unit or no denominator."""
+        """None for a single cluster or no denominator."""
         value, left_out, n = 0.0, np.zeros(len(sides[0].num)), len(sides[0].num)
         for sign, side in zip((1.0, -1.0), sides, strict=False):
             residuals = _residuals(side)
             if residuals is None:
                 return None
             value += sign * float(side.num.sum() / side.den.sum())
-            rest = 1.0 - side.den / side.den.sum()  # what is left of the denominator without the unit
+            rest = 1.0 - side.den / side.den.sum()  # what is left of the denominator without the cluster
             left_out += sign * np.divide(residuals, rest, out=np.zeros(n), where=rest > 0)
         error = math.sqrt((n - 1) / n * float(np.sum(left_out**2)))
         size = max(float(np.abs(side.num).sum() / side.den.sum()) for side in sides)
@@ -317,7 +317,7 @@ class _Estimate:
 
     def t(self, weights: Floats) -> Floats:
         """Studentized error of each resample ``[R]``; infinite where a resample errs without a spread of its own."""
-        # the error of unit u in a resample is linear in these columns: Σ_k c_k·v_uk
+        # the error of cluster u in a resample is linear in these columns: Σ_k c_k·v_uk
         columns, factors, off = list[Floats](), list[Floats](), np.zeros(len(weights))
         for sign, side in zip((1.0, -1.0), self.sides, strict=False):
             residuals = side.num - side.num.sum() / side.den.sum() * side.den
@@ -350,12 +350,12 @@ def _mean_interval(estimate: _Estimate, resamples: Floats | int, level: float, *
 def _share_interval(
     estimate: _Estimate, bounds: Interval, resamples: Floats | int, level: float, *, several: bool
 ) -> Interval:
-    """Of a share, or of a difference of shares; ``several``: items per unit."""
+    """Of a share, or of a difference of shares; ``several``: items per cluster."""
     seed = resamples if isinstance(resamples, int) else 0
     least, most = _gaffke(estimate, bounds, seed, level)
     if not several or estimate.error == 0.0:
         return least, most
-    if estimate.n >= MIN_STUDENTIZED_UNITS:
+    if estimate.n >= MIN_STUDENTIZED_CLUSTERS:
         lo, hi = _bootstrap_t(estimate, resamples, level, (True, True))
     else:
         lo, hi = _logit_t(estimate, bounds, level)
@@ -365,10 +365,10 @@ def _share_interval(
 def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, skewed: tuple[bool, bool]) -> Interval:
     """Ends of the bootstrap-t, infinite where resamples do not tell; ``skewed``: the ends to be on the safe side."""
     n = estimate.n
-    if n < MIN_STUDENTIZED_UNITS:
+    if n < MIN_STUDENTIZED_CLUSTERS:
         return -math.inf, math.inf
     t = estimate.t(_weights(resamples, n))
-    low, high = ((1 - level) / 2 * (n / (n + _SKEW_UNITS) if end else 1.0) for end in skewed)
+    low, high = ((1 - level) / 2 * (n / (n + _SKEW_CLUSTERS) if end else 1.0) for end in skewed)
     # order statistics: between a finite and an infinite one nothing can be interpolated
     return (
         estimate.value - estimate.error * float(np.quantile(t, 1 - low, method="higher")),
@@ -377,7 +377,7 @@ def _bootstrap_t(estimate: _Estimate, resamples: Floats | int, level: float, ske
 
 
 def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
-    """Half-width of a mean's interval in standard errors, from n ≥ 2 units, where resamples are not known yet.
+    """Half-width of a mean's interval in standard errors, from n ≥ 2 clusters, where resamples are not known yet.
 
     Student's t; of a cost as its interval is made (module docstring), but for the skew that its resamples show.
     See docs/metrics.md#sample-size.
@@ -386,9 +386,9 @@ def critical_value(n: int, level: float = 0.95, *, cost: bool = False) -> float:
     t = float(special.stdtrit(n - 1, q))
     if not cost:
         return t
-    if n < MIN_STUDENTIZED_UNITS:
+    if n < MIN_STUDENTIZED_CLUSTERS:
         return _SKEW_REACH * t
-    return (t + float(special.stdtrit(n - 1, 1 - (1 - q) * n / (n + _SKEW_UNITS)))) / 2
+    return (t + float(special.stdtrit(n - 1, 1 - (1 - q) * n / (n + _SKEW_CLUSTERS)))) / 2
 
 
 def _student_t(estimate: _Estimate, level: float) -> Interval:
@@ -404,7 +404,7 @@ def _log_t(estimate: _Estimate, level: float) -> Interval:
 
 
 def _logit_t(estimate: _Estimate, bounds: Interval, level: float) -> Interval:
-    """Student's t on the logit scale, wider; infinite for a difference and where a unit lies at a bound."""
+    """Student's t on the logit scale, wider; infinite for a difference and where a cluster lies at a bound."""
     floor, ceiling = bounds
     side, width = estimate.sides[0], ceiling - floor
     if len(estimate.sides) > 1 or (side.num == floor * side.den).any() or (side.num == ceiling * side.den).any():
@@ -420,7 +420,7 @@ def _gaffke(estimate: _Estimate, bounds: Interval, seed: int, level: float) -> I
     """Gaffke's bound on either side (module docstring); a second side is at the opposite bound."""
     n, ends = estimate.n, list[float]()
     draws = np.random.default_rng([seed, n, 1]).standard_exponential((_RESAMPLES, n))  # Dirichlet weights, × sum
-    # the further unit's weight, beta(1, n), takes its quantiles instead of being drawn: it moves the ends most
+    # the further cluster's weight, beta(1, n), takes its quantiles instead of being drawn: it moves the ends most
     odds = (1.0 - (np.arange(_RESAMPLES) + 0.5) / _RESAMPLES) ** (-1.0 / n) - 1.0
     for lower in (True, False):
         drawn = np.zeros(_RESAMPLES)
@@ -434,7 +434,7 @@ def _gaffke(estimate: _Estimate, bounds: Interval, seed: int, level: float) -> I
 
 
 def _count(items: RatioItems, floor: float, ceiling: float, n: int) -> int | None:
-    """Units at the ceiling where items all agree, or are all at a bound, alike in size and a unit each; else None."""
+    """Clusters at the ceiling where items all agree, or are all at a bound, alike in size and a cluster each; else None."""
     top, bottom = items.num == ceiling * items.den, items.num == floor * items.den
     if top.all() or bottom.all():
         return n if top.all() else 0
@@ -443,7 +443,7 @@ def _count(items: RatioItems, floor: float, ceiling: float, n: int) -> int | Non
 
 
 def _discordant(a: RatioItems, b: RatioItems, bounds: Interval, n: int) -> tuple[int, int] | None:
-    """Units lost and gained from b to a, of items at a bound, alike in size and a unit each; else None."""
+    """Clusters lost and gained from b to a, of items at a bound, alike in size and a cluster each; else None."""
     if len(a.num) != n or not (np.append(a.den, b.den) == a.den[0]).all():
         return None
     if not all(np.isin(side.num, [bound * a.den[0] for bound in bounds]).all() for side in (a, b)):

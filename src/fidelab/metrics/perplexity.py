@@ -4,7 +4,7 @@ Perplexity is ``exp(Σ NLL / n)``, NLL = −log P(actual next token) in nats.  W
 
     ``ln(PPL_test / PPL_ref) = Σ (NLL_test − NLL_ref) / n``
 
-over the tokens that both sides give a probability.  Its standard error is that of a mean over resampling units
+over the tokens that both sides give a probability.  Its standard error is that of a mean over resampling clusters
 (documents, or blocks of windows): tokens of one document are not independent, so it is wider than an error over
 single tokens, such as llama.cpp prints.
 """
@@ -57,7 +57,7 @@ class PerplexityPair:
     """Two arms' perplexities over the rows that are usable on both sides, and their paired log-ratio.
 
     ``log_ratio``, its 95% ``interval`` and ``stderr`` are in nats; the perplexities have no unit, and ``…_interval``
-    is their own 95% interval.  ``None``: no usable row, a single unit (intervals, error), or no finite number.
+    is their own 95% interval.  ``None``: no usable row, a single cluster (intervals, error), or no finite number.
     See docs/metrics.md#perplexity.
     """
 
@@ -72,14 +72,14 @@ class PerplexityPair:
     n_failed: int
 
 
-def compare_nll(nll_ref: Floats, nll_test: Floats, units: NDArray[Any], seed: int = 0) -> PerplexityPair:
-    """Perplexities and paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``units [n]``.
+def compare_nll(nll_ref: Floats, nll_test: Floats, clusters: NDArray[Any], seed: int = 0) -> PerplexityPair:
+    """Perplexities and paired log-ratio from the NLL of ``n`` rows, NaN where a row failed; ``clusters [n]``.
 
     See docs/metrics.md#perplexity.
     """
     usable = np.isfinite(nll_ref) & np.isfinite(nll_test)
     ref, test, gap = (
-        RatioItems.of(values[usable], 1.0, units[usable]) for values in (nll_ref, nll_test, nll_test - nll_ref)
+        RatioItems.of(values[usable], 1.0, clusters[usable]) for values in (nll_ref, nll_test, nll_test - nll_ref)
     )
     return PerplexityPair(
         ppl_ref=exponential(ratio_estimate(ref)),

@@ -181,14 +181,14 @@ def accuracy_difference(cells: Cells, seed: int = 0, level: float = 0.95) -> Pai
     """Accuracy of the candidate minus the reference's, over the trials of all cells (points, −100…100).
 
     All cells, because choosing them by what the reference returned would count its luck as the candidate's loss.
-    A trial is a unit, whatever its cell, which adds the spread between cells and so is on the safe side.
+    A trial is a cluster, whatever its cell, which adds the spread between cells and so is on the safe side.
     See docs/metrics.md#retrieval.
 
     Raises:
         ValueError: there is no trial.
     """
-    units, ones = np.arange(len(cells.cell)), np.ones(len(cells.cell))
-    cand, base = RatioItems(cells.cand, ones, units), RatioItems(cells.base, ones, units)
+    clusters, ones = np.arange(len(cells.cell)), np.ones(len(cells.cell))
+    cand, base = RatioItems(cells.cand, ones, clusters), RatioItems(cells.base, ones, clusters)
     return paired_difference(cand, base, seed, level=level, scale=100.0, bounds=(0.0, 1.0), proportion=True)
 
 

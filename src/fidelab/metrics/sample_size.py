@@ -1,20 +1,20 @@
-"""Sample size: units (resampling clusters) for an interval of a given half-width, from a pilot run.
+"""Sample size: resampling clusters for an interval of a given half-width, from a pilot run.
 
 See docs/metrics.md#sample-size.
 
-The 95% interval of ``Σ num / Σ den`` over n units reaches about
+The 95% interval of ``Σ num / Σ den`` over n clusters reaches about
 
     ``h(n) = t(0.975; n − 1) · s / √n``,    s = se · √m
 
-on either side, with se the linearised standard error of the ratio in a pilot of m units.  Of a cost (a mean KL) t is
+on either side, with se the linearised standard error of the ratio in a pilot of m clusters.  Of a cost (a mean KL) t is
 wider, as its interval is (:func:`fidelab.metrics.intervals.critical_value`).  The t quantile depends on n too, so the
 least n with ``h(n) ≤ precision`` is searched for; h falls in n.  (Cochran, *Sampling Techniques*, 3rd ed. 1977:
 chapter 4 for n from an advance estimate of the variance, chapter 6 for the variance of a ratio.)
 
 A small pilot estimates s poorly.  Its one-sided 95% upper bound is ``s · √((m − 1) / χ²(0.05; m − 1))``, exact for
-normal units; the costs of units are skewed, which makes it optimistic.
+normal clusters; the costs of clusters are skewed, which makes it optimistic.
 
-A share whose units all agree has s = 0 and still an error: the exact binomial interval reaches
+A share whose clusters all agree has s = 0 and still an error: the exact binomial interval reaches
 ``1 − 0.025^(1/n)`` to its one side.
 """
 
@@ -35,56 +35,56 @@ __all__ = [
     "half_width",
     "paired_spread",
     "ratio_spread",
-    "units_for",
-    "units_to_agree",
+    "clusters_for",
+    "clusters_to_agree",
 ]
 
 
 @dataclass(frozen=True)
 class ClusterSpread:
-    """An estimate from ``units`` ≥ 2 units, and the standard deviation ``sd`` of one unit's share in its error.
+    """An estimate from ``clusters`` ≥ 2 clusters, and the standard deviation ``sd`` of one cluster's share in its error.
 
     See docs/metrics.md#sample-size.
     """
 
     estimate: float
     sd: float
-    units: int
+    clusters: int
 
     def upper_sd(self, confidence: float = 0.95) -> float:
-        """One-sided upper bound of ``sd``; exact for normal units."""
-        df = self.units - 1
+        """One-sided upper bound of ``sd``; exact for normal clusters."""
+        df = self.clusters - 1
         return self.sd * math.sqrt(df / float(special.chdtri(df, confidence)))
 
 
 def ratio_spread(items: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
-    """Spread of ``scale · Σ num / Σ den`` over units; None for a single unit or no denominator.
+    """Spread of ``scale · Σ num / Σ den`` over clusters; None for a single cluster or no denominator.
 
     See docs/metrics.md#sample-size.
     """
     error, estimate = standard_error(items), ratio_estimate(items)
     if error is None or estimate is None:
         return None
-    n = len(np.unique(items.units))
+    n = len(np.unique(items.clusters))
     return ClusterSpread(scale * estimate, scale * error * math.sqrt(n), n)
 
 
 def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSpread | None:
-    """Spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over units that both sides share.
+    """Spread of ``scale · (Σ num_a / Σ den_a − Σ num_b / Σ den_b)`` over clusters that both sides share.
 
-    The error of the difference is, per unit, the difference of the two linearised errors.
+    The error of the difference is, per cluster, the difference of the two linearised errors.
     See docs/metrics.md#sample-size.
 
     Raises:
         ValueError: the items are not the same.
     """
-    if a.units.shape != b.units.shape or not (a.units == b.units).all():
-        raise ValueError("paired items differ in number or units: keep the items that both sides have")
+    if a.clusters.shape != b.clusters.shape or not (a.clusters == b.clusters).all():
+        raise ValueError("paired items differ in number or clusters: keep the items that both sides have")
     ratio_a, ratio_b = ratio_estimate(a), ratio_estimate(b)
     if ratio_a is None or ratio_b is None:
         return None
     sides = [(side.num - ratio * side.den) / side.den.sum() for side, ratio in ((a, ratio_a), (b, ratio_b))]
-    errors = RatioItems.of(sides[0] - sides[1], 1.0, a.units).by_unit()
+    errors = RatioItems.of(sides[0] - sides[1], 1.0, a.clusters).by_cluster()
     n = len(errors.num)
     if n < 2:
         return None
@@ -93,15 +93,15 @@ def paired_spread(a: RatioItems, b: RatioItems, scale: float = 1.0) -> ClusterSp
 
 
 def half_width(sd: float, n: int, level: float = 0.95, *, cost: bool = False) -> float:
-    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 units; of a ``cost`` wider.
+    """Half-width ``t(½ + level/2; n − 1) · sd / √n`` of the interval from n ≥ 2 clusters; of a ``cost`` wider.
 
     See docs/metrics.md#sample-size.
     """
     return critical_value(n, level, cost=cost) * sd / math.sqrt(n)
 
 
-def units_for(sd: float, precision: float, level: float = 0.95, *, cost: bool = False) -> int:
-    """The least number of units, 2 at least, whose half-width is ``precision`` > 0 at most.
+def clusters_for(sd: float, precision: float, level: float = 0.95, *, cost: bool = False) -> int:
+    """The least number of clusters, 2 at least, whose half-width is ``precision`` > 0 at most.
 
     See docs/metrics.md#sample-size.
     """
@@ -109,15 +109,15 @@ def units_for(sd: float, precision: float, level: float = 0.95, *, cost: bool = 
 
 
 def agreement_reach(n: int, level: float = 0.95) -> float:
-    """How far the exact interval of a share reaches when all n units agree: ``1 − ((1 − level)/2)^(1/n)``.
+    """How far the exact interval of a share reaches when all n clusters agree: ``1 − ((1 − level)/2)^(1/n)``.
 
     See docs/metrics.md#sample-size.
     """
     return binomial_interval(0, n, level)[1]
 
 
-def units_to_agree(precision: float, level: float = 0.95) -> int:
-    """The least number of agreeing units, 2 at least, whose interval reaches ``precision`` > 0 (a share) at most.
+def clusters_to_agree(precision: float, level: float = 0.95) -> int:
+    """The least number of agreeing clusters, 2 at least, whose interval reaches ``precision`` > 0 (a share) at most.
 
     See docs/metrics.md#sample-size.
     """

@@ -139,7 +139,7 @@ def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> s
     if kld is None or not kld.measured:
         return ""
     known = kld.facts if size is None else size
-    windows, documents, units = (known.get(name) for name in ("windows", "n_documents", "n_units"))
+    windows, documents, units = (known.get(name) for name in ("windows", "n_documents", "n_clusters"))
     parts = [counted(windows, "window")] if isinstance(windows, int) else []
     if isinstance(documents, int):
         parts.append(counted(documents, "document"))

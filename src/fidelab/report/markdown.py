@@ -45,7 +45,7 @@ def render_markdown(report: Report) -> str:
     parts = [
         _opening(report, view),
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
-        *(part for matrix in view.isolation for part in (escaped(matrix.said), *_titled(matrix.table))),
+        *(part for matrix in view.ablation for part in (escaped(matrix.said), *_titled(matrix.table))),
         *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",

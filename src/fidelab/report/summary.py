@@ -86,8 +86,8 @@ def others_of(report: Report) -> TextTable | None:
         nobody: list[Metric | None] = [None] * len(arms)
         for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)] if known else ()):
             brief = zip(axes, cells, strict=True)
-            units = next((axis for axis in known if axis.n_units and axis.cluster), None) if n == 0 else None
-            over = "" if units is None else f", {counted(units.n_units or 0, one_line(units.cluster))}"
+            units = next((axis for axis in known if axis.n_clusters and axis.cluster), None) if n == 0 else None
+            over = "" if units is None else f", {counted(units.n_clusters or 0, one_line(units.cluster))}"
             own = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
             columns[f"{head}{over}"] = [(one_line(base) if n == 0 else "") or ABSENT, *own]
     if not columns:

@@ -81,7 +81,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         print_path(console, "what the workers printed", folder / "logs")
     for modification in view.modified:
         line(modification, "yellow")
-    for matrix in view.isolation:
+    for matrix in view.ablation:
         line(matrix.said, "bold")
     for sentence in view.headlines:
         line(sentence)
@@ -95,7 +95,7 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for further in (*view.beside, *(table for table in view.tables if table.key == "attribution")):
         line(further.title)
         _print_whole(further, console)
-    for matrix in view.isolation:
+    for matrix in view.ablation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)
     _print_benches(view, console)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.core import Status
-from fidelab.report.ablation import Matrix, isolation_of
+from fidelab.report.ablation import Matrix, ablation_of
 from fidelab.report.cells import (
     STATUS,
     Estimate,
@@ -168,7 +168,7 @@ class View:
     ranking: str
     tables: tuple[TextTable, ...]
     beside: tuple[TextTable, ...]
-    isolation: tuple[Matrix, ...]
+    ablation: tuple[Matrix, ...]
     truth: str
     points: tuple[FrontierPoint, ...]
     run_details: tuple[tuple[str, str], ...]
@@ -245,7 +245,7 @@ def build_view(report: Report) -> View:
         ranking=_ranking(report.comparisons),
         tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
         beside=_present(contexts_of(report), others_of(report)),
-        isolation=isolation_of(report),
+        ablation=ablation_of(report),
         truth=truth_line(report),
         points=(
             *(_points("control", report.control) if report.control else ()),

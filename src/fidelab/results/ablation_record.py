@@ -1,4 +1,4 @@
-"""The isolation matrix in ``report.json``: what each factor of a grid moves, and where."""
+"""The ablation in ``report.json``: what each factor of a grid moves, and where."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from fidelab.results.values import Count, Interval, Positive, Record
 __all__ = [
     "AblationOutcome",
     "FactorEffect",
-    "Isolation",
-    "IsolationCell",
+    "Ablation",
+    "AblationCell",
     "LevelShift",
     "format_amount",
     "format_levels",
@@ -27,7 +27,7 @@ _MORE = {"kld": "windows", "degeneration": "prompts"}  # what narrows intervals
 _MOVED = ("everywhere", "some", "opposed", "unclear")
 
 
-class IsolationCell(Record):
+class AblationCell(Record):
     """One combination of levels."""
 
     arm: str
@@ -92,11 +92,11 @@ class AblationOutcome(Record):
     """What sets the floor."""
     n_items: Count = 0
     """Items that all measured cells have."""
-    n_units: Count = 0
+    n_clusters: Count = 0
     """Units that were resampled."""
     contrasts: Count = 0
     """Contrasts whose intervals hold together."""
-    cells: tuple[IsolationCell, ...] = ()
+    cells: tuple[AblationCell, ...] = ()
     """The grid."""
     effects: tuple[FactorEffect, ...] = ()
     """One for each factor."""
@@ -104,7 +104,7 @@ class AblationOutcome(Record):
     """Which factor moves the outcome."""
 
 
-class Isolation(Record):
+class Ablation(Record):
     """The grid of ``vary``."""
 
     factors: dict[str, tuple[str, ...]]
@@ -137,7 +137,7 @@ def sentence_of(outcome: AblationOutcome) -> str:
         if all(_sure(effect, outcome) for effect in still):
             clauses.append(f"no factor moves {what} beyond the floor ({bounds}; {floor})")
         else:
-            few = f"{outcome.n_units} unit{'' if outcome.n_units == 1 else 's'}, more {_MORE[outcome.name]} tell more"
+            few = f"{outcome.n_clusters} cluster{'' if outcome.n_clusters == 1 else 's'}, more {_MORE[outcome.name]} tell more"
             clauses.append(f"no factor's shift of {what} can be told from chance ({bounds}; {few}; {floor})")
     else:
         clauses.append(f"nothing can be said about {what}")

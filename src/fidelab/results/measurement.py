@@ -203,7 +203,7 @@ class Measurement(Outcome):
     """Items asked (positions, prompts, questions)."""
     n_failed: Count | None = None
     """Items that a failure made unusable; they are in no metric."""
-    n_units: Count | None = None
+    n_clusters: Count | None = None
     """Resampling clusters of the usable items: what intervals are computed over."""
     cluster: str = ""
     """The word for one of them: ``document``, ``block``, ``prompt``."""

@@ -17,7 +17,7 @@ from pydantic import AwareDatetime, ConfigDict, Field, ValidationError, field_va
 from fidelab.core import KVSpec, Status
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES, READERS
-from fidelab.results.ablation_record import Isolation
+from fidelab.results.ablation_record import Ablation
 from fidelab.results.measurement import Measurement
 from fidelab.results.values import Count, Document, Free, FreeDict, Interval, Outcome, Positive, Record, Score
 
@@ -35,7 +35,7 @@ __all__ = [
     "Composite",
     "Contrast",
     "ExperimentReport",
-    "Floor",
+    "NoiseFloor",
     "KVFormats",
     "Report",
     "RuntimeRecord",
@@ -145,7 +145,7 @@ class Verdict(Record):
     """Packages that are not as released, and shims: what the verdict holds for."""
 
 
-class Floor(Record):
+class NoiseFloor(Record):
     """What a change of the last bit of some of the first layer's weights does to a candidate: KL(it ‖ that twin).
 
     Two machines, or two versions of a library, round as differently: what is smaller than this they do not tell.
@@ -187,7 +187,7 @@ class ArmRecord(Outcome):
     """What ran; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)
     """Axis → fidelity against the reference; empty for the reference itself."""
-    floor: Floor | None = None
+    floor: NoiseFloor | None = None
     """What last bits alone move a candidate by; null unless that was asked for (``twins``)."""
     control: str | None = None
     """Name of the control that the metrics ``over control`` refer to; null where there is none."""
@@ -270,7 +270,7 @@ class Attribution(Record):
     """``here`` minus ``format``."""
     format_minus_kernel: Contrast | None = None
     """``format`` minus ``kernel``."""
-    floor: Floor | None = None
+    floor: NoiseFloor | None = None
     """What last bits alone move the candidate by; a part below it tells nothing."""
 
 
@@ -305,7 +305,7 @@ class Report(Document):
     """Candidates in the order of their mean KL, each with the next one."""
     attribution: tuple[Attribution, ...] = ()
     """Format loss told from kernel loss, one per candidate; empty unless that was asked (control: full)."""
-    isolation: Isolation | None = None
+    ablation: Ablation | None = None
     """Which factor of a grid moves KLD and the onset of degeneration; null unless a grid was asked for (vary)."""
     truth: ArmRecord | None = None
     """The reference's 32-bit twin on the same engine, over the reference."""

@@ -27,14 +27,14 @@ from fidelab.metrics.degeneration import EARLIER
 from fidelab.results.ablation_record import (
     AblationOutcome,
     FactorEffect,
-    Isolation,
-    IsolationCell,
+    Ablation,
+    AblationCell,
     LevelShift,
     sentence_of,
 )
 from fidelab.runs.pairing import Measured
 
-__all__ = ["isolate"]
+__all__ = ["score_ablation"]
 
 _ROUNDING = {"float32": 1e-8, "float16": 1e-3, "bfloat16": 1e-3}  # nats
 _MOST_FAILED = 0.01  # share of items; beyond it an arm has failed: see docs/metrics.md#failed-positions
@@ -49,7 +49,7 @@ class _Cell:
     reason: str | None = None
 
 
-def isolate(experiment: Experiment, measured: Mapping[str, Measured]) -> Isolation | None:
+def score_ablation(experiment: Experiment, measured: Mapping[str, Measured]) -> Ablation | None:
     """The effect of each factor; ``None`` for an experiment without a grid.
 
     ``measured``: role → scores of that arm against the run's reference.
@@ -69,7 +69,7 @@ def isolate(experiment: Experiment, measured: Mapping[str, Measured]) -> Isolati
         frame = AblationOutcome(name="degeneration", unit="tokens", floor=float(EARLIER), floor_from=source)
         outcomes.append(_outcome(experiment, factors, measured, frame, budget))
     fixed = {key: values[0] for key, values in experiment.vary.items() if len(values) == 1}
-    return Isolation(factors=factors, fixed=fixed, outcomes=tuple(outcomes))
+    return Ablation(factors=factors, fixed=fixed, outcomes=tuple(outcomes))
 
 
 def _at_one_context(measured: Mapping[str, Measured]) -> dict[str, Measured]:
@@ -96,19 +96,19 @@ def _outcome(
     masks = [cell.usable for cell in outcomes.values() if cell.usable is not None]
     common: NDArray[np.bool_] = np.logical_and.reduce(masks)  # the items that every measured cell has
     usable = {name: cell.values[common] for name, cell in outcomes.items() if cell.values is not None}
-    clusters = next((measured[f"candidate:{name}"].scores[frame.name].units[common] for name in usable), np.zeros(0))
+    clusters = next((measured[f"candidate:{name}"].scores[frame.name].clusters[common] for name in usable), np.zeros(0))
     cells = {tuple(grid[name][factor] for factor in factors): values for name, values in usable.items()}
-    findings = ablation.isolate(
+    findings = ablation.estimate_effects(
         ablation.AblationGrid(factors, cells, clusters, budget), frame.floor, seed=experiment.seed
     )
     means = {name: float(values.mean()) for name, values in usable.items() if len(values)}
     outcome = frame.model_copy(
         update={
             "n_items": findings.n_items,
-            "n_units": findings.n_units,
+            "n_clusters": findings.n_clusters,
             "contrasts": findings.contrasts,
             "cells": tuple(
-                IsolationCell(arm=name, levels=levels, value=means.get(name), reason=outcomes[name].reason)
+                AblationCell(arm=name, levels=levels, value=means.get(name), reason=outcomes[name].reason)
                 for name, levels in grid.items()
             ),
             "effects": tuple(map(_effect, findings.effects)),

@@ -20,7 +20,7 @@ from fidelab.plan.arms import ATTENTION, family
 from fidelab.plan.build import TWIN
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH
-from fidelab.results.record import Attribution, AttributionPart, Contrast, Floor
+from fidelab.results.record import Attribution, AttributionPart, Contrast, NoiseFloor
 from fidelab.runs.pairing import ArmResult, Measured, Scorer
 
 __all__ = ["attribute", "control_of", "floors_of", "is_diagnostic", "measure_truth"]
@@ -37,7 +37,7 @@ def attribute(
     experiment: Experiment,
     measured: Mapping[str, Measured],
     diagnostics: Sequence[ArmResult],
-    floors: Mapping[str, Floor],
+    floors: Mapping[str, NoiseFloor],
 ) -> tuple[Attribution, ...]:
     """One record per candidate; none where the run has no diagnostic arms.
 
@@ -58,7 +58,7 @@ def attribute(
     )
 
 
-def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, Floor]:
+def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str, NoiseFloor]:
     """Each candidate's noise floor: the KL of its family's twin against the arm whose twin it is."""
     if not experiment.twins or _AXIS not in experiment.axes:
         return {}
@@ -69,20 +69,20 @@ def floors_of(experiment: Experiment, results: Sequence[ArmResult]) -> dict[str,
         if role.startswith(f"{TWIN}:")
     }
     candidates = [result.arm for result in results if result.role.startswith("candidate:")]
-    return {arm.name: floors.get(family(arm)) or Floor(of=arm.name, reason=_no_twin(arm)) for arm in candidates}
+    return {arm.name: floors.get(family(arm)) or NoiseFloor(of=arm.name, reason=_no_twin(arm)) for arm in candidates}
 
 
-def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> Floor:
+def _floor(experiment: Experiment, candidate: ArmResult, twin: ArmResult) -> NoiseFloor:
     name = candidate.arm.name
     pair = [candidate, replace(twin, role=TWIN)]
     try:
         arm = Scorer(_kld_alone(experiment), pair, {}, strict=False, reference=candidate.role).measure(pair[1])
     except FidelabError as error:  # a capture that is gone or damaged
-        return Floor(of=name, reason=str(error))
+        return NoiseFloor(of=name, reason=str(error))
     score = _score(arm)
     if score is None or score.value("mean") is None:
-        return Floor(of=name, reason=arm.reason or "no full-vocabulary KLD")
-    return Floor(of=name, mean=score.value("mean"), ci=score.interval("mean"), n_positions=len(score.num))
+        return NoiseFloor(of=name, reason=arm.reason or "no full-vocabulary KLD")
+    return NoiseFloor(of=name, mean=score.value("mean"), ci=score.interval("mean"), n_positions=len(score.num))
 
 
 def _no_twin(arm: Arm) -> str:
@@ -115,7 +115,7 @@ def _kld_alone(experiment: Experiment) -> Experiment:
 
 
 def _attribution(
-    candidate: Measured, control: Measured | None, exact: Mapping[str, Measured], floor: Floor | None, seed: int
+    candidate: Measured, control: Measured | None, exact: Mapping[str, Measured], floor: NoiseFloor | None, seed: int
 ) -> Attribution:
     name = candidate.result.arm.name
     arms = {"here": candidate, "kernel": control, "format": exact.get(f"{EXACT}:{name}")}

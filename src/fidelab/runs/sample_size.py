@@ -33,15 +33,15 @@ from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageErro
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
-from fidelab.metrics.intervals import MIN_STUDENTIZED_UNITS
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
     agreement_reach,
     half_width,
     paired_spread,
     ratio_spread,
-    units_for,
-    units_to_agree,
+    clusters_for,
+    clusters_to_agree,
 )
 from fidelab.models import resolve
 from fidelab.results.record import ArmRecord, Report
@@ -99,9 +99,9 @@ class SizeLine:
     estimate: float | None = None
     half_width: float | None = None
     precision: float | None = None
-    units: int | None = None
-    units_needed: int | None = None
-    units_upper: int | None = None
+    clusters: int | None = None
+    clusters_needed: int | None = None
+    clusters_upper: int | None = None
     items_needed: int | None = None
     items_upper: int | None = None
 
@@ -291,17 +291,17 @@ def _line(
     if precision == 0:
         return SizeLine(arm, quantity, "failed", "a percentage of an estimate of 0 is 0: give --precision as a number")
     if agree is None:
-        reach = half_width(spread.sd, spread.units, cost=cost)
-        units, upper = (units_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
+        reach = half_width(spread.sd, spread.clusters, cost=cost)
+        clusters, upper = (clusters_for(sd, precision, cost=cost) for sd in (spread.sd, spread.upper_sd()))
     else:
-        reach = agree * agreement_reach(spread.units)
-        units = upper = units_to_agree(precision / agree)
-    per_unit = n / spread.units
+        reach = agree * agreement_reach(spread.clusters)
+        clusters = upper = clusters_to_agree(precision / agree)
+    per_cluster = n / spread.clusters
     few = ""
-    if spread.units < MIN_STUDENTIZED_UNITS:
-        units, upper = max(units, MIN_STUDENTIZED_UNITS), max(upper, MIN_STUDENTIZED_UNITS)
+    if spread.units < MIN_STUDENTIZED_CLUSTERS:
+        units, upper = max(units, MIN_STUDENTIZED_CLUSTERS), max(upper, MIN_STUDENTIZED_CLUSTERS)
         few = (
-            f"{spread.units} units do not tell how far units differ: nothing from fewer than {MIN_STUDENTIZED_UNITS} "
+            f"{spread.clusters} units do not tell how far units differ: nothing from fewer than {MIN_STUDENTIZED_CLUSTERS} "
             "is called precise"
         )
     return SizeLine(
@@ -312,11 +312,11 @@ def _line(
         spread.estimate,
         reach,
         precision,
-        spread.units,
-        units,
+        spread.clusters,
+        clusters,
         upper,
-        math.ceil(units * per_unit),
-        math.ceil(upper * per_unit),
+        math.ceil(clusters * per_cluster),
+        math.ceil(upper * per_cluster),
     )
 
 

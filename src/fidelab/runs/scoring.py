@@ -25,7 +25,7 @@ from fidelab.results.record import (
     ArmRecord,
     Comparison,
     Composite,
-    Floor,
+    NoiseFloor,
     KVFormats,
     Report,
     RuntimeRecord,
@@ -33,7 +33,7 @@ from fidelab.results.record import (
     Verdict,
 )
 from fidelab.results.sentence import ArmFacts, is_native, sentence
-from fidelab.runs.ablation import isolate
+from fidelab.runs.ablation import score_ablation
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
 from fidelab.runs.pairing import ArmResult, Measured, Scorer, engaged
 
@@ -94,7 +94,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         candidates=tuple(summary.record(candidate) for candidate in candidates),
         comparisons=tuple(summary.comparisons(candidates)),
         attribution=attribute(experiment, measured, diagnostics, floors),
-        isolation=isolate(experiment, measured),
+        ablation=score_ablation(experiment, measured),
         truth=_truth(experiment, reference, diagnostics),
         floor=summary.axes(measured["floor"]) if "floor" in measured else {},
     )
@@ -114,7 +114,7 @@ class _Summary:
         experiment: Experiment,
         measured: Mapping[str, Measured],
         reference: ArmResult,
-        floors: Mapping[str, Floor],
+        floors: Mapping[str, NoiseFloor],
     ) -> None:
         self.experiment = experiment
         self.seed = experiment.seed
@@ -242,7 +242,7 @@ class _Summary:
             arm.broken,
             kld_least=kld.value("mean"),
             kld_lower=low,
-            n_units=kld.n_units,
+            n_clusters=kld.n_clusters,
         )
 
     def _facts(self, arm: Measured) -> ArmFacts:
@@ -266,7 +266,7 @@ class _Summary:
             at_best=_word(ruling.at_best) if ruling is not None else None,
             kld=_value(kld, "mean"),
             kld_ci=kld.interval("mean") if kld is not None else None,
-            units=counted(measured.n_units, measured.cluster) if measured and measured.cluster else "",
+            units=counted(measured.n_clusters, measured.cluster) if measured and measured.cluster else "",
             preliminary=ruling is not None and ruling.preliminary,
             floor=floor.mean if floor is not None else None,
             top1=_value(kld, "top-1"),

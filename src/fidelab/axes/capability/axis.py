@@ -129,7 +129,7 @@ class Capability(Axis):
         score = AxisScore(
             num=passed,
             den=np.ones(len(counted)),
-            units=np.array([CHECKS.index(result.check) for result in counted], dtype=np.int64),
+            clusters=np.array([CHECKS.index(result.check) for result in counted], dtype=np.int64),
             usable=usable,
             transform=lambda share: 100.0 * share,
             bounds=(0.0, 1.0),

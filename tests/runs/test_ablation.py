@@ -38,7 +38,7 @@ def vary(cwd: Path, *levels: str, axes: str = "kld", flags: tuple[object, ...] =
 
 
 def outcome(done: Done, name: str = "kld") -> dict[str, Any]:
-    return next(dict(found) for found in done.report["isolation"]["outcomes"] if found["name"] == name)
+    return next(dict(found) for found in done.report["ablation"]["outcomes"] if found["name"] == name)
 
 
 def effect(done: Done, factor: str, name: str = "kld") -> dict[str, Any]:
@@ -107,20 +107,20 @@ def test_page_and_card_show_the_same(main_effect: Done) -> None:
     for text in (page, card):
         assert "Isolation: mean KLD, nats" in text
         assert "margin does not: at most 0" in text
-    assert 'id="isolation"' in page
+    assert 'id="ablation"' in page
     assert "| margin, kv → | exact | tilt\\[q=0.6\\] |" in card
 
 
 def test_rescoring_gives_the_same_matrix(pair: Done) -> None:
-    before = Report.from_json(pair.folder / "report.json").isolation
+    before = Report.from_json(pair.folder / "report.json").ablation
     report, _ = rescore(pair.folder)
     assert before is not None
-    assert report.isolation == before
+    assert report.ablation == before
 
 
 def test_a_run_without_a_grid_has_no_matrix(tmp_path: Path) -> None:
     done = vary(tmp_path, flags=("--kv", "tilt"))
-    assert done.report["isolation"] is None
+    assert done.report["ablation"] is None
     assert "Isolation" not in done.out
 
 
@@ -218,14 +218,14 @@ def test_on_a_real_model_the_format_moves_kld_and_the_attention_does_not(smollm2
         "smollm2-135m",
         candidates=[],
         vary={"attention": ["sdpa", "eager"], "kv": ["bf16", "int4"]},
-        axes={"kld": {"windows": 40, "n_ctx": 32}},  # 13 units
+        axes={"kld": {"windows": 40, "n_ctx": 32}},  # 13 clusters
         text=str(tmp_path / "text.txt"),
         floor=0.0,
         threads=1,
         output_dir=str(tmp_path / "runs"),
     )
-    assert report.isolation is not None
-    [kld] = report.isolation.outcomes
+    assert report.ablation is not None
+    [kld] = report.ablation.outcomes
     attention, kv = kld.effects
     assert (kv.reach, attention.reach) == ("everywhere", "none")
     assert kv.mean is not None
