@@ -295,3 +295,36 @@ def test_rows_that_all_failed_are_a_fail_not_a_missing_verdict() -> None:
 def test_impossible_counts_are_refused() -> None:
     with pytest.raises(ValueError, match="positions"):
         verdict(0.1, 5, 4)
+
+
+@pytest.mark.parametrize(("n_clusters", "early"), [(2, True), (5, True), (6, False), (31, False), (None, False)])
+def test_a_verdict_over_fewer_than_six_units_is_preliminary(n_clusters: int | None, early: bool) -> None:
+    ruling = verdict(0.04, 0, 100, kld_lower=0.03, n_clusters=n_clusters)
+    assert (ruling.band, ruling.preliminary) == (Band.PASS, early)
+    assert any("preliminary" in fact for fact in ruling.because) == early
+
+
+def test_a_cost_of_exactly_nothing_is_preliminary_over_no_number_of_units() -> None:
+    assert not verdict(0.0, 0, 100, kld_lower=0.0, n_clusters=2).preliminary
+
+
+@pytest.mark.parametrize(
+    ("low", "upper", "band", "at_best"),
+    [
+        (0.02, 0.04, Band.PASS, None),
+        (0.009, 0.04, Band.PASS, Band.EXCELLENT),
+        (0.0001, 0.3, Band.FAIL, Band.EXCELLENT),
+        (0.06, 0.3, Band.FAIL, Band.DEGRADED),
+    ],
+)
+def test_an_interval_that_crosses_a_band_says_the_best_one(
+    low: float, upper: float, band: Band, at_best: Band | None
+) -> None:
+    ruling = verdict(upper, 0, 100, kld_lower=low, n_clusters=31)
+    assert (ruling.band, ruling.at_best) == (band, at_best)
+    assert any("at best" in fact for fact in ruling.because) == (at_best is not None)
+
+
+def test_a_harm_lowers_both_ends_of_an_interval() -> None:
+    assert verdict(0.04, 0, 100, ["a loss"], kld_lower=0.02).at_best is None
+    assert verdict(0.04, 0, 100, ["a loss"], kld_lower=0.002).at_best is Band.PASS

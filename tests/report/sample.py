@@ -69,6 +69,7 @@ def kld_axis(mean: float, half: float, control: float | None = None, **changes: 
         "n_clusters": 31,
         "n_documents": 31,
     }
+    facts["windows"] = 32
     if contexts:
         facts["contexts"] = [
             {"n_ctx": n_ctx, "n_positions": n, "n_documents": documents, "windows": 16}

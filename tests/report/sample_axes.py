@@ -52,6 +52,10 @@ def rniah_axis(lost: float, **changes: Any) -> Measurement:
         "status": Status.OK,
         "n_items": 18,
         "n_failed": 0,
+        "n_clusters": 18,
+        "cluster": "prompt",
+        "summary": f"lost {round(16 * lost)} of 16",
+        "reference_summary": "finds 16 of 18",
         "metrics": (
             Definition("score", "points", "higher")(100 * (1 - lost), (max(0.0, 90 - 100 * lost), 100.0)),
             Definition("over control", "points", "higher")(-100 * lost, (-100 * lost - 5, -100 * lost + 5)),

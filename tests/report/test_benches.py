@@ -248,8 +248,8 @@ def test_a_load_shows_latencies_by_median_and_tail_and_whether_it_counts() -> No
     row, valid = table(report, "serving")
     assert (row["concurrency"], row["valid"], valid["valid"]) == ("8", "no", "yes")
     values = {metric.name: metric.value for metric in load_cell(4096, 8)}
-    assert row["TTFT p50/p99, ms"] == "/".join(format_amount(values[f"TTFT {p}"]) for p in ("p50", "p99"))
-    assert not [head for head in row if head.startswith("TTFT") and head != "TTFT p50/p99, ms"]
+    assert row["TTFT p50/p95/p99, ms"] == "/".join(format_amount(values[f"TTFT {p}"]) for p in ("p50", "p95", "p99"))
+    assert not [head for head in row if head.startswith("TTFT") and head != "TTFT p50/p95/p99, ms"]
 
 
 def test_what_a_cell_says_besides_metrics_stands_beside_them_as_far_as_it_is_one_word_or_number() -> None:
@@ -283,12 +283,20 @@ def test_no_line_is_wider_than_the_terminal(report: Report, width: int) -> None:
     assert max(cell_len(line.rstrip()) for line in printed(report, width).splitlines()) <= width
 
 
-def test_what_a_narrow_terminal_has_no_room_for_is_said() -> None:
+def test_what_one_line_has_no_room_for_stands_below() -> None:
     report = bench_report("bf16", "k16v8")
-    left_out = " ".join(printed(report, 80).split("narrow terminal:")[1].split())
-    assert "; goodput, req/s; " in left_out
-    assert "notes" not in left_out
-    assert "narrow terminal" not in printed(report, 400)
+    text = printed(report, 80)
+    assert "left out" not in text
+    assert all(word in text for word in ("goodput,", "p50/p95/p99,", "notes"))
+
+
+def test_a_bench_begins_with_its_headline_and_the_ratio_to_the_reference() -> None:
+    report = bench_report("bf16", "k16v8")
+    lines = build_view(report).headlines
+    assert len(lines) == len(report.reference.benches)
+    assert all(": bf16 " in line and "; k16v8 " in line for line in lines)
+    assert all(line in " ".join(printed(report, 400).split()) for line in lines)
+    assert printed(report, 400).index(lines[0]) < printed(report, 400).index("───")
 
 
 def test_intervals_stand_behind_their_values_where_there_is_room() -> None:

@@ -68,7 +68,7 @@ result.rising = order(2);
 result.falling = order(2);
 result.again = order(2);
 result.verdicts = order(1);
-result.changed = order(4);
+result.changed = order(5);
 result.names = order(0);
 result.others = heads.filter((head) => head.ariaSort !== "none").length;
 const paper = () => getComputedStyle(document.body).backgroundColor;

@@ -16,7 +16,7 @@ from fidelab.core import Status
 from fidelab.report.html import render_html, write_html
 from fidelab.report.sections import sections_of
 from fidelab.results.measurement import Measurement
-from fidelab.results.record import Report
+from fidelab.results.record import NO_REFERENCE, Report, Verdict
 from tests.report.sample import (
     OUTCOMES,
     arm,
@@ -31,6 +31,7 @@ from tests.report.sample import (
 )
 from tests.report.sample_axes import odd_axis
 from tests.report.sample_benches import bench_report, hostile_benches, rich_report
+from tests.report.test_ablation import matrix
 
 VOID = ("meta", "br")
 REPORTS = {
@@ -290,3 +291,26 @@ def test_hollow_points_say_why() -> None:
 def test_time_taken_over_captures_stands_with_the_run() -> None:
     text = Page(rich_report()).text
     assert "How long the captures took" in text.split("Repeat this run")[1]
+
+
+def test_a_cause_that_hits_every_arm_is_told_once() -> None:
+    cause = "the worker was ended by SIGABRT"
+    lost = Measurement(status=Status.FAILED, reason=f"{NO_REFERENCE}: {cause}")
+    candidates = tuple(
+        arm(
+            kv,
+            status=Status.FAILED,
+            reason=cause,
+            axes={"kld": lost},
+            verdict=Verdict(sentence=f"not running: {cause}"),
+        )
+        for kv in ("q4_0", "q8_0")
+    )
+    reference = arm("f32", status=Status.FAILED, reason=cause)
+    report = sample_report(reference=reference, control=None, candidates=candidates, floor={"kld": lost})
+    assert render_html(report).partition('<script type="application/json"')[0].count(cause) == 1
+
+
+def test_the_answer_of_a_grid_comes_before_the_verdicts() -> None:
+    page = render_html(matrix({"kv": ("a", "b")}, ()))
+    assert page.index('id="ablation"') < page.index('id="verdicts"')

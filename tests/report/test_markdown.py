@@ -16,7 +16,7 @@ from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, arm, candidate, kld_axis, sample_report, trajectory_axis
 
-COLUMNS = 8
+COLUMNS = 9
 MARKUP = {"paragraph", "table", "thead", "tbody", "tr", "th", "td", "bullet_list", "list_item", "fence", "inline"} | {
     "text",
     "code_inline",
@@ -60,7 +60,7 @@ def test_hostile_names_neither_add_nor_end_a_cell(text: str) -> None:
     report = hostile_report(text)
     table, others = tables(report)
     assert [len(cells) for cells in table] == [COLUMNS] * (2 + 2 + len(report.candidates))
-    assert [len(cells) for cells in others] == [len(others[0])] * (2 + 1 + len(report.candidates))
+    assert [len(cells) for cells in others] == [len(others[0])] * (2 + 2 + len(report.candidates))
     assert [cell.strip() for row in table[2:4] for cell in row[1:2]] == ["reference", "control"]
     assert not re.search(
         r"\\\\\|", "\n".join("|".join(row) for row in (*table, *others))
@@ -112,8 +112,8 @@ def test_every_outcome_is_shown(word: str) -> None:
 def test_a_row_holds_the_figures_of_its_arm() -> None:
     axes = {"kld": kld_axis(0.0312, 0.00624, control=0.00003), "trajectory": trajectory_axis(70.3, 12.1)}
     [_, _, _, _, row] = rows(sample_report(candidates=(candidate("q8_0", 0.0312, "PASS", 23040, "safe", axes=axes),)))
-    cells = ["PASS", "0.0312 (0.025–0.037)", "+0.0312 (0.025–0.037)", "1 in 33 (26–41)", "1 in 132 (99–165)", "33"]
-    cells += ["23,040"]
+    cells = ["PASS", "0.0312 (0.025–0.037)", "32 windows, 31 documents", "+0.0312 (0.025–0.037)", "1 in 33 (26–41)"]
+    cells += ["1 in 132 (99–165)", "33", "23,040"]
     assert [cell.strip() for cell in row[1:]] == cells
 
 
@@ -122,7 +122,7 @@ def test_one_sentence_says_what_was_compared() -> None:
     opening = render_markdown(sample_report(settings={"text": "default", "axes": axes})).split("\n\n")[0]
     assert opening == (
         "7 configurations of `SmolLM2-135M-Instruct` on `hf`, compared with the reference `f32`: text `default`; "
-        "KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions in 31 documents; "
+        "KLD over 32 windows of 512 tokens (protocol `half`), 8,160 positions (32 windows, 31 documents); "
         "`trajectory`: 10 items, n_predict 64, template `chat`."
     )
 

@@ -13,8 +13,9 @@ from rich.console import Console
 from fidelab.core import Status
 from fidelab.report.text import render_text, wrap_name
 from fidelab.results.measurement import Definition, Measurement
-from fidelab.results.record import Report
-from tests.report.sample import HOSTILE, OUTCOMES, arm, broken, candidate, sample_report
+from fidelab.results.record import Report, Verdict
+from tests.report.sample import HOSTILE, OUTCOMES, arm, broken, candidate, kld_axis, sample_report
+from tests.report.sample_axes import rniah_axis
 
 
 def printed(report: Report, width: int = 100, folder: Path | None = None) -> str:
@@ -61,8 +62,56 @@ def test_numbers_are_never_cut(width: int) -> None:
 
 
 def test_a_narrow_terminal_says_what_is_left_out() -> None:
-    assert "real flips and tokens to the first flip are left out" in printed(sample_report(), 80)
+    assert "real flips and tokens to flip are left out" in printed(sample_report(), 80)
     assert "left out" not in printed(sample_report(), 100)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_no_terminal_is_too_narrow_for_the_changed_tokens(width: int) -> None:
+    wide = candidate("q4", 0.000123456, "FAIL", 123456789, "x", name=LONG)
+    text = printed(sample_report(candidates=(wide,)), width)
+    assert "changed" in text
+    assert "1 in 8,101" in text
+    assert widest(text) <= width or width == 40
+
+
+def test_figures_that_no_arm_has_get_no_column() -> None:
+    text = printed(sample_report(control=None, candidates=(arm("q4", axes={"kld": kld_axis(0.02, 0.001)}),)))
+    heading = text.partition("───")[0]
+    assert "changed" in heading
+    assert "over" not in heading
+
+
+def test_an_axis_that_nobody_was_measured_on_has_no_column() -> None:
+    lost = Measurement(status=Status.FAILED, reason="time-out")
+    axes = {"kld": kld_axis(0.02, 0.001), "rniah": rniah_axis(0.5), "plad": lost}
+    text = printed(sample_report(control=None, candidates=(arm("q4", axes=axes),)))
+    assert "plad failed: time-out" in text
+    assert "plad" not in text.partition("Other axes")[2].partition("floor")[0]
+
+
+def test_another_axis_says_what_was_lost_beside_what_the_reference_does() -> None:
+    axes = {"kld": kld_axis(0.02, 0.001), "rniah": rniah_axis(0.5)}
+    text = printed(sample_report(candidates=(arm("q4", axes=axes),)), 80).partition("Other axes")[2]
+    assert "lost 8 of 16" in text
+    assert "finds 16 of 18" in text
+    assert "(50.0, 40–100)" in text
+    assert "rniah, 18" in text
+
+
+def test_the_documents_stand_beside_the_figures() -> None:
+    assert "31 documents" in printed(sample_report()).partition("verdict")[2].partition("k16v8")[0]
+
+
+def test_a_preliminary_verdict_and_the_best_one_stand_below_the_verdict() -> None:
+    judged = Verdict(band="FAIL", at_best="PASS", preliminary=True, sentence="x")
+    text = printed(sample_report(candidates=(arm("q4", axes={"kld": kld_axis(0.2, 0.1)}, verdict=judged),)), 80)
+    assert [word for word in ("FAIL", "preliminary", "at best", "PASS") if word in text] == [
+        "FAIL",
+        "preliminary",
+        "at best",
+        "PASS",
+    ]
 
 
 def test_what_one_line_has_no_room_for_stands_below_after_the_same_names() -> None:

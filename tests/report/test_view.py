@@ -286,17 +286,23 @@ def test_texts_keep_their_lines_but_no_control_characters() -> None:
 
 def test_one_line_says_what_was_compared() -> None:
     assert build_view(sample_report()).compared == (
-        "7 configurations compared with reference f32 on 8,160 positions in 31 documents, "
+        "7 configurations compared with reference f32 on 8,160 positions (32 windows, 31 documents), "
         "trajectory (10 items), rniah (18 items) and plad"
     )
 
 
-def test_the_size_is_told_against_the_references() -> None:
-    assert [row.saving for row in build_view(sample_report()).rows[:3]] == [
-        "",
-        "cache 50% of the reference's",
-        "cache 38% of the reference's",
-    ]
+def test_the_size_is_told_against_a_16_bit_cache_under_a_32_bit_reference_too() -> None:
+    whole = ["", "cache 100% of a 16-bit cache", "cache 75% of a 16-bit cache"]
+    assert [row.saving for row in build_view(sample_report()).rows[:3]] == whole
+    [_, *without] = build_view(sample_report(control=None)).rows  # half of the 32-bit reference
+    assert without[0].saving == "cache 75% of a 16-bit cache"
+
+
+def test_without_a_16_bit_size_no_share_is_told() -> None:
+    reference = arm("q8_0", ran=RuntimeRecord(k_dtype="q8_0", v_dtype="q8_0", cache_bytes_per_token=24480))
+    candidates = (candidate("q4_0", 0.1, "FAIL", 12960, "x"),)
+    view = build_view(sample_report(reference=reference, control=None, candidates=candidates))
+    assert view.candidates[0].saving == ""
 
 
 def test_the_weights_of_arms_are_told_by_size() -> None:
@@ -523,10 +529,15 @@ def test_contexts_stand_beside_each_other() -> None:
     contexts = {512: (0.0073, 4080, 31), 2048: (0.0133, 4080, 6)}
     axes = {"kld": kld_axis(0.0133, 0.002, contexts=contexts)}
     view = build_view(sample_report(candidates=(candidate("q4", 0.0133, "PASS", 1, "x", axes=axes),), control=None))
-    assert view.beside[0].columns == ("arm", "512 tokens", "2,048 tokens")
+    assert view.beside[0].columns == (
+        "arm",
+        "512 tokens, 16 windows, 31 documents",
+        "2,048 tokens, 16 windows, 6 documents",
+    )
     assert view.beside[0].rows == (("q4", "0.00730 (0.0029–0.015)", "0.0133 (0.0053–0.027)"),)
     assert (
-        "4,080 positions in 31 documents at 512 tokens, 4,080 positions in 6 documents at 2,048 tokens" in view.compared
+        "4,080 positions (16 windows, 31 documents) at 512 tokens, 4,080 positions (16 windows, 6 documents) at 2,048"
+        in view.compared
     )
 
 

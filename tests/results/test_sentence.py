@@ -165,3 +165,15 @@ def test_native_formats_are_known_by_all_their_names(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_e4m3", "q8_0", "int4", "fp8", "f16x", "turbo3"])
 def test_coarse_formats_are_not_native(name: str) -> None:
     assert not is_native(name)
+
+
+def test_a_preliminary_verdict_says_so_and_what_it_takes() -> None:
+    said = sentence(replace(INT4, clusters="2 documents", preliminary=True))
+    assert said.startswith("do not use (preliminary): costs 0.712 nats (0.36–0.80, 2 documents); ")
+    assert "a verdict takes 6 documents or more" in said
+
+
+def test_an_interval_that_crosses_a_band_is_said_to() -> None:
+    said = sentence(replace(FP8, band="FAIL", at_best="PASS", kld=0.08, kld_ci=(0.03, 0.2), clusters="12 blocks"))
+    assert "its interval reaches from PASS to FAIL: more windows decide" in said
+    assert "reaches" not in sentence(INT4)

@@ -186,6 +186,15 @@ def test_the_report_has_a_line_per_layer(done: Done) -> None:
     assert [line.split()[0] for line in text.splitlines() if line.strip()[:1].isdigit()][1:] == ["0", "1", "2", "3"]
 
 
+def test_a_bisect_has_a_page_with_the_sentence_a_chart_and_a_row_per_layer(done: Done) -> None:
+    folder = done.cwd / "runs" / json.loads(done.out)["run_id"]
+    page = (folder / "report.html").read_text("utf-8")
+    assert "stands out" in page
+    assert page.count('class="chart') == 2  # for wide and for narrow screens
+    assert page.count('<th scope="row">') == LAYERS
+    assert "<script" not in page
+
+
 def test_states_that_are_not_finite_are_said_so(done: Done) -> None:
     fields = json.loads(done.out)
     row = fields["layers"][FAULTY]

@@ -387,3 +387,11 @@ def test_a_percentage_of_a_score_of_0_asks_for_a_number(tmp_path: Path) -> None:
 def test_a_run_whose_reference_failed_says_why(crashed_reference: Done) -> None:
     said = refused(crashed_reference.folder, "--precision", 1, cwd=crashed_reference.cwd)
     assert "reference has no answer on axis kld: the worker" in said
+
+
+def test_a_pilot_of_few_clusters_is_never_called_precise(tmp_path: Path) -> None:
+    run = compare(tmp_path, "tilt", flags=["--no-floor"], windows=4, limit=2)
+    found = line(plan(run, "--precision", 100), "tilt")
+    assert (found["status"], found["clusters_needed"]) == ("needed", 6)
+    assert found["clusters"] < 6
+    assert "nothing from fewer than 6 is called precise" in found["reason"]

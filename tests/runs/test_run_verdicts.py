@@ -110,7 +110,7 @@ def test_without_an_interval_the_mean_says_what_the_verdict_is_at_best(short: Do
         (None, "DEGRADED"),
         ("FAIL", None),
     ]
-    assert "costs 1.27 nats (without an interval)" in arms[-1]["verdict"]["sentence"]
+    assert "costs 1.27 nats (without an interval, 1 block)" in arms[-1]["verdict"]["sentence"]
     for word in ("at best PASS", "at best DEGRADED", "FAIL"):
         assert word in " ".join(short.out.split())
 

@@ -51,6 +51,7 @@ __all__ = [
     "AxisSettings",
     "SampleSize",
     "answer_text",
+    "lost_and_gained",
     "part_name",
     "parts_of",
     "prompt_ids",
@@ -116,6 +117,9 @@ class AxisScore:
 
     ``onsets`` [n] (axis degeneration): tokens before an item's text degenerates; the token budget if it does not.
 
+    ``cluster``: the word for one resampling cluster (``document``).  ``summary``, ``reference_summary``: what happened
+    to the arm, and what the reference itself does, in a few words with counts (``lost 9 of 36``, ``finds 36 of 45``).
+
     ``not_measurable``: why this model cannot be measured on the axis, whatever the arm.  ``lowers``: reasons to
     downgrade the verdict by one band, a sentence each.  ``fails``: reasons why the output is unusable.
     """
@@ -137,6 +141,9 @@ class AxisScore:
     n_failed: int | None = None
     positions: Mapping[str, NDArray[Any]] = field(default_factory=dict)
     onsets: Floats | None = None
+    cluster: str = ""
+    summary: str = ""
+    reference_summary: str = ""
     not_measurable: str = ""
     downgrades: tuple[str, ...] = ()
     fails: tuple[str, ...] = ()
@@ -151,6 +158,11 @@ class AxisScore:
         """The usable items (that are also ``among`` the given ones)."""
         keep = self.usable if among is None else self.usable & among
         return RatioItems(self.num[keep], self.den[keep], self.clusters[keep])
+
+    @property
+    def n_clusters(self) -> int:
+        """The resampling clusters of the usable items."""
+        return len(np.unique(self.clusters[self.usable]))
 
     def mean(self) -> float | None:
         """Σnum/Σden over the usable items; ``None`` where there is none."""
@@ -218,6 +230,10 @@ class AxisScore:
             plots=self.plots,
             n_items=len(self.num) if self.n_items is None and asked else self.n_items,
             n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,
+            n_clusters=self.n_clusters if asked else None,
+            cluster=self.cluster if asked else "",
+            summary=self.summary,
+            reference_summary=self.reference_summary,
             facts=dict(self.facts),
         )
 
@@ -292,6 +308,16 @@ class Axis:
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         """Compare two arms' captures of all parts."""
         return self.score(pairs[""], seed)
+
+
+def lost_and_gained(items: Sequence[tuple[float, float]]) -> str:
+    """``lost 9 of 36, gained 2``: items of which the arm has less than the reference, of those that it has any of.
+
+    ``items``: what the reference and the arm got of each, 0 … 1.
+    """
+    lost, gained = sum(test < ref for ref, test in items), sum(test > ref for ref, test in items)
+    had = sum(ref > 0 for ref, _ in items)
+    return f"lost {lost:,} of {had:,}{f', gained {gained:,}' if gained else ''}" if items else ""
 
 
 def part_name(axis: str, part: str) -> str:

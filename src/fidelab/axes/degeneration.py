@@ -154,6 +154,11 @@ class Degeneration(Axis):
         return replace(
             score,
             metrics=(_EARLIER(score.mean(), score.mean_interval(seed)), *_metrics(good, seed)),
+            cluster="prompt",
+            summary=f"{sum(item.harmed for item in good)} of {len(good)} earlier" if good else "",
+            reference_summary=f"{sum(item.ref.onset is not None for item in good)} of {len(good)} degenerate"
+            if good
+            else "",
             plots=(_curve(good, pair), _table(good), *_texts(good, pair)),
             facts=pair.ref.manifest["settings"],
         )

@@ -26,6 +26,7 @@ from fidelab.errors import CaptureError
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
 from fidelab.results.measurement import Definition
+from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
 
 __all__ = ["ForcedDecode", "greedy_probe"]
@@ -120,6 +121,8 @@ class ForcedDecode(Axis):
                 _RISES(len(jumps)),
                 _RISES_AT(float(np.median(jumps)) if jumps else None),
             ),
+            cluster="prompt",
+            summary="" if summary.mean is None else f"{format_kld(summary.mean, bound=bound)} nats",
             plots=(_curve(positions, rows.kl),),
             facts=pair.ref.manifest["settings"],
         )

@@ -21,6 +21,7 @@ from fidelab.axes.base import (
     AxisScore,
     AxisSettings,
     answer_text,
+    lost_and_gained,
     written_text,
 )
 from fidelab.captures.pair import Pair
@@ -152,6 +153,9 @@ class GSM8K(Axis):
             score,
             metrics=_metrics(usable, difference, weak=weak),
             plots=_plots(items),
+            cluster="problem",
+            summary=lost_and_gained([(item.ref.right, item.test.right) for item in usable]),
+            reference_summary=f"solves {sum(item.ref.right for item in usable)} of {len(usable)}" if usable else "",
             not_measurable=reason,
             downgrades=() if weak else _harm(difference),
         )

@@ -202,10 +202,11 @@ class KLD(Axis):
         clusters = np.concatenate([np.asarray(request.units[r], dtype=np.int64) for r in order])
         score = kl_score(rows, clusters, bound=estimator_of(pair) is Estimator.TOPK)
         documents = pair.ref.manifest["settings"].get("unit") == "document"
-        n_clusters = len(np.unique(score.clusters[score.usable]))
+        n_clusters = score.n_clusters
         by_position, by_confidence = kl_by_position(positions, rows.kl), kl_by_confidence(rows.confidence, rows.kl)
         return replace(
             score,
+            cluster="document" if documents else "block",
             metrics=_metrics(score, rows, seed),
             positions={
                 "window": windows,
@@ -248,7 +249,7 @@ def _context(score: AxisScore) -> int:
 
 def _size(score: AxisScore) -> dict[str, object]:
     """The context, windows, documents and positions that a score was computed from."""
-    over = {name: score.facts[name] for name in ("n_ctx", "n_documents", "windows")}
+    over = {name: score.facts[name] for name in ("n_ctx", "n_clusters", "n_documents", "windows")}
     return {**over, "n_positions": len(score.num)}
 
 

@@ -27,6 +27,7 @@ from fidelab.errors import CaptureError, InputError
 from fidelab.metrics.divergence import kl_by_position
 from fidelab.metrics.perplexity import PerplexityPair, compare_nll, exponential, row_nll
 from fidelab.results.measurement import Coordinates, Definition, Metric
+from fidelab.results.numbers import format_amount, format_score
 from fidelab.results.plots import Curve
 
 __all__ = ["Perplexity"]
@@ -97,7 +98,11 @@ class Perplexity(Axis):
         settings = next(iter(pairs.values())).ref.manifest["settings"]
         lost = sum(rows.unreported for rows in parts.values())
         total = sum(len(rows.ref) for rows in parts.values())
+        at_longest = comparisons[max(comparisons)]
         return AxisScore(
+            cluster="text unit",
+            summary=_summary(at_longest.ppl_test, at_longest.log_ratio),
+            reference_summary=_summary(at_longest.ppl_ref),
             metrics=tuple(metric for n_ctx, pair in comparisons.items() for metric in _metrics(n_ctx, pair)),
             plots=tuple(_curve(n_ctx, rows) for n_ctx, rows in sorted(parts.items())),
             facts={
@@ -231,6 +236,15 @@ def _metrics(n_ctx: int, pair: PerplexityPair) -> tuple[Metric, ...]:
         _PPL(pair.ppl_test, pair.ppl_test_interval, cell=cell),
         _REFERENCE_PPL(pair.ppl_ref, pair.ppl_ref_interval, cell=cell),
     )
+
+
+def _summary(ppl: float | None, log_ratio: float | None = None) -> str:
+    """``PPL 17.2, +0.4%``; empty where it is no finite number."""
+    if ppl is None:
+        return ""
+    factor = exponential(log_ratio)
+    change = "" if factor is None else f", {format_score(100 * (factor - 1), signed=True)}%"
+    return f"PPL {format_amount(ppl)}{change}"
 
 
 def _curve(n_ctx: int, rows: _Rows) -> Curve:

@@ -26,6 +26,7 @@ from fidelab.inputs.tokens import Tokenizer
 from fidelab.metrics.drift import LOWEST_CELL, cell_scores, commonest, drift, ignores_prompts, sign_test
 from fidelab.metrics.intervals import RatioItems, paired_difference
 from fidelab.results.measurement import Definition
+from fidelab.results.numbers import format_share
 from fidelab.results.plots import TablePlot, TextPair, Texts
 
 __all__ = ["PLAD"]
@@ -185,6 +186,9 @@ class PLAD(Axis):
                 _UNLIKE_SHARE(_unlike(*plain)),
                 _SKIPPED(sum(skipped.values())),
             ),
+            cluster="prompt",
+            summary="" if summary.test is None else f"drift {format_share(summary.test)}",
+            reference_summary="" if summary.ref is None else f"drift {format_share(summary.ref)}",
             plots=(_table(counted, skipped, seed), *_texts(pair, counted)),
             facts={name: asked[name] for name in ("n_predict", "prompts", "seed", "template")},
             n_failed=sum(cell.failed for cell in cells),

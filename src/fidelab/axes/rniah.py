@@ -21,6 +21,7 @@ from fidelab.axes.base import (
     AxisScore,
     AxisSettings,
     answer_text,
+    lost_and_gained,
     part_name,
     select_groups,
     written_text,
@@ -353,7 +354,15 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
     if difference.interval is not None and difference.interval[1] < _HARM:
         lost, least = -difference.estimate, -difference.interval[1]
         losses = [f"R-NIAH: {lost:.0f} points fewer needles found than by the reference (95%: at least {least:.0f})"]
-    score = replace(score, not_measurable=reason, downgrades=tuple(losses))
+    found = int((cells.base > 0).sum())
+    score = replace(
+        score,
+        cluster="prompt",
+        summary=lost_and_gained(list(zip(cells.base.tolist(), cells.cand.tolist(), strict=True))),
+        reference_summary=f"finds {found} of {len(cells.base)}" if all_cells else "",
+        not_measurable=reason,
+        downgrades=tuple(losses),
+    )
     share = float(cells.base.mean()) if all_cells else None
     return replace(
         score,
@@ -361,7 +370,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
             score.score(seed),
             _DIFFERENCE(difference.estimate, difference.interval),
             _LOST(int((cells.cand < cells.base).sum())),
-            _FOUND(int((cells.base > 0).sum())),
+            _FOUND(found),
             _CHANCE(None if reason else chance_score(cells, seed, compat=compat)),
             _ACCURACY(score.mean(), score.mean_interval(seed)),
             _REFERENCE(share),

@@ -146,6 +146,8 @@ class Trajectory(Axis):
                 define["score_refract"](trajectory_score(good, compat="refract")),
             ),
             plots=(survival_plot(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
+            cluster="prompt",
+            summary=f"{sum(p.first_divergence is None for p in good)} of {len(good)} unchanged" if good else "",
             facts={"n_predict": asked["n_predict"], "template": asked["template"]},
         )
 

@@ -51,6 +51,7 @@ def plan_size(
 
 
 def _show(plan: SizePlan) -> None:
+    from fidelab.report.cells import shared
     from fidelab.report.text import literal, print_line, simple_table
     from fidelab.results.numbers import one_line
 
@@ -64,9 +65,8 @@ def _show(plan: SizePlan) -> None:
     for entry in plan.lines:
         table.add_row(*(literal(cell, console) for cell in _row(entry, plan.unit)))
     console.print(table)
-    for entry in plan.lines:
-        if entry.reason:
-            line(f"{one_line(entry.arm)}: {one_line(entry.reason)}")
+    for said in shared(dict.fromkeys((one_line(e.arm), one_line(e.reason)) for e in plan.lines if e.reason)):
+        line(said)
     if plan.advice is None:
         line(f"The run is precise enough: {plan.items_now} {plan.items} do.")
         return

@@ -219,6 +219,8 @@ def _axis(arm: _Arm, places: Places, seed: int) -> Measurement:
             kl_curve("position", by_position.edges, by_position.means),
             kl_curve("confidence", by_confidence.edges, by_confidence.means),
         ),
+        n_clusters=len(np.unique(items.clusters)),
+        cluster="block",
         facts={
             **facts,
             "n_clusters": len(np.unique(items.clusters)),

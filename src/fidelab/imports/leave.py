@@ -18,6 +18,7 @@ from fidelab.core import Status
 from fidelab.metrics.composite import verdict
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
+from fidelab.results.numbers import counted
 from fidelab.results.record import ArmRecord, Comparison, Report, Verdict
 from fidelab.results.sentence import ArmFacts, sentence
 from fidelab.results.store import RunFolder
@@ -54,7 +55,8 @@ def kld_verdict(
     kld = axis or Measurement(status=Status.OK)
     interval, mean = kld.ci("mean"), kld.value("mean")
     n_failed, n_positions = kld.n_failed or 0, kld.n_items or 0
-    ruling = verdict(None if interval is None else interval[1], n_failed, n_positions, kld_least=mean)
+    low, upper = (None, None) if interval is None else interval
+    ruling = verdict(upper, n_failed, n_positions, kld_least=mean, kld_lower=low, n_clusters=kld.n_clusters)
     facts = ArmFacts(
         k=k,
         v=v,
@@ -64,14 +66,23 @@ def kld_verdict(
         at_best=ruling.at_best,
         kld=mean,
         kld_ci=interval,
+        clusters="" if kld.n_clusters is None else counted(kld.n_clusters, kld.cluster),
+        preliminary=ruling.preliminary,
         top1=kld.value("top-1"),
         estimator=kld.facts.get("estimator"),
         n_positions=n_positions or None,
         n_failed=n_failed,
     )
     because = (reason, *ruling.because[1:]) if ruling.band is None else ruling.because
-    fields = {"band": ruling.band, "at_best": ruling.at_best, "sentence": sentence(facts), "because": because}
-    return Verdict.model_validate(fields)
+    return Verdict.model_validate(
+        {
+            "band": ruling.band,
+            "at_best": ruling.at_best,
+            "preliminary": ruling.preliminary,
+            "sentence": sentence(facts),
+            "because": because,
+        }
+    )
 
 
 def window_blocks(n_windows: int, overlap: int = 1) -> NDArray[np.int64]:

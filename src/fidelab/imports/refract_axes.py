@@ -199,6 +199,8 @@ def read_kld(file: RefractFile, seed: int) -> Recomputed | None:
     record = Measurement(
         status=Status.OK,
         metrics=tuple(metrics_of(figures, KLD_METRICS)),
+        n_clusters=len(np.unique(chunks.clusters)) if chunks else None,
+        cluster="block" if chunks else "",
         facts={
             "n_clusters": len(np.unique(chunks.clusters)) if chunks else None,
             "estimator": str(Estimator.LOGPROBS) if file.backend != "unknown" else None,

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.errors import UnknownNameError
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 
 __all__ = [
     "BANDS",
@@ -171,13 +172,15 @@ def lower(band: Band) -> Band:
 class Ruling:
     """What a candidate is worth: ``band`` is None where there is no verdict; ``because`` says why.
 
-    ``at_best``: the best band still possible where there is no verdict; None where none is ruled out.
+    ``at_best``: the best band still possible, where there is no verdict (None: none is ruled out) and where the
+    interval crosses the edge of a band.  ``preliminary``: the band rests on an interval over too few clusters.
     See docs/metrics.md#verdicts.
     """
 
     band: Band | None
     because: tuple[str, ...]
     at_best: Band | None = None
+    preliminary: bool = False
 
     @property
     def label(self) -> str:
@@ -193,6 +196,8 @@ def verdict(
     failed_because: Sequence[str] = (),
     *,
     kld_least: float | None = None,
+    kld_lower: float | None = None,
+    n_clusters: int | None = None,
 ) -> Ruling:
     """The verdict on one candidate. See docs/metrics.md#verdicts.
 
@@ -205,6 +210,9 @@ def verdict(
         failed_because: what makes the output unusable (garbage).
         kld_least: the mean KL itself, or a lower bound of it (``topk``), nats: no upper bound can lie below it.
             Without ``kld_upper`` it can rule bands out, and give none but FAIL.
+        kld_lower: lower 95% bound of the mean KL, nats; where its band is a better one, that is ``at_best``.
+        n_clusters: resampling clusters (documents) that the mean KL was computed over.  A verdict from fewer than
+            :data:`~fidelab.metrics.intervals.MIN_STUDENTIZED_CLUSTERS` is preliminary, unless every KL was exactly 0.
 
     Any failed position caps the verdict at DEGRADED; more than 1% of them, or a reason in ``failed_because``,
     is FAIL, also where no KLD could be computed: what is known to be broken does not go without a verdict.
@@ -214,16 +222,27 @@ def verdict(
     failures = [f"{n_failed} of {n_positions} positions failed"] if n_failed else []
     if failed_because or n_failed * 100 > n_positions:
         return Ruling(Band.FAIL, (*failures, *failed_because, *lowered_because))
-    known = [value for value in (kld_upper, kld_least) if value is not None]
-    band = max(map(kl_band, known), key=_ORDER.index, default=Band.EXCELLENT)
-    if lowered_because:
-        band = lower(band)
-    if n_failed:
-        band = max(band, Band.DEGRADED, key=_ORDER.index)
+
+    def graded(*costs: float | None) -> Band:
+        """The band of the largest of these costs, after downgrade and cap."""
+        band = max((kl_band(cost) for cost in costs if cost is not None), key=_ORDER.index, default=Band.EXCELLENT)
+        band = lower(band) if lowered_because else band
+        return max(band, Band.DEGRADED, key=_ORDER.index) if n_failed else band
+
+    band = graded(kld_upper, kld_least)
+    preliminary = n_clusters is not None and n_clusters < MIN_STUDENTIZED_CLUSTERS and kld_upper != 0.0
+    least = graded(kld_lower) if kld_lower is not None else band
     if kld_upper is not None:
-        return Ruling(band, (f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because))
+        facts = [f"mean KL at most {kld_upper:.3g} nats (95%)", *failures, *lowered_because]
+        crossing = least if least is not band else None
+        if crossing is not None:
+            facts.append(f"the interval begins at {kld_lower:.3g} nats: at best {crossing.value}")
+        if preliminary:
+            facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} units were resampled ({n_clusters})")
+        return Ruling(band, tuple(facts), crossing, preliminary)
     if band is Band.FAIL and kld_least is not None:
-        return Ruling(band, (f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because))
+        facts = [f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because]
+        return Ruling(band, tuple(facts), preliminary=preliminary)
     reason = "no upper bound of a mean KL over the full vocabulary"
     at_best = None if band is Band.EXCELLENT else band
     return Ruling(None, (reason, *failures, *lowered_because), at_best)

@@ -11,6 +11,7 @@ from fidelab.core import Status
 from fidelab.results.measurement import Coordinates, Measurement, Metric
 from fidelab.results.numbers import (
     ABSENT,
+    counted,
     format_figure,
     format_interval,
     format_kld,
@@ -23,7 +24,7 @@ from fidelab.results.numbers import (
     format_span,
     one_line,
 )
-from fidelab.results.record import ArmRecord
+from fidelab.results.record import NO_REFERENCE, ArmRecord
 from fidelab.results.values import Outcome
 
 __all__ = [
@@ -43,6 +44,8 @@ __all__ = [
     "scored",
     "shared",
     "status_line",
+    "text_of",
+    "told_already",
 ]
 
 STATUS = {
@@ -131,6 +134,20 @@ def kld_of(kld: Measurement | None, at: Coordinates | None = None) -> Estimate:
     return estimate_of(kld.metric("mean", at or {}) if kld else None)
 
 
+def text_of(kld: Measurement | None, size: Mapping[str, Any] | None = None) -> str:
+    """``8 windows, 2 documents``: what the figures of an arm rest on; of one context where ``size`` is its entry."""
+    if kld is None or not kld.measured:
+        return ""
+    known = kld.facts if size is None else size
+    windows, documents, clusters = (known.get(name) for name in ("windows", "n_documents", "n_clusters"))
+    parts = [counted(windows, "window")] if isinstance(windows, int) else []
+    if isinstance(documents, int):
+        parts.append(counted(documents, "document"))
+    elif isinstance(clusters, int):
+        parts.append(counted(clusters, "block"))
+    return ", ".join(parts)
+
+
 def excess_of(kld: Measurement | None) -> Estimate:
     """Mean KL beyond the control's, paired (nats)."""
     excess = kld.metric(OVER_CONTROL, {}) if kld else None
@@ -178,6 +195,13 @@ def run_of(kld: Measurement | None) -> Estimate:
 def status_line(outcome: Outcome) -> str:
     """``failed: reason``, on one line."""
     return f"{STATUS[outcome.status]}: {one_line(outcome.reason or '')}"
+
+
+def told_already(arm: ArmRecord | None, reason: str | None) -> bool:
+    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
+    own, whole = one_line(reason or ""), one_line((arm.reason if arm else "") or "")
+    lost = arm is not None and not arm.measured and whole != ""
+    return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
 
 
 def scored(value: float | None, interval: tuple[float, float] | None) -> Estimate:

@@ -7,24 +7,20 @@ another cell.  Addresses stand in code spans too: renderers make links of them, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePath
 from typing import Any
 
 from fidelab.report.cells import fact_of
 from fidelab.report.summary import KLD, Performance
 from fidelab.report.tables import TextTable
-from fidelab.report.view import ArmRow, View, build_view
+from fidelab.report.view import View, build_view
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line
 from fidelab.results.record import Report
 
 __all__ = ["code_cell", "code_span", "escaped", "pipe_table", "render_markdown"]
 
-_COLUMNS = (
-    *("arm", "verdict", "KLD (nats)", "over control"),
-    *("changed tokens", "real flips", "tokens to flip", "bytes/token"),
-)
 _LEGEND = (
     "KLD: mean KL divergence from the reference per position with its 95% interval, whose upper end sets the verdict. "
     "Over control: the paired excess over the arm that should cost nothing. Changed tokens: positions with another "
@@ -39,7 +35,8 @@ def render_markdown(report: Report) -> str:
     """The section; ends in a newline."""
     view = build_view(report)
     verdicts = (
-        pipe_table(_COLUMNS, 2, (_cells(row) for row in view.rows)),
+        *(escaped(line) for line in view.headlines),
+        pipe_table(("arm", "verdict", *map(escaped, view.figures)), 2, _cells(view)),
         *(part for table in view.beside for part in _titled(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
         _LEGEND,
@@ -48,8 +45,8 @@ def render_markdown(report: Report) -> str:
     parts = [
         _opening(report, view),
         _bullets([*(f"failed: {escaped(line)}" for line in view.failures), *map(escaped, view.modified)]),
-        *(verdicts if view.fidelity else ()),
-        *(part for matrix in view.ablation for part in (*_titled(matrix.table), escaped(matrix.said))),
+        *(part for matrix in view.ablation for part in (escaped(matrix.said), *_titled(matrix.table))),
+        *(verdicts if view.fidelity else map(escaped, view.headlines)),
         *(_speed(view, view.performance) if view.performance else ()),
         "To repeat:",
         _fence(view.command),
@@ -137,12 +134,14 @@ def _speed(view: View, speed: Performance) -> list[str]:
 
 def _titled(table: TextTable) -> list[str]:
     """A table under its title."""
-    words, columns = (
-        table.named,
-        [escaped(column.replace("\\|", "\\ |")) for column in table.columns],
-    )  # as in code spans
-    rows = ((*map(code_cell, row[:words]), *map(escaped, row[words:])) for row in table.rows)
-    return [f"{escaped(table.title)}:", pipe_table(columns, words, rows)]
+    words, columns = table.named, map(_figure, table.columns)
+    rows = ((*map(code_cell, row[:words]), *map(_figure, row[words:])) for row in table.rows)
+    return [f"{escaped(table.title)}:", pipe_table(tuple(columns), words, rows)]
+
+
+def _figure(text: str) -> str:
+    """Text in a cell of a table."""
+    return escaped(text.replace("\\|", "\\ |"))  # as in code spans
 
 
 def code_cell(text: str) -> str:
@@ -150,10 +149,11 @@ def code_cell(text: str) -> str:
     return code_span(text).replace("|", "\\|")
 
 
-def _cells(row: ArmRow) -> tuple[str, ...]:
-    verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
-    figures = (*map(str, (row.kld, row.excess, row.changed, row.flips, row.run)), row.cache_bytes)
-    return (code_cell(row.name), *(escaped(cell) for cell in (verdict, *figures)))
+def _cells(view: View) -> Iterator[tuple[str, ...]]:
+    """The rows of the main table."""
+    for n, row in enumerate(view.rows):
+        verdict = f"{row.verdict} ({row.note})" if row.note else row.verdict
+        yield (code_cell(row.name), *(escaped(str(cell)) for cell in (verdict, *(c[n] for c in view.figures.values()))))
 
 
 def _bullets(lines: Iterable[str]) -> str:

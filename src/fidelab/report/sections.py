@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from fidelab.report.cells import fact_of, shared, status_line
+from fidelab.report.cells import fact_of, shared, status_line, told_already
 from fidelab.report.tables import Notes, TextTable, tables_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import ABSENT, one_line, printable
@@ -88,7 +88,7 @@ class Section:
     """As the record names it, on one line; not for an anchor or a file name."""
     title: str
     notes: tuple[str, ...]
-    """Why arms have no metrics: ``arm: failed: reason``."""
+    """Why arms have no metrics: ``arm: failed: reason``; not where the whole arm failed, or the reference."""
     lines: tuple[str, ...]
     """Flags of whole measurements, after the arms' names."""
     sources: tuple[str, ...]
@@ -104,6 +104,11 @@ class Section:
     curves: tuple[Curves, ...]
     bars: tuple[BarGroup, ...]
     shown: tuple[Shown, ...]
+
+    @property
+    def found(self) -> bool:
+        """There is something to show."""
+        return any((self.notes, self.lines, self.tables, self.curves, self.bars, self.shown))
 
 
 def arm_id(role: str, number: int = 0) -> str:
@@ -126,7 +131,8 @@ def sections_of(report: Report) -> list[Section]:
     arms = arms_of(report)
     axes = [*((arm, record.axes) for arm, record in arms), (ReportArm("floor", "floor"), report.floor)]
     benches = [(arm, record.benches) for arm, record in arms]
-    return [*_sections("axis", axes), *_sections("bench", benches)]
+    records = {arm.id: record for arm, record in arms}
+    return [*_sections("axis", axes, records), *_sections("bench", benches, records)]
 
 
 def table_of(plot: TablePlot) -> TextTable:
@@ -136,15 +142,22 @@ def table_of(plot: TablePlot) -> TextTable:
 
 
 def _sections(
-    kind: Literal["axis", "bench"], arms: Sequence[tuple[ReportArm, Mapping[str, Measurement]]]
+    kind: Literal["axis", "bench"],
+    arms: Sequence[tuple[ReportArm, Mapping[str, Measurement]]],
+    records: Mapping[str, ArmRecord],
 ) -> Iterable[Section]:
     # candidates have every axis, in its order
     candidates_first = sorted(arms, key=lambda entry: entry[0].role != "candidate")
     for name in dict.fromkeys(name for _, measurements in candidates_first for name in measurements):
-        yield _section(kind, name, [(arm, part[name]) for arm, part in arms if name in part])
+        yield _section(kind, name, [(arm, part[name]) for arm, part in arms if name in part], records)
 
 
-def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[ReportArm, Measurement]]) -> Section:
+def _section(
+    kind: Literal["axis", "bench"],
+    name: str,
+    arms: Sequence[tuple[ReportArm, Measurement]],
+    records: Mapping[str, ArmRecord],
+) -> Section:
     title = one_line(next((measurement.title for _, measurement in arms if measurement.title), name))
     base = next((measurement for arm, measurement in arms if arm.role == "reference"), None)
     notes = Notes()
@@ -155,7 +168,11 @@ def _section(kind: Literal["axis", "bench"], name: str, arms: Sequence[tuple[Rep
         name=one_line(name),
         title=title,
         notes=tuple(
-            shared((arm.name, status_line(measurement)) for arm, measurement in arms if not measurement.measured)
+            shared(
+                (arm.name, status_line(measurement))
+                for arm, measurement in arms
+                if not measurement.measured and not told_already(records.get(arm.id), measurement.reason)
+            )
         ),
         lines=tuple(shared((arm.name, one_line(flag.text)) for arm, measurement in arms for flag in measurement.flags)),
         sources=tuple(shared((arm.name, line) for arm, measurement in arms if (line := _facts(measurement)))),

@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored
+from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, text_of
 from fidelab.report.sections import ReportArm
 from fidelab.report.tables import SPEEDS, TextTable, counts
 from fidelab.results.measurement import Measurement, Metric, label
-from fidelab.results.numbers import ABSENT, MIB, format_figure, format_kld, format_span, heading, one_line
+from fidelab.results.numbers import ABSENT, MIB, counted, format_figure, format_kld, format_span, heading, one_line
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
 __all__ = [
     "KLD",
     "Performance",
     "attribution_of",
+    "bench_headlines",
     "contexts_of",
     "joined",
+    "others_in_words",
     "others_of",
     "performance_of",
     "titled",
@@ -56,34 +58,72 @@ def contexts_of(report: Report) -> TextTable | None:
         if any(metric.cell for metric in axis.metrics)
     ]
     title = "KLD by context (nats); the verdict and all other figures are those of an arm's worst context"
-    return TextTable("contexts", title, ("arm", *(f"{n:,} tokens" for n in sizes)), tuple(rows))
+    texts = {n: next((text for axis in klds.values() if (text := _text_at(axis, n))), "") for n in sizes}
+    heads = (f"{n:,} tokens{f', {texts[n]}' if texts[n] else ''}" for n in sizes)
+    return TextTable("contexts", title, ("arm", *heads), tuple(rows))
+
+
+def _text_at(kld: Measurement, n_ctx: int) -> str:
+    """``8 windows, 6 documents`` of one context; empty where the record does not say."""
+    contexts = kld.facts.get("contexts")
+    sizes = contexts if isinstance(contexts, list) else []
+    size = next((size for size in sizes if isinstance(size, dict) and size.get("n_ctx") == n_ctx), None)
+    return "" if size is None else text_of(kld, size)
 
 
 def others_of(report: Report) -> TextTable | None:
-    """Arm × headline metrics of each axis besides KLD; ``None`` without such axes.
+    """The reference, then arm × headline metrics of each axis besides KLD that any arm was measured on.
 
-    The last column is the composite, where all its axes were measured or its bands were requested.
+    An axis says in words what happened, its headline metric stands behind that in parentheses.  ``None`` without such
+    axes.  The last column is the composite, where all its axes were measured or its bands were requested.
     """
     arms = [*report.candidates, *([report.control] if report.control else [])]
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
         axes = [arm.axes.get(name) for arm in arms]
+        known = [axis for axis in axes if axis is not None and axis.measured]
+        base = next((axis.reference_summary for axis in known if axis.reference_summary), "")
         nobody: list[Metric | None] = [None] * len(arms)
-        for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)]):
+        for n, (head, cells) in enumerate(_headlines(name, axes) or [(one_line(name), nobody)] if known else ()):
             brief = zip(axes, cells, strict=True)
-            columns[head] = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
+            base_axis = next((axis for axis in known if axis.n_clusters and axis.cluster), None) if n == 0 else None
+            over = "" if base_axis is None else f", {counted(base_axis.n_clusters or 0, one_line(base_axis.cluster))}"
+            own = [_brief(axis, cell, first=n == 0) for axis, cell in brief]
+            columns[f"{head}{over}"] = [(one_line(base) if n == 0 else "") or ABSENT, *own]
     if not columns:
         return None
     if _shows_composite(report):
         columns["composite"] = [
-            ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms
+            ABSENT,
+            *(ABSENT if arm.composite is None else str(scored(arm.composite.value, arm.composite.ci)) for arm in arms),
         ]
-    rows = zip((one_line(arm.name) for arm in arms), *columns.values(), strict=True)
-    return TextTable("others", "Other axes", ("arm", *columns), tuple(rows))
+    names = [f"reference {one_line(report.reference.name)}", *(one_line(arm.name) for arm in arms)]
+    rows = list(zip(names, *columns.values(), strict=True))
+    if all(cell == ABSENT for cell in rows[0][1:]):
+        rows = rows[1:]
+    said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != KLD)
+    title = "Other axes (in parentheses: the score, or the figure named above it, and its 95% interval)"
+    return TextTable("others", title if said else "Other axes", ("arm", *columns), tuple(rows))
+
+
+def others_in_words(arm: ArmRecord) -> tuple[str, ...]:
+    """``rniah: lost 9 of 36 (reference: finds 36 of 45)`` of each axis besides KLD that was measured."""
+    lines = []
+    for name, axis in arm.axes.items():
+        if name != KLD and axis.measured:
+            base = f" (reference: {one_line(axis.reference_summary)})" if axis.reference_summary else ""
+            headline = next((metric for metric in axis.headlines if _shown(axis, metric)), None)
+            said = f"{one_line(axis.summary)}{base}" if axis.summary else _brief(axis, headline, first=True)
+            lines.append(f"{one_line(name)}: {said}")
+    return tuple(lines)
 
 
 def _brief(axis: Measurement | None, metric: Metric | None, *, first: bool) -> str:
-    """The metric; where it is missing, the first column shows the axis' status."""
+    """The axis' words and the metric, or the metric alone; without both the first column shows the axis' status."""
+    if axis is not None and axis.measured and axis.summary and first:
+        estimate = estimate_of(metric)
+        margin = ", ".join(part for part in (estimate.value, estimate.margin) if part != ABSENT)
+        return str(Estimate(one_line(axis.summary), margin or ABSENT))
     if metric is not None or axis is None:
         return str(estimate_of(metric))
     return STATUS[axis.status] if first else ABSENT
@@ -165,6 +205,45 @@ def performance_of(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> Performance |
     )
 
 
+def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, ...]:
+    """A sentence per bench: its first headline metric of every arm, with the ratio to the reference's.
+
+    ``decode: rate at depth 512: bf16 40.1 tok/s; int8 41.2 tok/s (1.03×, better)``.
+    """
+    sentences = []
+    for name in dict.fromkeys(name for _, record in arms for name in record.benches):
+        columns = _headlines(name, [record.benches.get(name) for _, record in arms])
+        if not columns:
+            if any(name in record.benches and record.benches[name].measured for _, record in arms):
+                sentences.append(f"{one_line(name)}: no valid figure; the notes of its table say why")
+            continue
+        _, metrics = columns[0]
+        first = next(metric for metric in metrics if metric is not None)
+        at = f" at {one_line(label(first.cell))}" if first.cell else ""
+        mib = any(metric is not None and _in_mib(metric) for metric in metrics)
+        unit = "MiB" if mib else first.unit
+        figures = [
+            f"{arm.name} {format_figure(metric.value, metric.unit, mib=mib)} {unit}".rstrip()
+            + _against(metric, metrics[0] if n else None)
+            for n, ((arm, _), metric) in enumerate(zip(arms, metrics, strict=True))
+            if metric is not None
+        ]
+        sentences.append(f"{titled(name, first)}{at}: {'; '.join(figures)}")
+    return tuple(sentences)
+
+
+def _against(own: Metric, base: Metric | None) -> str:
+    """`` (1.03×, better)``: a ratio to the reference's and what it means; empty where there is none."""
+    ratio = ratio_of(own, base) if own.unit in SPEEDS else ABSENT
+    if ratio == ABSENT or base is None or own.value is None or base.value is None:
+        return ""
+    if ratio.startswith("≈") or own.value == base.value or own.better is None:
+        word = "no difference shown" if ratio.startswith("≈") else ""
+    else:
+        word = "better" if (own.value > base.value) == (own.better == "higher") else "worse"
+    return f" ({', '.join(part for part in (ratio, word) if part)})"
+
+
 def _beside(metric: Metric | None, base: Metric | None, mib: bool) -> Estimate:
     """A value, and its ratio to the reference's."""
     if metric is None:
@@ -192,14 +271,18 @@ _PARTS = (
 
 
 def attribution_of(report: Report) -> TextTable | None:
-    """Candidate × (three mean KLs, their paired differences), nats; ``None`` where the run has no attribution."""
+    """Candidate × (three mean KLs, their paired differences), nats, as far as they were measured; ``None``: nothing."""
     if not report.attribution:
         return None
+    rows = [_parts(split) for split in report.attribution]
+    kept = [0, *(n for n in range(1, len(_PARTS)) if any(row[n] != ABSENT for row in rows))]
+    if len(kept) < 3:
+        return None  # the arm's own KLD alone, which the main table has
     return TextTable(
         "attribution",
         "Format loss and kernel loss (mean KL, nats; KL is not additive: the parts need not sum up)",
-        _PARTS,
-        tuple(_parts(split) for split in report.attribution),
+        tuple(_PARTS[n] for n in kept),
+        tuple(tuple(row[n] for n in kept) for row in rows),
     )
 
 

@@ -175,13 +175,13 @@ def _percentiles(metrics: Mapping[str, Metric]) -> dict[str, tuple[str, ...]]:
 
 
 def _tails(names: Sequence[str], metric: Metric, rows: Sequence[_Row]) -> Iterator[tuple[str, list[str]]]:
-    """The first and the last percentile of a stem in one column, once: ``TTFT p50/p99``."""
+    """The percentiles of a stem in one column, once: ``TTFT p50/p95/p99``."""
     if metric.name != names[0]:
         return
-    last = names[-1].rpartition(" ")[2]
-    ends = [(row.metric(names[0]), row.metric(names[-1])) for row in rows]
-    cells = ["/".join(estimate_of(end).value for end in pair) if any(pair) else ABSENT for pair in ends]
-    yield heading(f"{names[0]}/{last}", metric.unit), cells
+    others = [name.rpartition(" ")[2] for name in names[1:]]
+    found = [[row.metric(name) for name in names] for row in rows]
+    cells = ["/".join(estimate_of(one).value for one in each) if any(each) else ABSENT for each in found]
+    yield heading("/".join((names[0], *others)), metric.unit), cells
 
 
 def _ratio(row: _Row, name: str) -> str:

@@ -1,14 +1,15 @@
 """A report as terminal text: what failed, one table, one sentence per candidate, floor and control, then benches.
 
 Nothing from models, logs or configs is read as markup.  At 100 columns all figures of fidelity are shown; where
-there is less room real flips and tokens to the first flip are left out.  Tables of benches may be wider and lose
-columns, too, from the last one on.  A line says what is missing.
+there is less room real flips and tokens to the first flip are left out, then the excess over the control and the bytes;
+KLD and changed tokens (top-1) never; a line says what is missing.  Of the tables of benches the columns that there is
+no room for follow below, after the same names.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -20,19 +21,37 @@ from rich.text import Text
 
 from fidelab.core import Status
 from fidelab.report.cells import STATUS, Estimate, shared
+from fidelab.report.summary import joined
 from fidelab.report.tables import NOTES, VALID
 from fidelab.report.tables import TextTable as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Performance, View, build_view
 from fidelab.results.numbers import ABSENT, one_line
-from fidelab.results.record import NO_REFERENCE, Report
+from fidelab.results.record import Report
 
 __all__ = ["literal", "print_line", "print_path", "render_text", "simple_table", "wrap_name"]
 
 _NAME_WIDTH = 17
-_LAYOUTS = ((1, 17, 13, True), (0, 17, 13, True), (0, 15, 9, True), (0, 15, 9, False))
-"""Padding, widths of name and verdict, whether real flips and tokens to the first flip are shown; roomiest first."""
-_TAIL = "real flips and tokens to the first flip"
+_HEADINGS = {
+    "KLD, nats": "KLD\nnats",
+    "over control": "over\ncontrol",
+    "changed tokens": "changed\ntokens",
+    "real flips": "real\nflips",
+    "tokens to flip": "tokens\nto flip",
+    "cache bytes per token": "bytes/\ntoken",
+}
+_TAIL = ("real flips", "tokens to flip")
+_LAYOUTS: tuple[tuple[int, int, int, tuple[str, ...]], ...] = (
+    (1, 17, 13, ()),
+    (0, 17, 13, ()),
+    (0, 15, 11, ()),
+    (0, 15, 11, _TAIL),
+    (0, 12, 11, _TAIL),
+    (0, 12, 11, (*_TAIL, "over control")),
+    (0, 12, 11, (*_TAIL, "over control", "cache bytes per token")),
+    (0, 8, 11, (*_TAIL, "over control", "cache bytes per token")),
+)
+"""Padding, widths of name and verdict, the figures that are left out; roomiest first."""
 _PLOT_WIDTH = 100
 _KEPT = (NOTES, VALID)
 """Columns that are kept on narrow terminals: they qualify the others."""
@@ -62,10 +81,14 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         print_path(console, "what the workers printed", folder / "logs")
     for modification in view.modified:
         line(modification, "yellow")
-    whole = True
+    for matrix in view.ablation:
+        line(matrix.said, "bold")
+    for sentence in view.headlines:
+        line(sentence)
+    lacking: tuple[str, ...] = ()
     if view.fidelity:
         line(view.compared)
-        table, whole = _fitted(view, console)
+        table, lacking = _fitted(view, console)
         console.print(table)
     if view.performance is not None and view.performance.columns:
         _print_performance(view, view.performance, console)
@@ -75,11 +98,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     for matrix in view.ablation:
         line(matrix.table.title)
         _print_whole(matrix.table, console)
-        line(matrix.said)
-        line("")
-    dropped = _print_benches(view, console)
-    lost = next((row.reason for row in view.rows if row.role == "reference"), "")
-    for sentence in shared((row.name, _sentence(row, lost)) for row in view.candidates if view.fidelity):
+    _print_benches(view, console)
+    for sentence in shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity):
         line(sentence)
     if view.fidelity:
         line("")
@@ -91,8 +111,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
-    if missing := [*dropped, *([] if whole else [_TAIL])]:
-        line(f"narrow terminal: {'; '.join(missing)} are left out")
+    if lacking:
+        line(f"narrow terminal: {joined(lacking)} are left out")
     if plot:
         line("")
         for drawn in plot_frontier(view.points, min(console.width, _PLOT_WIDTH)) or [
@@ -103,37 +123,58 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         print_path(console, "files", folder)
 
 
-def _sentence(row: ArmRow, lost: str) -> str:
-    """A candidate's sentence; ``lost``, the reason why the reference did not run, is not repeated."""
-    if lost and row.reason == lost:
-        return "not running, for the same reason as the reference"
-    if lost and row.reason.startswith(NO_REFERENCE):
-        return f"not compared: {NO_REFERENCE}"
+def _sentence(row: ArmRow) -> str:
     return f"{row.sentence} (composite too close to call)" if row.too_close else row.sentence
 
 
-def _fitted(view: View, console: Console) -> tuple[Table, bool]:
-    """The main table in the roomiest layout that there is room for, and whether it shows all columns."""
-    for layout in _LAYOUTS:
-        table = _table(view, console, *layout)
+def _fitted(view: View, console: Console) -> tuple[Table, tuple[str, ...]]:
+    """The main table in the roomiest layout that there is room for, and the figures that it leaves out."""
+    figures = _figures(view)
+    for padding, name_width, verdict_width, left_out in _LAYOUTS:
+        kept = {name: column for name, column in figures.items() if name not in left_out}
+        table = _table(view, console, padding, name_width, verdict_width, kept)
         if _fits(table, console):
             break
-    return table, layout[-1]
+    return table, tuple(name for name in figures if name not in kept)
 
 
-def _table(view: View, console: Console, padding: int, name_width: int, verdict_width: int, tail: bool) -> Table:
+def _figures(view: View) -> dict[str, tuple[str, list[str]]]:
+    """Figure → heading and cells, of the figures that any arm has.
+
+    What the KLD was measured on stands in its heading where that is the same for all arms, else in the cells.
+    """
+    columns = {
+        name: (_HEADINGS[name], [_stacked(cell) for cell in cells])
+        for name, cells in view.figures.items()
+        if name in _HEADINGS
+    }
+    heading, cells = columns["KLD, nats"]
+    units = [row.text.rpartition(", ")[2] for row in view.rows]
+    if len(known := {unit for unit in units if unit}) > 1:
+        cells = [f"{cell}\n{unit}".rstrip() for cell, unit in zip(cells, units, strict=True)]
+    elif known:
+        heading = f"KLD, nats\n{known.pop()}"
+    return {**columns, "KLD, nats": (heading, cells)}
+
+
+def _table(
+    view: View,
+    console: Console,
+    padding: int,
+    name_width: int,
+    verdict_width: int,
+    figures: Mapping[str, tuple[str, list[str]]],
+) -> Table:
     table = simple_table(padding)
     table.add_column("arm", overflow="fold", max_width=name_width)
     table.add_column("verdict", overflow="fold", max_width=verdict_width)
-    flips = ("real\nflips", "tokens\nto flip") if tail else ()
-    for header in ("KLD\nnats", "over\ncontrol", "changed\ntokens", *flips, "bytes/\ntoken"):
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in view.rows:
-        figures = (row.kld, row.excess, row.changed, *((row.flips, row.run) if tail else ()))
+    for header, _ in figures.values():
+        table.add_column(literal(header, console), justify="right", no_wrap=True)
+    for n, row in enumerate(view.rows):
         table.add_row(
             literal(wrap_name(row.name, name_width), console),
             literal(_verdict(row), console, _STYLES.get(row.key, "")),
-            *(literal(figure, console) for figure in (*map(_stacked, figures), row.cache_bytes)),
+            *(literal(cells[n], console) for _, cells in figures.values()),
         )
     return table
 
@@ -170,25 +211,32 @@ def _print_performance(view: View, speed: Performance, console: Console) -> None
         for row, name, figures in zip(view.rows, speed.names, speed.rows, strict=True)
     )
     table = Others("performance", "", (*named, *speed.columns), rows, len(named))
-    console.print(_narrowed(table, console, stacked=True)[0])
+    _print_table(table, console, stacked=True)
     if speed.note:
         print_line(console, speed.note)
     console.print()
 
 
-def _print_benches(view: View, console: Console) -> list[str]:
-    """The tables of each bench with their footnotes; returns what was left out."""
-    left_out = []
+def _print_table(shown: Others, console: Console, *, stacked: bool = False) -> None:
+    """A table; the columns that there is no room for follow below, after the same names."""
+    table, dropped = _narrowed(shown, console, stacked=stacked)
+    console.print(table)
+    if dropped:
+        kept = [n for n, name in enumerate(shown.columns) if n < shown.named or name in dropped]
+        rows = tuple(tuple(row[n] for n in kept) for row in shown.rows)
+        columns = tuple(shown.columns[n] for n in kept)
+        _print_whole(Others(shown.key, shown.title, columns, rows, shown.named), console)
+
+
+def _print_benches(view: View, console: Console) -> None:
+    """The tables of each bench with their footnotes."""
     for section in view.benches:
         for table in section.tables:
             console.print(literal(table.title, console, "bold"))
-            drawn, dropped = _narrowed(_grouped(table, alone=len(view.rows) == 1), console)
-            console.print(drawn)
-            left_out += dropped
+            _print_table(_grouped(table, alone=len(view.rows) == 1), console)
         for line in (*section.sources, *section.lines, *section.footnotes):
             print_line(console, line)
         console.print()
-    return list(dict.fromkeys(left_out))
 
 
 def _grouped(table: Others, *, alone: bool) -> Others:

@@ -6,7 +6,8 @@ Text and HTML lay out the same :class:`View`; it holds finished strings, and the
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,14 +26,18 @@ from fidelab.report.cells import (
     run_of,
     shared,
     status_line,
+    text_of,
+    told_already,
 )
 from fidelab.report.sections import Section, arm_id, arms_of, sections_of
 from fidelab.report.summary import (
     KLD,
     Performance,
     attribution_of,
+    bench_headlines,
     contexts_of,
     joined,
+    others_in_words,
     others_of,
     performance_of,
     titled,
@@ -105,8 +110,13 @@ class ArmRow:
     too_close: bool
     key: str
     """Word for a stylesheet: role, band in lower case, ``identical``, ``none`` or ``broken``."""
+    text: str = ""
+    """What its KLD was measured on: ``8 windows, 2 documents``."""
+    others: tuple[str, ...] = ()
+    """What each other axis found, in words: ``rniah: lost 9 of 36``."""
     saving: str = ""
-    """Cache bytes against the reference's, in words; empty where either is unknown."""
+    """Cache bytes against a 16-bit cache's, in words; empty where either is unknown."""
+    preliminary: bool = False
     modified: tuple[str, ...] = ()
 
     @property
@@ -120,10 +130,25 @@ class ArmRow:
 
     @property
     def note(self) -> str:
-        """The second line of the verdict column: best possible verdict, status, whether packages are modified."""
-        best = f"at best {self.at_best}" if self.at_best and self.verdict == "no verdict" else ""
+        """The second line of the verdict column.
+
+        Whether the verdict is preliminary, the best one possible, the status, whether packages are modified.
+        """
+        early = "preliminary" if self.preliminary else ""
+        best = f"at best {self.at_best}" if self.at_best else ""
         status = self.status if self.status not in ("ok", self.verdict) else ""
-        return ", ".join(part for part in (best, status, "modified" if self.modified else "") if part)
+        return ", ".join(part for part in (early, best, status, "modified" if self.modified else "") if part)
+
+
+_FIGURES: Mapping[str, Callable[[ArmRow], Estimate]] = {
+    "KLD, nats": lambda row: row.kld,
+    "measured on": lambda row: Estimate(row.text or ABSENT),
+    "over control": lambda row: row.excess,
+    "changed tokens": lambda row: row.changed,
+    "real flips": lambda row: row.flips,
+    "tokens to flip": lambda row: row.run,
+    "cache bytes per token": lambda row: Estimate(row.cache_bytes),
+}
 
 
 @dataclass(frozen=True)
@@ -154,6 +179,8 @@ class View:
     text: str
     reference: FrontierPoint | None
     performance: Performance | None
+    headlines: tuple[str, ...]
+    """What the benches found, a sentence each."""
     sections: tuple[Section, ...]
     fidelity: bool
     """Something was compared with the reference, or nothing else was measured."""
@@ -162,6 +189,16 @@ class View:
     def candidates(self) -> tuple[ArmRow, ...]:
         """The rows that have a verdict."""
         return tuple(row for row in self.rows if row.role == "candidate")
+
+    @property
+    def figures(self) -> dict[str, tuple[Estimate, ...]]:
+        """Heading → a figure for each row, of those that any arm has; the KLD always."""
+        columns = {heading: tuple(map(figure, self.rows)) for heading, figure in _FIGURES.items()}
+        return {
+            heading: cells
+            for heading, cells in columns.items()
+            if heading == "KLD, nats" or not all(cell.absent for cell in cells)
+        }
 
     @property
     def benches(self) -> tuple[Section, ...]:
@@ -185,6 +222,7 @@ def build_view(report: Report) -> View:
     arms += [("control", arm) for arm in controls]
     arms += [("candidate", arm) for arm in report.candidates]
     size = report.reference.ran.cache_bytes_per_token if report.reference.ran else None
+    records = [arm for _, arm in arms]
     performance = performance_of(arms_of(report))
     fidelity = performance is None or any((report.floor, *(arm.axes for _, arm in arms)))
     engines = dict.fromkeys(one_line(arm.engine) for _, arm in arms)
@@ -202,7 +240,7 @@ def build_view(report: Report) -> View:
         modified=tuple(
             shared((one_line(arm.name), f"ran with {', '.join(names)}") for _, arm in arms if (names := _modified(arm)))
         ),
-        rows=tuple(_row(role, arm, size) for role, arm in arms),
+        rows=tuple(_row(role, arm, report.reference, _saving(arm, records)) for role, arm in arms),
         floor="; ".join([_floor(report.floor), *_without_floor(report.candidates)]),
         control=_controls(controls),
         weights=_weights([arm for _, arm in arms]),
@@ -224,7 +262,8 @@ def build_view(report: Report) -> View:
         if size is None
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
-        sections=tuple(sections_of(report)),
+        headlines=bench_headlines(arms_of(report)),
+        sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )
 
@@ -233,15 +272,16 @@ def _present(*tables: TextTable | None) -> tuple[TextTable, ...]:
     return tuple(table for table in tables if table is not None)
 
 
-def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
+def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow:
     kld, composite = arm.axes.get(KLD), arm.composite
+    judged = arm.verdict if role == "candidate" else None
     return ArmRow(
         role=role,
         name=one_line(arm.name),
         engine=one_line(arm.engine),
         model=one_line(arm.model),
         band=(arm.verdict.band if arm.verdict else None) or ABSENT,
-        at_best=(arm.verdict.at_best if arm.verdict else None) or "",
+        at_best=(judged.at_best if judged else None) or "",
         status=STATUS[arm.status],
         reason=one_line(arm.reason or ""),
         kld=kld_of(kld),
@@ -250,11 +290,14 @@ def _row(role: str, arm: ArmRecord, size: float | None) -> ArmRow:
         flips=flips_of(kld),
         run=run_of(kld),
         cache_bytes=format_bytes(arm.ran.cache_bytes_per_token if arm.ran else None),
-        sentence=_sentence(arm),
-        because=tuple(one_line(fact) for fact in arm.verdict.because) if arm.verdict else (),
+        sentence=_sentence(arm, reference),
+        because=_because(arm),
         too_close=composite.too_close_to_call if composite else False,
         key=_key(role, arm),
-        saving="" if role == "reference" else _saving(arm, size),
+        text=text_of(kld),
+        others=others_in_words(arm),
+        saving="" if role == "reference" else saving,
+        preliminary=judged is not None and judged.preliminary,
         modified=_modified(arm),
     )
 
@@ -263,12 +306,30 @@ def _modified(arm: ArmRecord) -> tuple[str, ...]:
     return tuple(map(one_line, arm.ran.modified)) if arm.ran else ()
 
 
-def _saving(arm: ArmRecord, size: float | None) -> str:
+def _saving(arm: ArmRecord, arms: Sequence[ArmRecord]) -> str:
+    """The cache's bytes against those of a 16-bit cache, of the same engine if any arm tells them."""
+    sizes = [(other.engine != arm.engine, size) for other in arms if (size := _bytes_in_16_bits(other))]
     own = arm.ran.cache_bytes_per_token if arm.ran else None
-    if own is None or not size:
+    if own is None or not sizes:
         return ""
-    percent = 100 * own / size
-    return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of the reference's"
+    percent = 100 * own / min(sizes)[1]
+    return f"cache {f'{percent:.0f}%' if percent >= 1 else 'under 1%'} of a 16-bit cache"
+
+
+def _bytes_in_16_bits(arm: ArmRecord) -> float | None:
+    """Bytes per token of an arm's cache if both sides had 16 bits; ``None`` of formats that are none of 16 or 32."""
+    ran = arm.ran
+    if ran is None or not ran.cache_bytes_per_token:
+        return None
+    widths = {match and match[1] for side in (ran.k_dtype, ran.v_dtype) for match in [_WIDTH.fullmatch(side or "")]}
+    return (
+        {"16": 1.0, "32": 0.5}.get(next(iter(widths)) or "", 0.0) * ran.cache_bytes_per_token
+        if len(widths) == 1
+        else None
+    )
+
+
+_WIDTH = re.compile(r"(?:bf|f|fp|float|bfloat)(16|32)", re.IGNORECASE)
 
 
 def _weights(arms: Sequence[ArmRecord]) -> str:
@@ -299,19 +360,21 @@ def _compared(report: Report, performance: Performance | None, fidelity: bool) -
         n_items = next((axis.n_items for arm in arms if (axis := arm.axes.get(name)) and axis.n_items), None)
         what.append(one_line(name) + (f" ({n_items:,} item{'' if n_items == 1 else 's'})" if n_items else ""))
     line = f"{n} configuration{'' if n == 1 else 's'} compared with reference {one_line(report.reference.name)}"
+    if not report.reference.measured:
+        return line.replace("compared", "to be compared", 1)
     return f"{line} on {joined(what)}" if what else line
 
 
 def _text(report: Report) -> str:
-    """``4,080 positions in 31 documents``, of several contexts one after the other; empty where no text was scored."""
+    """``4,080 positions (32 windows, 31 documents)``, of several contexts one after the other; empty without text."""
     arms = [*report.candidates, *([report.control] if report.control else [])]
     kld = next((axis for arm in arms if (axis := arm.axes.get(KLD)) and axis.n_items), None)
     if kld is None:
         return ""
     contexts = _scored_at(kld)
     if len(contexts) < 2:
-        return _positions(kld.n_items, kld.facts.get("n_documents"))
-    return ", ".join(f"{_positions(c['n_positions'], c.get('n_documents'))} at {c['n_ctx']:,} tokens" for c in contexts)
+        return _positions(kld.n_items, text_of(kld))
+    return ", ".join(f"{_positions(c['n_positions'], text_of(kld, c))} at {c['n_ctx']:,} tokens" for c in contexts)
 
 
 def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
@@ -324,10 +387,8 @@ def _scored_at(axis: Measurement) -> list[Mapping[str, Any]]:
     return contexts if known and isinstance(contexts, list) else []
 
 
-def _positions(n: int | None, documents: int | None) -> str:
-    if documents is None:
-        return f"{n or 0:,} positions of text"
-    return f"{n or 0:,} positions in {documents:,} document{'' if documents == 1 else 's'}"
+def _positions(n: int | None, text: str) -> str:
+    return f"{n or 0:,} positions ({text})" if text else f"{n or 0:,} positions of text"
 
 
 _ORDER = ("excellent", "identical", "pass", "degraded", "fail", "none", "broken")
@@ -341,19 +402,24 @@ def _key(role: str, arm: ArmRecord) -> str:
     return {Status.OK: "none", Status.IDENTICAL: "identical"}.get(arm.status, "broken")
 
 
-def _sentence(arm: ArmRecord) -> str:
+def _because(arm: ArmRecord) -> tuple[str, ...]:
+    """The facts that set the band; not the reason why an arm did not run, which its sentence says."""
+    facts = arm.verdict.because if arm.verdict is not None else ()
+    return tuple(one_line(fact) for fact in facts if arm.measured or fact != arm.reason)
+
+
+def _sentence(arm: ArmRecord, reference: ArmRecord) -> str:
+    """What to do with an arm; why the reference did not run is not repeated."""
     reason = "" if arm.measured else one_line(arm.reason or "")
+    if not reference.measured and arm is not reference:
+        if reason and reason == one_line(reference.reason or ""):
+            return "not running, for the same reason as the reference"
+        if reason.startswith(NO_REFERENCE):
+            return f"not compared: {NO_REFERENCE}"
     if arm.verdict is None:
         return status_line(arm) if reason else ""
     sentence = one_line(arm.verdict.sentence)
     return sentence if reason in sentence else f"{sentence} ({reason})"
-
-
-def _told_already(arm: ArmRecord, reason: str | None) -> bool:
-    """The reason is that of the whole arm, or the missing reference, each of which has a line of its own."""
-    own, whole = one_line(reason or ""), one_line(arm.reason or "")
-    lost = not arm.measured and whole != ""
-    return own.startswith(NO_REFERENCE) or (lost and (own in whole or whole in own))
 
 
 def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
@@ -364,7 +430,7 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
     lines = [f"{one_line(name)} {status_line(bench)}" for name, bench in broken.items()]
     for name, axis in arm.axes.items():
         if not axis.measured:
-            if not _told_already(arm, axis.reason):
+            if not told_already(arm, axis.reason):
                 lines.append(f"{one_line(name)} {status_line(axis)}")
         elif axis.n_failed:
             total = f" of {axis.n_items:,}" if axis.n_items is not None else ""

@@ -203,6 +203,14 @@ class Measurement(Outcome):
     """Items asked (positions, prompts, questions)."""
     n_failed: Count | None = None
     """Items that a failure made unusable; they are in no metric."""
+    n_clusters: Count | None = None
+    """Resampling clusters of the usable items: what intervals are computed over."""
+    cluster: str = ""
+    """The word for one of them: ``document``, ``block``, ``prompt``."""
+    summary: str = ""
+    """What happened to the arm in a few words, with counts: ``lost 9 of 36``."""
+    reference_summary: str = ""
+    """The same of the reference: ``finds 36 of 45``."""
     facts: FreeDict = Field(default_factory=dict)
     """Words and settings that say how the metrics came about: estimator, context, chat template."""
 

@@ -8,6 +8,7 @@ __all__ = [
     "ABSENT",
     "MIB",
     "MINUS",
+    "counted",
     "format_amount",
     "format_bytes",
     "format_count",
@@ -183,6 +184,11 @@ def format_interval(interval: tuple[float, float | None] | None, unit: str, *, m
         return format_range((low, high))
     ends = format_figure(low, unit, mib=mib), "∞" if high is None else format_figure(high, unit, mib=mib)
     return f"{ends[0]} to {ends[1]}" if low < 0 or unit == "share" else f"{ends[0]}–{ends[1]}"
+
+
+def counted(n: int, word: str) -> str:
+    """``1 document``, ``6 documents``."""
+    return f"{n:,} {word}{'' if n == 1 else 's'}"
 
 
 def heading(name: str, unit: str, *, mib: bool = False) -> str:

@@ -135,7 +135,10 @@ class Verdict(Record):
     band: BandName | None = None
     """By the upper 95% bound of the mean KL; null is "no verdict"."""
     at_best: BandName | None = None
-    """The best band still possible where there is no verdict; null where none is ruled out."""
+    """The best band still possible: where there is no verdict, and where the interval of the mean KL reaches into a
+    better band than that of its upper end; else null."""
+    preliminary: bool = False
+    """The interval that gave the band rests on fewer than six resampling clusters."""
     sentence: str
     """One plain sentence that says what to do."""
     because: tuple[str, ...] = ()

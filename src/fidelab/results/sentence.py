@@ -11,7 +11,8 @@ import re
 from dataclasses import dataclass
 
 from fidelab.core import Estimator, Status
-from fidelab.results.numbers import format_kld, format_odds, format_span, one_line
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
+from fidelab.results.numbers import counted, format_kld, format_odds, format_span, one_line
 
 __all__ = ["ArmFacts", "is_native", "sentence"]
 
@@ -23,9 +24,11 @@ _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 class ArmFacts:
     """What is known about one candidate when its sentence is written.
 
-    ``band``: the verdict's, ``None`` where there is none; ``at_best``: what it could be then.  ``kld``: mean (nats),
-    ``kld_ci`` its 95% interval.  ``top1``: share of positions whose most likely token stays, ``real_flips``: share
-    where it changes although that was no near tie.  ``n_ctx``: the longest context measured, tokens.
+    ``band``: the verdict's, ``None`` where there is none; ``at_best``: the best one still possible then, or that the
+    interval allows.  ``kld``: mean (nats), ``kld_ci`` its 95% interval, over ``clusters`` (``6 documents``); with too
+    few of them the verdict is ``preliminary``.  ``top1``: share of positions whose most likely token stays,
+    ``real_flips``: share where it changes although that was no near tie.  ``n_ctx``: the longest context measured,
+    tokens.
     ``floor``: KL (nats) to its twin with other last bits.
     ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
     whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
@@ -41,6 +44,8 @@ class ArmFacts:
     at_best: str | None = None
     kld: float | None = None
     kld_ci: tuple[float, float] | None = None
+    clusters: str = ""
+    preliminary: bool = False
     floor: float | None = None
     top1: float | None = None
     real_flips: float | None = None
@@ -79,7 +84,9 @@ def sentence(arm: ArmFacts) -> str:
     if arm.band is None:
         best = f", at best {arm.at_best}" if arm.at_best else ""
         return f"no verdict{best}: {_why_none(arm)}"
-    return "; ".join([f"{_head(arm)}: {', '.join(_facts(arm))}", *_changes(arm), *_remedies(arm), *_reach(arm)])
+    head = f"{_head(arm)} (preliminary)" if arm.preliminary else _head(arm)
+    facts = [f"{head}: {', '.join(_facts(arm))}", *_doubts(arm), *_changes(arm), *_remedies(arm), *_reach(arm)]
+    return "; ".join(facts)
 
 
 def _why_none(arm: ArmFacts) -> str:
@@ -119,9 +126,23 @@ def _facts(arm: ArmFacts) -> list[str]:
         facts.append(f"costs at least {format_kld(arm.kld)} nats")
     elif arm.kld is not None:
         known = format_span(arm.kld_ci) if arm.kld_ci is not None else "without an interval"
+        known += f", {arm.clusters}" if arm.clusters else ""
         floor = f"; a change of last bits alone: {format_kld(arm.floor)}" if arm.floor else ""
         facts.append(f"costs {format_kld(arm.kld)} nats ({known}{floor})")
     return facts
+
+
+def _doubts(arm: ArmFacts) -> list[str]:
+    """That the band is not settled: too few clusters, or an interval that crosses the edge of a band."""
+    doubts = []
+    if arm.at_best is not None:
+        doubts.append(f"its interval reaches from {arm.at_best} to {arm.band}")
+    if arm.preliminary:
+        word = arm.clusters.rpartition(" ")[2].removesuffix("s") or "document"
+        doubts.append(f"a verdict takes {counted(MIN_STUDENTIZED_CLUSTERS, word)} or more")
+    elif arm.at_best is not None:
+        doubts[-1] += ": more windows decide"
+    return doubts
 
 
 def _changes(arm: ArmFacts) -> list[str]:

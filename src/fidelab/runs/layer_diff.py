@@ -28,6 +28,7 @@ from fidelab.errors import EngineError, InputError, MismatchError, NotSupportedE
 from fidelab.metrics.layers import TIMES, LayerCurve, added_errors, part, relative_errors
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
+from fidelab.report.layer_diff import write_bisect_html
 from fidelab.results.layer_diff_record import BisectArm, BisectReport, Errors, LayerRow
 from fidelab.results.record import KVFormats, RuntimeRecord
 from fidelab.results.store import RunFolder
@@ -43,7 +44,9 @@ _ERRORS = ("median", "tail", "rms")  # of a curve
 
 
 def bisect(experiment: Experiment, *, command: str, listener: Listener | None = None) -> tuple[BisectReport, RunFolder]:
-    """Find the layer at which the candidate parts from the reference; the new run folder gets a ``bisect.json``.
+    """Find the layer at which the candidate parts from the reference.
+
+    The new run folder gets a ``bisect.json`` and a page.
 
     ``experiment``: one candidate, no control, and of the axes ``kld``, whose windows and scored rows are taken.
 
@@ -82,6 +85,7 @@ def bisect(experiment: Experiment, *, command: str, listener: Listener | None = 
         **_found(prepared, results),
     )
     report.write(folder.path)
+    write_bisect_html(report, folder.html)
     return report, folder
 
 

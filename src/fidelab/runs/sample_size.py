@@ -33,6 +33,7 @@ from fidelab.errors import FidelabError, InputError, UnknownNameError, UsageErro
 from fidelab.inputs.corpus import load_text, make_windows
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
+from fidelab.metrics.intervals import MIN_STUDENTIZED_CLUSTERS
 from fidelab.metrics.sample_size import (
     ClusterSpread,
     agreement_reach,
@@ -49,7 +50,7 @@ from fidelab.runs.conduct import read_outcomes
 
 __all__ = ["Advice", "SizeLine", "SizePlan", "plan_size"]
 
-_LEAST = 1e-12  # of a precision: below it, counts of units have no meaning
+_LEAST = 1e-12  # of a precision: below it, counts of clusters have no meaning
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ class SizeLine:
     """One estimate: where it stands, and what the wanted precision takes.
 
     ``quantity``: the candidate's ``mean`` (trajectory: its score) or its paired ``excess`` over the control.
-    ``status``: ``needed`` (more than the pilot), ``enough`` (the pilot does), ``exact`` (identical output: nothing to
-    measure) or ``failed`` (``reason`` says why).  ``*_upper``: with the upper bound of the pilot's spread.
+    ``status``: ``needed`` (more than the pilot, and six clusters at least), ``enough`` (the pilot does), ``exact``
+    (identical output: nothing to measure) or ``failed``; ``reason`` says why, also where a pilot has too few clusters.
+    ``*_upper``: with the upper bound of the pilot's spread.
     """
 
     arm: str
@@ -282,7 +284,7 @@ def _line(
     *,
     cost: bool = False,
 ) -> SizeLine:
-    """``agree``: the scale of a share whose units all agree; ``n``: the pilot's items; ``cost``: never negative."""
+    """``agree``: the scale of a share whose clusters all agree; ``n``: the pilot's items; ``cost``: never negative."""
     if spread is None:
         reason = (
             "the pilot has a single cluster (document, block of windows, prompt), and one says nothing about spread"
@@ -297,11 +299,18 @@ def _line(
         reach = agree * agreement_reach(spread.clusters)
         clusters = upper = clusters_to_agree(precision / agree)
     per_cluster = n / spread.clusters
+    few = ""
+    if spread.clusters < MIN_STUDENTIZED_CLUSTERS:
+        clusters, upper = max(clusters, MIN_STUDENTIZED_CLUSTERS), max(upper, MIN_STUDENTIZED_CLUSTERS)
+        few = (
+            f"{spread.clusters} clusters do not tell how far clusters differ: nothing from fewer than "
+            f"{MIN_STUDENTIZED_CLUSTERS} is called precise"
+        )
     return SizeLine(
         arm,
         quantity,
-        "enough" if reach <= precision else "needed",
-        None,
+        "enough" if reach <= precision and not few else "needed",
+        few or None,
         spread.estimate,
         reach,
         precision,

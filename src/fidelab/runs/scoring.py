@@ -21,6 +21,7 @@ from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Ruling as Ruling
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.measurement import Measurement, Metric
+from fidelab.results.numbers import counted
 from fidelab.results.record import (
     ArmRecord,
     Comparison,
@@ -226,7 +227,8 @@ class _Summary:
             return Verdict(because=(facts.reason or "no full-vocabulary KLD",), **common)
         ruling = self._ruling(arm)
         because = (*ruling.because, *self._other_kernel(arm))
-        return Verdict(band=_word(ruling.band), at_best=_word(ruling.at_best), because=because, **common)
+        bands = {"band": _word(ruling.band), "at_best": _word(ruling.at_best)}
+        return Verdict(**bands, preliminary=ruling.preliminary, because=because, **common)
 
     def _other_kernel(self, arm: Measured) -> Iterator[str]:
         """That KLD includes the difference of two attention kernels, where no control measures that difference."""
@@ -240,8 +242,17 @@ class _Summary:
         kld = arm.scores["kld"]
         interval = None if kld.bound else kld.interval("mean")
         failed = int((~kld.usable).sum())
-        upper = None if interval is None else interval[1]
-        return verdict(upper, failed, len(kld.usable), _harms(arm.scores), arm.broken, kld_least=kld.value("mean"))
+        low, upper = (None, None) if interval is None else interval
+        return verdict(
+            upper,
+            failed,
+            len(kld.usable),
+            _harms(arm.scores),
+            arm.broken,
+            kld_least=kld.value("mean"),
+            kld_lower=low,
+            n_clusters=kld.n_clusters,
+        )
 
     def _facts(self, arm: Measured) -> ArmFacts:
         kv = arm.result.arm.kv
@@ -264,6 +275,8 @@ class _Summary:
             at_best=_word(ruling.at_best) if ruling is not None else None,
             kld=_value(kld, "mean"),
             kld_ci=kld.interval("mean") if kld is not None else None,
+            clusters=counted(measured.n_clusters, measured.cluster) if measured and measured.cluster else "",
+            preliminary=ruling is not None and ruling.preliminary,
             floor=floor.mean if floor is not None else None,
             top1=_value(kld, "top-1"),
             real_flips=_value(kld, "real flips"),

@@ -15,7 +15,16 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from fidelab.axes.base import OVER_CONTROL, SCORE, Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.base import (
+    OVER_CONTROL,
+    SCORE,
+    Axis,
+    AxisInputs,
+    AxisScore,
+    AxisSettings,
+    lost_and_gained,
+    part_name,
+)
 from fidelab.axes.capability.checks import CHECKS, KINDS, SET_VERSION, TOOL, Check, CheckKind, long_prompt
 from fidelab.axes.capability.results import ORDER, PARTS, WITHOUT, CheckResult, read_results
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
@@ -220,6 +229,9 @@ def _with_metrics(
         facts={"set": SET_VERSION},
         n_items=len(counted),
         n_failed=int((~score.usable).sum()),
+        cluster="check",
+        summary=lost_and_gained([(bool(result.ref.passed), bool(result.test.passed)) for result in good]),
+        reference_summary=f"passes {had} of {n}" if n else "",
         not_measurable=not_measurable,
         downgrades=_lowers(good, seed) if measured else (),
     )
