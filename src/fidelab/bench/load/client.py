@@ -364,7 +364,7 @@ class _Client:
         )
         if flight.status == 200 and flight.error != "invalid-http":
             read_stream(exchange, flight.parts, flight.times, flight.whole)
-        elif flight.status:
+        elif flight.status >= 200:
             exchange.error, exchange.detail = f"http-{flight.status}", said(b"".join(flight.parts))
         exchange.detail = self._clean(exchange.detail)
         exchange.finish_reason = exchange.finish_reason and self._clean(exchange.finish_reason)
