@@ -16,7 +16,7 @@ from fidelab.report.cells import plain
 from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
 from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refusal
-from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
+from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line, printable
 from fidelab.results.table import BENCH
 
 __all__ = ["render_diff", "render_diff_markdown"]
@@ -68,7 +68,7 @@ def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
         _bullets(_asides(diff)),
         _LEGEND if rows else "",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
 def _bullets(lines: Iterable[str]) -> str:
