@@ -216,8 +216,9 @@ def printable(text: str, *, escaped: bool = False) -> str:
 
     Control characters of both sets (which begin sequences that move the cursor, colour, name the window or write to the
     clipboard), those that reorder what follows, lone surrogates and unassigned characters show as ``\ufffd``; with
-    ``escaped`` as JSON escapes them, so that JSON stays the same JSON.  Blanks of all kinds stay.
+    ``escaped`` as JSON escapes them, so that JSON stays the same JSON.  Blanks of all kinds stay, lines end in ``\n``.
     """
+    text = text.replace("\r\n", "\n")
     if all(map(str.isprintable, text.split("\n"))):
         return text
     return text.translate(_ESCAPED if escaped else _REPLACED)
