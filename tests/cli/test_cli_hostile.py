@@ -131,7 +131,7 @@ def test_a_run_with_hostile_names_texts_and_logs(tmp_path: Path) -> None:
             {"name": f"gone{COLOUR}", "kv": "tilt[q=0.6]", "engine_args": {"crash": "0"}},
         ],
         "axes": {"kld": {"windows": 4, "n_ctx": 16}, "trajectory": {"n_predict": 4, "limit": 2}},
-        "floor": False,
+        "floor": 0,
     }
     (folder / "experiment.yaml").write_text(json.dumps(experiment))
     done = shown("run", "experiment.yaml", cwd=folder)
