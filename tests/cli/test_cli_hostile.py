@@ -264,7 +264,7 @@ def test_bars_write_their_own_sequences_alone(tmp_path: Path) -> None:
 
 
 def test_bars_of_tqdm_still_move_the_cursor() -> None:
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     with guarded() as terminal:
         for _ in tqdm(range(2), desc=f"x{TITLE}", mininterval=0):
