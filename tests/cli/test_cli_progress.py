@@ -19,7 +19,7 @@ def screen(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """Where a terminal would show what goes to standard error."""
     seen = io.StringIO()
     terminal = Console(file=seen, force_terminal=True, width=100, color_system=None)
-    monkeypatch.setattr(progress, "Console", lambda **_options: terminal)
+    monkeypatch.setattr(progress, "open_console", lambda **_options: terminal)
     return seen
 
 

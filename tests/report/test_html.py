@@ -101,7 +101,7 @@ def test_hostile_text_is_shown_as_text() -> None:
     text = Page(hostile_report()).text
     assert text.count("<img src=x onerror=alert(2)>") > 30
     assert "{{ 7 * 7 }}" in text
-    assert "\u202e" not in text.split("Repeat this run")[0]  # the command is shown as it is
+    assert "\u202e" not in text
 
 
 @pytest.mark.parametrize("report", [sample_report(), hostile_report()], ids=["sample", "hostile"])

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fidelab.report.html import render_notebook
-from fidelab.results.numbers import one_line
+from fidelab.results.numbers import one_line, printable
 from fidelab.results.record import Report
 from tests.report.hostile import TEXTS, hostile_report
 from tests.report.sample import OUTCOMES, sample_report
@@ -52,7 +52,7 @@ def test_hostile_text_adds_no_element_and_no_attribute(text: str) -> None:
 def test_hostile_text_is_shown_as_text(text: str) -> None:
     shown = Fragment(hostile_report(text)).text
     assert f"{one_line(text)} on {one_line(text)}" in shown
-    assert text in shown  # the command, as it is
+    assert printable(text) in shown  # the command, on its lines
 
 
 def test_one_well_formed_element_holds_everything() -> None:

@@ -1,7 +1,7 @@
 """One load on a server → its metrics, and whether they may be compared.
 
 A cell is invalid where it was not the load that was asked: another depth, too few requests in flight, requests later
-than due, many failed, tokens that nobody counted.  What is merely doubtful is flagged and stays valid.
+than due, many failed, tokens that nobody counted or asked for.  What is merely doubtful is flagged and stays valid.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fidelab.results.measurement import Cell
 __all__ = ["Drive", "LoadAsked", "compare_counts", "count_by_finish", "load_cell", "why_invalid"]
 
 _READINGS = 5  # of the server's metrics within the measured part, for their differences to be a rate
-_ALWAYS = frozenset({"depth", "underfilled", "rate"})  # make a cell invalid
+_ALWAYS = frozenset({"depth", "underfilled", "overlong", "rate"})  # make a cell invalid
 
 
 def count_by_finish(drive: Drive) -> Drive:

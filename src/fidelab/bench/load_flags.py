@@ -20,7 +20,7 @@ _LAG = 0.1  # of the median gap between events
 _RATE = 0.95  # of the requested requests per second
 _MISMATCH = (0.9, 1.1)  # client's over server's output rate
 
-SPOILS = frozenset({"depth", "underfilled", "errors", "no-usage", "rate"})
+SPOILS = frozenset({"depth", "underfilled", "overlong", "errors", "no-usage", "rate"})
 """Kinds for which a cell may be invalid; the others make it doubtful."""
 
 
@@ -30,6 +30,7 @@ def find_flags(pool: Pool) -> tuple[Flag, ...]:
         ("depth", _depth),
         ("underfilled", _underfilled),
         ("output", _output),
+        ("overlong", _overlong),
         ("errors", _errors),
         ("no-usage", _no_usage),
         ("lag", _lag),
@@ -77,6 +78,19 @@ def _output(pool: Pool) -> str | None:
     if not short:
         return None
     return f"{short} of {len(pool.done)} answers ended early, {lacking / short:.1f} tokens on average"
+
+
+def _overlong(pool: Pool) -> str | None:
+    """More tokens than were asked: the server counts what it did not write, or wrote another load than this."""
+    over = most = 0
+    for drive in pool.drives:
+        wanted = {request.index: request.max_tokens for request in drive.requests}
+        for exchange in drive.measured:
+            surplus = (exchange.output_tokens or 0) - wanted[exchange.index] if exchange.error is None else 0
+            over, most = over + (surplus > 0), max(most, surplus)
+    if not over:
+        return None
+    return f"the server counted more tokens than were asked for {over} of {len(pool.done)} answers, up to {most:,} more"
 
 
 def _errors(pool: Pool) -> str | None:

@@ -90,7 +90,7 @@ def _version(requested: bool) -> None:
     if requested:
         import fidelab
 
-        typer.echo(f"fidelab {fidelab.__version__}")
+        print(f"fidelab {fidelab.__version__}")
         raise typer.Exit
 
 
@@ -116,8 +116,10 @@ def _root(
 
 def main() -> None:
     """Run the command line; turn every error that a user can mend into one line and exit code 2."""
+    from fidelab.cli.output import guard_streams
     from fidelab.errors import FidelabError
 
+    guard_streams()
     # Read when torch is first imported: spinning OpenMP threads starve, and are starved by, whatever else runs.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     _show_fetches()

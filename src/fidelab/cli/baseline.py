@@ -145,7 +145,7 @@ def diff(
     elif markdown:
         from fidelab.report.diff import render_diff_markdown
 
-        typer.echo(render_diff_markdown(changes, full=full), nl=False)
+        sys.stdout.write(render_diff_markdown(changes, full=full))
     else:
         from fidelab.report.diff import render_diff
 

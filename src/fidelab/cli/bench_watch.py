@@ -9,6 +9,7 @@ from fidelab.bench.base import CellResult
 from fidelab.bench.load_cell import why_invalid
 from fidelab.bench.load_figures import OUTPUT_RATE, latency
 from fidelab.bench.serving import Contact, ServingWatch
+from fidelab.cli.output import open_console
 from fidelab.results.measurement import Measurement
 from fidelab.results.numbers import format_amount
 
@@ -17,7 +18,7 @@ __all__ = ["watcher"]
 
 def watcher() -> ServingWatch:
     """The watch that fits standard error."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     return _Bar(console) if console.is_terminal else _Lines(console)
 
 
@@ -47,7 +48,8 @@ class _Bar(_Lines):
     def __init__(self, console: Console) -> None:
         super().__init__(console)
         title, count = TextColumn("{task.description}", markup=False), TextColumn("{task.completed}/{task.total}")
-        self._bar = Progress(title, BarColumn(), count, TimeElapsedColumn(), console=console, transient=True)
+        columns = (title, BarColumn(), count, TimeElapsedColumn())
+        self._bar = Progress(*columns, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
         self._task: TaskID | None = None
 
     def begin(self, title: str, requests: int) -> None:

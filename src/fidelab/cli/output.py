@@ -1,24 +1,71 @@
-"""What commands print: the table or one JSON object on standard output, everything else on standard error."""
+"""What commands print: the table or one JSON object on standard output, everything else on standard error.
+
+This is where text leaves for the terminal.  Whatever of it comes from servers, models, logs or files can hold sequences
+that a terminal obeys; after :func:`guard_streams` none gets there, neither by ``print`` nor by a console of
+:func:`open_console`.
+"""
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions, RenderableType
+    from rich.segment import Segment
 
     from fidelab.results.record import ArmRecord, Report
 
-__all__ = ["command_line", "exit_on", "gate", "note", "open_console", "show_report", "waiting"]
+__all__ = ["command_line", "exit_on", "gate", "guard_streams", "note", "open_console", "show_report", "waiting"]
 
 _PIPE = 400  # a table of loads with everything in it
+_BAR = re.compile(r"(?:[\r\n]|\x1b\[A)*")  # how tqdm begins what it writes
+
+
+class _Guarded:
+    """A standard stream; what is written to it and cannot be printed is escaped as in JSON.
+
+    Rich finds the stream itself behind it and writes its own sequences there: consoles of :func:`open_console` take
+    care of the texts between them, and typer's show our own.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self.rich_proxied_file = stream
+
+    def write(self, text: str) -> int:
+        from fidelab.results.numbers import printable
+
+        if not isinstance(text, str):
+            raise TypeError(f"write() argument must be str, not {type(text).__name__}")
+        begin = ""
+        if sys._getframe(1).f_globals.get("__name__", "").startswith("tqdm."):  # it moves the cursor back
+            match = _BAR.match(text)
+            begin = match[0] if match else ""
+        self.rich_proxied_file.write(begin + printable(text[len(begin) :], escaped=True))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.rich_proxied_file, name)
+
+
+def guard_streams() -> None:
+    """From now on nothing that is printed can control the terminal."""
+    if not isinstance(sys.stdout, _Guarded):
+        sys.stdout = cast(TextIO, _Guarded(sys.stdout))
+    if not isinstance(sys.stderr, _Guarded):
+        sys.stderr = cast(TextIO, _Guarded(sys.stderr))
 
 
 def note(text: str) -> None:
@@ -41,21 +88,43 @@ def waiting(text: str) -> Iterator[Callable[[str], None]]:
         yield lambda text: None
         return
     try:
-        from rich.console import Console
         from rich.text import Text
+
+        console = open_console(stderr=True)
     except Exception:  # fidelab doctor says so
         yield lambda text: None
         return
-    with Console(file=sys.stderr).status(Text(text)) as line:
+    with console.status(Text(text)) as line:
         yield lambda text: line.update(Text(text))
 
 
-def open_console(width: int = 100) -> Console:
-    """Standard output; a file or a pipe, which has no width of its own, gets ``width`` columns."""
-    from rich.console import Console
+def open_console(width: int = 100, *, stderr: bool = False) -> Console:
+    """Standard output or error; a file or a pipe as output, which has no width of its own, gets ``width`` columns."""
+    stream = sys.stderr if stderr else sys.stdout
+    stream = getattr(stream, "rich_proxied_file", stream)
+    console = _console_class()(file=stream)
+    return console if stderr or console.is_terminal else _console_class()(file=stream, width=width)
 
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+
+@cache
+def _console_class() -> type[Console]:
+    """Made when it is first needed: importing rich takes time."""
+    from rich.console import Console
+    from rich.segment import Segment
+
+    from fidelab.results.numbers import printable
+
+    class Guarded(Console):
+        """Writes its own control sequences and no others."""
+
+        def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+            for segment in super().render(renderable, options):
+                if segment.control or segment.text.isprintable():
+                    yield segment
+                else:
+                    yield Segment(printable(segment.text), segment.style)
+
+    return Guarded
 
 
 def exit_on(faults: Collection[str]) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
 from rich.table import Column
 from rich.text import Text
 
+from fidelab.cli.output import open_console
+
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fidelab.plan.build import Plan, PlannedJob
     from fidelab.results.store import RunFolder
     from fidelab.runs.pairing import ArmResult
@@ -23,7 +26,7 @@ _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
 
 def watcher() -> Listener:
     """The listener that fits standard error."""
-    console = Console(stderr=True)
+    console = open_console(stderr=True)
     return _Bars(console) if console.is_terminal else _Lines(console)
 
 
@@ -57,7 +60,9 @@ class _Bars:
         share = TextColumn("{task.percentage:>3.0f}%")
         columns = (_Name(), BarColumn(20), share, _Rate(table_column=Column(no_wrap=True)))
         left = TimeRemainingColumn(table_column=Column(no_wrap=True))
-        self._bar = Progress(*columns, left, console=console, transient=True)
+        self._bar = Progress(
+            *columns, left, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
+        )
         self._task: TaskID | None = None
         self._planned: dict[str, int] = {}
 

@@ -68,7 +68,7 @@ def report(
         result = folder.read_report(run_dir)
         write_html(result, folder.html)
     if markdown:
-        typer.echo(result.to_markdown(), nl=False)
+        print(result.to_markdown(), end="")
         return
     show_report(result, as_json=as_json, folder=None if folder is None else folder.path, plot=plot)
 
@@ -97,5 +97,5 @@ def charts(
         lacking = "no arm has a KLD, another axis with curves, or a bench with two points of one"
         raise InputError(f"{run_dir} has nothing to draw: {lacking}")
     for path in write_charts(drawn, output_dir.absolute(), form.value, width):
-        typer.echo(path)
+        print(path)
     note(f"fidelab: {len(drawn)} charts")

@@ -11,6 +11,7 @@ from itertools import groupby
 
 from fidelab.doctor import MAIN_JOB, Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
+from fidelab.results.numbers import printable
 
 __all__ = ["by_reason", "lines", "show"]
 
@@ -26,13 +27,13 @@ _STATUS_WIDTH = max(map(len, ("warning", "missing"))) + 2
 def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
     """Print it."""
     if as_json:
-        sys.stdout.write(json.dumps(diagnosis.record(), indent=2) + "\n")
+        sys.stdout.write(printable(json.dumps(diagnosis.record(), indent=2), escaped=True) + "\n")
         return
     terminal = sys.stdout.isatty()
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if terminal else _WIDTH
     encoding = sys.stdout.encoding or "utf-8"
     text = [
-        line.encode(encoding, "replace").decode(encoding)
+        printable(line).encode(encoding, "replace").decode(encoding)
         for line in lines(diagnosis, min(_WIDTH, max(_NARROWEST, width)))
     ]
     if not (terminal and _in_colour(text)):

@@ -17,7 +17,7 @@ from fidelab.report.markdown import code_cell, code_span, escaped, pipe_table
 from fidelab.report.text import literal, print_line, simple_table
 from fidelab.results.comparability import in_words
 from fidelab.results.diff_record import ChangeOutcome, Diff, MetricChange, Refusal
-from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line
+from fidelab.results.numbers import ABSENT, MINUS, format_figure, format_kld, one_line, printable
 from fidelab.results.table import BENCH
 
 __all__ = ["render_diff", "render_diff_markdown"]
@@ -69,7 +69,7 @@ def render_diff_markdown(diff: Diff, *, full: bool = False) -> str:
         _bullets(_asides(diff)),
         _LEGEND if rows else "",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
 def _bullets(lines: Iterable[str]) -> str:

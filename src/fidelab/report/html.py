@@ -20,7 +20,7 @@ from fidelab.report.gallery import gallery_of
 from fidelab.report.heatmap import scale_of, shades_of
 from fidelab.report.sections import table_of
 from fidelab.report.view import build_view
-from fidelab.results.numbers import ABSENT, one_line
+from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report, write_atomically
 from fidelab.results.store import POSITIONS
 
@@ -49,7 +49,7 @@ def render_html(report: Report, positions: Path | None = None) -> str:
             scale_of=scale_of,
             table_of=table_of,
             one_line=one_line,
-            data=Markup(report.model_dump_json(by_alias=True).translate(_ESCAPES)),
+            data=Markup(printable(report.model_dump_json(by_alias=True), escaped=True).translate(_ESCAPES)),
             script=Markup(script),
             digest=digest,
         )
@@ -82,12 +82,20 @@ def _script() -> tuple[str, str]:
     return text, base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
+def _finalized(value: object) -> object:
+    """What a template shows of a value, in which markup stays markup."""
+    if isinstance(value, Markup):
+        return Markup(printable(value))
+    return printable(value) if isinstance(value, str) else value
+
+
 @cache
 def templates() -> Environment:
-    """The templates and style sheets of the page; all text that they are given is escaped."""
+    """The templates and style sheets of the page; all text that they are given is escaped, and can be printed."""
     return Environment(
         loader=PackageLoader("fidelab.report"),
         autoescape=True,
+        finalize=_finalized,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

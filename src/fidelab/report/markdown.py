@@ -16,7 +16,7 @@ from fidelab.report.summary import KLD, Performance
 from fidelab.report.tables import TextTable
 from fidelab.report.view import View, build_view
 from fidelab.results.measurement import Measurement
-from fidelab.results.numbers import ABSENT, one_line
+from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report
 
 __all__ = ["code_cell", "code_span", "escaped", "pipe_table", "render_markdown"]
@@ -52,7 +52,7 @@ def render_markdown(report: Report) -> str:
         _fence(view.command),
         f"Made with fidelab {escaped(view.version)} on {report.created.date().isoformat()}.",
     ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return printable("\n\n".join(part for part in parts if part) + "\n")
 
 
 def _opening(report: Report, view: View) -> str:

@@ -24,6 +24,7 @@ from fidelab.report.labels import LETTER
 from fidelab.report.plots import Drawing
 from fidelab.report.tables import free
 from fidelab.report.view import build_view
+from fidelab.results.numbers import printable
 from fidelab.results.record import Report
 
 __all__ = ["FileFormat", "draw_charts", "write_charts"]
@@ -84,7 +85,7 @@ def _draw(plot: Drawing, width: int) -> str:
         x, tall = x + wide + _GAP, y + ROW
     attributes = {"xmlns": "http://www.w3.org/2000/svg", "viewBox": f"0 0 {chart.size.width} {tall:g}"}
     height = round(width * tall / chart.size.width)
-    return str(element("svg", *parts, class_="chart", role="img", width=width, height=height, **attributes))
+    return printable(element("svg", *parts, class_="chart", role="img", width=width, height=height, **attributes))
 
 
 def _png(svg: str, width: int) -> bytes:

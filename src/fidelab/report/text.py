@@ -26,7 +26,7 @@ from fidelab.report.tables import NOTES, VALID
 from fidelab.report.tables import TextTable as Others
 from fidelab.report.text_plot import plot_frontier
 from fidelab.report.view import ArmRow, Performance, View, build_view
-from fidelab.results.numbers import ABSENT, one_line
+from fidelab.results.numbers import ABSENT, one_line, printable
 from fidelab.results.record import Report
 
 __all__ = ["literal", "print_line", "print_path", "render_text", "simple_table", "wrap_name"]
@@ -300,7 +300,8 @@ def _fits(table: Table, console: Console) -> bool:
 
 
 def literal(text: str, console: Console, style: str = "") -> Text:
-    """Text, never markup, that the console's encoding can hold."""
+    """Text, never markup, that the console can show and its encoding can hold."""
+    text = printable(text)
     try:
         text.encode(console.encoding)
     except UnicodeEncodeError:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import unicodedata
 
 __all__ = [
     "ABSENT",
@@ -216,9 +217,38 @@ def one_line(text: str) -> str:
     return "".join(char if char.isprintable() else "\ufffd" for char in " ".join(text.split()))
 
 
-def printable(text: str) -> str:
-    """Text on its own lines; control characters, and those that reorder what follows, show as ``\ufffd``."""
-    return "".join(char if char.isprintable() or char in _KEPT else "\ufffd" for char in text)
+def printable(text: str, *, escaped: bool = False) -> str:
+    """Text on its own lines, without what does more than to be seen.
+
+    Control characters of both sets (which begin sequences that move the cursor, colour, name the window or write to the
+    clipboard), those that reorder what follows, lone surrogates and unassigned characters show as ``\ufffd``; with
+    ``escaped`` as JSON escapes them, so that JSON stays the same JSON.  Blanks of all kinds stay, lines end in ``\n``.
+    """
+    text = text.replace("\r\n", "\n")
+    if all(map(str.isprintable, text.split("\n"))):
+        return text
+    return text.translate(_ESCAPED if escaped else _REPLACED)
 
 
 _KEPT = "\n\t\u200c\u200d"  # the joiners hold emoji and several scripts together
+
+
+class _Table(dict[int, int | str]):
+    """What stands for each character, found out when it first occurs."""
+
+    def __init__(self, escaped: bool) -> None:
+        self._escaped = escaped
+
+    def __missing__(self, code: int) -> int | str:
+        char = chr(code)
+        if char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs":
+            self[code] = code
+        elif self._escaped:
+            units = char.encode("utf-16-be", "surrogatepass").hex()
+            self[code] = "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+        else:
+            self[code] = 0xFFFD
+        return self[code]
+
+
+_REPLACED, _ESCAPED = _Table(escaped=False), _Table(escaped=True)

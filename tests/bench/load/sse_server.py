@@ -68,9 +68,8 @@ def serve(script: Script, context: ssl.SSLContext | None = None) -> Iterator[Ser
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             while not writer.is_closing():
                 head = await reader.readuntil(b"\r\n\r\n")
-                length = next(
-                    int(line[15:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:")
-                )
+                lengths = (line[15:] for line in head.split(b"\r\n") if line.lower().startswith(b"content-length:"))
+                length = int(next(lengths, b"0"))
                 talk = Talk(len(served.bodies), await reader.readexactly(length), head, reused, writer)
                 served.bodies.append(talk.body)
                 served.heads.append(head)

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 from pathlib import Path
 
+import orjson
 import pytest
 
 from fidelab.bench.load.drive import Load, ServerRefusedError, Target, drive
@@ -29,6 +30,7 @@ from tests.bench.load.sse_server import (
     well,
 )
 
+KEY = "sk-proj-0123456789+abcdefghij/ABCDEFGHIJ=xyz"
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
 
 
@@ -186,6 +188,83 @@ def test_a_stream_that_never_ends_runs_into_the_time_out_and_keeps_its_events() 
     assert (before.error, found.error, after.error) == (None, "timeout", None)
     assert len(found.events) > 0
     assert 0.3 <= found.ended - found.sent < 5
+
+
+@pytest.mark.parametrize(
+    ("first", "drip"),
+    [
+        (b"HTTP/1.1 ", b"2"),
+        (HEAD, b"X-More: yes\r\n"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (CHUNKED, chunked(b": alive\n\n", end=False)),
+        (b"HTTP/1.1 500 Oh\r\nContent-Length: 1000000\r\n\r\n", b" "),
+    ],
+    ids=["status", "headers", "go on", "comments", "error"],
+)
+def test_bytes_that_drip_do_not_prolong_a_request(first: bytes, drip: bytes) -> None:
+    async def script(talk: Talk) -> None:
+        if talk.number == 1:
+            talk.send(first)
+            while not talk.writer.is_closing():
+                talk.send(drip)
+                await asyncio.sleep(0.02)
+        talk.send(proper())
+
+    before, found, after = ask(script, count=3, timeout=0.3)
+    assert (before.error, after.error) == (None, None)
+    assert found.error in ("timeout", "invalid-http", "http-500")
+    assert found.ended - found.sent < 5
+
+
+@pytest.mark.parametrize(
+    "head",
+    [CHUNKED, HEAD + b"\r\n", b"HTTP/1.1 500 Oh\r\n\r\n", HEAD + b"X: "],
+    ids=["chunks", "body", "error", "header"],
+)
+def test_an_answer_without_end_is_cut_off_and_the_next_goes_on(head: bytes) -> None:
+    sent = 0
+
+    async def script(talk: Talk) -> None:
+        nonlocal sent
+        if talk.number != 1:
+            talk.send(proper())
+            return
+        talk.send(head)
+        piece = event("a") * 1000
+        while not talk.writer.is_closing():
+            talk.send(chunked(piece, end=False) if head is CHUNKED else piece)
+            sent += len(piece)
+            await talk.writer.drain()
+
+    before, found, after = ask(script, count=3, timeout=60.0)
+    assert (before.error, after.error) == (None, None)
+    assert found.error in ("too-large", "http-500", "invalid-http")
+    assert sent < 20 << 20  # what lies in sockets' buffers is sent, too
+
+
+@pytest.mark.parametrize(
+    "said", ["[key]", KEY, KEY.replace("+", "%2B"), "".join(f"\\u{ord(char):04x}" for char in KEY)]
+)
+def test_the_key_is_replaced_before_a_message_is_cut(said: str) -> None:
+    texts = (" " * 930 + said, "x" * 220 + said, said)
+    answers = [
+        sized(texts[0].encode(), b"500 Oh"),
+        sized(orjson.dumps({"error": texts[1]}), b"500 Oh"),
+        CHUNKED + chunked(b"data: " + texts[0].encode() + b"\n\n"),
+        CHUNKED + chunked(b"data: " + orjson.dumps({"error": texts[1]}) + b"\n\n", DONE),
+        CHUNKED + chunked(event("a", said), DONE),
+    ]
+
+    async def script(talk: Talk) -> None:
+        talk.send(answers[talk.number - 1] if talk.number else proper())
+
+    with serve(script) as served:
+        load = Load(requests(len(answers) + 1), concurrency=1, workers=1)
+        found = drive(Target(served.url, api_key=KEY), load).exchanges
+    shown = "".join(f"{one.detail} {one.finish_reason}" for one in found)
+    assert shown.count("[key]") >= 3
+    assert KEY[:12] not in shown
+    assert said == "[key]" or said[: len(said) // 3] not in shown
 
 
 def test_the_key_and_further_headers_are_sent() -> None:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.server
 import json
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
+from fidelab.bench.load import server_metrics
 from fidelab.bench.load.drive import Load, Target, drive
 from fidelab.bench.load.exchange import LoadRequest
 from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.load.server_metrics import Scraper, ServerReading, SpeculationReading, understand
+from tests.bench.load.sse_server import Talk, serve
 
 Texts = Sequence[tuple[float, bytes]]
 
@@ -352,6 +356,66 @@ def test_an_answer_that_is_not_http_is_no_error(odd: Odd) -> None:
     with Scraper(odd.url) as scraper:
         pass
     assert scraper.reading(0.0, time.monotonic()) is None
+
+
+def test_a_page_of_any_size_costs_no_more_than_a_usual_one() -> None:
+    sent = 0
+
+    async def page(talk: Talk) -> None:
+        nonlocal sent
+        talk.send(b"HTTP/1.1 200 OK\r\n\r\n" + vllm(8) + b"x" * 1_000_000 + b"\n")
+        piece = b"vllm:other 1\n" * 5000 + vllm(8)
+        while not talk.writer.is_closing():
+            talk.send(piece)
+            sent += len(piece)
+            await talk.writer.drain()
+
+    with serve(page) as served:
+        tracemalloc.start()
+        with Scraper(served.url, interval=60) as scraper:
+            began = time.monotonic()
+            found = scraper.reading(began, time.monotonic())
+        _, peak = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert found is not None
+    assert sent < 3 * (32 << 20)  # three readings, and what lies in sockets' buffers
+    assert peak < 16 << 20  # the server's own part included
+
+
+@pytest.mark.parametrize(
+    "first", [b"", b"HTTP/1.1 200 OK\r\n", b"HTTP/1.1 200 OK\r\n\r\n"], ids=["status", "head", "page"]
+)
+def test_a_page_that_drips_ends_in_time(first: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "_TIMEOUT", 0.3)
+
+    async def page(talk: Talk) -> None:
+        talk.send(first)
+        while not talk.writer.is_closing():
+            talk.send(b"H" if not first else b"X: y\r\n")
+            await asyncio.sleep(0.02)
+
+    began = time.monotonic()
+    with serve(page) as served, Scraper(served.url, interval=60) as scraper:
+        pass
+    assert scraper.reading(began, time.monotonic()) is None
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"vllm:num_requests_running 1e308\n" * 3,
+        b"vllm:num_requests_running NaN\nvllm:generation_tokens_total -inf\n",
+        b"vllm:num_requests_running{" + b'a="b",' * 500 + b"} 1\n",
+        b'vllm:num_requests_running{a="' + b"\\" * 3000 + b"\n",
+        b"vllm:num_requests_running{{{{ 1\nvllm:num_requests_running} = 7 7 7\n",
+        b"vllm:num_requests_running \xff\xfe\xed\xa0\x80\n",
+        b"vllm:num_requests_running 1 99999999999999999999999999999999999999999\n",
+    ],
+    ids=lambda text: repr(text[:40]),
+)
+def test_numbers_and_labels_of_any_form_are_no_error(text: bytes) -> None:
+    understand([(1.0, text), (2.0, vllm(9) + text), (3.0, text)], 1.0, 3.0)
 
 
 @pytest.mark.parametrize(("style", "kind"), [("vllm", "vllm"), ("sglang", "sglang"), ("llamacpp", "llama.cpp")])

@@ -10,6 +10,7 @@ import pytest
 
 from fidelab.bench.load.mock import MockServer, MockSettings
 from fidelab.bench.serving import Contact, ServingSettings, reach
+from fidelab.bench.serving import contact as contacting
 from fidelab.engines.openai.http import Client
 from fidelab.errors import EngineError, InputError
 from tests.engines.openai_server import Served, save_tokenizer, serving
@@ -162,6 +163,29 @@ def test_the_key_is_sent_and_shown_nowhere(folder: str) -> None:
 def test_a_tokenizer_that_is_nowhere_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no model"):
         reached(Served(), tokenizer=str(tmp_path / "nothing"))
+
+
+def test_a_path_that_a_server_names_is_looked_up_only_where_it_runs_here(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert reached(Served(models=(folder,))).form == "ids"
+    monkeypatch.setattr(contacting, "_is_local", lambda _url: False)
+    assert reached(Served(models=(folder,))).form == "words"
+    assert reached(Served(models=(folder,)), model=folder).form == "ids"
+
+
+@pytest.mark.parametrize(
+    ("url", "local"),
+    [
+        ("http://127.0.0.1:8000/v1", True),
+        ("http://localhost:8000", True),
+        ("http://[::1]:8000", True),
+        ("http://10.0.0.7:8000", False),
+        ("https://localhost.example/v1", False),
+    ],
+)
+def test_a_loopback_address_is_this_machine(url: str, local: bool) -> None:
+    assert contacting._is_local(url) is local
 
 
 @pytest.mark.parametrize("name", ["/nowhere", "./nowhere", "~/nowhere"])

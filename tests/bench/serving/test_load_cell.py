@@ -85,6 +85,16 @@ def test_rates_are_of_the_measured_part_and_of_completed_requests() -> None:
     assert load.cell.flags == ()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_tokens_that_nobody_asked_for_make_a_cell_invalid(whole: bool) -> None:
+    counted = [exchange(0, 0.0), exchange(1, 1.4, output_tokens=9_000_000)]
+    load = load_cell(replace(ASKED, whole=whole), [drive(counted)])
+    assert kinds(load) == ["overlong"]
+    assert not load.cell.valid
+    said = "the server counted more tokens than were asked for 1 of 2 answers, up to 8,999,990 more"
+    assert why_invalid(load.cell) == f"invalid: {said}"
+
+
 def test_latencies_are_recorded_as_they_were_asked_for() -> None:
     asked = replace(ASKED, shown=("ttft", "tpot"), percentiles=(50, 99.9))
     load = load_cell(asked, [drive(row(4))])

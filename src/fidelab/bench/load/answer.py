@@ -6,7 +6,7 @@ All of this runs when a stream has ended: while it runs, the client only keeps p
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -16,12 +16,11 @@ from numpy.typing import NDArray
 
 from fidelab.bench.load.exchange import Exchange
 
-__all__ = ["clean", "read_stream", "said", "split_events"]
+__all__ = ["read_stream", "said", "split_events"]
 
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 _BLANK_LINE = re.compile(rb"(?>\r\n|\n|\r)(?>\r\n|\n|\r)")  # atomic: the halves of one \r\n are not two line ends
 _DONE = b"[DONE]"
-_MESSAGE = 240  # characters of what a server says
 
 
 def split_events(body: bytes, whole: bool = True) -> tuple[list[bytes], list[int]]:
@@ -128,7 +127,7 @@ def _carrying(exchange: Exchange, events: list[dict[str, Any]]) -> NDArray[np.bo
         if choices := event.get("choices"):
             choice = choices[0] if isinstance(choices, list) and isinstance(choices[0], dict) else {}
             if reason := choice.get("finish_reason"):
-                exchange.finish_reason = str(reason)
+                exchange.finish_reason = reason if isinstance(reason, str) else "unknown"
             if choice.get("text") or _carries(choice, begun):
                 carries[at] = begun = True
         if isinstance(usage := event.get("usage"), dict):
@@ -175,7 +174,7 @@ def said(body: bytes) -> str:
     try:
         return _message(orjson.loads(body))
     except orjson.JSONDecodeError:
-        return body[: 4 * _MESSAGE].decode("utf-8", "replace").strip() or "no message"
+        return body.decode("utf-8", "replace").strip() or "no message"
 
 
 def _message(found: Any) -> str:
@@ -184,16 +183,9 @@ def _message(found: Any) -> str:
             found = found[key]
         if isinstance(found, list) and found:
             found = found[0]
-    return found if isinstance(found, str) else orjson.dumps(found).decode()
-
-
-def clean(secrets: Sequence[str]) -> Callable[[str], str]:
-    """What makes foreign text fit to show: one line, cut, without the secrets."""
-
-    def shown(text: str) -> str:
-        for secret in secrets:
-            text = text.replace(secret, "[key]")
-        line = " ".join(text.split())
-        return line if len(line) <= _MESSAGE else f"{line[: _MESSAGE - 1]}…"
-
-    return shown
+    if isinstance(found, str):
+        return found
+    try:
+        return orjson.dumps(found).decode()
+    except orjson.JSONEncodeError:
+        return "JSON that nests too deeply"

@@ -20,10 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.bench.load.answer import clean, read_stream, said
+from fidelab.bench.load.answer import read_stream, said
 from fidelab.bench.load.exchange import Exchange, LoadRequest, ServerRefusedError, Target
 from fidelab.bench.load.http import Address, Connection, Flight
 from fidelab.bench.load.timer import Ticker, Timer
+from fidelab.engines.openai.http import cleaner
 from fidelab.errors import InputError
 
 __all__ = ["ClientPart", "ClientShare", "run_here"]
@@ -34,7 +35,8 @@ _TICK = 0.010  # seconds between looks at the clock: lag, time-outs, ramp
 _PROGRESS_TICKS = 20
 _EARLY = 3  # failures in a row, alike, before anything was answered, after which the rest would fail as well
 _GONE = 50  # refused connections in a row after which a server has gone
-_HELD = 1_000_000  # raw pieces of answers kept (about 400 bytes each); beyond, answers are read as they end
+_HELD = 400_000_000  # bytes of raw answers kept; beyond, answers are read as they end
+_PIECE = 100  # bytes that a piece of an answer takes besides its own
 _PATIENT = (408, 425, 429)  # refusals that are about the moment, not about the request
 _NO_EVENTS: NDArray[np.float64] = np.empty(0)
 
@@ -132,7 +134,7 @@ class _Client:
         self, target: Target, address: Address, share: ClientShare, on_progress: Callable[[int], None] | None
     ) -> None:
         self._target, self._address, self._share = target, address, share
-        self._clean = clean([secret for secret in (target.api_key, *target.headers.values()) if secret])
+        self._clean = cleaner([secret for secret in (target.api_key, *target.headers.values()) if secret])
         self._on_progress = on_progress
         self._queue: deque[tuple[LoadRequest, float | None, bool]] = deque()  # request, due on the clock, warm-up
         self._flying: dict[Flight, None] = {}  # the oldest first
@@ -245,7 +247,7 @@ class _Client:
     def landed(self, flight: Flight, connection: Connection | None) -> None:
         """A flight has ended; its connection may be free."""
         del self._flying[flight]
-        self._held += len(flight.times)
+        self._held += flight.size + _PIECE * len(flight.parts)
         if self._held <= _HELD:
             self._landed.append(flight)
         else:
@@ -362,9 +364,10 @@ class _Client:
         )
         if flight.status == 200 and flight.error != "invalid-http":
             read_stream(exchange, flight.parts, flight.times, flight.whole)
-        elif flight.status:
+        elif flight.status >= 200:
             exchange.error, exchange.detail = f"http-{flight.status}", said(b"".join(flight.parts))
         exchange.detail = self._clean(exchange.detail)
+        exchange.finish_reason = exchange.finish_reason and self._clean(exchange.finish_reason)
         return exchange
 
 

@@ -103,7 +103,7 @@ class Exchange:
     error: str | None = None
     """``None``: complete.  Else the kind: ``connect``, ``timeout``, ``aborted`` (ended by the drive, or left unfinished
     by the server), ``http-404`` and other statuses, ``invalid-json``, ``invalid-http``, ``no-stream``, ``server`` (an
-    error sent as an event)."""
+    error sent as an event), ``too-large`` (more bytes than an answer of this length can have)."""
     detail: str = ""
     """One line on the error: the server's message, shortened, without the key."""
     warmup: bool = False

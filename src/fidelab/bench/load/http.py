@@ -20,6 +20,9 @@ from fidelab.errors import InputError, UsageError
 
 __all__ = ["Address", "Connection", "Flight", "Owner"]
 
+_LARGEST = 1 << 20  # bytes of an answer
+_PER_TOKEN = 1 << 12  # and of each token that was asked; servers write about 300
+
 
 @dataclass(slots=True, eq=False)
 class Flight:
@@ -33,6 +36,7 @@ class Flight:
     parts: list[bytes] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
     ended: float = 0.0
+    size: int = 0
     status: int = 0
     whole: bool = False
     error: str | None = None
@@ -128,10 +132,12 @@ class Connection(asyncio.Protocol):
         "_complete",
         "_heard",
         "_keep",
+        "_most",
         "_owner",
         "_parser",
         "_parts",
         "_reused",
+        "_size",
         "_times",
         "_transport",
         "flight",
@@ -145,6 +151,7 @@ class Connection(asyncio.Protocol):
         self._parts: list[bytes] = []
         self._times: list[float] = []
         self._heard = 0.0  # when bytes of this answer arrived last
+        self._size = self._most = 0  # bytes of this answer, and how many it may have
         self._complete = False
         self._keep = True
         self._reused = False
@@ -161,6 +168,7 @@ class Connection(asyncio.Protocol):
         self.flight, flight.connection = flight, self
         self._parts, self._times = flight.parts, flight.times
         self._heard, self._complete = 0.0, False
+        self._size, self._most = 0, _LARGEST + _PER_TOKEN * flight.request.max_tokens
         flight.sent = monotonic()
         self._transport.write(request)
 
@@ -184,6 +192,10 @@ class Connection(asyncio.Protocol):
         self._heard = monotonic()
         if self.flight is None or self._parser is None:
             self.close()  # nobody asked: what comes next could not be told from an answer
+            return
+        self._size += len(data)
+        if self._size > self._most:
+            self.give_up("too-large", f"the server answers with more than {self._most:,} bytes")
             return
         try:
             self._parser.feed_data(data)
@@ -234,5 +246,5 @@ class Connection(asyncio.Protocol):
         self.flight = flight.connection = None
         self._reused = True
         flight.ended = self._heard if error is None else monotonic()
-        flight.error, flight.detail = error, detail
+        flight.error, flight.detail, flight.size = error, detail, self._size
         self._owner.landed(flight, self)

@@ -1,16 +1,17 @@
 """What a server says of itself while it is under load: its ``/metrics``, read once a second.
 
 The names are those of vLLM 0.32, SGLang 0.5 and llama.cpp's ``llama-server``, older and newer ones beside them.
-Readings are kept as text (only the lines of interest) and understood when the load is over.
+Readings are kept as text (only the lines of interest) and understood when the load is over.  A page is read line by
+line, and no further than a page of metrics goes: one of any size costs as little memory and time as a usual one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import math
-import ssl
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from threading import Event, Lock, Thread
 from types import TracebackType
@@ -19,10 +20,15 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
+from fidelab.engines.openai.http import Allowance, TooLargeError, connect, send
+
 __all__ = ["Scraper", "ServerReading", "SpeculationReading", "understand"]
 
 _TIMEOUT = 5.0  # seconds for one reading; a server under load answers late
-_LARGEST = 1 << 24  # bytes of one answer
+_LARGEST = 1 << 24  # bytes that are read of one answer
+_LINE = 1 << 12  # bytes of a line; longer ones are none of interest
+_KEPT = 1 << 18  # bytes that are kept of one answer: vLLM has 1 KB for each of its engines
+_MOST = 2.0**63  # of a number that counts anything
 _CLOSE = 0.25  # seconds from a reading to the begin of a load, in which no warm-up is thought to have taken place
 _FINAL = frozenset({401, 403, 404, 405, 501})  # asking again does not help
 
@@ -179,33 +185,35 @@ class Scraper:
             begun = time.monotonic()
             try:
                 status, text = self._get()
-            except (OSError, ValueError, http.client.HTTPException):
+            except (OSError, ValueError, http.client.HTTPException, TooLargeError):
                 return
             if status == 200:
-                self._texts.append(((begun + time.monotonic()) / 2, _of_interest(text)))
+                self._texts.append(((begun + time.monotonic()) / 2, text))
             self._futile = status in _FINAL
 
     def _get(self) -> tuple[int, bytes]:
-        host, port = self._url.hostname, self._url.port
-        if not host:
+        """The status, and the lines that are looked at later: some hundred bytes of some hundred thousand."""
+        if not self._url.hostname:
             raise ValueError("no host")
-        connection = (
-            http.client.HTTPSConnection(host, port, timeout=_TIMEOUT, context=ssl.create_default_context())
-            if self._url.scheme == "https"
-            else http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
-        )
+        connection = connect(f"{self._url.scheme}://{self._url.netloc}")
         try:
             path = self._url.path.rstrip("/").removesuffix("/v1").rstrip("/")
-            connection.request("GET", f"{path}/metrics", headers=self._headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read(_LARGEST)
+            answer = send(connection, Allowance(_TIMEOUT, _LARGEST), "GET", f"{path}/metrics", headers=self._headers)
+            return answer.status, b"".join(_of_interest(answer)) if answer.status == 200 else b""
         finally:
             connection.close()
 
 
-def _of_interest(text: bytes) -> bytes:
-    """The lines that are looked at later: some hundred bytes of some hundred thousand."""
-    return b"".join(line + b"\n" for line in text.splitlines() if line.startswith(_WANTED))
+def _of_interest(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Lines with names that are known, up to the end of the answer or of what is read and kept of one."""
+    kept = 0
+    begins = True
+    with contextlib.suppress(TooLargeError):
+        while kept < _KEPT and (line := answer.readline(_LINE)):
+            if begins and len(line) < _LINE and line.startswith(_WANTED):
+                kept += len(line)
+                yield line
+            begins = line.endswith(b"\n")
 
 
 # ------------------------------------------------------------------------------------------ understanding
@@ -327,12 +335,12 @@ def _parse(text: bytes) -> dict[str, tuple[float, ...]]:
             for sample in family.samples:
                 name = sample.name.removesuffix("_total")
                 # SGLang counts requests by priority, too, beside the count of all
-                if name not in wanted or not math.isfinite(sample.value) or sample.labels.get("priority"):
+                if name not in wanted or not abs(sample.value) < _MOST or sample.labels.get("priority"):
                     continue
                 engine = tuple(sorted((key, label) for key, label in sample.labels.items() if key not in _RANKS))
                 engines = counters.setdefault(name, {})
                 engines[engine] = max(sample.value, engines.get(engine, sample.value))
-    except (ValueError, KeyError, IndexError):
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
         return {}
     return {name: tuple(engines.values()) for name, engines in counters.items()}
 

@@ -12,14 +12,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import orjson
 
 from fidelab.bench.load.exchange import LoadRequest, Target
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.captures.requests import Tokens
+from fidelab.engines.openai.dialects import number
 from fidelab.engines.openai.http import Client, Refused, split_url
 from fidelab.engines.openai.server import Server, identify
 from fidelab.errors import EngineError, InputError
@@ -213,10 +216,21 @@ def reach(settings: ServingSettings, key: str | None) -> Contact:
 def _tokenizer(settings: ServingSettings, server: Server) -> Tokenizer | None:
     if settings.tokenizer is not None:
         return _load_tokenizer(settings.tokenizer)
-    tokenizer = _find_tokenizer(settings.model or server.model)
+    tokenizer = None
+    if settings.model is not None or not Path(server.model).is_absolute() or _is_local(settings.base_url):
+        tokenizer = _find_tokenizer(settings.model or server.model)
     if tokenizer is None and settings.prompts == "ids":
         raise InputError("prompts of token ids need the model's tokenizer: name it by --tokenizer NAME_OR_FOLDER")
     return tokenizer
+
+
+def _is_local(url: str) -> bool:
+    """Whether a path that a server names may be one of this machine: it runs here."""
+    host = urlsplit(url).hostname or ""
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _limit(client: Client, model: str) -> int | None:
@@ -226,8 +240,8 @@ def _limit(client: Client, model: str) -> int | None:
     except Refused:
         return None
     entries = [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    limit = next((entry.get("max_model_len") for entry in entries if entry.get("id") == model), None)
-    return limit if isinstance(limit, int) and limit > 0 else None
+    limit = next((number(entry, "max_model_len") for entry in entries if entry.get("id") == model), None)
+    return limit or None
 
 
 def _load_tokenizer(name: str) -> Tokenizer:
@@ -370,19 +384,17 @@ class _Trial:
         raise AssertionError("unreachable")
 
     def _stream(self, prompt: Tokens | str) -> _Said:
-        """One streamed answer; never longer than the time-out, however steadily the server goes on."""
+        """One streamed answer."""
         usage: Mapping[str, Any] = {}
-        finish, over = None, time.monotonic() + self._contact.settings.timeout
+        finish = None
         for _, event in self._client.stream(self._path, self._contact.body(prompt, _OUTPUT)):
             if event.get("error"):
-                raise Refused(f"{self._client.root} answers: {self._client.clean(str(event['error']))}")
+                raise Refused(f"{self._client.root} answers: {self._client.shown(event['error'])}")
             choices = event.get("choices")
             if isinstance(choices, list) and choices and isinstance(choices[0], dict):
                 finish = choices[0].get("finish_reason") or finish
             if isinstance(event.get("usage"), dict):
                 usage = event["usage"]
-            if time.monotonic() > over:
-                raise EngineError(f"{self._client.root} did not end a stream of {_OUTPUT} tokens within the time-out")
         if finish is None and not usage:
             raise EngineError(f"{self._client.root} broke off a stream of {_OUTPUT} tokens: look at its log")
         return _said(usage, finish)
@@ -396,8 +408,5 @@ class _Trial:
 
 
 def _said(usage: Mapping[str, Any], finish: Any) -> _Said:
-    def count(name: str) -> int | None:
-        value = usage.get(name)
-        return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
-
-    return _Said(count("prompt_tokens"), count("completion_tokens"), finish if isinstance(finish, str) else None)
+    counts = number(usage, "prompt_tokens"), number(usage, "completion_tokens")
+    return _Said(*counts, finish if isinstance(finish, str) else None)

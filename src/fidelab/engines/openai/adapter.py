@@ -24,6 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import numpy as np
@@ -59,6 +60,7 @@ _CONCURRENCY = 8
 _TIMEOUT = 600.0
 _IDS = 2**31  # above all token ids
 _TOPS = (20, 5)  # what vLLM and OpenAI give at most
+_IDS = 1 << 31  # token ids are stored in 32 bits
 
 
 def _seconds(text: str) -> bool:
@@ -131,16 +133,27 @@ class OpenAIEngine(Engine):
         self._client = Client(self._options["base-url"], key, float(self._options.get("timeout", _TIMEOUT)))
         self._server = identify(self._client, self._options.get("model"))
         self._words = Words(arm.path, arm.model)
+        self._dialect = self._understood(self._find_dialect)
+        self._tokenizer = "local"
+
+    def _find_dialect(self) -> Dialect:
         number = self._options.get("logprobs")
         tops = (int(number),) if number else _TOPS
-        self._dialect: Dialect
         if self._server.kind == "sglang" and self._options.get("prompts") != "text":
-            self._dialect = SGLangGenerate(self._client, self._words, tops)
-        else:
-            self._dialect = Completions(
-                self._client, self._server.model, self._words, self._options.get("prompts"), tops
-            )
-        self._tokenizer = "local"
+            return SGLangGenerate(self._client, self._words, tops)
+        return Completions(self._client, self._server.model, self._words, self._options.get("prompts"), tops)
+
+    def _understood(self, ask: Callable[[], Result]) -> Result:
+        """What ``ask`` makes of a server's answers, which may have any form.
+
+        Raises:
+            Refused: they have another one than the API prescribes.
+        """
+        try:
+            return ask()
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
+            what = self._client.clean(f"{type(error).__name__}: {error}")
+            raise Refused(f"{self._client.root} answers in another form than its API has ({what})") from error
 
     def tokenize(self, text: str) -> list[int]:
         """The server's own tokenizer where it lets that be asked, else the model's."""
@@ -154,7 +167,7 @@ class OpenAIEngine(Engine):
                 ids = self._client.post(path, body, api=False).get("tokens")
             except EngineError:
                 continue
-            if isinstance(ids, list) and all(isinstance(token, int) for token in ids):
+            if isinstance(ids, list) and all(isinstance(token, int) and 0 <= token < _IDS for token in ids):
                 self._tokenizer = "server"
                 return ids[1:] if path != "/tokenize" and ids[:1] == [self._words.bos] else ids
         return self._words.encode(text)
@@ -206,11 +219,11 @@ class OpenAIEngine(Engine):
         if not self._dialect.top:
             return self._without_prompt_logprobs(request, sink)
 
-        def rows(index: int) -> Sequence[Top]:
-            return _checked(self._dialect.score(request.windows[index])[request.first : request.last + 1])
+        def rows(index: int) -> dict[str, Array]:
+            return _rows(_checked(self._dialect.score(request.windows[index])[request.first : request.last + 1]))
 
-        for index, tops in self._asked(len(request.windows), rows, sink, self._width()):
-            sink.add(index, _rows(tops))
+        for index, arrays in self._asked(len(request.windows), rows, sink, self._width()):
+            sink.add(index, arrays)
             sink.progress(len(request.windows[index]))
         return {"tokens": sum(map(len, request.windows))}
 
@@ -219,31 +232,35 @@ class OpenAIEngine(Engine):
             return self._without_prompt_logprobs(request, sink)
         pairs = list(zip(request.prompts, request.continuations, strict=True))
 
-        def rows(index: int) -> Sequence[Top]:
+        def rows(index: int) -> dict[str, Array]:
             prompt, continuation = pairs[index]
-            return _checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]) if continuation else []
+            if not continuation:
+                return {}
+            return _rows(_checked(self._dialect.score((*prompt, *continuation))[len(prompt) - 1 : -1]))
 
-        for index, tops in self._asked(len(pairs), rows, sink, self._width()):
-            reason = None if tops else "empty continuation"
-            add_sequence(sink, index, pairs[index][1], _rows(tops) if tops else {}, reason)
+        for index, arrays in self._asked(len(pairs), rows, sink, self._width()):
+            add_sequence(sink, index, pairs[index][1], arrays, None if arrays else "empty continuation")
             sink.progress(len(request.items()[index]))
         return {"tokens": sum(map(len, request.items())), "one_prefill": True}
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = cached = reread = 0
 
-        def sequence(index: int) -> Completed:
+        def sequence(index: int) -> tuple[Completed, dict[str, Array]]:
             done = self._dialect.complete(request.prompts[index], request.max_tokens, request.stop, request.rows)
-            _checked(done.tops or [])
-            return done
+            if any(not 0 <= token < _IDS for token in done.ids):
+                raise Refused("the server returns token ids that are none")
+            if self._client.key and self._client.holds_key(self._words.decode(done.ids)):
+                raise Refused("the server answers with the key that it was given")
+            tops = _checked(done.tops or [])
+            return done, {} if not tops or not done.ids else _rows(tops)
 
-        for index, done in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
+        for index, (done, rows) in self._asked(len(request.prompts), sequence, sink, self._width(request.batch)):
             prompt = request.prompts[index]
             other = done.read not in (None, len(prompt))
             if other and self._dialect.sends == "ids":
                 sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
                 continue
-            rows = {} if done.tops is None or not done.ids else _rows(done.tops)
             add_sequence(sink, index, done.ids, rows)
             sink.progress(len(prompt) + len(done.ids))
             produced, cached, reread = produced + len(done.ids), cached + done.cached, reread + other
@@ -306,7 +323,7 @@ class OpenAIEngine(Engine):
             try:
                 for index in range(n + width):
                     if index < n:
-                        waiting.append((index, pool.submit(ask, index)))
+                        waiting.append((index, pool.submit(self._understood, partial(ask, index))))
                     if index >= width - 1 and waiting:
                         item, future = waiting.popleft()
                         try:

@@ -12,7 +12,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fidelab.captures.requests import Tokens
-from fidelab.engines.openai.dialects import NO_LOGPROBS, SAMPLE, Completed, Dialect, Top, ended, mapping, number, top_of
+from fidelab.engines.openai.dialects import (
+    NO_LOGPROBS,
+    SAMPLE,
+    Completed,
+    Dialect,
+    Top,
+    check_length,
+    ended,
+    largest_answer,
+    mapping,
+    number,
+    top_of,
+)
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 from fidelab.errors import EngineError
@@ -65,12 +77,13 @@ class Completions(Dialect):
             **({"logprobs": self.top_generated} if rows and self.top_generated else {}),
         )
         returned_ids = _own_ids(choice)
+        usage = mapping(answer, "usage")
+        check_length(number(usage, "completion_tokens") if returned_ids is None else len(returned_ids), max_tokens)
         if self.returns == "ids" and returned_ids is None:
             raise Refused(f"{self._client.root} returned token ids when it was tried out, and now returns none")
         generated = returned_ids if returned_ids is not None else self._words.encode(_text_of(choice))
         ids = ended(generated, stop, choice.get("finish_reason") == "stop", self._words)
         tops = self._aligned(ids, choice, exact=returned_ids is not None) if rows else None
-        usage = mapping(answer, "usage")
         cached = mapping(usage, "prompt_tokens_details")
         return Completed(ids, tops, number(usage, "prompt_tokens"), number(cached, "cached_tokens") or 0)
 
@@ -94,7 +107,8 @@ class Completions(Dialect):
             body |= {"ignore_eos": True, "cache_salt": uuid.uuid4().hex, "stream_options": {"include_usage": True}}
         counted = None
         total = 0
-        for seconds, event in self._client.stream("/completions", body):
+        largest = largest_answer(len(prompt) + n, 0)
+        for seconds, event in self._client.stream("/completions", body, largest=largest):
             counted = number(mapping(event, "usage"), "completion_tokens") or counted
             choices = event.get("choices")
             choice = choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
@@ -165,10 +179,12 @@ class Completions(Dialect):
 
     def _post(self, prompt: Tokens, **fields: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """The answer, and its only choice."""
-        answer = self._client.post("/completions", self._body(prompt, **fields))
+        top = max(fields.get("logprobs", 0), fields.get("prompt_logprobs", 0))
+        largest = largest_answer(len(prompt) + fields["max_tokens"], top)
+        answer = self._client.post("/completions", self._body(prompt, **fields), largest=largest)
         choices = answer.get("choices")
         if not (isinstance(choices, list) and choices and isinstance(choices[0], dict)):
-            raise Refused(f"{self._client.root} answers without choices: {self._client.clean(str(answer))}")
+            raise Refused(f"{self._client.root} answers without choices: {self._client.shown(answer)}")
         return answer, choices[0]
 
     # ------------------------------------------------------------------------------------- log-probabilities

@@ -8,15 +8,30 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.captures.requests import Tokens
+from fidelab.engines.openai.http import PAGE, Refused
 from fidelab.engines.openai.words import Words
 
-__all__ = ["NO_LOGPROBS", "SAMPLE", "Completed", "Dialect", "Top", "ended", "mapping", "number", "top_of"]
+__all__ = [
+    "NO_LOGPROBS",
+    "SAMPLE",
+    "Completed",
+    "Dialect",
+    "Top",
+    "check_length",
+    "ended",
+    "largest_answer",
+    "mapping",
+    "number",
+    "top_of",
+]
 
 Top = Mapping[int, float]  # log-probabilities (nats) of some tokens at one position
 
 NO_LOGPROBS = "gives no log-probabilities of prompts"
 SAMPLE = "The quick brown fox"  # what a server is tried out with
 _ZERO = -9999.0  # what vLLM writes for the logarithm of 0
+_ENTRY = 1 << 10  # bytes of JSON for one token and each log-probability beside it; servers write about 100
+_MOST = 1 << 53  # of an integer that a float holds exactly; no count of tokens comes near
 
 
 @dataclass(frozen=True)
@@ -73,16 +88,33 @@ def ended(ids: Sequence[int], stop: Tokens, stopped: bool, words: Words) -> list
     return [*ids, *([] if end is None else [end])]
 
 
+def check_length(count: int | None, asked: int) -> None:
+    """Refuse an answer of more tokens than were asked; ``count``: how many it has, ``None``: not known.
+
+    Raises:
+        Refused: it is too long.
+    """
+    if count is not None and count > asked:
+        raise Refused(f"the server answers with {count:,} tokens where at most {asked:,} were asked")
+
+
+def largest_answer(tokens: int, top: int) -> int:
+    """Bytes that an answer about so many tokens may have, with ``top`` log-probabilities for each."""
+    return PAGE + _ENTRY * tokens * (1 + top)
+
+
 def top_of(pairs: Iterable[tuple[int | None, Any]]) -> Top:
     """Log-probabilities by id, from pairs that have both an id and a number."""
     logprobs = {token: float(value) for token, value in pairs if token is not None and isinstance(value, int | float)}
+    if any(token < 0 for token in logprobs):
+        raise ValueError("a token has an id below 0")
     return {token: float("-inf") if value <= _ZERO else value for token, value in logprobs.items()}
 
 
 def number(answer: Mapping[str, Any], key: str) -> int | None:
-    """An integer field of a server's answer; ``None`` where it is absent or of another type."""
+    """A count in a server's answer; ``None`` where it is absent, of another type, or can be none."""
     value = answer.get(key)
-    return value if isinstance(value, int) else None
+    return value if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST else None
 
 
 def mapping(answer: Mapping[str, Any], key: str) -> dict[str, Any]:

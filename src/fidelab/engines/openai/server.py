@@ -15,7 +15,9 @@ __all__ = ["Server", "identify"]
 
 _KINDS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama-server", "me": "llama_cpp.server"}  # by owned_by
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_LABEL = re.compile(r'\b(\w++)="((?:[^"\\]++|\\.)*+)"')  # possessive: linear in whatever a server sends
+_NAME = 200  # characters of a model's name
+_LABELS = 1 << 14  # characters of them that are looked at
 
 
 @dataclass(frozen=True)
@@ -42,14 +44,19 @@ def identify(client: Client, asked: str | None) -> Server:
         if asked is None:
             raise EngineError(f"{error}; or name the served model: --engine-arg model=NAME") from None
         models = []
-    names = [str(model.get("id")) for model in models]
-    shown = ", ".join(map(client.clean, names[:8]))
+    names = [name for model in models if isinstance(name := model.get("id"), str)]
+    shown = client.clean(", ".join(map(client.clean, names[:8])))
     if asked is None and len(names) != 1:
         raise EngineError(f"{client.api} serves {shown or 'no model'}: name one by --engine-arg model=NAME")
     if asked is not None and names and asked not in names:
         raise EngineError(f"{client.api} does not serve model {asked!r}; it serves: {shown}")
     owner = next((str(model.get("owned_by")) for model in models if asked in (None, model.get("id"))), "")
     name = asked or names[0]
+    if asked is None and not _is_name(name, client):
+        raise EngineError(
+            f"{client.api} names its model by what is no name ({shown or 'nothing'}): look what it is, "
+            "or name one by --engine-arg model=NAME"
+        )
     match _KINDS.get(owner):
         case "vllm":
             return _vllm(client, name)
@@ -61,20 +68,26 @@ def identify(client: Client, asked: str | None) -> Server:
             return Server(name, kind or "unknown")
 
 
+def _is_name(text: str, client: Client) -> bool:
+    """Whether a text can be a model's name: short, printable, and not the key."""
+    return 0 < len(text) <= _NAME and text.isprintable() and "\ufffd" not in text and not client.holds_key(text)
+
+
 def _vllm(client: Client, model: str) -> Server:
     about = _optional(client, "/version")
     try:
         match = _CACHE_INFO.search(client.text("/metrics"))
     except EngineError:
         match = None
-    labels = dict(_LABEL.findall(match[1])) if match else {}
-    kv = labels.get("cache_dtype")
+    labels = dict(_LABEL.findall(match[1][:_LABELS])) if match else {}
+    kv = _text(client, labels, "cache_dtype")
     return Server(
         model,
         "vllm",
-        _text(about, "version"),
+        _text(client, about, "version"),
         (kv, kv) if kv else None,
         _chosen(
+            client,
             {key: _value(text) for key, text in labels.items()},
             block_size="block_size",
             cache_tokens="kv_cache_size_tokens",
@@ -86,22 +99,23 @@ def _vllm(client: Client, model: str) -> Server:
 
 def _sglang(client: Client, model: str) -> Server:
     about = _optional(client, "/server_info") or _optional(client, "/get_server_info")
-    kv = _text(about, "kv_cache_dtype")
-    cache_off = about.get("disable_radix_cache")
+    kv = _text(client, about, "kv_cache_dtype")
+    attention, cache_off = _text(client, about, "attention_backend"), about.get("disable_radix_cache")
     return Server(
         model,
         "sglang",
-        _text(about, "version"),
+        _text(client, about, "version"),
         (kv, kv) if kv else None,
         {
+            **({"attention_backend": attention} if attention else {}),
             **_chosen(
+                client,
                 about,
-                attention_backend="attention_backend",
                 block_size="page_size",
                 cache_tokens="max_total_num_tokens",
                 tp="tp_size",
             ),
-            **({} if cache_off is None else {"prefix_caching": not cache_off}),
+            **({"prefix_caching": not cache_off} if isinstance(cache_off, bool) else {}),
         },
     )
 
@@ -109,8 +123,8 @@ def _sglang(client: Client, model: str) -> Server:
 def _llama_server(client: Client, model: str) -> Server:
     about = _optional(client, "/props")
     both = {**mapping(about, "default_generation_settings"), **about}
-    k, v = _text(both, "cache_type_k"), _text(both, "cache_type_v")  # builds that tell; most do not
-    return Server(model, "llama-server", _text(about, "build_info"), (k, v) if k and v else None)
+    k, v = (_text(client, both, f"cache_type_{side}") for side in "kv")  # builds that tell; most do not
+    return Server(model, "llama-server", _text(client, about, "build_info"), (k, v) if k and v else None)
 
 
 def _optional(client: Client, path: str) -> dict[str, Any]:
@@ -121,16 +135,27 @@ def _optional(client: Client, path: str) -> dict[str, Any]:
         return {}
 
 
-def _text(answer: Mapping[str, Any], key: str) -> str | None:
+def _text(client: Client, answer: Mapping[str, Any], key: str) -> str | None:
     value = answer.get(key)
-    return value if isinstance(value, str) and value else None
+    return client.clean(value) or None if isinstance(value, str) else None
 
 
 def _value(text: str) -> bool | int | str:
     """The value of a Prometheus label."""
-    return text == "True" if text in ("True", "False") else int(text) if text.isdecimal() else text
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < _DIGITS else text
 
 
-def _chosen(answer: Mapping[str, Any], **names: str) -> dict[str, Any]:
-    """The server's values by our names; ``names`` maps ours to the server's."""
-    return {name: answer[key] for name, key in names.items() if answer.get(key) not in (None, "", "None")}
+_DIGITS = 19  # of an integer of 64 bits
+
+
+def _chosen(client: Client, answer: Mapping[str, Any], **names: str) -> dict[str, Any]:
+    """The server's values by our names, as far as they are numbers or words; ``names`` maps ours to the server's."""
+    values = ((name, answer.get(key)) for name, key in names.items())
+    found = {name: _text(client, answer, names[name]) if isinstance(value, str) else value for name, value in values}
+    return {
+        name: value
+        for name, value in found.items()
+        if (isinstance(value, str) and value != "None") or (isinstance(value, int) and abs(value) < 10**_DIGITS)
+    }

@@ -6,7 +6,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fidelab.captures.requests import Tokens
-from fidelab.engines.openai.dialects import SAMPLE, Completed, Dialect, Top, ended, mapping, number, top_of
+from fidelab.engines.openai.dialects import (
+    SAMPLE,
+    Completed,
+    Dialect,
+    Top,
+    check_length,
+    ended,
+    largest_answer,
+    mapping,
+    number,
+    top_of,
+)
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.engines.openai.words import Words
 
@@ -26,7 +37,9 @@ class SGLangGenerate(Dialect):
         fields = {"return_logprob": True, "top_logprobs_num": self.top} if rows else {}
         answer, meta = self._post(prompt, max_tokens, {"stop_token_ids": list(stop)}, **fields)
         stopped = mapping(meta, "finish_reason").get("type") == "stop"
-        ids = ended([int(token) for token in answer.get("output_ids") or []], stop, stopped, self._words)
+        returned_ids = [int(token) for token in answer.get("output_ids") or []]
+        check_length(len(returned_ids), max_tokens)
+        ids = ended(returned_ids, stop, stopped, self._words)
         tops = _from_sglang(meta, "output") if rows else []
         missing = len(ids) - len(tops)
         aligned = [*tops, *({} for _ in range(missing))] if rows and missing in (0, 1) else None
@@ -45,7 +58,8 @@ class SGLangGenerate(Dialect):
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
         body = self._body(prompt, n, {"ignore_eos": True}) | {"stream": True}
         known = 0
-        for seconds, event in self._client.stream("/generate", body, api=False):
+        largest = largest_answer(len(prompt) + n * n, 0)  # each event has all ids so far
+        for seconds, event in self._client.stream("/generate", body, api=False, largest=largest):
             generated = number(mapping(event, "meta_info"), "completion_tokens") or known
             if generated > known:
                 yield seconds, generated - known
@@ -58,9 +72,11 @@ class SGLangGenerate(Dialect):
     def _post(
         self, ids: Tokens, max_tokens: int, params: Mapping[str, Any] | None = None, **fields: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        answer = self._client.post("/generate", self._body(ids, max_tokens, params or {}) | fields, api=False)
+        body = self._body(ids, max_tokens, params or {}) | fields
+        largest = largest_answer(len(ids) + max_tokens, fields.get("top_logprobs_num", 0))
+        answer = self._client.post("/generate", body, api=False, largest=largest)
         if not isinstance(answer.get("output_ids"), list):
-            raise Refused(f"{self._client.root} returns no output_ids: {self._client.clean(str(answer))}")
+            raise Refused(f"{self._client.root} returns no output_ids: {self._client.shown(answer)}")
         return answer, mapping(answer, "meta_info")
 
 
