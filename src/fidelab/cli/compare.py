@@ -152,8 +152,13 @@ def run(
         launch(validate(data, str(path)), as_json, dry_run, plot)
     elif data["kind"] != KIND:
         raise ConfigError(f"{path}: kind: {data['kind']!r} cannot be run; write {KIND}, or leave it away")
-    elif dry_run or plot:
-        raise UsageError(f"{'--dry-run' if dry_run else '--plot'} is for an experiment on one engine")
+    elif plot:
+        raise UsageError("--plot is for an experiment on one engine")
+    elif dry_run:
+        from fidelab.cli.dry_run import show_cross_plan
+        from fidelab.config.cross import validate_cross
+
+        show_cross_plan(validate_cross(data, str(path)), as_json)
     else:
         _run_cross_engine(data, str(path), as_json)
 

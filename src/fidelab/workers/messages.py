@@ -31,7 +31,7 @@ __all__ = [
     "encode",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Progress:
-    """Child → parent: ``tokens`` processed since the last message."""
+    """Child → parent: ``tokens`` processed since the last message, of which ``decoded`` one by one."""
 
     tokens: int
+    decoded: int = 0
 
 
 @dataclass(frozen=True)

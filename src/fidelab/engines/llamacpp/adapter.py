@@ -76,6 +76,7 @@ class LlamaCppEngine(Engine):
     name: ClassVar[str] = "llamacpp"
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     form: ClassVar[str] = "gguf"
+    start_seconds: ClassVar[float] = 3.0
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod
@@ -302,7 +303,7 @@ class LlamaCppEngine(Engine):
                 sink.progress(len(prompt))
                 for token in continuation[:-1]:
                     rows.append(_logprobs(context.step({0: token})))
-                    sink.progress(1)
+                    sink.progress(1, decoded=1)
                 add_sequence(sink, index, continuation, {"logprobs": np.concatenate(rows)})
         return {"tokens": sum(map(len, request.items()))}
 
@@ -346,7 +347,7 @@ class LlamaCppEngine(Engine):
                 break
             tokens = {sequence: generated[sequence][-1] for sequence in pending}
             pending = dict(zip(tokens, context.step(tokens), strict=True))
-            sink.progress(len(tokens))
+            sink.progress(len(tokens), decoded=len(tokens))
         yield from zip(generated, rows, failed, strict=True)
 
 
