@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -31,6 +32,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that run the language model first: of files side by side, none that is long should begin last."""
     long = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure is no estimate for the user's runs, and theirs is none for tests."""
+    with mock.patch("fidelab.plan.timings.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
+        yield
 
 
 @pytest.fixture(scope="session")

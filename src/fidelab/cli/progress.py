@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -46,7 +47,7 @@ class _Rate(ProgressColumn):
 class _Left(ProgressColumn):
     def render(self, task: Task) -> Text:
         left = _seconds_left(task.elapsed or 0.0, task.completed, task.total or 0.0)
-        return Text(f"{duration(left)} left" if task.total else "", style="progress.remaining")
+        return Text(str(timedelta(seconds=round(left))) if task.total else "-:--:--", style="progress.remaining")
 
 
 def _seconds_left(elapsed: float, done: float, total: float) -> float:

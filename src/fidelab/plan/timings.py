@@ -33,6 +33,7 @@ _MOST_ARMS = 256  # in the file; the oldest go
 _SHORTEST = 0.05  # seconds; what took less says nothing of a rate
 _FORWARD_TOKENS = {"cpu": 40.0, "cuda": 150.0}  # a decoding forward takes as long as reading so many tokens
 _OPERATIONS = {"cpu": 2e10, "cuda": 5e13}  # per second: of one core, of one GPU
+_UNKNOWN_READ = 1e-3  # seconds per token of a model whose parameters are not known, such as a server's
 _READ_BYTES = 5e8  # of a checkpoint per second
 _FACTOR = (0.1, 10.0)  # between what an axis took and what its arm's rates say
 
@@ -199,7 +200,7 @@ class Timings:
             factors = rates.factors if of_engine else {}
             return Rates(load, scale * rates.read, scale * rates.forward, source, factors)
         cores = arm.threads if known_device == "cpu" else 1
-        read = 2 * model.parameters / (cores * _OPERATIONS[known_device])
+        read = 2 * model.parameters / (cores * _OPERATIONS[known_device]) or _UNKNOWN_READ
         return Rates(start, read, _FORWARD_TOKENS[known_device] * read, DEFAULT)
 
     def knows(self, arm: Arm) -> bool:
