@@ -153,3 +153,11 @@ def test_a_cache_that_cannot_be_written_costs_nothing_but_the_estimate(tmp_path:
     (tmp_path / "file").write_text("")
     Timings(tmp_path / "file" / "timings.json").add(ARM, MODEL, LOAD, took(prefill(4, 64)))
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("factor", "kept"), [(1.7, 1.7), (0.01, 0.5), (90.0, 4.0)])
+def test_scoring_is_expected_to_take_what_it_took_before_within_bounds(
+    factor: float, kept: float, tmp_path: Path
+) -> None:
+    Timings(tmp_path / "timings.json").add_scoring(factor)
+    assert Timings(tmp_path / "timings.json").scoring == kept

@@ -126,8 +126,8 @@ def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
     for remark in plan["remarks"]:
         print(f"{indent}{remark}")
     if plan["not_counted"]:
-        names = ", ".join(plan["not_counted"])
-        print(f"{indent}not counted: questions that follow from the reference's answers ({names})")
+        leading = ", ".join(plan["not_counted"])
+        print(f"{indent}not counted: questions that follow from the reference's answers ({leading})")
     mib = plan["disk_bytes"] / 2**20
     print(f"{indent}total {plan['tokens']:,} tokens, {mib:.1f} MiB of captures in {plan['captures_dir']}")
 

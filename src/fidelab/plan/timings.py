@@ -238,7 +238,7 @@ class Timings:
 
     def add_scoring(self, factor: float) -> None:
         """Keep what scoring took over what the default says."""
-        self._scoring = factor
+        self._scoring = min(4.0, max(0.5, factor))  # a small run says little of a large one
         self._write()
 
     def _write(self) -> None:
