@@ -6,9 +6,10 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,6 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files that run the language model first: of files side by side, none that is long should begin last."""
     long = {item.path for item in items if item.get_closest_marker("model")}
     items.sort(key=lambda item: item.path not in long)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_timings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What tests measure is no estimate for the user's runs, and theirs is none for tests."""
+    with mock.patch("fidelab.plan.timings.cache_dir", return_value=tmp_path_factory.mktemp("timings")):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -28,7 +28,7 @@ class Memory:
     def __init__(self) -> None:
         self.items: dict[int, dict[str, Any]] = {}
         self.failed: dict[int, str] = {}
-        self.tokens = 0
+        self.tokens = self.decoded = 0
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         self.items[item] = dict(arrays)
@@ -36,8 +36,9 @@ class Memory:
     def fail(self, item: int, reason: str) -> None:
         self.failed[item] = reason
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, decoded: int = 0) -> None:
         self.tokens += tokens
+        self.decoded += decoded
 
 
 def arm(kv: str, **options: Any) -> Arm:

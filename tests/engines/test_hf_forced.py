@@ -45,4 +45,4 @@ def test_an_empty_continuation_is_a_failed_item_and_no_other(checkpoint: Checkpo
 def test_progress_counts_what_was_processed(checkpoint: Checkpoint) -> None:
     sink = Answers()
     tiny.opened(checkpoint("llama")).answer(Forced("forced", (PROMPT,), (GIVEN,)), sink)
-    assert sink.tokens == len(PROMPT) + len(GIVEN) - 1
+    assert (sink.tokens, sink.decoded) == (len(PROMPT) + len(GIVEN) - 1, len(GIVEN) - 1)

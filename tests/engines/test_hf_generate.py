@@ -173,7 +173,10 @@ def test_progress_and_facts_count_prompts_and_generated_tokens(checkpoint: Check
     answer = tiny.opened(checkpoint("llama")).answer(asked(batch=4), sink)
     read = sum(map(len, PROMPTS))
     assert (answer.facts["tokens"], answer.facts["generated"]) == (read + 4 * NEW, 4 * NEW)
-    assert sink.tokens == read + 4 * (NEW - 1)  # the last token is generated, but not processed
+    assert (sink.tokens, sink.decoded) == (
+        read + 4 * (NEW - 1),
+        4 * (NEW - 1),
+    )  # the last token is generated, but not processed
 
 
 # ------------------------------------------------------------------------------------------------ failures

@@ -62,7 +62,7 @@ class Answers:
     def __init__(self) -> None:
         self.items: dict[int, Mapping[str, Array]] = {}
         self.failed: dict[int, str] = {}
-        self.tokens = 0
+        self.tokens = self.decoded = 0
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         assert item not in self.items
@@ -71,8 +71,9 @@ class Answers:
     def fail(self, item: int, reason: str) -> None:
         self.failed[item] = reason
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, decoded: int = 0) -> None:
         self.tokens += tokens
+        self.decoded += decoded
 
 
 def hidden(arrays: Mapping[str, Array]) -> Tensor:

@@ -26,7 +26,7 @@ class Answers:
         self.name = name
         self.arrays: dict[str, Any] = {}
         self.failed: dict[int, str] = {}
-        self.tokens = 0
+        self.tokens = self.decoded = 0
 
     def add(self, item: int, arrays: Mapping[str, Array]) -> None:
         for key, array in arrays.items():
@@ -36,8 +36,9 @@ class Answers:
     def fail(self, item: int, reason: str) -> None:
         self.failed[item] = reason
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, decoded: int = 0) -> None:
         self.tokens += tokens
+        self.decoded += decoded
 
 
 @dataclass
@@ -49,8 +50,8 @@ class Said:
 
     def put(self, engine: Engine, requests: Mapping[str, Any], source: Any, method: str) -> None:
         """Ask each request; ``source.method`` yields the token ids of each step of the engine, which are noted."""
-        facts, failed, progress, errors, steps = (
-            self.plain.setdefault(name, {}) for name in ("facts", "failed", "progress", "errors", "steps")
+        facts, failed, progress, decoded, errors, steps = (
+            self.plain.setdefault(name, {}) for name in ("facts", "failed", "progress", "decoded", "errors", "steps")
         )
         heads = set()
         stepped = getattr(source, method)
@@ -63,6 +64,7 @@ class Said:
                 errors[name] = str(error)
                 continue
             facts[name], failed[name], progress[name] = answer.facts, answers.failed, answers.tokens
+            decoded[name] = answers.decoded
             self.arrays |= answers.arrays
             if answer.head is not None:
                 heads.add(id(answer.head))

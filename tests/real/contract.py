@@ -65,6 +65,11 @@ class Contract:
         for name in ("prefill", "generate", "one", "stop", "forced", "timed", "together"):
             assert said.plain["progress"][name] == said.plain["facts"][name]["tokens"]
 
+    def test_progress_tells_decoded_tokens_from_those_of_prompts(self, said: Said) -> None:
+        assert said.plain["decoded"]["prefill"] == 0
+        for name in ("generate", "one", "forced", "timed", "together"):
+            assert 0 < said.plain["decoded"][name] < said.plain["progress"][name]
+
     def test_a_stop_token_ends_a_sequence_and_is_part_of_it(self, said: Said) -> None:
         for item in range(4):
             ids = said[f"stop.{item}.ids"].tolist()

@@ -296,6 +296,10 @@ class Axis:
         """Further questions, made from the reference's answers to :meth:`requests`."""
         return {}
 
+    def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
+        """Requests as large as those of :meth:`follow_up` can become; only the time that they take is looked at."""
+        return {}
+
     def repeated(self, request: Request, share: float) -> Request | None:
         """The part of a request that the reference answers again for the noise floor; ``None``: nothing.
 

@@ -92,6 +92,11 @@ class ForcedDecode(Axis):
             )
         }
 
+    def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
+        s, name = self.settings, part_name(self.name, _KL)
+        prompts = prompt_ids(inputs, s.limit, s.template, s.n_predict, "axes.forced.n_predict")
+        return {_KL: Forced(name, prompts, ((0,) * s.n_predict,) * len(prompts))}
+
     def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
         if _KL not in pairs or not isinstance(pairs[_KL].ref.request, Forced):
             raise CaptureError("no forced rows: the reference's greedy text was not put to both arms; capture again")

@@ -152,6 +152,12 @@ class RNIAH(Axis):
         style: Style = "question" if answered else "cloze"
         return {"main": asked.request("main", style, asked.lengths)}
 
+    def foreseen(self, inputs: AxisInputs) -> Mapping[str, Request]:
+        if self.settings.style != "auto":
+            return {}
+        asked = self._plan(inputs)
+        return {"main": asked.request("main", "question", asked.lengths)}
+
     def repeated(self, request: Request, share: float) -> Request | None:
         """Whole cells: the trials of a length and position stay together."""
         if isinstance(request, Timed):

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from fidelab.captures.requests import Timed, Tokens
+from fidelab.captures.requests import Request, Timed, Tokens
 from fidelab.core import Status
 from fidelab.results.measurement import Cell, Coordinates, Flag, Measurement, Metric, label
 from fidelab.results.plots import Curve, Plot
@@ -189,6 +189,10 @@ class Bench(ABC):
     @abstractmethod
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         """What is asked, in order."""
+
+    def traffic(self) -> tuple[Request, ...]:
+        """Requests that amount to the load of :attr:`loads`; only the time that they take is looked at."""
+        return ()
 
     @abstractmethod
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:

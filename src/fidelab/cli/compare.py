@@ -173,8 +173,12 @@ def run(
     settings = load_trusted(find_experiment(experiment), overrides or [], trusted or [], _settings)
     if isinstance(settings, Experiment):
         launch(settings, as_json, dry_run, plot)
-    elif dry_run or plot:
-        raise UsageError(f"{'--dry-run' if dry_run else '--plot'} is for an experiment on one engine")
+    elif plot:
+        raise UsageError("--plot is for an experiment on one engine")
+    elif dry_run:
+        from fidelab.cli.dry_run import show_cross_plan
+
+        show_cross_plan(settings, as_json)
     else:
         _run_cross_engine(settings, as_json)
 

@@ -1,97 +1,147 @@
-"""``--dry-run``: jobs, tokens, expected disk and, after a two-second request, time."""
+"""``--dry-run``: jobs, tokens, expected disk and time, and where the rates behind the time are from."""
 
 from __future__ import annotations
 
 import json
-import sys
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from fidelab.cli.output import duration, note
+
 if TYPE_CHECKING:
+    from fidelab.config.cross import CrossEngine
     from fidelab.config.schema import Experiment
     from fidelab.runs.conduct import Prepared
+    from fidelab.runs.estimate import Estimate
 
-__all__ = ["show_plan"]
-
-_PROBE_SECONDS = 2.0
+__all__ = ["show_cross_plan", "show_plan"]
 
 
 def show_plan(experiment: Experiment, as_json: bool) -> None:
-    """Print the plan; nothing is run and nothing is written."""
-    from fidelab.plan.disk import conversion_bytes, needed_bytes
+    """Print the plan; nothing is run and nothing is written, but the rates of a model that answered a short prompt."""
     from fidelab.runs.conduct import prepare
+    from fidelab.runs.estimate import estimate, try_out
 
+    began = time.monotonic()
     prepared = prepare(experiment, convert=False)
-    rate = _tokens_per_second(prepared)
-    jobs: list[dict[str, Any]] = []
-    for planned in prepared.plan.jobs:
-        missing = planned.missing()
-        tokens = sum(capture.tokens for capture in missing)
-        label = planned.arm.kv.label
-        jobs.append({"role": planned.role, "kv": label, "captures_missing": len(missing), "tokens": tokens})
-    total: int = sum(job["tokens"] for job in jobs)
-    plan: dict[str, Any] = {
-        "jobs": jobs,
-        "not_supported": dict(prepared.settings.unsupported),
-        "unavailable": dict(prepared.plan.unavailable),
-        "remarks": list(prepared.plan.remarks),
-        "follows": [name for name, axis in prepared.settings.axes.items() if axis.follows],
-        "tokens": total,
-        "disk_bytes": needed_bytes(prepared.plan),
-        "conversion_bytes": conversion_bytes(prepared.plan),
-        "probe_tokens_per_second": round(rate, 1) if rate else None,
-        "seconds": round(total / rate) if rate else None,
+    planning = time.monotonic() - began
+    try_out(prepared)
+    expected = estimate(prepared)
+    plan = {**_plan(prepared, expected), **_times(expected, planning)}
+    if as_json:
+        print(json.dumps(plan))
+        return
+    _print_jobs(plan)
+    print()
+    _print_time(plan)
+
+
+def show_cross_plan(cross: CrossEngine, as_json: bool) -> None:
+    """Print the plan of every engine of a cross-engine experiment, one after another, and the time of all together."""
+    from fidelab.runs.cross_engine import plan_cross
+    from fidelab.runs.estimate import total
+
+    planned = plan_cross(cross)
+    lines: dict[str, dict[str, Any]] = {
+        line.label: {"reason": line.reason}
+        if line.prepared is None
+        else {**_plan(line.prepared, line.expected), **_times(line.expected, line.planning)}
+        for line in planned
+    }
+    whole = total({line.label: line.expected for line in planned})
+    plan = {
+        "engines": lines,
+        "tokens": sum(line.get("tokens", 0) for line in lines.values()),
+        "disk_bytes": sum(line.get("disk_bytes", 0) for line in lines.values()),
+        **_times(whole, sum(line.planning for line in planned)),
     }
     if as_json:
         print(json.dumps(plan))
         return
-    names = [*(job["role"] for job in jobs), *plan["not_supported"]]
-    wide, kv_wide = max(map(len, (*names, " " * 28))), max(len(job["kv"]) for job in jobs)
-    for job in jobs:
-        state = f"{job['tokens']:>9,} tokens" if job["captures_missing"] else "captured already"
-        print(f"{job['role']:<{wide}} {job['kv']:<{kv_wide}} {state}")
-    for name, reason in plan["not_supported"].items():
-        print(f"{name:<{wide}} not supported: {reason}")
-    for name, reason in plan["unavailable"].items():
-        print(f"axis {name:<{wide - 5}} not measurable: {reason}")
-    for remark in plan["remarks"]:
-        print(remark)
-    if plan["follows"]:
-        print(f"not counted: questions that follow from the reference's answers ({', '.join(plan['follows'])})")
-    mib = plan["disk_bytes"] / 2**20
-    print(f"\ntotal {total:,} tokens, {mib:.1f} MiB of captures in {prepared.settings.captures_dir}")
-    if plan["conversion_bytes"]:
-        mib = plan["conversion_bytes"] / 2**20
-        print(f"and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once for engines that need that")
-    if rate:
-        seconds, source = total / rate, "from a 2-second matrix-multiply probe"
-        print(f"about {seconds:,.0f} s of computing at {rate:,.0f} tok/s ({source}), plus model loads")
-    else:
-        print("no estimate of time: the model has no weights to multiply", file=sys.stderr)
+    for label, line in lines.items():
+        print(f"{label}:")
+        if "reason" in line:
+            print(f"  cannot run: {line['reason']}")
+        else:
+            _print_jobs(line, "  ")
+        print()
+    _print_time(plan)
 
 
-def _tokens_per_second(prepared: Prepared) -> float | None:
-    """Matrix multiplications of the model's width, for two seconds: 2 · parameters operations make one token.
-
-    Attention and the format's own work are left out, so the estimate is a lower bound of the time.
-    """
-    import torch
+def _plan(prepared: Prepared, expected: Estimate) -> dict[str, Any]:
+    """What will be done."""
+    from fidelab.axes.base import Axis
+    from fidelab.plan.disk import conversion_bytes, needed_bytes
 
     settings = prepared.settings
-    model, experiment = settings.model, settings.experiment
-    if not model.parameters:
-        return None
-    torch.set_num_threads(experiment.threads or 1)
-    dtype = getattr(torch, experiment.dtype)
-    d, rows = model.hidden_size, 512
-    x = torch.randn(rows, d, device=experiment.device).to(dtype)
-    w = torch.randn(d, 4 * d, device=experiment.device).to(dtype)
-    x @ w  # warm-up
-    done, began = 0, time.monotonic()
-    while (elapsed := time.monotonic() - began) < _PROBE_SECONDS:
-        x @ w
-        if experiment.device.startswith("cuda"):
-            torch.cuda.synchronize()
-        done += 1
-    operations = done * 2 * rows * d * 4 * d / elapsed
-    return operations / (2 * model.parameters)
+    leading = [name for name, axis in settings.axes.items() if axis.follows]
+    return {
+        "jobs": [
+            {
+                "role": job.role,
+                "kv": job.label,
+                "captures_missing": len(job.captures),
+                "tokens": job.tokens,
+                "seconds": round(job.seconds, 1),
+            }
+            for job in expected.jobs
+        ],
+        "not_supported": dict(settings.unsupported),
+        "unavailable": dict(prepared.plan.unavailable),
+        "remarks": list(prepared.plan.remarks),
+        "follows": leading,
+        "not_counted": [name for name in leading if type(settings.axes[name]).foreseen is Axis.foreseen],
+        "tokens": sum(job.tokens for job in expected.jobs),
+        "disk_bytes": needed_bytes(prepared.plan),
+        "conversion_bytes": conversion_bytes(prepared.plan),
+        "captures_dir": str(settings.captures_dir),
+    }
+
+
+def _times(expected: Estimate, planning: float) -> dict[str, Any]:
+    """How long it will take, the planning included, by what takes it."""
+    return {
+        "seconds": round(expected.seconds + planning, 1),
+        "parts": {name: round(seconds, 1) for name, seconds in {"planning": planning, **expected.parts()}.items()},
+        "axes": {name: round(seconds, 1) for name, seconds in expected.axes().items()},
+        "benches": {name or "loads": round(seconds, 1) for name, seconds in expected.benches.items()},
+        "sources": expected.sources(),
+    }
+
+
+def _print_jobs(plan: Mapping[str, Any], indent: str = "") -> None:
+    jobs = plan["jobs"]
+    names = [*(job["role"] for job in jobs), *plan["not_supported"]]
+    wide, kv_wide = max(map(len, (*names, " " * 24))), max((len(job["kv"]) for job in jobs), default=0)
+    for job in jobs:
+        state = f"{job['tokens']:>9,} tokens {duration(job['seconds']):>9}"
+        state = state if job["captures_missing"] else "captured already"
+        print(f"{indent}{job['role']:<{wide}} {job['kv']:<{kv_wide}} {state}")
+    for name, seconds in plan["benches"].items():
+        print(f"{indent}{f'bench {name}' if name != 'loads' else 'loads for benches':<{wide}} {duration(seconds)}")
+    for name, reason in plan["not_supported"].items():
+        print(f"{indent}{name:<{wide}} not supported: {reason}")
+    for name, reason in plan["unavailable"].items():
+        print(f"{indent}axis {name:<{wide - 5}} not measurable: {reason}")
+    for remark in plan["remarks"]:
+        print(f"{indent}{remark}")
+    if plan["not_counted"]:
+        leading = ", ".join(plan["not_counted"])
+        print(f"{indent}not counted: questions that follow from the reference's answers ({leading})")
+    mib = plan["disk_bytes"] / 2**20
+    print(f"{indent}total {plan['tokens']:,} tokens, {mib:.1f} MiB of captures in {plan['captures_dir']}")
+    if plan["conversion_bytes"]:
+        mib = plan["conversion_bytes"] / 2**20
+        print(f"{indent}and {mib:,.1f} MiB in the cache: a GGUF file's weights, converted once")
+
+
+def _print_time(plan: Mapping[str, Any]) -> None:
+    parts = ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["parts"].items() if seconds >= 0.5)
+    print(f"about {duration(plan['seconds'])}" + (f": {parts}" if parts else ""))
+    if len(plan["axes"]) > 1:
+        print("axes: " + ", ".join(f"{name} {duration(seconds)}" for name, seconds in plan["axes"].items()))
+    for rates, arms in plan["sources"].items():
+        print(f"rates from {rates}: {', '.join(arms)}")
+    if any(source.startswith("defaults") for source in plan["sources"]):
+        note("the time is a guess by a factor of several: the first run here makes the next estimate a measured one")

@@ -73,6 +73,13 @@ def note(text: str) -> None:
     print(text, file=sys.stderr)
 
 
+def duration(seconds: float) -> str:
+    """``40 s``, ``12 min``, ``3.5 h``."""
+    if seconds < 120:
+        return f"{seconds:,.0f} s"
+    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"
+
+
 def command_line() -> str:
     """The command that was given, for the record."""
     return shlex.join(["fidelab", *sys.argv[1:]])

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskID, TextColumn
 from rich.table import Column
 from rich.text import Text
 
-from fidelab.cli.output import open_console
+from fidelab.cli.output import duration, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["watcher"]
 
 _LINE_EVERY = 30.0  # seconds between plain progress lines of one job
+_TRUSTED = 10.0  # seconds for which the plan is believed before the run's own pace counts for more
 
 
 def watcher() -> Listener:
@@ -39,7 +41,19 @@ class _Name(ProgressColumn):
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(f"{task.speed:,.0f} tok/s" if task.speed else "– tok/s")
+        rate = task.fields.get("rate")
+        return Text(f"{rate:,.0f} tok/s" if rate else "– tok/s")
+
+
+class _Left(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        left = _seconds_left(task.elapsed or 0.0, task.completed, task.total or 0.0)
+        return Text(str(timedelta(seconds=round(left))) if task.total else "-:--:--", style="progress.remaining")
+
+
+def _seconds_left(elapsed: float, done: float, total: float) -> float:
+    """Seconds until ``total`` expected seconds are done, of which ``done`` took ``elapsed``."""
+    return max(0.0, total - done) * (elapsed + _TRUSTED) / (done + _TRUSTED)
 
 
 def _title(job: PlannedJob) -> str:
@@ -53,43 +67,44 @@ def _ending(job: PlannedJob, result: ArmResult) -> str:
 
 
 class _Bars:
-    """One bar for the whole run in tokens, with a description of the current job."""
+    """One bar for the whole run, in the time that its parts were expected to take; the current job is named."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         share = TextColumn("{task.percentage:>3.0f}%")
         columns = (_Name(), BarColumn(20), share, _Rate(table_column=Column(no_wrap=True)))
-        left = TimeRemainingColumn(table_column=Column(no_wrap=True))
+        left = _Left(table_column=Column(no_wrap=True))
         self._bar = Progress(
             *columns, left, console=console, transient=True, redirect_stdout=False, redirect_stderr=False
         )
         self._task: TaskID | None = None
-        self._planned: dict[str, int] = {}
+        self._tokens, self._began = 0, 0.0  # of the current job, since its model was loaded
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
             self._console.print(f"run {folder.path}", highlight=False, markup=False, soft_wrap=True)
         for remark in plan.remarks:
             self._console.print(remark, highlight=False, markup=False, soft_wrap=True)
-        self._planned = {job.role: sum(capture.tokens for capture in job.missing()) for job in plan.jobs}
-        self._task = self._bar.add_task("starting", total=sum(self._planned.values()) or 1)
+        self._task = self._bar.add_task("starting", total=None)
         self._bar.start()
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        self.extended(job, tokens - self._planned.get(job.role, tokens))
         self._describe(f"{_title(job)}: {'found' if reused else 'loading'}")
 
     def opened(self, job: PlannedJob, seconds: float) -> None:
+        self._tokens, self._began = 0, time.monotonic()
         self._describe(_title(job))
 
-    def extended(self, job: PlannedJob, tokens: int) -> None:
-        if self._task is not None:
-            total = self._bar.tasks[self._task].total or 0
-            self._bar.update(self._task, total=total + tokens)
+    def extended(self, job: PlannedJob, tokens: int) -> None: ...
 
     def progress(self, job: PlannedJob, tokens: int) -> None:
+        self._tokens += tokens
         if self._task is not None:
-            self._bar.advance(self._task, tokens)
+            self._bar.update(self._task, rate=self._tokens / max(1e-3, time.monotonic() - self._began))
+
+    def advanced(self, done: float, total: float) -> None:
+        if self._task is not None:
+            self._bar.update(self._task, completed=done, total=total)
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         if result.reason:
@@ -97,7 +112,7 @@ class _Bars:
 
     def bench(self, text: str, done: int, total: int) -> None:
         if self._task is not None:
-            self._bar.update(self._task, description=text, completed=done, total=total, refresh=True)
+            self._bar.update(self._task, description=f"benches, {done} of {total}: {text}", rate=None, refresh=True)
 
     def scoring(self) -> None:
         self._describe("scoring")
@@ -117,10 +132,12 @@ class _Lines:
         self._console = console
         self._done = self._tokens = 0
         self._began = self._said = 0.0
+        self._started, self._pace = 0.0, (0.0, 0.0)
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
         if folder is not None:
             self._say(f"run {folder.path}")
+        self._started = time.monotonic()
         for remark in plan.remarks:
             self._say(remark)
 
@@ -142,8 +159,14 @@ class _Lines:
         if now - self._said >= _LINE_EVERY:
             self._said = now
             rate = self._done / (now - self._began)
-            left = max(0, self._tokens - self._done) / rate
-            self._say(f"{_title(job)}: {self._done:,} of {self._tokens:,} tokens, {rate:,.0f} tok/s, {left:.0f} s left")
+            self._say(f"{_title(job)}: {self._done:,} of {self._tokens:,} tokens, {rate:,.0f} tok/s, {self._left()}")
+
+    def advanced(self, done: float, total: float) -> None:
+        self._pace = done, total
+
+    def _left(self) -> str:
+        """How long the whole run goes on."""
+        return f"{duration(_seconds_left(time.monotonic() - self._started, *self._pace))} left of the run"
 
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         self._say(_ending(job, result))
@@ -152,7 +175,7 @@ class _Lines:
         now = time.monotonic()
         if now - self._said >= _LINE_EVERY or not self._said:
             self._said = now
-            self._say(f"benches, {done} of {total}: {text}")
+            self._say(f"benches, {done} of {total}: {text}; {self._left()}")
 
     def scoring(self) -> None:
         self._say("scoring")

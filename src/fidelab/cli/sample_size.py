@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from fidelab.cli import options
-from fidelab.cli.output import note, open_console
+from fidelab.cli.output import duration, note, open_console
 
 if TYPE_CHECKING:
     from fidelab.runs.sample_size import Advice, SizeLine, SizePlan
@@ -112,12 +112,6 @@ def _sentences(plan: SizePlan, advice: Advice) -> list[str]:
     mib = advice.disk_bytes / 2**20
     cost = f"about {mib:,.{0 if mib >= 10 else 1}f} MiB of captures"
     if advice.seconds is not None:
-        cost = f"about {_duration(advice.seconds)} of capturing and {cost}"
+        cost = f"about {duration(advice.seconds)} of capturing and {cost}"
     sentences.append(f"By the pilot's own figures, in proportion: {cost}.")
     return sentences
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 120:
-        return f"{seconds:,.0f} s"
-    return f"{seconds / 60:,.0f} min" if seconds < 7200 else f"{seconds / 3600:,.1f} h"

@@ -144,8 +144,8 @@ class Sink(Protocol):
     def fail(self, item: int, reason: str) -> None:
         """An item that could not be answered, or whose answer is unusable."""
 
-    def progress(self, tokens: int) -> None:
-        """Tokens processed since the last call."""
+    def progress(self, tokens: int, decoded: int = 0) -> None:
+        """Tokens processed since the last call, of which so many were decoded or fed one by one."""
 
 
 def add_sequence(
@@ -224,6 +224,7 @@ class Engine(ABC):
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
     preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
     served: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
+    start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
     form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
 
     def __init__(self) -> None:

@@ -111,6 +111,7 @@ class FakeEngine(Engine):
     name: ClassVar[str] = "fake"
     native_kv: ClassVar[str] = "exact"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.fake",)
+    start_seconds: ClassVar[float] = 0.5
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod
@@ -185,13 +186,13 @@ class FakeEngine(Engine):
                 ids = self._trajectory(prompt, item, request.max_tokens)
                 stored = self._stored(self._generated_rows(ids)) if request.rows else {}
                 add_sequence(sink, item, ids, stored)
-                sink.progress(len(prompt) + len(ids))
+                sink.progress(len(prompt) + len(ids), decoded=len(ids))
         elif isinstance(request, Timed):
             for item, group in enumerate(groups(request)):
                 self._misbehave(item)
                 n_read = sum(map(len, group))
                 sink.add(item, {"seconds": _PREFILL * n_read + _DECODE * np.arange(1 + request.n, dtype=np.float64)})
-                sink.progress(n_read + request.n * len(group))
+                sink.progress(n_read + request.n * len(group), decoded=request.n * len(group))
         with_rows = request.rows if isinstance(request, Generate) else not isinstance(request, Timed)
         if self._estimator is Estimator.HIDDEN and with_rows:
             return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)})

@@ -50,7 +50,8 @@ def time_prompts(request: Timed, sink: Sink, decode: Callable[[TimingGroup], Ite
         _seconds(decode(group), request.n)
     for item, group in enumerate(prompt_groups):
         sink.add(item, {"seconds": _seconds(decode(group), request.n)})
-        sink.progress(sum(map(len, group)) + request.n * len(group))
+        decoded = request.n * len(group)
+        sink.progress(sum(map(len, group)) + decoded, decoded=decoded)
     generated = request.n * len(request.prompts)
     return {"tokens": sum(map(len, request.prompts)) + generated, "generated": generated}
 

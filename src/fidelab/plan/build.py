@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ __all__ = [
     "PlannedJob",
     "build_plan",
     "follow_ups",
+    "foreseen",
     "with_probes",
 ]
 
@@ -151,6 +153,15 @@ def follow_ups(
             except (ArithmeticError, LookupError, TypeError, ValueError) as error:  # another process wrote the answers
                 failures[name] = f"the reference's answers cannot be read ({one_line(error)})"
     return requests, failures
+
+
+def foreseen(settings: Settings, inputs: AxisInputs) -> dict[str, Mapping[str, Request]]:
+    """Requests of about the size of those that the reference's answers will lead to, by axis; none of them is asked."""
+    requests: dict[str, Mapping[str, Request]] = {}
+    for name, axis in settings.axes.items():
+        with suppress(FidelabError):
+            requests[name] = axis.foreseen(inputs)
+    return {name: parts for name, parts in requests.items() if parts}
 
 
 def with_probes(settings: Settings, job: PlannedJob, requests: Mapping[str, Mapping[str, Request]]) -> PlannedJob:

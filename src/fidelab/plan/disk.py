@@ -10,7 +10,7 @@ from fidelab.errors import OutputError
 from fidelab.models import Model, check_conversion
 from fidelab.plan.build import Plan
 
-__all__ = ["check_disk", "conversion_bytes", "needed_bytes"]
+__all__ = ["check_disk", "conversion_bytes", "expected_rows", "needed_bytes"]
 
 _TOPK_BYTES = 20 * 8  # token ids and log-probabilities of the top 20, the most that servers return
 
@@ -49,14 +49,14 @@ def needed_bytes(plan: Plan) -> int:
     for job in plan.jobs:
         deployed = plan.settings.deployed[job.arm.name]
         row = _row_bytes(deployed.model, deployed.estimator, job.arm.dtype)
-        here = sum(_expected_rows(capture.request) for capture in job.missing()) * row
+        here = sum(expected_rows(capture.request) for capture in job.missing()) * row
         need += here
         if here and deployed.estimator is Estimator.HIDDEN:
             heads[deployed.model.weights] = deployed.model.head_bytes
     return need + (0 if any((plan.settings.captures_dir / "heads").glob("*.safetensors")) else sum(heads.values()))
 
 
-def _expected_rows(request: Request) -> int:
+def expected_rows(request: Request) -> int:
     """Rows that a request's capture holds, at most."""
     match request:
         case Prefill():

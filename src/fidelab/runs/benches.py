@@ -8,6 +8,7 @@ Start-up is measured in fresh processes.  A failure affects neither the arm's ot
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -23,6 +24,7 @@ from fidelab.bench.base import Answers, Bench, BenchInputs, Facts, LiveSettings,
 from fidelab.bench.startup import COLD, WARM
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.requests import Request
 from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Status, digest, slug
 from fidelab.engines.base import one_line
@@ -36,13 +38,17 @@ from fidelab.models.weights import weight_files
 from fidelab.plan.build import FLOOR, TWIN, PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import CONTROL, EXACT, TRUTH, Settings
+from fidelab.plan.timings import Work, work_of
 from fidelab.results.measurement import Measurement
 from fidelab.results.request_log import REQUESTS
 from fidelab.runs.pairing import FOREIGN, ArmResult, engaged
 from fidelab.runs.runner import Asking, Listener, absent, unreadable
 from fidelab.workers.parent import JobOutcome, Worker
 
-__all__ = ["Benching"]
+__all__ = ["BENCHES", "Benching"]
+
+BENCHES = "benches"  # what the pace of a run calls them
+_WARMUPS = 4  # unmeasured answers to expect: three agree at the soonest
 
 _UNBENCHED = (FLOOR, TWIN, TRUTH, EXACT)  # diagnostic arms and the noise floor
 _LOADS = 3  # over which repeats are spread where arms cannot be alive together
@@ -84,10 +90,35 @@ class Benching:
         self._inputs = BenchInputs(lambda length, count, seed: make(length, count, seed), settings.model.max_positions)
         self._faults: dict[tuple[str, str], str] = {}  # role and question → why there is no answer
         self._warmups: dict[tuple[str, str], int] = {}
+        self._took: dict[
+            str, dict[str, tuple[Work, float]]
+        ] = {}  # role → question → its work, and seconds of one answer
         self._done = self._total = 0
+
+    def expected(self, results: Sequence[ArmResult]) -> Iterator[tuple[str, Arm, int, Request | None, int]]:
+        """What will be done, for an estimate: (bench or ``""``, arm, loads, request, how often it is answered)."""
+        arms = benched_roles(results)
+        questions = [question for bench in self._benches().values() for question in bench.questions(self._inputs)]
+        live = [question for question in questions if not self._benches()[question.bench].fresh]
+        loads = self._loads(arms, live)
+        for arm in (result.arm for result in arms):
+            asked = [q for q in questions if not (q.impossible or self._served(arm, q.bench))]
+            if any(question in live for question in asked):
+                yield "", arm, loads, None, 0
+            for question in asked:
+                if self._benches()[question.bench].fresh:
+                    yield question.bench, arm, question.repeats, question.request(0), question.repeats
+                else:
+                    warmups = loads * min(question.max_warmup, _WARMUPS)
+                    yield question.bench, arm, 0, question.request(0), question.repeats + warmups
+            for bench in self._benches().values():
+                if bench.loads and engine_class(EngineConfig(name=arm.engine)).served:
+                    for request in bench.traffic():
+                        yield bench.name, arm, 0, request, 1
 
     def run(self, results: Sequence[ArmResult]) -> list[ArmResult]:
         """The results with the records of all benches, and what ran where only benches asked."""
+        self._asking.pace.begin(BENCHES, 0.0)
         arms = benched_roles(results)
         questions = {name: bench.questions(self._inputs) for name, bench in self._benches().items()}
         live = [question for name, asked in questions.items() if not self._benches()[name].fresh for question in asked]
@@ -101,6 +132,7 @@ class Benching:
         (self._folder.parent / REQUESTS).unlink(missing_ok=True)  # of a run that was stopped: loads are put again
         starts = {name: self._starts(arms, asked[0]) for name, asked in fresh.items() if asked}
         shutil.rmtree(self._folder / _WARM, ignore_errors=True)
+        self._asking.pace.share(1.0)
         recorded = {arm.role: self._recorded(arm, questions, starts, loads) for arm in arms}
         return [recorded.get(result.role, result) for result in results]
 
@@ -146,7 +178,9 @@ class Benching:
                 self._step(len(arms) if load == 0 else 0)
             for arm in lacking:
                 if arm.role in workers:
-                    self._hear(arm, workers[arm.role].finish())
+                    self._hear(arm, outcome := workers[arm.role].finish())
+                    spent = (outcome.load_seconds or 0.0) + outcome.phases.get("interpreter", 0.0)
+                    self._asking.remember(arm.arm, spent, self._took.pop(arm.role, {}))
 
     def _ask_in_turn(
         self, arms: Sequence[ArmResult], workers: dict[str, Worker], question: Question, load: int, loads: int
@@ -177,7 +211,10 @@ class Benching:
         if is_complete(planned.folder, planned.key):
             return True
         worker = workers[arm.role]
+        began = time.monotonic()
         alive = worker.ask([planned.task()])
+        work = work_of(planned.request, self._settings.deployed[arm.arm.name].model)
+        self._took.setdefault(arm.role, {})[question.name] = work, time.monotonic() - began
         if not alive:
             del workers[arm.role]
             self._gone(arm, worker, [question])
@@ -338,6 +375,7 @@ class Benching:
 
     def _step(self, count: int) -> None:
         self._done += count
+        self._asking.pace.share(min(1.0, self._done / max(1, self._total)))
 
 
 def _seconds(capture: Capture) -> Floats:

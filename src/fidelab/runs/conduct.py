@@ -34,6 +34,7 @@ from fidelab.models.embedded import NAMES
 from fidelab.plan.build import Plan, build_plan
 from fidelab.plan.disk import check_disk
 from fidelab.plan.resolve import Settings, convert_weights, refuse_same_server, resolve_experiment
+from fidelab.plan.timings import Timings
 from fidelab.results.record import Report
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult
@@ -249,7 +250,10 @@ def capture(experiment: Experiment, *, follow: Path | None = None, listener: Lis
 
 
 def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: Listener) -> Report:
+    from fidelab.runs.estimate import estimate
+
     plan = prepared.plan
+    expected = estimate(prepared)
     facts = replace(facts, unavailable=dict(plan.unavailable))
     results: list[ArmResult] = []
     folder.event(
@@ -262,6 +266,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     try:
         with _terminate_as_interrupt():
             asking = prepared.asking(listener, folder.event)
+            asking.pace.expect(expected.by_step())
             for job in plan.jobs:
                 if plan.settings.axes:
                     results.append(asking.run(job, folder.log(job.role)))
@@ -272,7 +277,11 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
                 results = _bench(prepared, asking, folder, listener, results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
-            return _finish(plan.settings.experiment, folder, facts, _every(plan, results))
+            began = time.monotonic()
+            report = _finish(plan.settings.experiment, folder, facts, _every(plan, results))
+            if all(result.status is Status.OK for result in results):
+                Timings().add_scoring((time.monotonic() - began) / expected.scoring_default)
+            return report
     except KeyboardInterrupt:
         folder.event("interrupted")
         raise Interrupted(folder.path) from None

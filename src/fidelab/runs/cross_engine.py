@@ -6,8 +6,9 @@ a tiny model.  Then the references against one another.  What an engine cannot d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from itertools import permutations
 from pathlib import Path
@@ -41,6 +42,7 @@ from fidelab.models.tiny import GGUF_NAME, make_tiny
 from fidelab.plan.build import PlannedCapture, PlannedJob
 from fidelab.plan.deploy import engine_class
 from fidelab.plan.resolve import load_axis
+from fidelab.plan.timings import Timings
 from fidelab.results.cross_record import (
     Agreement,
     Candidate,
@@ -53,10 +55,11 @@ from fidelab.results.cross_record import (
 from fidelab.results.record import Report, RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.conduct import Prepared, capture, execute, prepare, read_outcomes
+from fidelab.runs.estimate import Estimate, estimate, estimate_job, try_out
 from fidelab.runs.pairing import ArmResult, Scorer, engaged
 from fidelab.runs.runner import Listener, Silent
 
-__all__ = ["agreement", "run_cross"]
+__all__ = ["PlannedLine", "agreement", "plan_cross", "run_cross"]
 
 CrossWatch = Callable[[str], Listener | None]
 Floats = NDArray[np.float64]
@@ -112,6 +115,31 @@ def run_cross(cross: CrossEngine, *, command: str, watch: CrossWatch = lambda _w
     return report, folder
 
 
+@dataclass(frozen=True)
+class PlannedLine:
+    """One engine of a planned experiment.  ``planning``: seconds that preparing its runs takes.
+
+    ``prepared``: its run of the axes; ``None``, with a ``reason``, where it cannot run.
+    """
+
+    label: str
+    planning: float
+    expected: Estimate
+    prepared: Prepared | None = None
+    reason: str = ""
+
+
+def plan_cross(cross: CrossEngine) -> list[PlannedLine]:
+    """What :func:`run_cross` would do; nothing is asked but what ``runs/estimate.py`` tries out.
+
+    Raises as :func:`run_cross`.
+    """
+    cross = _filled(cross)
+    resolve(cross.model)
+    nowhere = Path(cross.output_dir) / "dry-run"
+    return [_Line(cross, line, nowhere, "", lambda _what: None).plan() for line in cross.engines]
+
+
 def agreement(experiment: Experiment, arms: Mapping[str, ArmResult]) -> tuple[Agreement, ...]:
     """Mean KL of every arm from every other, over the captures of axis ``kld``; arms without one are left out.
 
@@ -139,6 +167,34 @@ class _Line:
         self._command = command
         self._watch = watch
         self._experiment = _experiment(cross, line, folder)
+
+    def plan(self) -> PlannedLine:
+        """What :meth:`measure` would do: the axes, the timing, the long prefill."""
+        label, began = self._line.label, time.monotonic()
+        try:
+            prepared = prepare(self._experiment, convert=False)
+            runs = 1 + (self._cross.timing is not None) + (self._cross.long is not None)
+            planning = runs * (time.monotonic() - began)
+            try_out(prepared)
+            timings = Timings()
+            expected = estimate(prepared, timings)
+            jobs = [estimate_job(job, job, model, timings) for job, model in self._further(prepared)]
+        except FidelabError as error:
+            return PlannedLine(label, time.monotonic() - began, Estimate((), {}, 0.0, 0.0), reason=str(error))
+        return PlannedLine(label, planning, replace(expected, jobs=(*expected.jobs, *jobs)), prepared)
+
+    def _further(self, prepared: Prepared) -> Iterator[tuple[PlannedJob, Model]]:
+        """The jobs besides those of the axes, each with its model."""
+        job, timing, long = prepared.plan.jobs[0], self._cross.timing, self._cross.long
+        if timing is not None:
+            alone = replace(prepared, plan=replace(prepared.plan, jobs=(job,)))
+            yield self._timed(alone, timing), prepared.settings.model
+        if long is not None and not engine_class(self._line.engine).served:
+            model = resolve(_long_model(self._line.engine, long.tokens))
+            arm = replace(job.arm, model=model.name, weights=model.weights)
+            request = Prefill("kld", ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
+            capture = PlannedCapture("kld", request, {}, self._folder / "long")
+            yield PlannedJob(f"{long.tokens:,} tokens", arm, (capture,)), model
 
     def measure(self) -> tuple[EngineRow, ArmResult | None]:
         """Everything about this engine, what it cannot do included; and its reference, where that was asked."""

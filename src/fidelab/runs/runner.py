@@ -18,13 +18,14 @@ from fidelab.engines.variables import thread_variables
 from fidelab.errors import CaptureError
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import Model
-from fidelab.plan.build import Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
+from fidelab.plan.build import FLOOR, TWIN, Plan, PlannedCapture, PlannedJob, follow_ups, with_probes
 from fidelab.plan.resolve import Settings
+from fidelab.plan.timings import Rates, Timings, Work, work_of
 from fidelab.results.record import RuntimeRecord
 from fidelab.results.store import RunFolder
 from fidelab.runs.pairing import ArmResult, most_telling
 from fidelab.workers.fork_server import ForkServer, ForkServers
-from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeTask, Progress, check_ran
+from fidelab.workers.messages import Captured, Job, Message, Opened, ProbeFailed, ProbeTask, Progress, check_ran
 from fidelab.workers.parent import JobOutcome, Worker, run_worker
 
 __all__ = ["Asking", "Listener", "Silent", "Told", "absent", "fork_server", "unreadable"]
@@ -48,6 +49,9 @@ class Listener(Protocol):
     def progress(self, job: PlannedJob, tokens: int) -> None:
         """``tokens`` were processed since the last call."""
 
+    def advanced(self, done: float, total: float) -> None:
+        """Of ``total`` seconds that the whole run was expected to take, what takes ``done`` of them is done."""
+
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None:
         """A job is over, whatever its outcome."""
 
@@ -69,6 +73,7 @@ class Silent:
     def opened(self, job: PlannedJob, seconds: float) -> None: ...
     def extended(self, job: PlannedJob, tokens: int) -> None: ...
     def progress(self, job: PlannedJob, tokens: int) -> None: ...
+    def advanced(self, done: float, total: float) -> None: ...
     def job_ended(self, job: PlannedJob, result: ArmResult) -> None: ...
     def bench(self, text: str, done: int, total: int) -> None: ...
     def scoring(self) -> None: ...
@@ -76,41 +81,118 @@ class Silent:
 
 
 class Told(Silent):
-    """Tells a function what is being done, and how much of all tokens is processed."""
+    """Tells a function what is being done, and how much of the run's expected time is over."""
 
     def __init__(self, tell: Callable[[str, float], None]) -> None:
         self._tell = tell
         self._what = "starting"
-        self._done = self._total = 0
-        self._planned: dict[str, int] = {}
+        self._share = 0.0
 
     def start(self, plan: Plan, folder: RunFolder | None) -> None:
-        self._planned = {job.role: sum(capture.tokens for capture in job.missing()) for job in plan.jobs}
-        self._total = sum(self._planned.values())
-        self._say()
+        self._say(self._what)
 
     def job_started(self, job: PlannedJob, tokens: int, reused: bool) -> None:
-        self._what = job.role.removeprefix("candidate:")
-        self.extended(job, tokens - self._planned.get(job.role, tokens))
-        self._say()
-
-    def extended(self, job: PlannedJob, tokens: int) -> None:
-        self._total += tokens
-
-    def progress(self, job: PlannedJob, tokens: int) -> None:
-        self._done += tokens
-        self._say()
+        self._say(job.role.removeprefix("candidate:"))
 
     def bench(self, text: str, done: int, total: int) -> None:
-        self._what, self._done, self._total = text, done, total
-        self._say()
+        self._say(text)
 
     def scoring(self) -> None:
-        self._what, self._done = "scoring", self._total
-        self._say()
+        self._say("scoring")
 
-    def _say(self) -> None:
-        self._tell(self._what, min(1.0, self._done / self._total) if self._total else 1.0)
+    def advanced(self, done: float, total: float) -> None:
+        self._share = min(1.0, done / total) if total else 1.0
+        self._say(self._what)
+
+    def _say(self, what: str) -> None:
+        self._what = what
+        self._tell(what, self._share)
+
+
+class _Pace:
+    """How far a run is, in seconds of the time that it was expected to take; the listener is told of every step.
+
+    A prompt's tokens are read together and an answer's decoded one by one, so that tokens alone say little.
+    """
+
+    def __init__(self, listener: Listener) -> None:
+        self._listener = listener
+        self._planned: dict[str, float] = {}  # role → seconds of a job that has not begun
+        self._done = self._total = 0.0
+        self._job = (0.0, 0.0)  # where the running job begins and ends
+        self._left = 0.0  # of the capture that is being made
+
+    def expect(self, seconds: Mapping[str, float]) -> None:
+        """What will take how long, by role or by the name of a bench."""
+        self._planned |= seconds
+        self._total += sum(seconds.values())
+
+    def begin(self, role: str, seconds: float) -> None:
+        """A job or bench begins; ``seconds``: what it is expected to take where it was not planned."""
+        if role not in self._planned:
+            self.expect({role: seconds})
+        self._job = (self._done, self._done + self._planned.pop(role))
+        self.step(0.0)
+
+    def capture(self, seconds: float) -> None:
+        """The next capture begins; what is left of the one before is done."""
+        self.step(self._left)
+        self._left = seconds
+
+    def part(self, seconds: float) -> None:
+        """Some of the capture that is being made is done."""
+        seconds = min(seconds, self._left)
+        self._left -= seconds
+        self.step(seconds)
+
+    def step(self, seconds: float) -> None:
+        """So much more of the job is done."""
+        self._done = min(self._done + seconds, self._job[1])
+        self._listener.advanced(self._done, self._total)
+
+    def share(self, share: float) -> None:
+        """So much of what runs is done, 0…1."""
+        began, end = self._job
+        self._done = began + share * (end - began)
+        self._listener.advanced(self._done, self._total)
+
+
+class _Clocked:
+    """The captures of a running job: what each was expected to take, and what it took.
+
+    ``missing``: in the order in which they are made; the list may grow.
+    """
+
+    def __init__(self, job: PlannedJob, missing: Sequence[PlannedCapture], model: Model, rates: Rates) -> None:
+        self.rates = rates
+        self.took: dict[str, tuple[Work, float]] = {}
+        self._job, self._missing, self._model = job, missing, model
+        self._work, self._parts = Work(), (0.0, 0.0)
+
+    def seconds(self) -> float:
+        """What the job is expected to take."""
+        works = ((work_of(capture.request, self._model), capture.axis) for capture in self._missing)
+        return self.rates.load + sum(sum(self.rates.parts(work, axis)) for work, axis in works)
+
+    def begin(self, index: int) -> float:
+        """The capture of this index is next, if there is one; returns the seconds that it is expected to take."""
+        self._work, self._parts = Work(), (0.0, 0.0)
+        if index < len(self._missing):
+            capture = self._missing[index]
+            self._work = work_of(capture.request, self._model)
+            self._parts = self.rates.parts(self._work, capture.axis)
+        return sum(self._parts)
+
+    def part(self, tokens: int, decoded: int) -> float:
+        """Expected seconds of so many tokens of this capture."""
+        reading, decoding = self._parts
+        read, written = self._work.read, self._work.written
+        return (reading * (tokens - decoded) / read if read else 0.0) + (decoding * decoded / written if written else 0)
+
+    def ended(self, index: int, seconds: float) -> None:
+        """A capture is complete."""
+        capture = self._missing[index]
+        self.took[capture.axis] = work_of(capture.request, self._model), seconds
 
 
 class Asking:
@@ -137,6 +219,8 @@ class Asking:
         self._event = event
         self._tokenizers = {settings.model.path: inputs.tokenizer}
         self._later: dict[str, Mapping[str, Request]] = {}
+        self._timings = Timings()
+        self.pace = _Pace(listener)
         self._without: dict[str, str] = {}  # axes without a follow-up, and why
 
     def follow(self, reference: Mapping[str, Path]) -> None:
@@ -156,6 +240,9 @@ class Asking:
         self._listener.job_started(job, tokens, reused=not missing)
         self._event("job_started", role=job.role, arm=job.arm.name, missing=[c.axis for c in missing])
         outcome = JobOutcome()
+        model = self._settings.deployed[job.arm.name].model
+        clocked = _Clocked(job, missing, model, self._timings.rates(job.arm, model))
+        self.pace.begin(job.role, clocked.seconds() if missing else 0.0)
         if missing:
 
             def more() -> list[ProbeTask]:
@@ -163,15 +250,17 @@ class Asking:
                 known = len(job.captures)
                 job = self._follow_up(job)
                 added = [capture for capture in job.captures[known:] if not is_complete(capture.folder, capture.key)]
+                first = len(missing)
                 missing.extend(added)
                 self._listener.extended(job, sum(capture.tokens for capture in added))
+                self.pace.capture(clocked.begin(first))
                 return [capture.task() for capture in added]
 
             outcome = run_worker(
                 self._message(job, missing),
                 **self._process(job, log),
                 server=fork_server(self._settings, job.arm, self._servers),
-                listen=lambda received: self._hear(job, missing, received),
+                listen=lambda received: self._hear(job, missing, clocked, received),
                 follow_up=more if leads else None,
             )
         result = _result(job, [c.axis for c in missing], outcome)
@@ -183,8 +272,15 @@ class Asking:
             reason=result.reason,
             seconds=round(outcome.seconds, 3),
         )
+        self.pace.share(1.0)
+        if result.status is Status.OK and job.role.partition(":")[0] not in (FLOOR, TWIN):  # which repeat a quarter
+            self.remember(job.arm, outcome.seconds - sum(spent for _, spent in clocked.took.values()), clocked.took)
         self._listener.job_ended(job, result)
         return result
+
+    def remember(self, arm: Arm, load: float | None, took: Mapping[str, tuple[Work, float]]) -> None:
+        """Keep for later estimates what captures took, and the seconds that its worker took besides."""
+        Timings().add(arm, self._settings.deployed[arm.name].model, load, took)
 
     def worker(self, job: PlannedJob, log: Path) -> Worker:
         """A process with the job's arm that takes any requests; its tokenizer is not compared with the parent's."""
@@ -228,15 +324,22 @@ class Asking:
             self._tokenizers[model.path] = Tokenizer.load(model)
         return self._tokenizers[model.path]
 
-    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], received: Message) -> None:
+    def _hear(self, job: PlannedJob, missing: Sequence[PlannedCapture], clocked: _Clocked, received: Message) -> None:
         match received:
-            case Progress(tokens=done):
+            case Progress(tokens=done, decoded=decoded):
                 self._listener.progress(job, done)
+                self.pace.part(clocked.part(done, decoded))
             case Opened(seconds=seconds):
                 self._listener.opened(job, seconds)
+                self.pace.step(clocked.rates.load)
+                self.pace.capture(clocked.begin(0))
                 self._event("opened", role=job.role, seconds=round(seconds, 3))
             case Captured(index=index, seconds=seconds):
                 self._event("captured", role=job.role, axis=missing[index].axis, seconds=round(seconds, 3))
+                clocked.ended(index, seconds)
+                self.pace.capture(clocked.begin(index + 1))
+            case ProbeFailed(index=index):
+                self.pace.capture(clocked.begin(index + 1))
 
 
 def fork_server(settings: Settings, arm: Arm, servers: ForkServers | None) -> ForkServer | None:

@@ -58,15 +58,16 @@ class _Outbox:
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
-        self._tokens = 0
+        self._tokens = self._decoded = 0
         self._last = 0.0
 
     def send(self, message: Message) -> None:
         self._stream.write(encode(message))
         self._stream.flush()
 
-    def progress(self, tokens: int) -> None:
+    def progress(self, tokens: int, decoded: int) -> None:
         self._tokens += tokens
+        self._decoded += decoded
         now = time.monotonic()
         if now - self._last >= _PROGRESS_EVERY:
             self.flush()
@@ -74,8 +75,8 @@ class _Outbox:
 
     def flush(self) -> None:
         if self._tokens:
-            self.send(Progress(self._tokens))
-            self._tokens = 0
+            self.send(Progress(self._tokens, self._decoded))
+            self._tokens = self._decoded = 0
 
 
 class _Sink:
@@ -91,8 +92,8 @@ class _Sink:
     def fail(self, item: int, reason: str) -> None:
         self._writer.fail(item, reason)
 
-    def progress(self, tokens: int) -> None:
-        self._outbox.progress(tokens)
+    def progress(self, tokens: int, decoded: int = 0) -> None:
+        self._outbox.progress(tokens, decoded)
 
 
 def main() -> int:

@@ -37,7 +37,7 @@ __all__ = [
     "fits",
 ]
 
-PROTOCOL = 7
+PROTOCOL = 8
 _DEEPEST = 32  # objects and lists within one another
 _LARGEST = 2**63  # of numbers
 
@@ -92,9 +92,10 @@ class Opened:
 
 @dataclass(frozen=True)
 class Progress:
-    """Child → parent: ``tokens`` processed since the last message."""
+    """Child → parent: ``tokens`` processed since the last message, of which ``decoded`` one by one."""
 
     tokens: int
+    decoded: int = 0
 
 
 @dataclass(frozen=True)

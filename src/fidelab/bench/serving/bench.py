@@ -9,6 +9,7 @@ from pydantic import Field
 
 from fidelab.bench.base import Answers, Bench, BenchInputs, BenchSettings, Facts, Question, Sizes
 from fidelab.bench.load_figures import TITLE
+from fidelab.captures.requests import Generate, Request
 from fidelab.core import Status
 from fidelab.results.measurement import Measurement
 
@@ -33,9 +34,18 @@ class Serving(Bench):
     Settings = LoadSettings
     loads: ClassVar[bool] = True
     protocol: ClassVar[tuple[str, ...]] = ("output",)
+    settings: LoadSettings
 
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         return ()
+
+    def traffic(self) -> tuple[Request, ...]:
+        s = self.settings
+        return tuple(
+            Generate(self.name, ((0,) * context,) * s.repeats * (s.num_prompts or max(8, 2 * n)), s.output, (), batch=n)
+            for context in s.contexts
+            for n in s.concurrency
+        )
 
     def record(self, answers: Mapping[str, Answers], facts: Facts) -> Measurement:
         """Of an arm that no server stands behind; :mod:`fidelab.serving` measures the others."""

@@ -62,6 +62,7 @@ class HFEngine(Engine):
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.hf.model", "transformers.models.auto.modeling_auto")
     has_jitter: ClassVar[bool] = True
+    start_seconds: ClassVar[float] = 5.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
@@ -223,7 +224,7 @@ class HFEngine(Engine):
                 if not self._model.sentinels:
                     self._model.check_replay(states[0, -1:], logits[0])
                 rows.append(self._model.rows(states[0, -1], logits[0, -1]))
-                sink.progress(len(step))
+                sink.progress(len(step), decoded=len(step) if len(rows) > 1 else 0)
             add_sequence(sink, index, continuation, self._model.stacked(rows))
         return {"tokens": sum(map(len, request.items()))}
 
@@ -260,7 +261,7 @@ class HFEngine(Engine):
         steps: list[Tensor] = []  # [batch, width] each
         live = list(range(len(batch)))
         processed = sum(map(len, prompts)) - head * len(prompts)
-        for _ in range(request.max_tokens):
+        for step in range(request.max_tokens):
             if not live:
                 break
             logits, states = self._model.forward(ids, cache, mask=mask)
@@ -268,7 +269,7 @@ class HFEngine(Engine):
                 self._model.check_replay(states[:, -1], logits[:, -1])
             if request.rows:
                 steps.append(self._model.rows(states[:, -1], logits[:, -1]))
-            sink.progress(processed)
+            sink.progress(processed, decoded=processed if step else 0)
             best = logits[:, -1].max(dim=-1)  # the first of equals; NaN wins
             scores, tokens = best.values.tolist(), best.indices.tolist()
             for row in live:

@@ -78,6 +78,7 @@ class LlamaCppEngine(Engine):
     form: ClassVar[str] = "gguf"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
+    start_seconds: ClassVar[float] = 3.0
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
 
     @classmethod
@@ -304,7 +305,7 @@ class LlamaCppEngine(Engine):
                 sink.progress(len(prompt))
                 for token in continuation[:-1]:
                     rows.append(_logprobs(context.step({0: token})))
-                    sink.progress(1)
+                    sink.progress(1, decoded=1)
                 add_sequence(sink, index, continuation, {"logprobs": np.concatenate(rows)})
         return {"tokens": sum(map(len, request.items()))}
 
@@ -348,7 +349,7 @@ class LlamaCppEngine(Engine):
                 break
             tokens = {sequence: generated[sequence][-1] for sequence in pending}
             pending = dict(zip(tokens, context.step(tokens), strict=True))
-            sink.progress(len(tokens))
+            sink.progress(len(tokens), decoded=len(tokens))
         yield from zip(generated, rows, failed, strict=True)
 
 

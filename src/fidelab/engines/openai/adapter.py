@@ -89,6 +89,7 @@ class OpenAIEngine(Engine):
     native_kv: ClassVar[str] = _AS_SERVED
     pairs: ClassVar[bool] = False
     served: ClassVar[bool] = True
+    start_seconds: ClassVar[float] = 2.0
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -262,7 +263,7 @@ class OpenAIEngine(Engine):
                 sink.fail(index, f"the server read {done.read} tokens of a prompt that has {len(prompt)}")
                 continue
             add_sequence(sink, index, done.ids, rows)
-            sink.progress(len(prompt) + len(done.ids))
+            sink.progress(len(prompt) + len(done.ids), decoded=len(done.ids))
             produced, cached, reread = produced + len(done.ids), cached + done.cached, reread + other
         tokens = sum(map(len, request.prompts)) + produced
         return {
@@ -283,7 +284,8 @@ class OpenAIEngine(Engine):
             self._streamed([(*prompt[1:], *prompt[:1]) for prompt in group], 1 + request.n)
         for index, times in self._asked(len(prompt_groups), seconds, sink, 1):
             sink.add(index, {"seconds": times})
-            sink.progress(sum(map(len, prompt_groups[index])) + request.n * len(prompt_groups[index]))
+            decoded = request.n * len(prompt_groups[index])
+            sink.progress(sum(map(len, prompt_groups[index])) + decoded, decoded=decoded)
         generated = request.n * len(request.prompts)
         return {"tokens": sum(map(len, request.prompts)) + generated, "generated": generated}
 

@@ -66,6 +66,7 @@ class SGLangEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     pairs: ClassVar[bool] = False
+    start_seconds: ClassVar[float] = 20.0
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -182,7 +183,7 @@ class SGLangEngine(Engine):
                     ids = ids[: int(failed.rsplit(" ", 1)[1])]
                 rows = self._stored(response.rows, len(ids)) if request.rows and ids else {}
                 add_sequence(sink, index, ids, rows, failed)
-                sink.progress(len(request.prompts[index]) + len(ids))
+                sink.progress(len(request.prompts[index]) + len(ids), decoded=len(ids))
                 produced += len(ids)
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
@@ -202,7 +203,7 @@ class SGLangEngine(Engine):
                     add_sequence(sink, index, (), failed="empty continuation")
                     continue
                 add_sequence(sink, index, continuation, self._stored(responses[index].rows, len(continuation)))
-                sink.progress(len(request.prompts[index]) + len(continuation))
+                sink.progress(len(request.prompts[index]) + len(continuation), decoded=len(continuation))
         return {"tokens": sum(map(len, request.items())), "token_by_token": True}
 
     def _batches(self, sizes: Sequence[tuple[int, int]], tokens: int, most: int = 1 << 20) -> Iterator[list[int]]:

@@ -73,6 +73,7 @@ class VLLMEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = PACKAGES
     native_kv: ClassVar[str] = "auto"
     pairs: ClassVar[bool] = False
+    start_seconds: ClassVar[float] = 20.0
 
     @classmethod
     def versions(cls) -> dict[str, str]:

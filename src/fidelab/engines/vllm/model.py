@@ -183,12 +183,13 @@ class VLLMModel:
         requests: Sequence[VLLMRequest],
         batch: int = 1,
         stop: Sequence[int] = (),
-        progress: Callable[[int], None] = lambda _tokens: None,
+        progress: Callable[[int, int], None] = lambda _tokens, _decoded: None,
     ) -> Iterator[tuple[int, list[int], str]]:
         """Run requests in order, at most ``batch`` at once; ``stop`` ids end a sequence and are part of it.
 
         Yields (index, generated ids, key of the captured data) as requests finish.  ``progress`` is called with one
-        token per running request at each step, and with the remaining tokens of a request at its end.
+        token per running request at each step, and with the remaining tokens of a request at its end; its second
+        argument says how many of them are decoded ones.
 
         Raises:
             EngineError: a request is longer than what the arm takes.
@@ -208,11 +209,12 @@ class VLLMModel:
                     return
                 finished = [output for output in self._engine.step() if output.finished]
                 steps.update(running.keys())
-                progress(len(running))
+                progress(len(running), len(running))
                 for output in finished:
                     key, ids = output.request_id, list(output.outputs[0].token_ids)
                     index = running.pop(key)
-                    progress(len(requests[index].prompt) + len(ids) - steps.pop(key))
+                    left = len(ids) - steps.pop(key)
+                    progress(len(requests[index].prompt) + left, max(0, left))
                     yield index, ids, key
         finally:
             if running:
