@@ -93,7 +93,7 @@ def test_file_that_is_no_gguf_is_one_line(tmp_path: Path, cache: Path) -> None:
 def test_truncated_gguf_is_one_line_and_leaves_nothing(share: float, tmp_path: Path, cache: Path) -> None:
     whole = write_gguf(tmp_path / "whole.gguf").read_bytes()
     (tmp_path / "x.gguf").write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(InputError, match="cannot be converted") as caught:
+    with pytest.raises(InputError, match=r"cannot be converted|is damaged") as caught:
         resolve(str(tmp_path / "x.gguf"))
     assert "\n" not in str(caught.value)
     assert not list(cache.glob("models/gguf/*/"))
