@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
-from fidelab.captures.requests import Generate, Request, request_from_record, token_hashes
+from fidelab.captures.requests import Request, request_from_record, token_hashes
 from fidelab.captures.writer import PARTIAL
 from fidelab.core import Estimator, Vocabulary, canonical_json, digest, read_file, strict_json
 from fidelab.errors import CaptureError
@@ -28,6 +28,7 @@ from fidelab.errors import CaptureError
 __all__ = ["Capture", "Detokenizer", "HeadFile", "find_captures", "is_complete", "key_name"]
 
 _MOST_TEXT = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
+_MOST_IDS = 1 << 22  # of one answer
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
@@ -157,7 +158,7 @@ class Capture:
         shape, is_float = _shape(array), _is_float(array)
         match name.rpartition(".")[2]:
             case "ids":
-                good = len(shape) == 1 and _is_whole(array) and self._fits(np.asarray(array))
+                good = len(shape) == 1 and _is_whole(array) and _are_ids(np.asarray(array))
             case "topk_ids":
                 good = len(shape) == 2 and _is_whole(array)
             case "hidden" | "logprobs" | "topk_logprobs":
@@ -172,11 +173,6 @@ class Capture:
             what = f"{name!r} of item {item} is no array of the kind it should be (its shape is {list(shape)})"
             raise CaptureError(f"capture {self.folder}: {what}; delete the folder and capture again")
         return array
-
-    def _fits(self, ids: NDArray[Any]) -> bool:
-        """Whether generated ids are token ids, and no more than were asked for."""
-        asked = self.request.max_tokens if isinstance(self.request, Generate) else len(ids)
-        return len(ids) <= asked and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
 
     def names(self, item: int) -> list[str]:
         """The arrays stored for one item; empty for a failed one."""
@@ -258,6 +254,10 @@ def _unpacked(path: Path) -> bytes:
 
 def _shape(array: Array) -> tuple[int, ...]:
     return array.bits.shape if isinstance(array, BFloat16) else array.shape
+
+
+def _are_ids(ids: NDArray[Any]) -> bool:
+    return len(ids) <= _MOST_IDS and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
 
 
 def _is_float(array: Array) -> bool:

@@ -78,8 +78,8 @@ def _parse(text: str, where: object) -> Any:
     Raises:
         ConfigError: not YAML, or aliases (``*name``) and nesting make more of it than settings can be.
     """
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)  # control characters are refused already here
         node = loader.get_single_node()
         if node is None:
             return None
@@ -93,8 +93,6 @@ def _parse(text: str, where: object) -> Any:
         raise ConfigError(f"{where}: nested deeper than {_MOST_LEVELS} levels; settings are not") from None
     except (ValueError, OverflowError, LookupError, TypeError) as error:  # a date that is none, a number of base 60
         raise ConfigError(f"{where} is not YAML: {str(error)[:100]}") from None
-    finally:
-        loader.dispose()
 
 
 def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
@@ -109,6 +107,7 @@ def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
                 pass
             case _:
                 inner = []
+                str(node.value).encode()  # half a surrogate pair is no text: UnicodeEncodeError is a ValueError
         known[id(node)] = 1 + sum(_expanded(part, known, level + 1) for part in inner)
     if known[id(node)] > _MOST_VALUES:
         raise ValueError(f"aliases make more than {_MOST_VALUES:,} values of it")

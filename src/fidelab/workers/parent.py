@@ -400,7 +400,7 @@ def _tail(log: Path, start: int) -> list[str]:
     """The last lines behind byte ``start``, where this attempt's part of the log begins."""
     with contextlib.suppress(OSError), log.open("rb") as file:
         size = log.stat().st_size
-        file.seek(max(start if start < size else 0, size - 16_384))  # it may have been shortened
+        file.seek(max(start if start <= size else 0, size - 16_384))  # it may have been shortened
         text = file.read().decode("utf-8", "replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()]
     return []
