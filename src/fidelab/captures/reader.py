@@ -28,7 +28,7 @@ from fidelab.errors import CaptureError
 __all__ = ["Capture", "Detokenizer", "HeadFile", "find_captures", "is_complete", "key_name"]
 
 _MOST_TEXT = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
-_MOST_IDS = 1 << 22  # of one answer
+_MOST_IDS = 1 << 18  # of one answer
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
