@@ -107,7 +107,7 @@ def test_a_template_that_is_meant_to_harm_is_one_line(
     tokenizer = make(PLAIN)
     tokenizer.backend._hf.chat_template = template  # type: ignore[attr-defined]
     monkeypatch.setattr(tokens, "_TEMPLATE_SECONDS", 0.2)
-    with pytest.raises(InputError, match="the chat template of .* refuses the prompt") as refused:
+    with pytest.raises(InputError, match=r"the chat template of .* refuses the prompt") as refused:
         tokenizer.chat(MESSAGES)
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
