@@ -146,9 +146,9 @@ def strict_json(raw: bytes | str, not_finite: Callable[[str], Any] | None = None
     text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
     if text.count("[") + text.count("{") > _MOST_CONTAINERS:
         raise ValueError(f"more than {_MOST_CONTAINERS:,} lists and objects")
-    long = {"parse_int": whole} if _LONG_NUMBER.search(text) else {}  # asked for every number, it would be slow
+    parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
     try:
-        value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, **long)
+        value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
     except RecursionError:
         raise ValueError(f"nested deeper than {_MOST_LEVELS} levels") from None
     level = [value]

@@ -133,11 +133,13 @@ def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
 
 
 def _entry(name: str, record: Any) -> Entry:
-    fields = record if isinstance(record, dict) else {}
+    fields: dict[str, Any] = record if isinstance(record, dict) else {}
     dtype, shape, span = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     numbers = [*(shape if isinstance(shape, list) else [None]), *(span if isinstance(span, list) else [None])]
     if not (isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers) and len(span or ()) == 2):
         raise ValueError(f"the header's entry of {name[:60]!r} lacks dtype, shape or data_offsets")
+    assert isinstance(shape, list)
+    assert isinstance(span, list)
     start, end = span
     if start > end or math.prod(filter(None, shape)) > _MOST_ELEMENTS or len(shape) > 8:
         raise ValueError(f"the header's entry of {name[:60]!r} has impossible sizes")

@@ -241,9 +241,9 @@ class Scorer:
             MemoryError,
         ) as error:
             # Only the axis knows what the settings and notes of its requests hold, and a capture may be anybody's.
-            place, first = traceback.extract_tb(error.__traceback__)[-1], next(iter(parts.values()))
+            place, folder = traceback.extract_tb(error.__traceback__)[-1], next(iter(parts.values()))
             raise CaptureError(
-                f"{name} cannot be scored from {first} against {self.by_role[self._role].arm.name}: "
+                f"{name} cannot be scored from {folder} against {self.by_role[self._role].arm.name}: "
                 f"the captures do not hold what this axis asks ({type(error).__name__}: {str(error)[:200]}; "
                 f"{Path(place.filename).name}, line {place.lineno})"
             ) from error
