@@ -6,12 +6,14 @@ this process and in engine processes of other environments.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
 import os
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -29,7 +31,9 @@ __all__ = [
     "canonical_json",
     "digest",
     "finite",
+    "read_file",
     "slug",
+    "strict_json",
     "usable_cores",
 ]
 
@@ -88,6 +92,74 @@ def finite(value: Any) -> Any:
             return None
         case _:
             return value
+
+
+def read_file(path: Path, most: int) -> bytes:
+    """The bytes of a regular file.  A pipe or a device, which may never end, is not opened.
+
+    Raises:
+        OSError: the file cannot be read, is not a regular file, or has more than ``most`` bytes.
+    """
+    try:
+        kind = path.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):  # opening a folder says what is wrong with it
+            raise OSError(errno.EINVAL, "a pipe or a device, where a regular file is expected", str(path))
+        with path.open("rb") as file:
+            raw = file.read(min(most, os.fstat(file.fileno()).st_size) + 1)
+            while len(raw) <= most and (more := file.read(1 << 16)):  # /proc and the like tell no size
+                raw += more
+    except ValueError as error:  # a zero byte in the path
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    if len(raw) > most:
+        raise OSError(errno.EFBIG, f"more than {most:,} bytes, the most that is read", str(path))
+    return raw
+
+
+_MOST_LEVELS, _MOST_CONTAINERS = 64, 1_000_000  # of JSON: what is deeper or larger than anything that is written
+_LONG_NUMBER, _SURROGATE = re.compile(r"\d{19}"), re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def strict_json(raw: bytes | str, not_finite: Callable[[str], Any] | None = None, *, half_pairs: bool = False) -> Any:
+    """The value of a JSON text that may come from anybody.
+
+    Args:
+        not_finite: gives what stands for NaN and the infinities, which are refused by default.
+        half_pairs: whether texts may hold half a surrogate pair, which UTF-8 cannot encode.
+
+    Raises:
+        ValueError: not UTF-8, not JSON, a number that is not finite, a whole number beyond 64 bits, half a surrogate
+            pair, more than 64 levels, or more than a million lists and objects.
+    """
+
+    def refuse(text: str) -> Any:
+        raise ValueError(f"{text[:20]} is not JSON")
+
+    def number(text: str) -> Any:
+        value = float(text)
+        return value if math.isfinite(value) else (not_finite or refuse)(text)
+
+    def whole(text: str) -> int:
+        if len(text) > 20 or not -(1 << 63) <= int(text) < 1 << 64:
+            raise ValueError(f"{text[:20]}… is not a number of 64 bits")
+        return int(text)
+
+    text = raw.decode("utf-8") if isinstance(raw, bytes) else raw
+    if text.count("[") + text.count("{") > _MOST_CONTAINERS:
+        raise ValueError(f"more than {_MOST_CONTAINERS:,} lists and objects")
+    parse_int = whole if _LONG_NUMBER.search(text) else None  # asked for every number, it would be slow
+    try:
+        value = json.loads(text, parse_constant=not_finite or refuse, parse_float=number, parse_int=parse_int)
+    except RecursionError:
+        raise ValueError(f"nested deeper than {_MOST_LEVELS} levels") from None
+    level = [value]
+    for _ in range(_MOST_LEVELS):
+        inner = (item.values() if isinstance(item, dict) else item for item in level if isinstance(item, dict | list))
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+    if level:
+        raise ValueError(f"nested deeper than {_MOST_LEVELS} levels")
+    if not half_pairs and _SURROGATE.search(text):
+        json.dumps(value, ensure_ascii=False).encode()  # UnicodeEncodeError is a ValueError
+    return value
 
 
 def usable_cores() -> int:
@@ -160,13 +232,16 @@ class KVSpec:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> KVSpec:
-        """The inverse of :meth:`record`."""
-        return cls(
-            label=record["label"],
-            k=_parse_side(record["k"], record["k"])[0],
-            v=_parse_side(record["v"], record["v"])[0],
-            skip_layers=tuple(record["skip_layers"]),
-        )
+        """The inverse of :meth:`record`.
+
+        Raises:
+            KeyError, TypeError, UsageError: it is not such a record.
+        """
+        texts, layers = [record[key] for key in ("label", "k", "v")], record["skip_layers"]
+        if not all(isinstance(text, str) for text in texts) or {type(layer) for layer in layers} - {int}:
+            raise TypeError("a KV spec has texts in label, k and v, and whole numbers in skip_layers")
+        label, k, v = texts
+        return cls(label=label, k=_parse_side(k, k)[0], v=_parse_side(v, v)[0], skip_layers=tuple(layers))
 
 
 def _parse_side(side: str, whole: str) -> tuple[FormatSpec, list[int]]:
@@ -244,10 +319,20 @@ class Arm:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Arm:
-        """The inverse of :meth:`record`."""
+        """The inverse of :meth:`record`.
+
+        Raises:
+            KeyError, TypeError, UsageError: it is not such a record.
+        """
         fields = dict(record)
+        options = dict(fields["options"])
+        texts = [value for key, value in fields.items() if key not in ("kv", "options", "threads")]
+        if not all(isinstance(text, str) for text in (*texts, *options, *options.values())):
+            raise TypeError("an arm has texts in all fields but kv, options and threads, and text options")
+        if type(fields["threads"]) is not int:
+            raise TypeError(f"an arm has a number of threads, not {fields['threads']!r:.60}")
         fields["kv"] = KVSpec.from_record(fields["kv"])
-        fields["options"] = tuple(sorted(fields["options"].items()))
+        fields["options"] = tuple(sorted(options.items()))
         return cls(**fields)
 
 

@@ -7,7 +7,8 @@ FidelabError                  anything a user can fix; one line, exit code 2
 ├── InputError                a text, a prompt file or a model that cannot be used
 │   └── UnavailableError      a remote resource that cannot be fetched now; other axes continue
 ├── CaptureError              a capture that is damaged, foreign or incomplete
-│   └── MismatchError         two captures that must not be compared
+│   ├── MismatchError         two captures that must not be compared
+│   └── OtherSchemaError      a capture of another version of fidelab, which may be whole
 ├── EngineError               an engine that cannot be opened or cannot do what was asked
 │   └── NotSupportedError     the engine lacks this format or request (status ``not_supported``)
 ├── OutputError               an output folder that cannot be written
@@ -27,6 +28,7 @@ __all__ = [
     "InputError",
     "MismatchError",
     "NotSupportedError",
+    "OtherSchemaError",
     "OutputError",
     "UnavailableError",
     "UnknownNameError",
@@ -74,6 +76,10 @@ class CaptureError(FidelabError):
 
 class MismatchError(CaptureError):
     """Two captures that must not be compared; the message names the mismatch."""
+
+
+class OtherSchemaError(CaptureError):
+    """A capture of another version of fidelab, which may be whole."""
 
 
 class EngineError(FidelabError):

@@ -131,3 +131,13 @@ def test_what_is_not_ours_is_never_touched(tmp_path: Path) -> None:
     assert gone(tmp_path, older_than_days=0) == set()
     assert sample.tree(tmp_path) == before
     assert (tmp_path / "empty").is_dir()
+
+
+def test_a_capture_of_another_version_stays_with_all_that_it_may_need(tmp_path: Path) -> None:
+    folder = sample.write(tmp_path, estimator="hidden", head=HEAD)
+    sample.rewrite_manifest(folder, schema="fidelab.capture/1", head=None)
+    age_shared_files(tmp_path)
+    before = sample.tree(tmp_path)
+    assert gone(tmp_path, older_than_days=0) == set()
+    assert sample.tree(tmp_path) == before
+    assert [entry.title for entry in entries(tmp_path)] == ["of another version"]

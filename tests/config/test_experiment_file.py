@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -120,3 +121,42 @@ def test_a_file_without_keys_is_refused(tmp_path: Path, text: str) -> None:
 def test_a_folder_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a folder"):
         load(tmp_path)
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 9)
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (BOMB, "aliases make more than 100,000 values of it"),
+        ("model: &m [*m]", "nested deeper than 40 levels"),
+        ("model: " + "[" * 50_000, "nested deeper than 40 levels"),
+        ("model: 2026-99-99", "is not YAML: month must be in 1..12"),
+        ("model: a\x00b", "is not YAML"),
+        ("model: x\n" * 200_000, "cannot be read: more than 1,048,576 bytes"),
+    ],
+    ids=["alias-bomb", "alias-in-itself", "nest", "date", "zero-byte", "long"],
+)
+def test_settings_that_are_meant_to_harm_are_one_line(text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load(_write(tmp_path, text))
+    assert said in str(refused.value)
+
+
+def test_aliases_and_merge_keys_may_be_used(tmp_path: Path) -> None:
+    text = "model: m\nreference: f32\ncandidates: [&first {kv: int4, dtype: float32}, {<<: *first, kv: int8}]\n"
+    arms = load(_write(tmp_path, text)).candidates
+    assert [(str(arm.kv.k) if arm.kv else None, arm.dtype) for arm in arms] == [
+        ("int4", "float32"),
+        ("int8", "float32"),
+    ]
+
+
+def test_a_pipe_or_a_device_is_no_settings_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(ConfigError, match="a pipe or a device, where a regular file is expected"):
+            load(path)

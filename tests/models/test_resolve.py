@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -138,3 +139,25 @@ def test_embedded_model_is_listed_and_found_again(smollm2: Model) -> None:
     assert row.size > 300_000_000
     assert pull("smollm2-135m") == smollm2
     assert path("smollm2-135m", "gguf") == smollm2.gguf
+
+
+@pytest.mark.parametrize("number", ["Infinity", "1e999", "NaN"])
+def test_a_config_may_hold_infinities(number: str, tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m", time_step_limit=[0.0, "here"])
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace('"here"', number))
+    assert resolve(str(folder)).layers == 1
+
+
+def test_layers_beyond_the_weights_are_refused(tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m", num_hidden_layers=10**7)
+    with pytest.raises(InputError, match=r"config\.json says 10000000 layers, but the weights are 2 tensors"):
+        resolve(str(folder))
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "chat_template.jinja"])
+def test_a_pipe_in_a_model_folder_is_not_opened(name: str, tmp_path: Path, make_folder: MakeFolder) -> None:
+    folder = make_folder(tmp_path / "m")
+    os.mkfifo(folder / name)
+    with pytest.raises(InputError, match=f"{name} is a pipe or a device"):
+        resolve(str(folder))

@@ -298,3 +298,50 @@ def test_a_changed_variable_is_seen_in_what_ran_and_old_captures_are_not_found(
     assert told["good"] == told["bad"] > 0
     left = [path for path in (room / "runs").rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("place", "other"),
+    [
+        ("fake-fake-tilt*/kld-*-r0", "fake-fake-exact*/kld-*-r0"),
+        ("fake-fake-exact*/kld-*-r1", "fake-fake-exact*/kld-*-r0"),
+    ],
+    ids=["another-arm", "the-reference-as-its-own-floor"],
+)
+def test_rescoring_refuses_captures_that_were_mixed_up(place: str, other: str, done: Done) -> None:
+    before = (done.folder / "report.json").read_bytes()
+    captures = done.cwd / "runs" / "captures"
+    [mine], [theirs] = captures.glob(place), captures.glob(other)
+    shutil.rmtree(mine)
+    shutil.copytree(theirs, mine)
+    found = cli("rescore", done.folder, cwd=done.cwd)
+    assert found.code == 2
+    [line] = found.err.splitlines()
+    assert str(mine) in line
+    assert f"--resume {done.folder}" in line
+    assert (done.folder / "report.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "damaged"), [("created", "202\x16-01-02T03:04:05Z"), ("run_id", 7), ("command", None)]
+)
+def test_a_damaged_field_of_the_outcomes_does_not_stop_a_resume(
+    field: str, damaged: object, done: Done, finished: tuple[dict[str, Any], Path]
+) -> None:
+    outcomes = done.folder / "outcomes.json"
+    record = json.loads(outcomes.read_text())
+    outcomes.write_text(json.dumps({**record, "facts": {**record["facts"], field: damaged}}))
+    resumed = cli("compare", "--resume", done.folder, cwd=done.cwd)
+    assert resumed.code == 0, resumed.err
+    assert same_report(done.report) == finished[0]
+    assert done.report["run_id"] == done.folder.name
+
+
+def test_a_report_is_shown_where_its_page_cannot_be_written(done: Done) -> None:
+    page = done.folder / "report.html"
+    page.unlink()
+    page.mkdir()  # stands for a folder that may only be read, which root may write
+    shown = cli("report", done.folder, cwd=done.cwd)
+    assert shown.code == 0
+    assert "tilt" in shown.out
+    assert "the page is left as it was" in shown.err

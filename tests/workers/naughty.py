@@ -53,6 +53,8 @@ class Naughty(Engine):
                 print("grandchild", pid, "worker", os.getpid(), flush=True)
             case "exit":
                 sys.exit(7)
+            case "babble":
+                sys.stderr.writelines(f"babble {n}\n" for n in range(400_000))
             case "hang":
                 time.sleep(600)
 

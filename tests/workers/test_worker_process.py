@@ -334,6 +334,17 @@ def test_a_second_ctrl_c_while_ending_a_worker_leaves_no_process_either(
     assert until(lambda: not any(alive(pid) for pid in pids((tmp_path / "log").read_text())))
 
 
+def test_a_worker_that_writes_without_end_does_not_fill_the_disk(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fidelab.workers.parent._MOST_LOG", 1 << 20)
+    monkeypatch.setattr("fidelab.workers.parent._KEPT_LOG", 1 << 16)
+    done = work("babble")
+    assert done.outcome.status is Status.OK
+    assert len(done.log) < 1 << 20
+    assert done.log.startswith("babble 0\n")
+    assert "bytes were left out here by fidelab" in done.log
+    assert "babble 399999\n" in done.log
+
+
 # ------------------------------------------------------------------------------------------- forked workers
 
 

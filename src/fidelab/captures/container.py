@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fidelab.core import strict_json
 from fidelab.errors import CaptureError
 
-__all__ = ["Array", "BFloat16", "TensorFile", "array_bytes", "to_float32", "write_tensors"]
+__all__ = ["Array", "BFloat16", "Entry", "TensorFile", "array_bytes", "read_header", "to_float32", "write_tensors"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ _NAMES: dict[np.dtype[Any], str] = {
     np.dtype("?"): "BOOL",
 }
 _DTYPES: dict[str, np.dtype[Any]] = {name: dtype for dtype, name in _NAMES.items()} | {"BF16": np.dtype("<u2")}
+_MOST_HEADER = 100_000_000  # bytes, the published limit
+_MOST_ELEMENTS = 1 << 60  # of a shape, zeros left out: numpy's sizes are 64 bits
 
 
 def array_bytes(array: Array) -> int:
@@ -94,6 +98,56 @@ def _raw(name: str, array: Array) -> tuple[NDArray[np.generic], str]:
     return np.asarray(plain, dtype=little, order="C"), kind
 
 
+@dataclass(frozen=True)
+class Entry:
+    """What the header says of one tensor; ``start`` and ``end`` are bytes behind the header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def read_header(path: Path) -> tuple[dict[str, Entry], int, int]:
+    """The tensors of a safetensors file, where their bytes begin, and how many there are.
+
+    The file may come from anybody: nothing is allocated by a size that the header alone tells.
+
+    Raises:
+        OSError: it cannot be read.  ValueError: it is no complete safetensors file; says what is wrong.
+    """
+    if not path.is_file():
+        raise ValueError("it is missing" if not path.exists() else "it is not a regular file")
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        n = int.from_bytes(file.read(8), "little")
+        if not n <= min(size - 8, _MOST_HEADER):
+            raise ValueError("its header goes beyond the end of the file")
+        header = strict_json(file.read(n))
+    if not isinstance(header, dict):
+        raise ValueError("its header is not an object")
+    entries = {name: _entry(name, record) for name, record in header.items() if name != "__metadata__"}
+    if max((entry.end for entry in entries.values()), default=0) > size - 8 - n:
+        raise ValueError("it is truncated")
+    return entries, 8 + n, size - 8 - n
+
+
+def _entry(name: str, record: Any) -> Entry:
+    fields: dict[str, Any] = record if isinstance(record, dict) else {}
+    dtype, shape, span = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
+    numbers = [*(shape if isinstance(shape, list) else [None]), *(span if isinstance(span, list) else [None])]
+    if not (isinstance(dtype, str) and all(type(n) is int and n >= 0 for n in numbers) and len(span or ()) == 2):
+        raise ValueError(f"the header's entry of {name[:60]!r} lacks dtype, shape or data_offsets")
+    assert isinstance(shape, list)
+    assert isinstance(span, list)
+    start, end = span
+    if start > end or math.prod(filter(None, shape)) > _MOST_ELEMENTS or len(shape) > 8:
+        raise ValueError(f"the header's entry of {name[:60]!r} has impossible sizes")
+    if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - start:
+        raise ValueError(f"tensor {name[:60]!r} has {end - start} bytes, which is not its shape's size")
+    return Entry(dtype, tuple(shape), start, end)
+
+
 class TensorFile:
     """A memory-mapped safetensors file."""
 
@@ -105,27 +159,25 @@ class TensorFile:
         """
         self.path = path
         try:
-            size = path.stat().st_size
-            with path.open("rb") as file:
-                n = int.from_bytes(file.read(8), "little")
-                if n > size - 8:
-                    raise ValueError("header beyond the end of the file")
-                self._header = json.loads(file.read(n))
-            self._start = 8 + n
-            self._map = np.memmap(path, dtype=np.uint8, mode="r")
-            ends = [entry["data_offsets"][1] for entry in self._header.values() if "data_offsets" in entry]
-            if self._start + max(ends, default=0) > size:
-                raise ValueError("truncated")
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CaptureError(f"{path} is damaged ({error}); delete it and capture again") from None
+            self._entries, self._start, size = read_header(path)
+            self._map = np.memmap(path, dtype=np.uint8, mode="r") if size else np.empty(self._start, dtype=np.uint8)
+        except (OSError, ValueError) as error:
+            raise CaptureError(f"{path} is damaged ({error}); delete it and capture again") from error
 
     def names(self) -> list[str]:
         """The tensors of this file."""
-        return [name for name in self._header if name != "__metadata__"]
+        return [*self._entries]
 
     def get(self, name: str) -> Array:
-        """One tensor as a view into the map, without copying."""
-        entry = self._header[name]
-        start, end = entry["data_offsets"]
-        raw = self._map[self._start + start : self._start + end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
-        return BFloat16(raw) if entry["dtype"] == "BF16" else raw
+        """One tensor as a view into the map, without copying.
+
+        Raises:
+            CaptureError: there is no tensor of this name, or it is of a type that numpy lacks.
+        """
+        entry = self._entries.get(name)
+        if entry is None or entry.dtype not in _DTYPES:
+            lacks = "is missing" if entry is None else f"is of type {entry.dtype[:20]}, which is not read"
+            raise CaptureError(f"{self.path}: tensor {name!r} {lacks}; delete it and capture again")
+        raw = self._map[self._start + entry.start : self._start + entry.end].view(_DTYPES[entry.dtype])
+        shaped = raw.reshape(entry.shape)
+        return BFloat16(shaped) if entry.dtype == "BF16" else shaped

@@ -8,19 +8,25 @@ captures, under their hashes, in ``heads/`` and ``vocabularies/``.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+import time
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from fidelab.captures.requests import Request, request_hash
-from fidelab.core import Arm, canonical_json, digest, slug
-from fidelab.errors import CaptureError
+from fidelab.captures.requests import KINDS, Request, request_hash
+from fidelab.core import Arm, Estimator, canonical_json, digest, read_file, slug, strict_json
+from fidelab.errors import CaptureError, OtherSchemaError, UsageError
 
 __all__ = ["MANIFEST", "PROBE", "SCHEMA", "capture_folder", "capture_key", "dump_manifest", "load_manifest"]
 
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
 PROBE = "probe.json.gz"
+_MOST_BYTES = 64 << 20  # of a manifest
+_FAMILY = SCHEMA.partition("/")[0]
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_MOST_TOKENS = 1 << 24  # of a vocabulary
 
 
 def capture_key(arm: Arm, request: Request, engine_versions: Mapping[str, str], replicate: int) -> dict[str, Any]:
@@ -50,26 +56,111 @@ def dump_manifest(manifest: Mapping[str, Any]) -> str:
 
 
 def load_manifest(folder: Path) -> dict[str, Any]:
-    """Read and check a manifest.
+    """Read and check a manifest, which may come from anybody.
 
     Raises:
-        CaptureError: there is none, it was edited or cut, or it has another schema; names the capture.
+        OtherSchemaError: it is of another version of fidelab.
+        CaptureError: there is none, it was edited or cut, or a field is not what it should be; names the capture.
     """
     path = folder / MANIFEST
     if not path.is_file():
         what = "is not a capture: it has no manifest.json" if folder.is_dir() else "does not exist"
         raise CaptureError(f"capture {folder} {what}")
     try:
-        manifest = json.loads(path.read_text("utf-8"))
+        manifest = strict_json(read_file(path, _MOST_BYTES))
+        schema = manifest["schema"]
+        if schema != SCHEMA and str(schema).partition("/")[0] == _FAMILY:
+            raise OtherSchemaError(f"capture {folder} has schema {schema!r:.60}; this version reads {SCHEMA!r}")
         body = {key: value for key, value in manifest.items() if key != "checksum"}
-        good = manifest["checksum"] == digest(canonical_json(body))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        good = schema == SCHEMA and manifest["checksum"] == digest(canonical_json(body))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         good = False
-        manifest = {}
     if not good:
         raise CaptureError(
             f"capture {folder}: manifest.json was edited or truncated; delete the folder and capture again"
         )
-    if manifest.get("schema") != SCHEMA:
-        raise CaptureError(f"capture {folder} has schema {manifest.get('schema')!r}; this version reads {SCHEMA!r}")
+    if fault := next(_faults(manifest), None):
+        raise CaptureError(f"capture {folder}: manifest.json lacks or misstates {fault!r}; capture again")
     return dict(manifest)
+
+
+def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
+    """The fields of a manifest that are missing or not what :class:`~fidelab.captures.writer.CaptureWriter` writes."""
+    for field in ("key", "asked", "settings", "vocabulary", "ran", "facts"):
+        if not isinstance(manifest.get(field), dict):
+            yield field
+    if not (isinstance(manifest.get("axis"), str) and manifest["axis"]):
+        yield "axis"
+    if manifest.get("kind") not in [*KINDS]:  # a list, since the value may have no hash
+        yield "kind"
+    if manifest.get("estimator") not in [str(estimator) for estimator in Estimator]:
+        yield "estimator"
+    key, vocabulary, ran = manifest["key"], manifest["vocabulary"], manifest["ran"]
+    if not (isinstance(key.get("arm"), str) and _is_sha256(key.get("probe")) and _is_count(key.get("replicate"))):
+        yield "key"
+    if not (
+        vocabulary.keys() == {"size", "sha256"}
+        and _is_count(vocabulary["size"], _MOST_TOKENS)
+        and _is_sha256(vocabulary["sha256"])
+    ):
+        yield "vocabulary"
+    try:
+        Arm.from_record(manifest["asked"])
+    except (KeyError, TypeError, ValueError, UsageError):
+        yield "asked"
+    try:
+        time.strptime(manifest["created"], "%Y-%m-%dT%H:%M:%SZ")
+    except (KeyError, TypeError, ValueError):
+        yield "created"
+    yield from (f"ran.{field}" for field in _ran_faults(ran))
+    files, items, head = manifest.get("files"), manifest.get("items"), manifest.get("head", "")
+    if not (isinstance(files, list) and all(_is_file(file) and isinstance(file.get("name"), str) for file in files)):
+        yield "files"
+    elif not (isinstance(items, list) and all(_is_item(item, len(files) - 1) for item in items)):
+        yield "items"
+    if head is not None and not (
+        _is_file(head)
+        and isinstance(head.get("file"), str)
+        and (head.get("softcap", "") is None or _is_number(head.get("softcap")))
+        and _is_number(head.get("scale"))
+    ):
+        yield "head"
+
+
+def _ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
+    """What scoring and reports read of the record of what ran; engines may add fields of their own."""
+    for field in ("k_format", "v_format", "k_dtype", "v_dtype", "attention", "device", "ids"):
+        if not isinstance(ran.get(field), str | None):
+            yield field
+    for field in ("cache_bytes_per_token", "expected_bytes_per_token", "k_changed", "v_changed"):
+        if ran.get(field) is not None and not (_is_number(ran[field]) and ran[field] >= 0):
+            yield field
+    for field in ("versions", "proof"):
+        texts = ran.get(field) or {}
+        if not (isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())):
+            yield field
+
+
+def _is_item(item: Any, n_parts: int) -> bool:
+    return (
+        isinstance(item, dict)
+        and isinstance(item.get("hash"), str)
+        and isinstance(item.get("failed", 0), str | None)
+        and (_is_count(item["parts"], n_parts) and item["parts"] > 0 if "parts" in item else item["failed"] is not None)
+    )
+
+
+def _is_file(record: Any) -> bool:
+    return isinstance(record, dict) and _is_count(record.get("bytes")) and _is_sha256(record.get("sha256"))
+
+
+def _is_sha256(value: Any) -> bool:
+    return isinstance(value, str) and _SHA256.fullmatch(value) is not None
+
+
+def _is_count(value: Any, most: int = 1 << 62) -> bool:
+    return type(value) is int and 0 <= value <= most
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float)

@@ -1,10 +1,12 @@
-"""Reading captures: memory-mapped, checked against their checksums."""
+"""Reading captures: memory-mapped, checked against their checksums.
+
+A capture may come from anybody, and a checksum says only that nobody changed it afterwards.  So all that is read from
+its files is read here, and has its type, shape and range checked before anything is allocated by it.
+"""
 
 from __future__ import annotations
 
-import gzip
 import hashlib
-import json
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,13 +21,15 @@ from numpy.typing import NDArray
 from fidelab.captures.check import check_answers
 from fidelab.captures.container import Array, BFloat16, TensorFile, to_float32
 from fidelab.captures.manifest import MANIFEST, PROBE, load_manifest
-from fidelab.captures.requests import Request, request_from_record
+from fidelab.captures.requests import Request, request_from_record, token_hashes
 from fidelab.captures.writer import PARTIAL
-from fidelab.core import Estimator, Vocabulary, digest
+from fidelab.core import Estimator, Vocabulary, canonical_json, digest, read_file, strict_json
 from fidelab.errors import CaptureError
 
-__all__ = ["Capture", "Detokenizer", "HeadFile", "find_captures", "is_complete"]
+__all__ = ["Capture", "Detokenizer", "HeadFile", "find_captures", "is_complete", "key_name"]
 
+_MOST_TEXT = 128 << 20  # bytes of an unpacked request or vocabulary: 15 million token ids
+_MOST_IDS = 1 << 18  # of one answer
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "▁"
 
@@ -42,8 +46,14 @@ class HeadFile:
     def load(self) -> tuple[NDArray[np.float32], NDArray[np.float32] | None]:
         """``weight`` [V, d] and ``bias`` [V] or ``None``, as float32 in memory of their own."""
         file = TensorFile(self.path)
-        weight = np.array(to_float32(file.get("weight")))
-        return weight, np.array(to_float32(file.get("bias"))) if "bias" in file.names() else None
+        weight = file.get("weight")
+        bias = file.get("bias") if "bias" in file.names() else None
+        shape = _shape(weight)
+        if not (_is_float(weight) and len(shape) == 2 and 0 not in shape):
+            raise CaptureError(f"{self.path}: 'weight' is no matrix of numbers [vocabulary, width]; capture again")
+        if bias is not None and not (_is_float(bias) and _shape(bias) == shape[:1]):
+            raise CaptureError(f"{self.path}: 'bias' does not fit 'weight'; capture again")
+        return np.array(to_float32(weight)), None if bias is None else np.array(to_float32(bias))
 
 
 class Capture:
@@ -58,13 +68,10 @@ class Capture:
         self.folder = folder
         self._parts: dict[int, TensorFile] = {}
         self.manifest = load_manifest(folder)
-        try:
-            self.axis: str = self.manifest["axis"]
-            self.items: list[dict[str, Any]] = self.manifest["items"]
-            self.estimator = Estimator(self.manifest["estimator"])
-            self.vocabulary = Vocabulary(**self.manifest["vocabulary"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CaptureError(f"capture {folder}: manifest.json lacks or misstates {error}; capture again") from None
+        self.axis: str = self.manifest["axis"]
+        self.items: list[dict[str, Any]] = self.manifest["items"]
+        self.estimator = Estimator(self.manifest["estimator"])
+        self.vocabulary = Vocabulary(**self.manifest["vocabulary"])
         if verify:
             self.verify()
             _ = self.head
@@ -81,8 +88,28 @@ class Capture:
 
     @cached_property
     def request(self) -> Request:
-        """The question, token ids included."""
-        return request_from_record(json.loads(gzip.decompress((self.folder / PROBE).read_bytes())))
+        """The question, token ids included.
+
+        Raises:
+            CaptureError: the file holds no request, or another one than the manifest says.
+        """
+        try:
+            text = _unpacked(self.folder / PROBE)
+            request = request_from_record(strict_json(text))
+            said = [self.manifest[name] for name in ("kind", "axis", "settings")]
+            if digest(text) != self.manifest["key"]["probe"] or said != [
+                request.kind,
+                request.axis,
+                dict(request.settings),
+            ]:
+                raise ValueError("manifest.json is of another request")
+            if token_hashes(request.items()) != [item["hash"] for item in self.items]:
+                raise ValueError("manifest.json is of other items")
+        except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CaptureError(
+                f"capture {self.folder}: {PROBE} is damaged ({error}); delete the folder and capture again"
+            ) from None
+        return request
 
     @cached_property
     def head(self) -> HeadFile | None:
@@ -98,14 +125,15 @@ class Capture:
         """The token strings by id."""
         path = self._beside("vocabularies", f"{self.vocabulary.sha256[:24]}.json.gz")
         try:
-            pieces = [str(piece) for piece in json.loads(gzip.decompress(path.read_bytes()))]
+            pieces = strict_json(_unpacked(path))
+            good = isinstance(pieces, list) and all(isinstance(piece, str) for piece in pieces)
         except (OSError, EOFError, ValueError, zlib.error):
-            pieces = []
-        if digest(*pieces) != self.vocabulary.sha256:
+            good = False
+        if not good or len(pieces) != self.vocabulary.size or digest(*pieces) != self.vocabulary.sha256:
             raise CaptureError(
                 f"capture {self.folder}: vocabularies/{path.name} is damaged; delete it and capture again"
             )
-        return pieces
+        return list(pieces)
 
     def ids(self, item: int) -> list[int]:
         """The token ids that one item was answered with; none where it failed before the first."""
@@ -120,9 +148,32 @@ class Capture:
         return Detokenizer(self.pieces())
 
     def array(self, item: int, name: str) -> Array:
-        """One stored array of one item."""
-        part = self.items[item]["parts"] - 1
-        return self._part(part).get(f"{item}.{name}")
+        """One stored array of one item.
+
+        Raises:
+            CaptureError: there is none, or it has not the shape and type that arrays of this name have.
+        """
+        if "parts" not in self.items[item]:
+            raise CaptureError(f"capture {self.folder}: item {item} failed and has no {name!r}")
+        array = self._part(self.items[item]["parts"] - 1).get(f"{item}.{name}")
+        shape, is_float = _shape(array), _is_float(array)
+        match name.rpartition(".")[2]:
+            case "ids":
+                good = len(shape) == 1 and _is_whole(array) and _are_ids(np.asarray(array))
+            case "topk_ids":
+                good = len(shape) == 2 and _is_whole(array)
+            case "hidden" | "logprobs" | "topk_logprobs":
+                good = len(shape) == 2 and shape[1] > 0 and is_float
+            case "seconds":
+                good = len(shape) == 1 and is_float
+            case "states" | "q" | "k" | "v":
+                good = len(shape) == 3 and is_float
+            case _:
+                good = True
+        if not good:
+            what = f"{name!r} of item {item} is no array of the kind it should be (its shape is {list(shape)})"
+            raise CaptureError(f"capture {self.folder}: {what}; delete the folder and capture again")
+        return array
 
     def names(self, item: int) -> list[str]:
         """The arrays stored for one item; empty for a failed one."""
@@ -134,8 +185,7 @@ class Capture:
 
     def array_shape(self, item: int, name: str) -> tuple[int, ...]:
         """Shape of one stored array, without reading it."""
-        array = self.array(item, name)
-        return array.bits.shape if isinstance(array, BFloat16) else array.shape
+        return _shape(self.array(item, name))
 
     def floats(self, item: int, name: str, start: int, stop: int) -> NDArray[np.float32]:
         """Rows ``start`` … ``stop`` - 1 of one stored array as float32, in memory of their own."""
@@ -181,6 +231,43 @@ def find_captures(root: Path) -> Iterator[Path]:
     for folder in sorted(folders):
         if not any(part.startswith(PARTIAL) for part in folder.relative_to(root).parts):
             yield folder
+
+
+def key_name(capture: Capture) -> str:
+    """The name that :func:`~fidelab.captures.manifest.capture_folder` gives the folder of a capture with this key."""
+    key = capture.manifest["key"]
+    return f"{capture.axis}-{digest(canonical_json(key))[:12]}-r{key['replicate']}"
+
+
+def _unpacked(path: Path) -> bytes:
+    """The content of a gzip file.
+
+    Raises:
+        OSError, EOFError, ValueError, zlib.error: it cannot be read, is damaged, or unpacks to more than 128 MiB.
+    """
+    unpacker = zlib.decompressobj(wbits=31)
+    text = unpacker.decompress(read_file(path, _MOST_TEXT), _MOST_TEXT)
+    if not unpacker.eof and not unpacker.unconsumed_tail:
+        raise EOFError("it is truncated")
+    if not unpacker.eof:
+        raise ValueError(f"it unpacks to more than {_MOST_TEXT >> 20} MiB")
+    return text
+
+
+def _shape(array: Array) -> tuple[int, ...]:
+    return array.bits.shape if isinstance(array, BFloat16) else array.shape
+
+
+def _are_ids(ids: NDArray[Any]) -> bool:
+    return len(ids) <= _MOST_IDS and (not len(ids) or (int(ids.min()) >= 0 and int(ids.max()) < 1 << 31))
+
+
+def _is_float(array: Array) -> bool:
+    return isinstance(array, BFloat16) or array.dtype.kind == "f"
+
+
+def _is_whole(array: Array) -> bool:
+    return not isinstance(array, BFloat16) and array.dtype.kind in "iu"
 
 
 def _check(path: Path, record: Mapping[str, Any], name: str, content: bool = True) -> None:

@@ -10,7 +10,7 @@ Fields that all requests have:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import chain
 from typing import Any, ClassVar, Literal, Self, get_args
 
@@ -19,6 +19,7 @@ import numpy as np
 from fidelab.core import canonical_json, digest
 
 __all__ = [
+    "KINDS",
     "Forced",
     "Generate",
     "Layerwise",
@@ -173,7 +174,11 @@ class Layerwise(_Request):
 
 
 Request = Prefill | Generate | Forced | Timed | Layerwise
-_PROBES: dict[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
+KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
+"""``kind`` → class."""
+
+_MOST_TOKEN = 1 << 31  # ids are hashed as 32-bit numbers
+_TENSORS = ("states", "qkv")
 
 
 def request_record(request: Request) -> dict[str, Any]:
@@ -187,10 +192,55 @@ def request_hash(request: Request) -> str:
 
 
 def request_from_record(record: Mapping[str, Any]) -> Request:
-    """The inverse of :func:`request_record`."""
-    fields = {key: _tuples(value) for key, value in record.items()}
-    fields["settings"] = tuple(sorted(record["settings"].items()))
-    return _PROBES[fields.pop("kind")](**fields)
+    """The inverse of :func:`request_record`; the record may come from anybody.
+
+    Raises:
+        KeyError, TypeError, ValueError: it is not such a record.
+    """
+    values = {key: _tuples(value) for key, value in record.items()}
+    values["settings"] = tuple(sorted(record["settings"].items()))
+    request = KINDS[values.pop("kind")](**values)
+    if fault := next((f.name for f in fields(request) if not _is_sound(request, f.name)), None):
+        raise ValueError(f"field {fault!r} of a {request.kind} request is not what it should be")
+    return request
+
+
+def _is_sound(request: Request, name: str) -> bool:
+    """Whether one field of a request has the type and the range that its class describes."""
+    value = getattr(request, name)
+    match name:
+        case "kind" | "settings":
+            return True
+        case "axis":
+            return isinstance(value, str) and value != ""
+        case "tensors":
+            return value in _TENSORS
+        case "rows":
+            return isinstance(value, bool)
+        case "stop" | "layers":
+            return _are_ids(value)
+        case "max_tokens" | "n" | "warmup" | "batch" | "first" | "last":
+            return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
+        case "notes":
+            return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))
+    if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations
+        return False
+    match request, name:
+        case Prefill(windows=windows), "units":
+            return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
+        case ((Prefill() | Layerwise()), "windows"):
+            rows = _are_ids((request.first, request.last)) and request.first <= request.last
+            return rows and all(request.last < len(window) for window in value)
+        case Forced(prompts=prompts), "continuations":
+            return isinstance(prompts, tuple) and len(value) == len(prompts)
+    return True
+
+
+def _are_ids(value: Any) -> bool:
+    """A tuple of whole numbers from 0 to 2³¹ - 1."""
+    if not isinstance(value, tuple) or {*map(type, value)} - {int}:
+        return False
+    return not value or (min(value) >= 0 and max(value) < _MOST_TOKEN)
 
 
 def _tuples(value: Any) -> Any:

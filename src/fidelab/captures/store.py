@@ -12,7 +12,7 @@ from pathlib import Path
 
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.writer import PARTIAL, abandoned
-from fidelab.errors import CaptureError, InputError
+from fidelab.errors import CaptureError, InputError, OtherSchemaError
 
 __all__ = ["Entry", "collect_garbage", "entries"]
 
@@ -23,7 +23,7 @@ _SHARED = {"heads": re.compile(r"[0-9a-f]{24}\.safetensors"), "vocabularies": re
 
 @dataclass(frozen=True)
 class Entry:
-    """One capture; ``created`` is ``None`` for a damaged one."""
+    """One capture; ``created`` is ``None`` for a damaged one and one of another version."""
 
     folder: Path
     title: str
@@ -37,7 +37,7 @@ def entries(store: Path) -> list[Entry]:
     Raises:
         InputError: there is no such folder.
     """
-    return [_entry(folder, _open(folder, content=False)) for folder in _folders(store)]
+    return [_entry(folder) for folder in _folders(store)]
 
 
 def collect_garbage(
@@ -45,7 +45,8 @@ def collect_garbage(
 ) -> list[tuple[Path, int]]:
     """Remove files of ended writers, damaged and old captures, then heads and vocabularies without a capture.
 
-    Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.
+    Only files with fidelab's names in fidelab's places are removed, since the folder may hold other things.  Captures
+    of other versions stay, and with them all heads and vocabularies, since it is not known which they need.
     Returns (path, bytes) of what was removed, or with ``dry_run`` would be.
 
     Raises:
@@ -53,10 +54,14 @@ def collect_garbage(
     """
     doomed: list[Path] = []
     needed: set[str] = set()
-    now = time.time()
+    now, foreign = time.time(), False
     for folder in _folders(store):
-        capture = _open(folder)
-        if capture is None:
+        try:
+            capture = _open(folder)
+        except OtherSchemaError:
+            foreign = True
+            continue
+        except CaptureError:
             doomed += [folder] if _is_ours(folder, store) else []
             continue
         age = now - _seconds(capture.manifest["created"])
@@ -66,7 +71,7 @@ def collect_garbage(
         needed.add(f"{capture.vocabulary.sha256[:24]}.json.gz")
         if capture.manifest["head"]:
             needed.add(capture.manifest["head"]["file"])
-    for kind, form in _SHARED.items():
+    for kind, form in ({} if foreign else _SHARED).items():
         unused = [p for p in sorted(store.glob(f"{kind}/*")) if form.fullmatch(p.name) and p.name not in needed]
         doomed += [p for p in unused if now - p.stat().st_mtime > _GRACE]
     doomed += [p for p in sorted(store.glob(f"*/{PARTIAL}*")) if abandoned(p)]
@@ -86,13 +91,10 @@ def _folders(store: Path) -> Iterator[Path]:
     return find_captures(store)
 
 
-def _open(folder: Path, content: bool = True) -> Capture | None:
-    """``None`` for a damaged capture.  A missing head is no damage, since it can still be copied."""
-    try:
-        capture = Capture(folder, verify=False)
-        capture.verify(content=content)
-    except CaptureError:
-        return None
+def _open(folder: Path, content: bool = True) -> Capture:
+    """A missing head is no damage, since it can still be copied."""
+    capture = Capture(folder, verify=False)
+    capture.verify(content=content)
     return capture
 
 
@@ -100,9 +102,12 @@ def _is_ours(folder: Path, store: Path) -> bool:
     return folder.parent.parent == store and _OURS.fullmatch(folder.name) is not None
 
 
-def _entry(folder: Path, capture: Capture | None) -> Entry:
-    if capture is None:
-        return Entry(folder, "damaged", _size(folder), None)
+def _entry(folder: Path) -> Entry:
+    try:
+        capture = _open(folder, content=False)
+    except CaptureError as error:
+        title = "of another version" if isinstance(error, OtherSchemaError) else "damaged"
+        return Entry(folder, title, _size(folder), None)
     arm = capture.manifest["asked"]
     title = f"{capture.axis} {arm['kv']['label']} ({len(capture.items)} items)"
     return Entry(folder, title, _size(folder), capture.manifest["created"])

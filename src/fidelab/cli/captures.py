@@ -21,7 +21,7 @@ def list_captures(captures_dir: Store = Path("runs/captures")) -> None:
     from fidelab.captures.store import entries
 
     for entry in entries(captures_dir):
-        print(f"{entry.size / 2**20:>9.1f} MiB  {entry.created or 'damaged':<20}  {entry.title:<40}  {entry.folder}")
+        print(f"{entry.size / 2**20:>9.1f} MiB  {entry.created or '–':<20}  {entry.title:<40}  {entry.folder}")
 
 
 @app.command()

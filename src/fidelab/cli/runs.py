@@ -44,7 +44,7 @@ def report(
     plot: options.Plot = False,
     markdown: Annotated[bool, typer.Option("--markdown", help="Print a section for a model card instead.")] = False,
 ) -> None:
-    """Show a run's report again, and write its report.html anew.
+    """Show a run's report again, and write its report.html anew where the folder may be written.
 
     [bold]Examples[/bold]
 
@@ -54,7 +54,7 @@ def report(
 
       fidelab report runs/20260101-120000-smollm2-135m --markdown
     """
-    from fidelab.errors import UsageError
+    from fidelab.errors import OutputError, UsageError
     from fidelab.report.html import write_html
     from fidelab.results.record import Report
     from fidelab.results.store import RunFolder
@@ -66,7 +66,10 @@ def report(
         result = Report.from_json(run_dir)
     else:
         result = folder.read_report(run_dir)
-        write_html(result, folder.html)
+        try:
+            write_html(result, folder.html)
+        except OutputError as error:
+            note(f"fidelab: the page is left as it was: {error}")
     if markdown:
         print(result.to_markdown(), end="")
         return

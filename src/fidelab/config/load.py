@@ -10,6 +10,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fidelab.config.schema import Experiment
+from fidelab.core import read_file
 from fidelab.errors import ConfigError, InputError, nearest_first
 
 __all__ = [
@@ -19,12 +20,14 @@ __all__ = [
     "expand_existing",
     "explain_validation",
     "load",
+    "read_text",
     "read_yaml",
     "validate",
     "validate_as",
 ]
 
 Model = TypeVar("Model", bound=BaseModel)
+_MOST_BYTES, _MOST_LEVELS, _MOST_VALUES = 1 << 20, 40, 100_000  # of settings: far beyond what people write
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Experiment:
@@ -42,26 +45,73 @@ def read_yaml(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     Raises:
         ConfigError: missing, not UTF-8, not YAML or no keys; the message names the place.
     """
+    data = _parse(read_text(path), path)
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys like 'model:' and 'candidates:', found {type(data).__name__}")
+    apply_overrides(data, overrides)
+    return data
+
+
+def read_text(path: Path) -> str:
+    """The text of a settings file.
+
+    Raises:
+        ConfigError: missing, a folder, a pipe or a device, longer than 1 MiB, or not UTF-8.
+    """
     try:
-        text = path.read_text("utf-8")
+        return read_file(path, _MOST_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; name an experiment file") from None
     except IsADirectoryError:
         raise ConfigError(
             f"{path} is a folder; name an experiment file (to go on with a run: fidelab compare --resume {path})"
         ) from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+
+
+def _parse(text: str, where: object) -> Any:
+    """The value of a YAML text that may come from anybody.
+
+    Raises:
+        ConfigError: not YAML, or aliases (``*name``) and nesting make more of it than settings can be.
+    """
     try:
-        data = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)  # control characters are refused already here
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _expanded(node, {}, 0)
+        return loader.construct_document(node)
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else str(path)
-        raise ConfigError(f"{where} is not YAML: {getattr(error, 'problem', error)}") from None
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected keys like 'model:' and 'candidates:', found {type(data).__name__}")
-    apply_overrides(data, overrides)
-    return data
+        place = f"{where}:{mark.line + 1}:{mark.column + 1}" if mark else str(where)
+        raise ConfigError(f"{place} is not YAML: {getattr(error, 'problem', error)}") from None
+    except RecursionError:
+        raise ConfigError(f"{where}: nested deeper than {_MOST_LEVELS} levels; settings are not") from None
+    except (ValueError, OverflowError, LookupError, TypeError) as error:  # a date that is none, a number of base 60
+        raise ConfigError(f"{where} is not YAML: {str(error)[:100]}") from None
+
+
+def _expanded(node: yaml.Node, known: dict[int, int], level: int) -> int:
+    """Values below a node, counted as often as aliases repeat them; ``known``: of nodes counted before."""
+    if level > _MOST_LEVELS:  # also of an alias that stands in what it names
+        raise RecursionError
+    if id(node) not in known:
+        match node:
+            case yaml.MappingNode(value=pairs):
+                inner = [part for pair in pairs for part in pair]
+            case yaml.SequenceNode(value=inner):
+                pass
+            case _:
+                inner = []
+                str(node.value).encode()  # half a surrogate pair is no text: UnicodeEncodeError is a ValueError
+        known[id(node)] = 1 + sum(_expanded(part, known, level + 1) for part in inner)
+    if known[id(node)] > _MOST_VALUES:
+        raise ValueError(f"aliases make more than {_MOST_VALUES:,} values of it")
+    return known[id(node)]
 
 
 def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
@@ -77,8 +127,8 @@ def apply_overrides(data: dict[str, Any], overrides: Sequence[str]) -> None:
         if not isinstance(node, dict):
             raise ConfigError(f"--set {text!r}: {'.'.join(parents)} is not a group of settings")
         try:
-            node[last] = yaml.safe_load(value)
-        except yaml.YAMLError:
+            node[last] = _parse(value, "--set")
+        except ConfigError:
             raise ConfigError(f"--set {text!r}: the value is not YAML") from None
 
 
@@ -140,7 +190,7 @@ def explain_validation(error: ValidationError, where: str, model: type[BaseModel
     if first["type"] == "missing":
         return f"{where}: {place!r} is missing"
     got = first.get("input")
-    shown = "" if isinstance(got, dict) or got is None else f" (found {got!r})"
+    shown = "" if isinstance(got, dict) or got is None else f" (found {got!r:.100})"
     return f"{where}: {place + ': ' if place else ''}{first['msg'].removeprefix('Value error, ')}{shown}"
 
 

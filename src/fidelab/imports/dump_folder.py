@@ -20,6 +20,7 @@ KEY: Final = "log_probs"
 _NUMBERED = re.compile(r"(0|[1-9]\d*)\.safetensors")
 _PICKLES = (".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt")
 _MAGIC = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")  # zip (as torch.save writes), pickles
+_MOST_IDS = 1 << 24  # of a vocabulary; whole rows are taken into memory
 _CHECKED = 4  # rows of each file whose probabilities are summed
 # Largest |log Σ exp| of a row: rounding to 16 bits moves its entries, and not evenly up and down.
 _FAR = {"float64": 1e-3, "float32": 1e-3, "float16": 0.05, "bfloat16": 0.05}
@@ -154,6 +155,8 @@ def _refuse_alternating(path: Path, shapes: list[tuple[int, int]]) -> None:
 
 
 def _open_file(path: Path) -> WindowFile:
+    if not path.is_file():
+        raise InputError(f"{path}: cannot be read: it is no regular file")
     try:
         with path.open("rb") as file:
             head = file.read(4)
@@ -165,20 +168,22 @@ def _open_file(path: Path) -> WindowFile:
         tensors = TensorFile(path)
         names = tensors.names()
     except CaptureError as error:
-        raise InputError(f"{path} is no complete safetensors file: {error.__context__ or error}") from error
+        raise InputError(f"{path} is no complete safetensors file: {error.__cause__ or error}") from error
     if KEY not in names:
         holding = ", ".join(map(repr, names[:5])) or "nothing"
         raise InputError(f"{path} has no tensor {KEY!r}; it holds {holding}")
     try:
         array = tensors.get(KEY)
-    except (KeyError, ValueError, TypeError) as error:
-        raise InputError(f"{path}: tensor {KEY!r} cannot be read ({error}); capture again") from error
+    except CaptureError as error:
+        raise InputError(f"{path}: tensor {KEY!r} cannot be read ({error})") from error
     values = array.bits if isinstance(array, BFloat16) else array
     kind = "bfloat16" if isinstance(array, BFloat16) else str(values.dtype)
     if kind not in _FAR:
         raise InputError(f"{path}: tensor {KEY!r} is of type {kind}; log-probabilities are floating-point numbers")
     if values.ndim != 2 or 0 in values.shape:
         raise InputError(f"{path}: tensor {KEY!r} has shape {list(values.shape)}; expected [rows, vocabulary]")
+    if values.shape[1] > _MOST_IDS:
+        raise InputError(f"{path}: tensor {KEY!r} has {values.shape[1]:,} ids per row, more than any vocabulary")
     return WindowFile(path, array, kind)
 
 

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fidelab.core import read_file, strict_json
 from fidelab.errors import InputError
 
 __all__ = ["JsonFile", "Node", "read_json"]
 
+_MOST_BYTES = 128 << 20
 _MOST = 1_000_000  # tokens of one answer, chunks: more than this is no count
 
 
@@ -102,23 +104,16 @@ def read_json(path: Path, what: str = "file") -> JsonFile:
         nonlocal not_finite
         not_finite += 1
 
-    def number(text: str) -> float | None:
-        value = float(text)
-        if math.isfinite(value):
-            return value
-        absent(text)
-        return None
-
     try:
-        raw = path.read_bytes()
-        data = json.loads(raw.decode("utf-8-sig"), parse_constant=absent, parse_float=number)
+        raw = read_file(path, _MOST_BYTES)
+        data = strict_json(raw.decode("utf-8-sig"), not_finite=absent, half_pairs=True)
     except OSError as error:
         raise InputError(f"{path}: cannot read the {what}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: not UTF-8 text (byte {error.start})") from error
     except json.JSONDecodeError as error:
         raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}: {error}") from error
     return JsonFile(path, hashlib.sha256(raw).hexdigest(), not_finite, Node(data, f"{path}: "))
 

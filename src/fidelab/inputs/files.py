@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fidelab.core import read_file, strict_json
 from fidelab.errors import InputError
 
 __all__ = ["DATA", "json_lines", "numbered_lines", "read_utf8"]
 
+_MOST_BYTES = 1 << 30
 DATA = Path(__file__).parent / "data"
 
 
@@ -21,7 +22,7 @@ def read_utf8(path: Path, what: str) -> str:
         InputError: no such file, it cannot be read, or it is not UTF-8 (with line and byte).
     """
     try:
-        raw = path.read_bytes()
+        raw = read_file(path, _MOST_BYTES)
     except OSError as error:
         raise InputError(f"{what} {path} cannot be read: {error.strerror or error}") from None
     try:
@@ -49,6 +50,6 @@ def json_lines(path: Path, what: str) -> Iterator[tuple[str, int, Any]]:
     for number, line in numbered_lines(path, what):
         place = f"{what} {path}, line {number}"
         try:
-            yield place, number, json.loads(line)
-        except (ValueError, RecursionError) as error:
+            yield place, number, strict_json(line, not_finite=float)
+        except ValueError as error:
             raise InputError(f"{place} is not JSON: {error}") from None

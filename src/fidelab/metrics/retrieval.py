@@ -53,6 +53,7 @@ _BETWEEN = (
 )
 _DENIED_BEFORE = re.compile(rf"{_NOT}(?:\s+(?:{_BETWEEN}))*[\s\"'*`(]*\Z")
 _DENIED_BEHIND = re.compile(rf"[\"'*`)]*\s+(?:(?:is|was|does|did|has|could)\s*{_NOT}|cannot\b|can't\b)")
+_REACH = 500  # characters of a clause before and behind a mention
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s|\n")
 
 
@@ -70,12 +71,14 @@ def hits(answer: str, code: str, compat: str | None = None) -> bool:
         return code.lower() in answer.lower()
     text = answer.translate(_DASHES).lower()
     mentions = re.finditer(re.escape(code.lower()), text)
-    return any(not _denied(text[: mention.start()], text[mention.end() :]) for mention in mentions)
+    return any(not _denied(text, *mention.span()) for mention in mentions)
 
 
-def _denied(before: str, behind: str) -> bool:
-    clause = _CLAUSE_END.split(before)[-1]
-    return bool(_DENIED_BEFORE.search(clause) or _DENIED_BEHIND.match(behind))
+def _denied(text: str, start: int, end: int) -> bool:
+    """Only so far around a mention as a clause reaches: an answer may be nothing but mentions."""
+    near = max(0, start - _REACH)
+    clause = max((stop.end() for stop in _CLAUSE_END.finditer(text, near, start)), default=near)
+    return bool(_DENIED_BEFORE.search(text, clause, start) or _DENIED_BEHIND.match(text, end, end + _REACH))
 
 
 def returned(answer: str, codes: Sequence[str], wrong: Sequence[str] = (), compat: str | None = None) -> float:

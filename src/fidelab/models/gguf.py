@@ -77,6 +77,8 @@ def read_header(file: Path) -> Header:
     Raises:
         InputError: it is no GGUF file, of an unknown version, damaged or incomplete.
     """
+    if not file.is_file():
+        raise InputError(f"{file} is missing, or no regular file")
     with file.open("rb") as stream:
         if stream.read(4) != b"GGUF":
             raise InputError(f"{file} is not a GGUF file: it does not begin with 'GGUF'; fetch it again")
@@ -103,6 +105,9 @@ class _Cursor:
         metadata = {self._text(): self._value(self._number("I")) for _ in range(n_values)}
         if not isinstance(metadata.get("general.architecture"), str):
             raise ValueError("it names no architecture")
+        layers = metadata.get(f"{metadata['general.architecture']}.block_count")
+        if isinstance(layers, int) and layers > n_tensors:
+            raise ValueError(f"it says {layers:,} layers, but holds {n_tensors:,} tensors")
         table = [(self._text(), self._shape(), self._number("I"), self._number("Q")) for _ in range(n_tensors)]
         alignment = metadata.get("general.alignment", _ALIGNMENT)
         if not isinstance(alignment, int) or alignment < 1:

@@ -182,6 +182,8 @@ def _read(
 ) -> Model:
     if not (folder / "config.json").is_file():
         raise InputError(_no_config(folder, name))
+    if (odd := next(filter(_is_special, sorted(folder.iterdir())), None)) is not None:
+        raise InputError(f"{odd} is a pipe or a device; a model folder holds regular files")
     config = read_json(folder / "config.json")
     nested = config.get("text_config")
     text: dict[str, Any] = {**config, **nested} if isinstance(nested, dict) else config
@@ -189,6 +191,13 @@ def _read(
     size = measure(files)
     heads = _first(text, "num_attention_heads", "n_head")
     hidden = _required(folder, text, "hidden_size", "n_embd", "d_model")
+    layers = _first(text, "num_hidden_layers", "n_layer")
+    if layers is not None and layers > size.tensors:  # libraries would build them all before they look at the weights
+        raise InputError(
+            f"{folder / 'config.json'} says {layers} layers, but the weights are {size.tensors} tensors; "
+            "fetch the model again"
+        )
+    named = config.get("architectures")
     return Model(
         name=name,
         path=folder,
@@ -200,8 +209,8 @@ def _read(
         max_positions=_first(text, "max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
         parameters=size.parameters,
         native="f16" if _dtype(config, text) == "float16" else "bf16",
-        architecture=str((config.get("architectures") or [config.get("model_type", "unknown")])[0]),
-        layers=_first(text, "num_hidden_layers", "n_layer"),
+        architecture=str(named[0] if named and isinstance(named, list) else config.get("model_type", "unknown")),
+        layers=layers,
         kv_heads=_first(text, "num_key_value_heads") or heads,
         head_dim=_first(text, "head_dim") or (hidden // heads if heads else None),
         tied=bool(text.get("tie_word_embeddings")) or not size.has_head,
@@ -253,8 +262,14 @@ def _no_config(folder: Path, name: str) -> str:
     return f"{name} has no config.json{where}: a model folder holds config.json, *.safetensors and a tokenizer"
 
 
+def _is_special(path: Path) -> bool:
+    """Neither a file nor a folder, links followed; a link to nothing is left to whoever needs it."""
+    return path.exists() and not path.is_file() and not path.is_dir()
+
+
 def _first(config: dict[str, Any], *keys: str) -> int | None:
-    return next((int(config[key]) for key in keys if isinstance(config.get(key), int)), None)
+    """The first of these keys that has a size: a whole number from 1 to 2³¹ - 1."""
+    return next((config[key] for key in keys if type(config.get(key)) is int and 0 < config[key] < 1 << 31), None)
 
 
 def _required(folder: Path, config: dict[str, Any], *keys: str) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -11,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from fidelab.core import canonical_json, digest
+from fidelab.captures.container import Entry, read_header
+from fidelab.core import canonical_json, digest, read_file, strict_json
 from fidelab.errors import InputError
 from fidelab.models.cache import cache_dir
 
@@ -34,23 +34,32 @@ _TOKENIZER = (
     "vocab.txt",
 )
 _NOISE = {"transformers_version", "_name_or_path", "_model_name_or_path"}  # of a config: who wrote it, from where
+_MOST_JSON = 64 << 20  # bytes of a config or an index
 _CACHE_FROM = 1 << 20  # bytes: smaller files are hashed faster than looked up
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file.
+    """A JSON object from a file.  Infinities, which some configs hold, are read as the text ``Infinity``.
 
     Raises:
-        InputError: the file is not JSON, or not an object.
+        InputError: the file cannot be read, is not JSON, or not an object.
     """
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = strict_json(read_file(path, _MOST_JSON), not_finite=_in_words)
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise InputError(f"{path} should hold a JSON object, not {type(value).__name__}")
     return value
+
+
+def _in_words(number: str) -> str:
+    """``NaN``, ``Infinity`` or ``-Infinity`` for a number that is not finite, however it is written (``1e999``)."""
+    value = float(number)
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def weight_files(folder: Path) -> tuple[Path, ...]:
@@ -96,10 +105,11 @@ def _indexed(index: Path) -> tuple[Path, ...]:
 
 @dataclass(frozen=True)
 class WeightSize:
-    """What the headers of weight files say: numbers stored, their bytes, and whether an LM head is there."""
+    """What the headers of weight files say: numbers stored, their bytes, tensors, and whether an LM head is there."""
 
     parameters: int
     bytes: int
+    tensors: int
     has_head: bool
 
 
@@ -111,27 +121,22 @@ def measure(files: tuple[Path, ...]) -> WeightSize:
     """
     tensors = [(name, entry) for path in files for name, entry in _header(path).items()]
     return WeightSize(
-        parameters=sum(math.prod(entry["shape"]) for _, entry in tensors),
-        bytes=sum(entry["data_offsets"][1] - entry["data_offsets"][0] for _, entry in tensors),
+        parameters=sum(math.prod(entry.shape) for _, entry in tensors),
+        bytes=sum(entry.end - entry.start for _, entry in tensors),
+        tensors=len(tensors),
         has_head=any("lm_head" in name or "embed_out" in name for name, _ in tensors),
     )
 
 
-def _header(path: Path) -> dict[str, Any]:
+def _header(path: Path) -> dict[str, Entry]:
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            n = int.from_bytes(file.read(8), "little")
-            if n > size - 8:
-                raise ValueError("its header goes beyond the end of the file")
-            header: dict[str, Any] = json.loads(file.read(n))
-        header.pop("__metadata__", None)
-        end = 8 + n + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        entries, _, size = read_header(path)
+        end = max((entry.end for entry in entries.values()), default=0)
         if end != size:
-            raise ValueError(f"{size} bytes where its header says {end}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{size} bytes of tensors where its header says {end}")
+    except (OSError, ValueError) as error:
         raise InputError(f"{path} is not a complete safetensors file ({error}); fetch the model again") from None
-    return header
+    return entries
 
 
 def folder_sha256(folder: Path, files: tuple[Path, ...]) -> str:

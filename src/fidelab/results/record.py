@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, Self
 
 from pydantic import AwareDatetime, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fidelab.core import KVSpec, Status
+from fidelab.core import KVSpec, Status, read_file, strict_json
 from fidelab.errors import InputError, OutputError
 from fidelab.results import FACES, READERS
 from fidelab.results.ablation_record import Ablation
@@ -50,6 +50,8 @@ NO_REFERENCE: Final = "the reference has no answer"
 """Begins the reason of an axis that cannot be scored for want of the reference's capture."""
 STOCK: Final = "stock"
 """``provenance`` of a package whose Python files are as released."""
+
+_MOST_BYTES = 128 << 20  # of a report's file
 
 BandName = Literal["EXCELLENT", "PASS", "DEGRADED", "FAIL"]
 
@@ -349,7 +351,7 @@ class Report(Document):
         """
         path = Path(path)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_file(path, _MOST_BYTES).decode("utf-8")
         except OSError as error:
             raise InputError(f"{path}: cannot read the report: {error.strerror}") from error
         except UnicodeDecodeError as error:
@@ -405,14 +407,11 @@ class ExperimentReport(Document):
 def _in_this_schema(path: Path, text: str) -> str:
     """The JSON of a report of this schema; of an older one, what it is in this one."""
 
-    def refuse(constant: str) -> NoReturn:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
-        plain = json.loads(text, parse_constant=refuse)
+        plain = strict_json(text)
     except json.JSONDecodeError as error:
         raise InputError(f"{path}: line {error.lineno}, column {error.colno}: {error.msg}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}: {error}") from error
     schema = plain.get("schema") if isinstance(plain, dict) else None
     if schema is None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fidelab.core import digest, slug
+from fidelab.core import digest, read_file, slug, strict_json
 from fidelab.errors import InputError, OutputError
 from fidelab.results.record import Report, write_atomically
 
@@ -31,6 +31,7 @@ POSITIONS = "positions.parquet"
 REPORT = "report.json"
 HTML = "report.html"
 _STAMP, _STAMPED = "%Y%m%d-%H%M%S", 15  # how names of runs begin, and characters of that
+_MOST_BYTES = 64 << 20  # of the settings and of the outcomes
 _KIND = re.compile(r"^kind: *(\S+)", re.MULTILINE)  # of settings that are no experiment
 
 
@@ -71,7 +72,11 @@ class RunFolder:
         if not (path / CONFIG).is_file():
             what = "holds no config.resolved.yaml" if path.is_dir() else "does not exist"
             raise InputError(f"{path} is no run folder: it {what}")
-        if other := _KIND.search((path / CONFIG).read_text("utf-8", errors="replace")):
+        try:
+            text = read_file(path / CONFIG, _MOST_BYTES).decode("utf-8", "replace")
+        except OSError as error:
+            raise InputError(f"{path / CONFIG}: cannot be read: {error.strerror or error}") from None
+        if other := _KIND.search(text):
             raise InputError(
                 f"{path} compares nothing in the way of a run, it is of kind {other[1]}: its record lies there, "
                 f"and the command that repeats it stands at the top of {CONFIG}"
@@ -137,12 +142,12 @@ class RunFolder:
         """
         path = self.path / OUTCOMES
         try:
-            return dict(json.loads(path.read_text("utf-8")))
+            return dict(strict_json(read_file(path, _MOST_BYTES)))
         except FileNotFoundError:
             raise InputError(
                 f"{self.path} has no finished arm yet; go on with: fidelab compare --resume {self.path}"
             ) from None
-        except (ValueError, TypeError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise InputError(
                 f"{path} is damaged ({error}); mend it with: fidelab compare --resume {self.path}"
             ) from None

@@ -22,11 +22,11 @@ from typing import Any
 import fidelab
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
-from fidelab.config.load import dump, expand, expand_existing, load, read_yaml, validate
+from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
 from fidelab.core import Status, slug, usable_cores
-from fidelab.errors import CaptureError, InputError
+from fidelab.errors import CaptureError, FidelabError, InputError, MismatchError, UsageError
 from fidelab.inputs.corpus import load_text
 from fidelab.inputs.prompts import load_prompts
 from fidelab.inputs.tokens import Tokenizer
@@ -177,7 +177,7 @@ def first_replicate(folder: RunFolder) -> int:
         InputError: the settings file names something that is no number.
     """
     text = _head(folder).get("replicate", "0")
-    if not text.isdecimal():
+    if not (text.isdecimal() and len(text) < 10):
         raise InputError(f"{folder.config}: the head line 'replicate: {text}' is no number; mend or remove it")
     return int(text)
 
@@ -186,7 +186,8 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
     """Compute all scores again from the captures; no engine and no model are needed.
 
     Raises:
-        InputError: the folder is no run, or an unfinished one.  CaptureError: a capture is gone or damaged; names it.
+        InputError: the folder is no run, or an unfinished one.
+        CaptureError: a capture is gone, damaged, or not its arm's; names it.
     """
     folder = RunFolder.open(run_dir.absolute())
     results, facts, planned = read_outcomes(folder)
@@ -198,8 +199,10 @@ def rescore(run_dir: Path) -> tuple[Report, RunFolder]:
     if experiment.benches and not any(result.benches for result in results):
         raise InputError(f"{folder.path} was stopped before its benches were measured; {remedy}")
     for result in results:
-        for capture_folder in result.captures.values():
-            Capture(capture_folder)
+        try:
+            result.check_captures()
+        except MismatchError as error:
+            raise type(error)(f"{error}: captures were mixed up; {remedy}") from None
     return _finish(experiment, folder, facts, results), folder
 
 
@@ -212,11 +215,16 @@ def read_outcomes(folder: RunFolder) -> tuple[list[ArmResult], RunFacts, set[str
     record = folder.read_outcomes()
     try:
         results = [ArmResult.from_record(arm, folder.path) for arm in record["arms"]]
-        return results, RunFacts(**record["facts"]), set(record["planned"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        facts, planned = RunFacts.from_record(record["facts"]), set(record["planned"])
+        roles = [result.role for result in results]
+        if len({*roles}) < len(roles) or "reference" not in (roles or planned) or {*map(type, planned)} - {str}:
+            raise ValueError("its arms are not those of a run")
+    except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
         raise InputError(
-            f"{folder.path}: outcomes.json is damaged ({error!r}); mend it with: fidelab compare --resume {folder.path}"
+            f"{folder.path}: outcomes.json is damaged ({str(error)[:200]}); mend it with: "
+            f"fidelab compare --resume {folder.path}"
         ) from None
+    return results, facts, planned
 
 
 def capture(experiment: Experiment, *, follow: Path | None = None, listener: Listener | None = None) -> list[ArmResult]:
@@ -319,16 +327,24 @@ def _store_outcomes(folder: RunFolder, facts: RunFacts, plan: Plan, results: lis
 
 
 def _stored_facts(folder: RunFolder) -> RunFacts:
-    """Facts of the first start; a run stopped before its first arm has only its settings' head lines."""
-    with contextlib.suppress(Exception):
-        return RunFacts(**folder.read_outcomes()["facts"])
+    """Facts of the first start.
+
+    A run that was stopped before its first arm, or whose outcomes are damaged, has its settings' head lines, and what
+    cannot be read there is as of now.
+    """
+    with contextlib.suppress(FidelabError, KeyError, TypeError, ValueError, AttributeError):
+        return RunFacts.from_record(folder.read_outcomes()["facts"])
     head_lines = _head(folder)
-    return RunFacts(folder.run_id, head_lines.get("created", _now()), head_lines.get("command", ""), _environment())
+    facts = RunFacts(folder.run_id, head_lines.get("created", ""), head_lines.get("command", ""), _environment())
+    try:
+        return RunFacts.from_record(vars(facts))
+    except ValueError:
+        return replace(facts, created=_now())
 
 
 def _head(folder: RunFolder) -> dict[str, str]:
     """The comments above the settings."""
-    lines = takewhile(lambda line: line.startswith("# "), folder.config.read_text("utf-8").splitlines())
+    lines = takewhile(lambda line: line.startswith("# "), read_text(folder.config).splitlines())
     return dict(line[2:].split(": ", 1) for line in lines if ": " in line)
 
 

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import logging
 import os
+import re
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fidelab.axes import AXES
 from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
 from fidelab.captures.pair import Pair, comparability_key
-from fidelab.captures.reader import Capture
+from fidelab.captures.reader import Capture, key_name
 from fidelab.config.schema import Experiment
 from fidelab.core import Arm, Status
 from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
-from fidelab.errors import FidelabError, MismatchError
+from fidelab.errors import CaptureError, FidelabError, MismatchError
 from fidelab.plan.build import FLOOR, TWIN
-from fidelab.results.record import NO_REFERENCE
+from fidelab.plan.resolve import load_axis
+from fidelab.results.measurement import Measurement
+from fidelab.results.record import NO_REFERENCE, RuntimeRecord, Timing
 
 __all__ = ["FOREIGN", "ArmResult", "Measured", "Scorer", "engaged", "most_telling"]
 
@@ -29,6 +32,7 @@ FOREIGN = (ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
 _LOGGER = logging.getLogger(__name__)
 _BYTES_TOLERANCE = 1e-3
 _REFUTED = "refuted: "
+_PLACED = re.compile(r"-[0-9a-f]{12}-r\d+$")  # ends a name that captures.manifest.capture_folder gave
 
 
 @dataclass(frozen=True)
@@ -65,18 +69,49 @@ class ArmResult:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], base: Path) -> ArmResult:
-        """The inverse of :meth:`record`."""
+        """The inverse of :meth:`record`.
+
+        Raises:
+            KeyError, TypeError, ValueError, AttributeError, UsageError: it is not such a record.
+        """
+        ran, timing, benches = record["ran"], record["timing"], _benches(record.get("benches", {}))
+        if ran is not None:
+            RuntimeRecord.model_validate(ran)
+        Timing.model_validate(timing)
+        for bench in benches.values():
+            Measurement.model_validate(bench)
+        texts = [record["role"], record["reason"] or "", *record["captures"].values(), *record["failures"].values()]
+        if not all(isinstance(text, str) for text in texts):
+            raise TypeError("role, reason, captures and failures are texts")
         return cls(
             role=record["role"],
             arm=Arm.from_record(record["arm"]),
             status=Status(record["status"]),
             reason=record["reason"],
-            ran=record["ran"],
+            ran=ran,
             captures={axis: (base / path).resolve() for axis, path in record["captures"].items()},
             failures=record["failures"],
-            timing=record["timing"],
-            benches=_benches(record.get("benches", {})),
+            timing=timing,
+            benches=benches,
         )
+
+    def check_captures(self) -> None:
+        """Open every capture, and refuse one that is not this arm's.
+
+        Raises:
+            CaptureError: one is gone or damaged.  MismatchError: one is another arm's, another axis', or was moved
+                here from another place; names the capture.
+        """
+        for axis, folder in self.captures.items():
+            capture = Capture(folder)
+            theirs = Arm.from_record(capture.manifest["asked"])
+            if capture.axis != axis or theirs.fingerprint() != self.arm.fingerprint():
+                raise MismatchError(
+                    f"capture {folder} holds axis {capture.axis} of {theirs.name} ({theirs.kv.label} on "
+                    f"{theirs.engine}), not {axis} of {self.role}"
+                )
+            if _PLACED.search(folder.name) and folder.name != key_name(capture):
+                raise MismatchError(f"capture {folder} holds what belongs into {key_name(capture)}, not {self.role}")
 
 
 @dataclass(frozen=True)
@@ -112,10 +147,7 @@ class Scorer:
         self._role = reference
         self.unavailable = unavailable
         self.by_role = {result.role: result for result in results}
-        self.axes: dict[str, Axis] = {}
-        for name, values in experiment.axes.items():
-            cls: type[Axis] = AXES.load(name)
-            self.axes[name] = cls(cls.Settings.model_validate(values))
+        self.axes: dict[str, Axis] = {name: load_axis(name, values) for name, values in experiment.axes.items()}
         captures = self.by_role[reference].captures
         self._reference: dict[str, dict[str, Capture]] = {
             name: {part: Capture(folder) for part, folder in parts_of(name, captures).items()} for name in self.axes
@@ -204,7 +236,26 @@ class Scorer:
             for part, capture in reference.items()
             if part in parts
         }
-        return axis.score_parts(pairs, self.experiment.seed)
+        try:
+            return axis.score_parts(pairs, self.experiment.seed)
+        except FidelabError:
+            raise
+        except (
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            RuntimeError,
+            TypeError,
+            ValueError,
+            MemoryError,
+        ) as error:
+            # Only the axis knows what the settings and notes of its requests hold, and a capture may be anybody's.
+            place, folder = traceback.extract_tb(error.__traceback__)[-1], next(iter(parts.values()))
+            raise CaptureError(
+                f"{name} cannot be scored from {folder} against {self.by_role[self._role].arm.name}: "
+                f"the captures do not hold what this axis asks ({type(error).__name__}: {str(error)[:200]}; "
+                f"{Path(place.filename).name}, line {place.lineno})"
+            ) from error
 
 
 def _benches(records: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ import fidelab
 from fidelab.config.load import validate
 from fidelab.config.schema import Experiment
 from fidelab.config.trust import Trust, check_trust, remember
-from fidelab.core import Status, digest, slug
+from fidelab.core import Status, digest, read_file, slug
 from fidelab.errors import InputError, OutputError, UsageError
 from fidelab.plan.disk import check_disk
 from fidelab.results.numbers import format_figure
@@ -50,6 +50,7 @@ __all__ = [
 
 SCHEMA: Final = "fidelab.repeat/0"
 REPEAT = "repeat.json"
+_MOST_BYTES = 64 << 20
 STRIDE = 100  # between the replicate numbers of two runs; a run itself uses a handful
 
 Judgement = Literal["HEALTHY", "NOISY", "UNSTABLE"]
@@ -177,11 +178,13 @@ class Repeat(Record):
             what = f"holds no {REPEAT}" if folder.is_dir() else "does not exist"
             raise InputError(f"{folder} is no folder of a repeat: it {what}")
         try:
-            return cls.model_validate_json(path.read_bytes(), strict=True)
+            return cls.model_validate_json(read_file(path, _MOST_BYTES), strict=True)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             place = ".".join(map(str, first["loc"])) or "the file"
             raise InputError(f"{path} is damaged ({place}: {first['msg']}); start a new repeat") from None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror or error}") from None
 
     def with_reports(self, reports: Sequence[Report]) -> Repeat:
         """The same with the finished runs' scores."""

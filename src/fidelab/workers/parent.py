@@ -49,6 +49,8 @@ _LOG_LINES = 12  # of a log that are kept
 _LONGEST = 4 << 20  # bytes of a message
 _REASON = 2000  # characters of a reason
 _WAITING = 256  # messages that are read ahead
+_MOST_LOG, _KEPT_LOG = 64 << 20, 1 << 20  # bytes of a log file, and of either end of one that is longer
+_LOG_WAIT = 0.5  # seconds between two looks at its length
 _WRONG_BUILD = (
     "the engine's build may not suit this machine: try it out with fidelab doctor --trial, and where that fails, "
     "install it anew (fidelab engines install)"
@@ -184,7 +186,7 @@ class Worker:
             except OSError as error:
                 self._fail(f"the worker could not be started: {error.strerror} ({self._command[0]})")
                 return False
-        _start_pump(self._process, self._inbox, lambda: self._closed)
+        _start_pump(self._process, self._inbox, self._log, lambda: self._closed)
         return self._converse(job)
 
     def _converse(self, message: Job | More) -> bool:
@@ -350,8 +352,8 @@ def run_worker(
         return worker.finish()
 
 
-def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], is_over: Callable[[], bool]) -> None:
-    """Put lines of the worker into the inbox, then ``None`` once it has exited.
+def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], log: Path, is_over: Callable[[], bool]) -> None:
+    """Put lines of the worker into the inbox, then ``None`` once it has exited; meanwhile keep its log short.
 
     The exit counts, not the end of the pipe, which a process that the engine left behind may hold open for ever.
     """
@@ -369,8 +371,16 @@ def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], is_over: Ca
         while not is_over() and (line := process.stdout.readline(_LONGEST + 1)):
             put(line)
 
+    ended = threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(_LOG_WAIT):
+            _shorten(log)
+
     def wait() -> None:
         process.wait()
+        ended.set()
+        _shorten(log)
         reader.join(_DRAIN_WAIT)
         while reader.is_alive() and inbox.full() and not is_over():  # it waits for room, not for the pipe
             reader.join(0.2)
@@ -378,6 +388,7 @@ def _start_pump(process: _Process, inbox: queue.Queue[bytes | None], is_over: Ca
 
     reader = threading.Thread(target=pump, daemon=True)
     reader.start()
+    threading.Thread(target=watch, daemon=True).start()
     threading.Thread(target=wait, daemon=True).start()
 
 
@@ -438,10 +449,25 @@ def _await_memory(worker: Worker) -> None:
         time.sleep(0.5)
 
 
+def _shorten(log: Path) -> None:
+    """Cut the middle out of a log that has become too long.  The worker appends to it, so that it may go on."""
+    with contextlib.suppress(OSError):
+        if (size := log.stat().st_size) <= _MOST_LOG:
+            return
+        with log.open("r+b") as file:
+            file.seek(size - _KEPT_LOG)
+            tail = file.read(_KEPT_LOG)
+            file.truncate(_KEPT_LOG)
+        with log.open("ab") as file:
+            left_out = f"\n… {size - 2 * _KEPT_LOG:,} bytes were left out here by fidelab …\n"
+            file.write(left_out.encode() + tail)
+
+
 def _tail(log: Path, start: int) -> list[str]:
     """The last lines behind byte ``start``, where this attempt's part of the log begins."""
     with contextlib.suppress(OSError), log.open("rb") as file:
-        file.seek(max(start, log.stat().st_size - 16_384))
+        size = log.stat().st_size
+        file.seek(max(start if start <= size else 0, size - 16_384))  # it may have been shortened
         text = file.read().decode("utf-8", "replace")
         return [line.rstrip() for line in text.splitlines() if line.strip()]
     return []

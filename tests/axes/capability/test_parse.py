@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from decimal import Decimal
 from typing import Any
 
@@ -18,6 +19,8 @@ from fidelab.axes.capability.parse import (
     python_source,
     tool_call,
 )
+from fidelab.inputs.gsm8k import extract_answer
+from fidelab.metrics.retrieval import judged, returned
 
 
 @pytest.mark.parametrize(
@@ -163,3 +166,28 @@ def test_reasoning_is_no_part_of_an_answer_in_any_notation(begin: str, end: str)
 )
 def test_only_blocks_of_reasoning_go(text: str, answer: str) -> None:
     assert after_reasoning(text) == answer
+
+
+LONG = 100_000  # characters
+UNITS = ("1,11,", "1/1,", "Paris not ", "not 7421 ", "<function=", "<parameter=a> ", "```a", "```", "[[", "<think> ")
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_no_answer_is_long_to_read(unit: str) -> None:
+    """A guard against readers whose time grows with the square of an answer: they would take minutes."""
+    text = unit * (LONG // len(unit))
+
+    def stop(_number: int, _frame: object) -> None:
+        raise AssertionError("an answer takes longer to read than it can")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(20)
+    try:
+        for read in (first_number, json_value, tool_call, after_reasoning, extract_answer, judged):
+            read(text)
+        named(text, ("Paris", "Rome"))
+        python_source(text, "f")
+        returned(text, ["7421"])
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import subprocess
+import sys
 import tempfile
+import time
+from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 import pytest
 
 from fidelab.axes.capability import sandbox
@@ -181,7 +186,7 @@ def test_on_other_systems_nothing_is_run(monkeypatch: pytest.MonkeyPatch, tmp_pa
     [
         ("_confine(libc)\n", "pass\n", "the filter is not in force"),
         ("libc.prctl(*call) != 0", "True", "OSError"),
-        ("_limit(json.loads(sys.argv[1]))", "raise OSError(1, 'no limits')", "no limits"),
+        ("_limit(limits)", "raise OSError(1, 'no limits')", "no limits"),
     ],
     ids=["no filter", "kernel refuses it", "no limits"],
 )
@@ -216,3 +221,28 @@ def test_call_numbers_are_the_kernels(column: int, header: str) -> None:
     assert {name: str(calls[column]) for name, calls in CALLS.items()} == {
         name: numbers.get(name, numbers.get(f"NR_{name}")) for name in CALLS
     }
+
+
+@confined
+def test_a_program_whose_parent_ended_before_it_was_ready_is_not_run(tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    limits = json.dumps({**asdict(Limits()), "parent": os.getpid() + 1})
+    command = [sys.executable, "-I", "-S", str(sandbox._LAUNCHER), limits]
+    done = subprocess.run(command, input=f"open({str(trace)!r}, 'w')", capture_output=True, text=True, check=False)
+    assert (done.returncode, READY in done.stderr) == (1, False)
+    assert "whoever started the sandbox has ended" in done.stderr
+
+
+@confined
+@pytest.mark.parametrize("after", [0.0, 0.05, 0.1, 0.2, 0.35])
+def test_a_killed_parent_leaves_no_program_behind(after: float) -> None:
+    script = "from fidelab.axes.capability import sandbox\nprint(flush=True)\nsandbox.run('while True: pass')"
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE)
+    assert parent.stdout is not None
+    parent.stdout.readline()
+    time.sleep(after)
+    children = psutil.Process(parent.pid).children(recursive=True)
+    parent.kill()
+    parent.communicate()
+    left = psutil.wait_procs(children, timeout=10)[1]
+    assert left == []

@@ -10,6 +10,8 @@ import pytest
 
 from fidelab.axes.capability.checks import TOOL
 from fidelab.axes.capability.template import NotApplicable, thinking_prompt, tool_prompt
+from fidelab.errors import InputError
+from fidelab.inputs import tokens
 from fidelab.inputs.tokens import Tokenizer
 from fidelab.models import resolve
 from tests.conftest import MakeFolder
@@ -85,3 +87,29 @@ def test_what_cannot_think_says_why(template: str | None, reason: str, make: Mak
     with pytest.raises(NotApplicable) as why:
         thinking_prompt(make(template), MESSAGES)
     assert str(why.value) == reason
+
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (LOOP, "it does not end within 0.2 s"),
+        ("{{ 'a' * 10000000000 }}", "MemoryError"),
+        ("{% for a in range(99999) %}{{ 'a' * 100 }}{% endfor %}", "characters of the prompt"),
+    ],
+    ids=["endless", "memory", "endless-text"],
+)
+def test_a_template_that_is_meant_to_harm_is_one_line(
+    template: str, said: str, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = make(PLAIN)
+    tokenizer.backend._hf.chat_template = template  # type: ignore[attr-defined]
+    monkeypatch.setattr(tokens, "_TEMPLATE_SECONDS", 0.2)
+    with pytest.raises(InputError, match=r"the chat template of .* refuses the prompt") as refused:
+        tokenizer.chat(MESSAGES)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    with pytest.raises(NotApplicable):
+        tool_prompt(tokenizer, MESSAGES, TOOL)

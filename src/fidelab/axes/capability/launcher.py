@@ -95,12 +95,17 @@ def _limit(limits: dict[str, int]) -> None:
         resource.setrlimit(which, (ceiling, ceiling))
 
 
+def _die_with(parent: int, libc: ctypes.CDLL) -> None:
+    """Be killed when the process that started us ends, also where it has ended already, of which no signal comes."""
+    if libc.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0) != 0 or os.getppid() != parent:
+        sys.exit("whoever started the sandbox has ended")
+
+
 def _confine(libc: ctypes.CDLL) -> None:
     column, arch = MACHINES[platform.machine()]
     code = _instructions(column, arch)
     program = _Program(len(code) // 8, code)
     for call in (
-        (_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0),
         (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
         (_PR_SET_SECCOMP, _MODE_FILTER, ctypes.byref(program), 0, 0),
     ):
@@ -118,12 +123,13 @@ def _confined(libc: ctypes.CDLL) -> bool:
 
 
 def main() -> None:
-    """``argv[1]``: limits as JSON; standard input: the program."""
+    """``argv[1]``: limits, and the process that waits for us, as JSON; standard input: the program."""
+    libc, limits = ctypes.CDLL(None, use_errno=True), json.loads(sys.argv[1])
+    _die_with(limits["parent"], libc)
     program = sys.stdin.buffer.read()
     for name in MODULES:
         import_module(name)
-    libc = ctypes.CDLL(None, use_errno=True)
-    _limit(json.loads(sys.argv[1]))
+    _limit(limits)
     _confine(libc)
     if not _confined(libc):
         sys.exit("the filter is not in force")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -44,7 +44,7 @@ _DIGITS = rf"(?:\d{{1,3}}(?:{_GAP}\d{{3}})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = rf"(?>(?:(?<![\w.)\]])[-+{_MINUS}])?(?<![\w.])(?:{_DIGITS})(?:[eE][-+]?\d{{1,3}}(?!\d))?)"
 _OPERATOR = r"\s*(?:[-+*/%=^×÷−<>]|(?:plus|minus|times|divided|multiplied|modulo|mod|to|and|x|of)\b)"
 _LEADING = re.compile(rf"[\s*_`\"'$(]*({_NUMBER})(?!{_OPERATOR})")
-_FENCE = re.compile(r"```[ \t]*([\w+-]*)[^\n]*\n(.*?)(```|\Z)", re.DOTALL)
+_FENCE = "```"
 _CODE_LINE = re.compile(r"(?:async )?def |class |import |from |@")
 _SENTENCE_END = re.compile(r"(?<=[.!?])\s+|\n+")
 _NEGATED = re.compile(r"\b(?:not|never|isn't|wasn't|nor|neither)\s+(?:the\s+|by\s+|in\s+|called\s+)*$")
@@ -52,8 +52,9 @@ _BEGINS, _ENDS = ("|".join(map(re.escape, side)) for side in zip(*REASONING, str
 _BLOCK = re.compile("|".join(rf"{re.escape(begin)}.*?(?:{re.escape(end)}|\Z)" for begin, end in REASONING), re.DOTALL)
 _END, _OPENED = re.compile(_ENDS), re.compile(rf"(?:{_BEGINS})\s*\Z")
 _BRACKET, _ATTEMPTS = re.compile(r"[{\[]"), 100  # brackets that may begin a JSON value; a nest of them takes long
-_XML_CALL = re.compile(r"<function=([^>\s]+)>(.*?)(?:</function>|\Z)", re.DOTALL)
-_XML_ARGUMENT = re.compile(r"<parameter=([^>\s]+)>\s*(.*?)\s*</parameter>", re.DOTALL)
+_XML_CALL = re.compile(r"<function=([^>\s]{1,200})>")
+_XML_ARGUMENT = re.compile(r"<parameter=([^>\s]{1,200})>")
+_REACH = 200  # characters in which "not" is looked for before a name
 
 
 def first_number(text: str) -> Decimal | None:
@@ -80,7 +81,7 @@ def named(text: str, names: Sequence[str]) -> list[str]:
         folded = _fold(sentence)
         places = [(match.start(), name) for name in names for match in re.finditer(_whole(name), folded)]
         if places:
-            matches = [name for at, name in sorted(places) if not _NEGATED.search(folded[:at])]
+            matches = [n for at, n in sorted(places) if not _NEGATED.search(folded, max(0, at - _REACH), at)]
             return list(dict.fromkeys(matches))
     return []
 
@@ -99,7 +100,8 @@ def json_value(text: str) -> Any:
 def tool_call(text: str) -> tuple[str, dict[str, Any]] | None:
     """Name and arguments of the first call in a text: a JSON object with name and arguments, or tags for both."""
     if match := _XML_CALL.search(text):
-        return match[1], dict(_XML_ARGUMENT.findall(match[2]))
+        body = text[match.end() :].partition("</function>")[0]
+        return match[1], dict(_xml_arguments(body))
     for value in _json_values(text):
         record = value[0] if isinstance(value, list) and value else value
         if isinstance(record, dict) and isinstance(record.get("function"), dict):
@@ -119,7 +121,7 @@ def python_source(text: str, function: str) -> tuple[str, bool] | None:
     The first fenced block that defines ``function``, else the first one, else everything from the first line that
     looks like code.
     """
-    blocks = [(code, bool(end)) for _, code, end in _FENCE.findall(text)]
+    blocks = list(_fenced(text))
     if blocks:
         return next((block for block in blocks if f"def {function}(" in block[0]), blocks[0])
     lines = text.splitlines()
@@ -144,6 +146,22 @@ def after_thinking(text: str, end: str) -> str | None:
     """What follows the end of thinking; ``None`` where it does not end, or nothing follows."""
     _, marker, rest = text.rpartition(end)
     return rest.strip() or None if marker else None
+
+
+def _xml_arguments(body: str) -> Iterator[tuple[str, str]]:
+    at = 0
+    while (match := _XML_ARGUMENT.search(body, at)) and (end := body.find("</parameter>", match.end())) >= 0:
+        yield match[1], body[match.end() : end].strip()
+        at = end
+
+
+def _fenced(text: str) -> Iterator[tuple[str, bool]]:
+    """Blocks between fences, and whether they are closed; each begins in the line behind the one that opens it."""
+    at = 0
+    while (opened := text.find(_FENCE, at)) >= 0 and (line := text.find("\n", opened)) >= 0:
+        closed = text.find(_FENCE, line + 1)
+        at = closed + len(_FENCE) if closed >= 0 else len(text)
+        yield text[line + 1 : closed if closed >= 0 else None], closed >= 0
 
 
 def _json_values(text: str) -> list[Any]:

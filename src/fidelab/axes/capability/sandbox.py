@@ -66,7 +66,8 @@ def run(program: str, limits: Limits | None = None) -> Execution:
     with tempfile.TemporaryDirectory(prefix="fidelab-sandbox-") as folder:
         out, err = Path(folder, "out"), Path(folder, "err")
         with out.open("wb") as stdout, err.open("wb") as stderr:
-            command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER), json.dumps(asdict(limits))]
+            settings = json.dumps({**asdict(limits), "parent": os.getpid()})
+            command = [sys.executable, "-I", "-S", "-B", "-X", "utf8", str(_LAUNCHER), settings]
             try:
                 process = subprocess.Popen(
                     command,

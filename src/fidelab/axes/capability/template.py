@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fidelab.axes.capability.parse import REASONING
 from fidelab.captures.requests import Tokens
+from fidelab.inputs.tokens import apply_template
 
 if TYPE_CHECKING:
     from fidelab.inputs.tokens import ChatMessage, Tokenizer
@@ -57,11 +58,7 @@ def _library(tokenizer: Tokenizer) -> Any:
 def _render(tokenizer: Tokenizer, messages: Sequence[ChatMessage], **switches: Any) -> str:
     library = _library(tokenizer)
     try:
-        return str(
-            library.apply_chat_template(
-                [dict(message) for message in messages], add_generation_prompt=True, tokenize=False, **switches
-            )
-        )
+        return apply_template(library, messages, add_generation_prompt=True, **switches)
     except Exception as error:  # jinja2's errors, and those that templates raise themselves
         line = " ".join(str(error).split())[:200]
         raise NotApplicable(f"the model's chat template refuses the question: {line}") from None
