@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from fidelab.models import embedded
+from fidelab.models import embedded, pull
 from fidelab.models.cache import cache_dir
 
 GOAL = 2.0
@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="names, separated by commas")
     parser.add_argument("--keep", type=Path, default=None, help="folder for runs and logs; a temporary one by default")
     args = parser.parse_args()
-    embedded.pull()
+    pull("smollm2-135m")
     wanted = [name for name in args.only.split(",") if name] or list(commands())
     print(f"{'command':<12} {'estimate':<12} {'dry-run s':>9} {'announced s':>11} {'took s':>7} {'ratio':>6}")
     rows = []

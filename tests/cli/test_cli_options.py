@@ -36,7 +36,7 @@ OTHERS = {
         "bench offline": "one arm of several; none is the reference",
     },
     "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
-    "--dry-run": {"captures gc": "what would be removed"},
+    "--dry-run": {"captures gc": "what would be removed", "models gc": "what would be removed"},
     "--engine": {"bisect": "engines that pass on the states behind layers"},
     "--floor": {"bisect": "captures all again, not a quarter"},
     "--force": {"baseline save": "replaces a baseline"},
@@ -48,6 +48,7 @@ OTHERS = {
         "bench sweep": "a label",
     },
     "--markdown": {"diff": "a table for a pull request"},
+    "--older-than": {"models gc": "converted weights, not captures"},
     "--model": {
         "formats": "the model whose cache is counted",
         "import kld-dumps": "a label",

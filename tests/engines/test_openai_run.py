@@ -101,10 +101,7 @@ def test_a_reference_whose_log_probabilities_are_none_is_named_in_a_whole_report
 
 
 @pytest.mark.parametrize("facts", [{"attention_backend": 5}, {"attention_backend": ["triton"]}])
-def test_what_a_server_says_of_itself_in_another_type_is_that_arms_failure(
-    facts: dict[str, object], compare: Compare
-) -> None:
+def test_what_a_server_says_of_itself_in_another_type_is_left_out(facts: dict[str, object], compare: Compare) -> None:
     done = compare(Served(), Served(owner="sglang", about=facts), "trajectory")
-    assert done.code == 1, done.err
-    assert done.arm("other")["status"] == "failed"
-    assert "attention" in done.arm("other")["reason"]
+    assert done.code == 0, done.err
+    assert (done.arm("other")["status"], done.arm("other")["ran"]["attention"]) == ("identical", None)

@@ -71,7 +71,8 @@ def experiment(cwd: Path, **more: Any) -> Path:
 
 
 def run(cwd: Path, **more: Any) -> Done:
-    return cli("run", experiment(cwd, **more), cwd=cwd)
+    file = experiment(cwd, **more)
+    return cli("run", file, "--trust", file, cwd=cwd)
 
 
 def test_a_candidate_may_differ_in_its_engine_options_alone(tmp_path: Path) -> None:

@@ -167,7 +167,7 @@ def odd(name: str) -> None:
                 case "writes-fewer-items":
                     del self._items[1:]
                 case "writes-another-key":
-                    self._manifest["key"]["probe"] = "0"
+                    self._manifest["key"]["probe"] = "0" * 64
                 case "writes-an-odd-record":
                     ran = {**ran, "proof": 5, "versions": None}
                 case "writes-an-odd-kind":

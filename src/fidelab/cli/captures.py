@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli import options
 from fidelab.cli.commands import Commands
 
 __all__ = ["app"]
@@ -30,7 +31,7 @@ def gc(
     older_than: Annotated[
         float | None, typer.Option(help="Also captures older than this many days.", show_default=False)
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    dry_run: options.WouldRemove = False,
 ) -> None:
     """Remove what killed writers left, damaged captures, and heads and vocabularies that nothing needs."""
     from fidelab.captures.store import collect_garbage

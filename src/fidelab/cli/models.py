@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fidelab.cli import options
 from fidelab.cli.commands import Commands
 
 __all__ = ["app"]
@@ -37,7 +38,7 @@ def gc(
             show_default=False,
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would go.")] = False,
+    dry_run: options.WouldRemove = False,
 ) -> None:
     """Remove what killed conversions left, and what was made from GGUF files that are gone; never a GGUF file."""
     from fidelab.models import collect_garbage

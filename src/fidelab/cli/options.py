@@ -42,6 +42,7 @@ __all__ = [
     "Set",
     "TextOptions",
     "Trusted",
+    "WouldRemove",
     "complete_kv",
     "expand_options",
     "find_run",
@@ -217,6 +218,7 @@ Set = Annotated[
 ]
 Overrides = Annotated[list[str] | None, typer.Option("--set", help="Override a setting: a.b=value; may be repeated.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard output, nothing else.")]
+WouldRemove = Annotated[bool, typer.Option("--dry-run", help="Say what would go.")]
 Plot = Annotated[bool, typer.Option("--plot", help="Draw cost against size in characters.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print jobs, tokens, disk and time; run nothing.")]
 Trusted = Annotated[

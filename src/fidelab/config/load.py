@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, get_args
@@ -203,5 +204,6 @@ def _settings_in(annotation: Any) -> type[BaseModel] | None:
 
 def dump(experiment: BaseModel, extra: Mapping[str, Any] | None = None) -> str:
     """YAML with every default spelled out; ``extra`` goes in as comments above it."""
-    head = "".join(f"# {key}: {' '.join(value.splitlines())}\n" for key, value in (extra or {}).items())
+    lines = {key: re.sub(r"[^\x20-\x7e\xa0-\ud7ff\ue000-\ufffd]+", " ", value) for key, value in (extra or {}).items()}
+    head = "".join(f"# {key}: {value}\n" for key, value in lines.items())
     return head + yaml.safe_dump(experiment.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -13,9 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from fidelab.captures.container import to_float32
+from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.captures.requests import Generate, Prefill, Request, request_record
-from fidelab.core import Arm, KVSpec, Status, usable_cores
+from fidelab.core import Arm, KVSpec, Status, digest, usable_cores
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.variables import thread_variables
 from fidelab.environments.answers import ask
@@ -76,9 +77,10 @@ def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str |
     log = logs / f"trial-{arm.engine}-{arm.name}.log".replace("/", "_")
     log.unlink(missing_ok=True)
     tasks = [
-        ProbeTask(request_record(request), str(store / request.axis), {"trial": request.axis}) for request in _probes()
+        ProbeTask(request_record(request), str(store / request.axis), capture_key(arm, request, {}, 0))
+        for request in _probes()
     ]
-    job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": ""}, env=thread_variables(arm.threads))
+    job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": digest()}, env=thread_variables(arm.threads))
     outcome = run_worker(
         job,
         log=log,

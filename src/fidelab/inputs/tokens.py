@@ -119,6 +119,11 @@ class Tokenizer:
         """Ids that stand for no text: begin, end and padding, roles, and ids without a string."""
         return self.backend.special_ids()
 
+    @property
+    def library(self) -> Any:
+        """The Transformers tokenizer itself, for what this class does not offer; ``None`` for the fake model."""
+        return getattr(self.backend, "library", None)
+
     def vocabulary(self) -> Vocabulary:
         """Size and hash of :meth:`pieces`: equal hashes mean that equal ids are equal strings."""
         pieces = self.pieces()
@@ -171,6 +176,11 @@ class _Remembered:
     @cached_property
     def _backend(self) -> _HuggingFace:
         return _HuggingFace(self._model)
+
+    @property
+    def library(self) -> Any:
+        """As :attr:`Tokenizer.library`."""
+        return self._backend.library
 
     def facts(self) -> dict[str, Any]:
         """``bos_id``, ``stop_ids``, ``has_template``, ``is_fast``, ``dated``: its template may show today's date."""
@@ -262,7 +272,9 @@ class _HuggingFace:
 
         self._name = model.name
         try:
-            self._hf: Any = AutoTokenizer.from_pretrained(model.path, local_files_only=True, trust_remote_code=False)
+            self.library: Any = AutoTokenizer.from_pretrained(
+                model.path, local_files_only=True, trust_remote_code=False
+            )
             self._generation: Any = None
             if (model.path / "generation_config.json").is_file():
                 self._generation = GenerationConfig.from_pretrained(model.path, local_files_only=True)
@@ -277,53 +289,55 @@ class _HuggingFace:
             "stop_ids": self._stop_ids(),
             "has_template": self._has_template,
             "is_fast": self._is_fast,
-            "dated": "strftime_now" in str(self._hf.chat_template),
+            "dated": "strftime_now" in str(self.library.chat_template),
         }
 
     @property
     def _is_fast(self) -> bool:
-        return bool(self._hf.is_fast)
+        return bool(self.library.is_fast)
 
     @property
     def _has_template(self) -> bool:
-        return bool(self._hf.chat_template)
+        return bool(self.library.chat_template)
 
     def encode(self, text: str) -> Tokens:
-        return tuple(self._hf(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return tuple(self.library(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def encode_with_offsets(self, text: str) -> tuple[Tokens, Tokens]:
         if not self._is_fast:
             raise InputError(f"the tokenizer of {self._name} keeps no character offsets")
-        out = self._hf(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        out = self.library(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         return tuple(out["input_ids"]), tuple(start for start, _ in out["offset_mapping"])
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         try:
-            text = apply_template(self._hf, messages, add_generation_prompt=True, enable_thinking=False, thinking=False)
+            text = apply_template(
+                self.library, messages, add_generation_prompt=True, enable_thinking=False, thinking=False
+            )
         except Exception as error:  # jinja2's errors, and those that templates raise themselves
             raise InputError(f"the chat template of {self._name} refuses the prompt: {first_line(error)}") from error
         return text
 
     def decode(self, ids: Sequence[int]) -> str:
-        return str(self._hf.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        return str(self.library.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def pieces(self) -> list[str]:
-        return [piece or "" for piece in self._hf.convert_ids_to_tokens(range(len(self._hf)))]
+        return [piece or "" for piece in self.library.convert_ids_to_tokens(range(len(self.library)))]
 
     def special_ids(self) -> frozenset[int]:
-        added = (i for i, token in self._hf.added_tokens_decoder.items() if token.special)
+        added = (i for i, token in self.library.added_tokens_decoder.items() if token.special)
         unnamed = (i for i, piece in enumerate(self.pieces()) if not piece)
-        return frozenset((*self._hf.all_special_ids, *added, *unnamed))
+        return frozenset((*self.library.all_special_ids, *added, *unnamed))
 
     def _bos_id(self) -> int | None:
-        bos = self._hf.bos_token_id
-        ids = self._hf("a")["input_ids"]
-        plain = self._hf("a", add_special_tokens=False)["input_ids"]
+        bos = self.library.bos_token_id
+        ids = self.library("a")["input_ids"]
+        plain = self.library("a", add_special_tokens=False)["input_ids"]
         return bos if bos is not None and ids[:1] == [bos] and plain[:1] != [bos] else None
 
     def _stop_ids(self) -> Tokens:
         """EOS of the tokenizer and of the generation config, and what the template puts behind an answer."""
-        ids = {self._hf.eos_token_id, self._end_of_turn()}
+        ids = {self.library.eos_token_id, self._end_of_turn()}
         listed = getattr(self._generation, "eos_token_id", None)
         ids.update(listed if isinstance(listed, list) else [listed])
         return tuple(sorted(i for i in ids if i is not None))
@@ -334,12 +348,12 @@ class _HuggingFace:
             return None
         turn = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
         try:
-            rendered = apply_template(self._hf, turn)
+            rendered = apply_template(self.library, turn)
         except Exception:  # a template for other kinds of talk
             return None
         _, answer, tail = rendered.rpartition("answer")
         ids = self.encode(tail.strip()) if answer else ()
-        added = self._hf.added_tokens_decoder.get(ids[0]) if ids else None
+        added = self.library.added_tokens_decoder.get(ids[0]) if ids else None
         return ids[0] if added is not None and added.special else None
 
 

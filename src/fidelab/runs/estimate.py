@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture, is_complete
 from fidelab.captures.requests import Forced, Prefill, Timed
 from fidelab.config.schema import EngineConfig
@@ -236,7 +237,7 @@ def _try(prepared: Prepared, arm: Arm, model: Model) -> None:
         experiment = prepared.settings.experiment.model_copy(update={"deadline": _TRIAL_SECONDS})
         settings = replace(prepared.settings, experiment=experiment, captures_dir=folder)
         asking = replace(prepared, plan=replace(prepared.plan, settings=settings)).asking(Silent(), _nothing)
-        captures = [PlannedCapture(r.axis, r, {"trial": r.axis}, folder / r.axis) for r in requests]
+        captures = [PlannedCapture(r.axis, r, capture_key(arm, r, {}, 0), folder / r.axis) for r in requests]
         with asking.worker(PlannedJob("trial", arm, ()), folder / "log") as worker:
             worker.ask([capture.task() for capture in captures])
             outcome = worker.finish()

@@ -100,6 +100,11 @@ class Told(Silent):
     def scoring(self) -> None:
         self._say("scoring")
 
+    def close(self) -> None:
+        if self._what == "scoring":
+            self._share = 1.0
+            self._say(self._what)
+
     def advanced(self, done: float, total: float) -> None:
         self._share = min(1.0, done / total) if total else 1.0
         self._say(self._what)

@@ -122,6 +122,9 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
     return Scored(report, tables)
 
 
+_UNRECORDED = "its figures cannot be recorded"
+
+
 class _Summary:
     """Axis scores → records, with what needs other arms: excess over control, composite, verdict, sentence."""
 
@@ -143,9 +146,10 @@ class _Summary:
         floor = self.floors.get(result.arm.name) if result.role.startswith("candidate:") else None
         axes = self.axes(arm)
         status, reason = arm.status, arm.reason
-        broken = [axes[name].reason for name in axes if name in arm.scores and axes[name].status is Status.FAILED]
+        reasons = [str(axes[name].reason) for name in axes if name in arm.scores]
+        broken = [why for why in reasons if why.startswith(_UNRECORDED)]
         if broken and status in (Status.OK, Status.IDENTICAL):
-            status, reason = Status.FAILED, "; ".join(dict.fromkeys(map(str, broken)))
+            status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
         if floor is not None and "kld" in axes:
             axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
         base = _bare_record(result)
@@ -173,7 +177,7 @@ class _Summary:
                 try:
                     axes[name] = arm.scores[name].measurement(axis.title, *self._excess(arm, name, axis))
                 except FOREIGN as error:
-                    reason = f"its figures cannot be recorded ({one_line(error)})"
+                    reason = f"{_UNRECORDED} ({one_line(error)})"
                     axes[name] = Measurement(status=Status.FAILED, reason=reason, title=axis.title)
         return axes
 

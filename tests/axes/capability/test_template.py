@@ -105,7 +105,7 @@ def test_a_template_that_is_meant_to_harm_is_one_line(
     template: str, said: str, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tokenizer = make(PLAIN)
-    tokenizer.backend._hf.chat_template = template  # type: ignore[attr-defined]
+    tokenizer.library.chat_template = template
     monkeypatch.setattr(tokens, "_TEMPLATE_SECONDS", 0.2)
     with pytest.raises(InputError, match=r"the chat template of .* refuses the prompt") as refused:
         tokenizer.chat(MESSAGES)

@@ -49,10 +49,9 @@ def thinking_prompt(tokenizer: Tokenizer, messages: Sequence[ChatMessage]) -> tu
 
 def _library(tokenizer: Tokenizer) -> Any:
     """The Transformers tokenizer inside."""
-    library = getattr(tokenizer.backend, "_hf", None)
-    if library is None or tokenizer.template != "chat":
+    if tokenizer.template != "chat":
         raise NotApplicable("the model has no chat template")
-    return library
+    return tokenizer.library
 
 
 def _render(tokenizer: Tokenizer, messages: Sequence[ChatMessage], **switches: Any) -> str:
