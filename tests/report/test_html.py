@@ -192,10 +192,10 @@ def test_a_floor_above_zero_is_a_band_and_one_of_zero_is_said() -> None:
     zero = Page(sample_report()).source
     some = Page(sample_report(floor={"kld": kld_axis(0.00001, 0.000002)})).source
     none = Page(sample_report(floor={})).source
-    assert "The floor is exactly 0" in zero
+    assert "The noise floor is exactly 0" in zero
     assert "floor (the reference repeated) ≤ 1.20e-5" not in zero
     assert "floor (the reference repeated) ≤ 1.20e-5" in some
-    assert "No floor was measured" in none
+    assert "No noise floor was measured" in none
 
 
 def test_a_control_that_costs_nothing_is_said() -> None:

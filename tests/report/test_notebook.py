@@ -96,7 +96,7 @@ def test_sentences_figures_failures_floor_control_and_command_are_shown() -> Non
         "0.000712",
         "0.00057–0.00085",
         "12 of 8,160 items failed",
-        "floor (reference",
+        "noise floor (reference",
         "control bf16",
         report.command,
     ):

@@ -138,7 +138,7 @@ def test_each_candidate_has_its_sentence() -> None:
 
 def test_floor_control_and_folder_close_the_report() -> None:
     last = printed(sample_report(), 160, folder=Path("runs/x")).splitlines()[-3:]
-    assert [line.split()[0] for line in last] == ["floor", "control", "files:"]
+    assert [line.split()[0] for line in last] == ["noise", "control", "files:"]
 
 
 def test_a_folder_is_never_broken() -> None:

@@ -208,7 +208,7 @@ def test_failed_items_are_listed_with_their_counts() -> None:
 def test_a_missing_floor_and_control_are_said() -> None:
     view = build_view(sample_report(floor={}, control=None))
     assert (view.floor, view.control) == (
-        "floor (reference against itself): not measured",
+        "noise floor (reference against itself): not measured",
         "control: none",
     )
 
@@ -399,7 +399,7 @@ def test_a_bound_an_open_interval_and_an_excess_are_marked() -> None:
     assert row["over control, nats"] == "≥ −0.0100 (−0.0100 to −0.0100)"
 
 
-FLOOR = "floor (reference against itself): "
+FLOOR = "noise floor (reference against itself): "
 HERE = ", on this machine and thread count"
 
 

@@ -34,7 +34,7 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
     line(f"{report.run_id}: {_called(candidate)} against {_called(reference)}", "bold")
     line(sentence(report), "bold red" if report.first is not None else "")
     if report.floor is not None and not report.floor.measured:
-        line(f"floor: {status_line(report.floor)}", "red")
+        line(f"noise floor: {status_line(report.floor)}", "red")
     if report.layers:
         console.print(_table(report, console))
         line(_legend(report))
@@ -44,7 +44,7 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
 
 def bisect_html(report: BisectReport) -> str:
     """The page: the sentence, the errors as a chart over the layers, and the table; no script, nothing is fetched."""
-    failed = [f"floor: {status_line(report.floor)}"] if report.floor is not None and not report.floor.measured else []
+    failed = [f"noise floor: {status_line(report.floor)}"] if report.floor is not None and not report.floor.measured else []
     columns = _columns(report)
     return (
         templates()

@@ -118,9 +118,9 @@ def noise(report: Report) -> str:
     lines = []
     floor, control = (mean for *_, mean, _ in _noise(report))
     if floor is None:
-        lines.append("No floor was measured.")
+        lines.append("No noise floor was measured.")
     elif floor == 0:
-        lines.append("The floor is exactly 0: the reference repeats itself.")
+        lines.append("The noise floor is exactly 0: the reference repeats itself.")
     if report.control is None:
         lines.append("There is no control arm.")
     elif control == 0:

@@ -464,7 +464,7 @@ def _floor(floor: Mapping[str, Measurement]) -> str:
         for name, axis in floor.items()
         if not (axis.measured or axis.status is Status.NOT_MEASURABLE or (axis.reason or "").startswith(NO_REFERENCE))
     ]
-    return f"floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
+    return f"noise floor (reference against itself): {'; '.join(part for part in parts if part) or 'not measured'}"
 
 
 def _without_floor(arms: Sequence[ArmRecord]) -> list[str]:
