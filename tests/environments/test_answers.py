@@ -57,7 +57,7 @@ def test_another_interpreter_gives_the_answers_of_this_one(there: EngineAnswers)
         assert there.python == here.python
         assert there.versions() == here.versions()
         assert there.kv_names() == here.kv_names()
-        assert (there.estimator, there.form) == (here.estimator, here.form)
+        assert (there.estimator, there.checkpoint_format) == (here.estimator, here.checkpoint_format)
         assert there.supports(arm) == here.supports(arm)
         assert there.supports(refused) == here.supports(refused)
         assert (there.supports(arm).ok, there.supports(refused).ok) == (True, False)

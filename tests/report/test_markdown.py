@@ -154,7 +154,12 @@ def test_settings_of_another_form_do_not_matter(settings: dict[str, object]) -> 
 
 def test_failures_floor_control_and_version_are_told() -> None:
     text = render_markdown(sample_report())
-    for told in ("12 of 8,160 items failed", "- control bf16", "- noise floor (reference", "fidelab 0.1.0 on 2026-05-04"):
+    for told in (
+        "12 of 8,160 items failed",
+        "- control bf16",
+        "- noise floor (reference",
+        "fidelab 0.1.0 on 2026-05-04",
+    ):
         assert told in text
 
 

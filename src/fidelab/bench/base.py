@@ -177,7 +177,7 @@ class Bench(ABC):
     """Its questions are put before those of other benches."""
     loads: ClassVar[bool] = False
     """It puts load on a server instead of asking questions."""
-    served: ClassVar[str] = ""
+    not_on_servers: ClassVar[str] = ""
     """Why it says nothing about a server that somebody else started; empty where it does."""
 
     protocol: ClassVar[tuple[str, ...]] = ()

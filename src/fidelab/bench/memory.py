@@ -79,7 +79,7 @@ class Memory(Bench):
     title: ClassVar[str] = "How much memory does it take?"
     Settings = MemorySettings
     first: ClassVar[bool] = True  # a peak that others have raised would not fall
-    served: ClassVar[str] = "a server's memory is not to be seen from outside"
+    not_on_servers: ClassVar[str] = "a server's memory is not to be seen from outside"
 
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         shapes = sorted((batch * n, batch, n) for batch in self.settings.batch for n in self.settings.lengths)

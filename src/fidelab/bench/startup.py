@@ -52,7 +52,7 @@ class Startup(Bench):
     title: ClassVar[str] = "How long until the first token?"
     Settings = StartupSettings
     fresh: ClassVar[bool] = True
-    served: ClassVar[str] = "the server was started before"
+    not_on_servers: ClassVar[str] = "the server was started before"
 
     def questions(self, inputs: BenchInputs) -> tuple[Question, ...]:
         shape = LiveSettings(repeats=self.settings.repeats + self.settings.cold, max_warmup=1, seed=self.settings.seed)

@@ -124,7 +124,7 @@ def _engine(
         engine: type[Engine] = registry.load(name)
         if getattr(engine, "packages", ()):
             return _brought(name, answers(), trial)
-        if getattr(engine, "served", False):
+        if getattr(engine, "is_server", False):
             return check("ok", "asks a server that somebody else runs"), []
         versions = engine.versions()
         if lacking := [package for package in versions if package in unusable]:

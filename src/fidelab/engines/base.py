@@ -217,15 +217,17 @@ class Engine(ABC):
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
-    pairs: ClassVar[bool] = True  # keys and values may have different formats
+    separate_kv: ClassVar[bool] = True  # keys and values may have different formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
     sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
     preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
-    served: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
+    is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name
     start_seconds: ClassVar[float] = 10.0  # of opening besides reading the weights, as long as none was measured here
-    form: ClassVar[str] = "hf"  # what ``Arm.path`` names: a safetensors folder, or a ``gguf`` file where there is one
+    checkpoint_format: ClassVar[str] = (
+        "hf"  # ``Arm.path`` is a safetensors folder; ``gguf``: that file where there is one
+    )
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}

@@ -53,7 +53,7 @@ def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[s
 
     None for a server, which has an environment of its own.  A variable set to the empty string is kept.
     """
-    if engine.served:
+    if engine.is_server:
         return {}
     prefixes = _COMMON + _OF_ENGINE.get(engine.name, (f"{engine.name.upper()}_",))
     return {

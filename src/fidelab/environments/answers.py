@@ -43,7 +43,7 @@ _KINDS: Mapping[str, Any] = {
     "control_for": str | None,
     "about": Mapping[str, Any],
     "about.estimator": str,
-    "about.form": str,
+    "about.checkpoint_format": str,
     "about.build": str | None,
     "about.device": str,
     "about.provenance": Mapping[str, str],
@@ -67,7 +67,7 @@ class About:
     """
 
     estimator: Estimator
-    form: str
+    checkpoint_format: str
     build: str | None
     device: str
     provenance: Mapping[str, str]
@@ -116,9 +116,9 @@ class EngineAnswers(ABC):
         return self.about.estimator
 
     @property
-    def form(self) -> str:
+    def checkpoint_format(self) -> str:
         """What ``Arm.path`` names."""
-        return self.about.form
+        return self.about.checkpoint_format
 
     def versions(self) -> dict[str, str]:
         """As :meth:`Engine.versions`."""

@@ -101,7 +101,7 @@ def _places(engine: str) -> Iterator[Installed]:
             engine, engine, None, problem=" ".join(str(error).split()), remedy="repair or remove its package"
         )
         return
-    if here and cls.served:
+    if here and cls.is_server:
         yield Installed(engine, "a server", Environment(engine, sys.executable), cls.versions())
         return
     folders = [engines_dir() / name for name in variants(engine)]

@@ -52,7 +52,7 @@ def try_out(
     faults: dict[str, str | None] = {}
     with tempfile.TemporaryDirectory(prefix="fidelab-trial-") as scratch, ask(environment) as asked:
         model = make_tiny(Path(scratch) / "model", "Q8_0", positions=_POSITIONS)
-        path = model / GGUF_NAME if asked.form == "gguf" else model
+        path = model / GGUF_NAME if asked.checkpoint_format == "gguf" else model
         device = "cpu" if asked.about.device == "cpu" else "cuda"
         for name in asked.kv_names():
             arm = Arm(

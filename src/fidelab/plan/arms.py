@@ -47,7 +47,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     engine = config.engine or experiment.engine
     kv = k16v8.meaning(config.kv or native_kv(engine), model.native)
     path, weights = model.path, model.weights
-    if engine_class(engine).form == "gguf" and model.gguf:  # two files may convert to one folder and compute apart
+    if engine_class(engine).checkpoint_format == "gguf" and model.gguf:  # two files may convert to one folder
         path, weights = model.gguf, file_sha256(model.gguf)
     dtype = config.dtype or dtype
     shared = experiment.engine_args if engine.name == experiment.engine.name else {}
@@ -70,7 +70,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
 
 def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:
     """An arm's ``model`` on a server is what that server calls it; the tokenizer is the experiment's model's."""
-    if config.model is None or not engine_class(engine).served:
+    if config.model is None or not engine_class(engine).is_server:
         return config
     return config.model_copy(
         update={"model": None, "name": _name(config), "engine_args": {**config.engine_args, "model": config.model}}

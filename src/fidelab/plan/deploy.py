@@ -33,7 +33,7 @@ def engine_class(config: EngineConfig) -> type[Engine]:
 def needs_safetensors(config: EngineConfig) -> bool:
     """Whether the engine loads a safetensors folder; of a server's model only the tokenizer is loaded here."""
     cls = engine_class(config)
-    return cls.form == "hf" and not cls.served
+    return cls.checkpoint_format == "hf" and not cls.is_server
 
 
 @dataclass(frozen=True)

@@ -235,7 +235,7 @@ class _Resolver:
 
     def _today(self, engine: EngineConfig) -> dict[str, str]:
         """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
-        return {"asked": self._created} if engine_class(engine).served else {}
+        return {"asked": self._created} if engine_class(engine).is_server else {}
 
     def _forced(self, arm: Arm, answers: EngineAnswers) -> tuple[Arm, Support]:
         """The arm with option ``force``, if its engine then accepts what it otherwise refuses.
@@ -369,7 +369,7 @@ def refuse_same_server(settings: Settings) -> None:
         UsageError: a candidate asks the reference's server and model with the same settings.
     """
     reference = settings.reference
-    if not engine_class(EngineConfig(name=reference.engine)).served:
+    if not engine_class(EngineConfig(name=reference.engine)).is_server:
         return
     for arm in settings.candidates:
         if arm.engine == reference.engine and arm.options == reference.options:
@@ -381,9 +381,9 @@ def refuse_same_server(settings: Settings) -> None:
 
 def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:
     """The size of the weights that an engine loads, for the record; empty where a server has them, or nobody."""
-    if engine.served or model.kind == "fake":
+    if engine.is_server or model.kind == "fake":
         return {}
-    gguf = model.gguf if engine.form == "gguf" else None
+    gguf = model.gguf if engine.checkpoint_format == "gguf" else None
     return {"weight_bytes": gguf.stat().st_size if gguf else model.weight_bytes}
 
 

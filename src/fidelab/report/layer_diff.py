@@ -44,7 +44,9 @@ def render_bisect(report: BisectReport, console: Console, *, folder: Path | None
 
 def bisect_html(report: BisectReport) -> str:
     """The page: the sentence, the errors as a chart over the layers, and the table; no script, nothing is fetched."""
-    failed = [f"noise floor: {status_line(report.floor)}"] if report.floor is not None and not report.floor.measured else []
+    failed = (
+        [f"noise floor: {status_line(report.floor)}"] if report.floor is not None and not report.floor.measured else []
+    )
     columns = _columns(report)
     return (
         templates()

@@ -112,7 +112,7 @@ class Benching:
                     warmups = loads * min(question.max_warmup, _WARMUPS)
                     yield question.bench, arm, 0, question.request(0), question.repeats + warmups
             for bench in self._benches().values():
-                if bench.loads and engine_class(EngineConfig(name=arm.engine)).served:
+                if bench.loads and engine_class(EngineConfig(name=arm.engine)).is_server:
                     for request in bench.traffic():
                         yield bench.name, arm, 0, request, 1
 
@@ -152,7 +152,7 @@ class Benching:
     def _fit(self, arms: Sequence[ArmResult]) -> bool:
         """Whether the arms can be alive together without disturbing one another."""
         classes = [engine_class(EngineConfig(name=arm.arm.engine)) for arm in arms]
-        own = [arm.arm for arm, cls in zip(arms, classes, strict=True) if not cls.served]
+        own = [arm.arm for arm, cls in zip(arms, classes, strict=True) if not cls.is_server]
         if not all(cls.sleeps_when_idle for cls in classes):
             return False
         if any(arm.device.startswith("cuda") for arm in own):
@@ -321,7 +321,7 @@ class Benching:
 
     def _loaded(self, arm: Arm, bench: Bench) -> Measurement | None:
         """Load on the server behind an arm; ``None`` where this bench is another, or nobody serves the arm."""
-        if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).served:
+        if not bench.loads or not engine_class(EngineConfig(name=arm.engine)).is_server:
             return None
         from fidelab.bench.serving import Requests, ServingSettings, measure_serving
 
@@ -345,7 +345,7 @@ class Benching:
 
     def _served(self, arm: Arm, bench: str) -> str:
         """Why this bench says nothing about an engine that somebody else started; empty where it does."""
-        return self._benches()[bench].served if engine_class(EngineConfig(name=arm.engine)).served else ""
+        return self._benches()[bench].not_on_servers if engine_class(EngineConfig(name=arm.engine)).is_server else ""
 
     def _missing(self, arm: ArmResult, question: Question, load: int, loads: int) -> bool:
         """Something of this load's share is still to be asked."""

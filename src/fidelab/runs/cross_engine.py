@@ -189,7 +189,7 @@ class _Line:
         if timing is not None:
             alone = replace(prepared, plan=replace(prepared.plan, jobs=(job,)))
             yield self._timed(alone, timing), prepared.settings.model
-        if long is not None and not engine_class(self._line.engine).served:
+        if long is not None and not engine_class(self._line.engine).is_server:
             model = resolve(_long_model(self._line.engine, long.tokens))
             arm = replace(job.arm, model=model.name, weights=model.weights)
             request = Prefill("kld", ((0,) * long.tokens,), 0, long.tokens - 1, ((0,) * long.tokens,))
@@ -280,7 +280,7 @@ class _Line:
 
     def _long(self, tokens: int) -> LongCell:
         """One window of so many tokens through the reference's cache, on a model that every engine can load."""
-        if engine_class(self._line.engine).served:
+        if engine_class(self._line.engine).is_server:
             return LongCell(status=Status.NOT_SUPPORTED, reason="a server has its own model", tokens=tokens)
         try:
             model = _long_model(self._line.engine, tokens)
@@ -375,7 +375,7 @@ def _long_model(engine: EngineConfig, tokens: int) -> str:
     sizes = {**_TINY, "positions": max(_POSITIONS, tokens)}
     name = "tiny-" + "-".join(f"{key}{value}" for key, value in sizes.items())
     folder = build_once(cache_dir() / "models" / name, lambda scratch: make_tiny(scratch / name, **sizes))
-    return str(folder / GGUF_NAME if engine_class(engine).form == "gguf" else folder)
+    return str(folder / GGUF_NAME if engine_class(engine).checkpoint_format == "gguf" else folder)
 
 
 def _long_cell(result: ArmResult, model: Model, tokens: int) -> LongCell:

@@ -219,7 +219,7 @@ def try_out(prepared: Prepared) -> None:
         arm, model = job.arm, settings.deployed[job.arm.name].model
         kind = (arm.engine, arm.weights, arm.device)
         cls = engine_class(EngineConfig(name=arm.engine))
-        quick = cls.start_seconds <= _TRIAL_START and not cls.served and 0 < model.weight_bytes <= _TRIAL_BYTES
+        quick = cls.start_seconds <= _TRIAL_START and not cls.is_server and 0 < model.weight_bytes <= _TRIAL_BYTES
         wanted = bool(job.missing()) or bool(settings.benches)
         if kind in tried or not quick or not wanted or timings.knows(arm) or settings.deployed[arm.name].lacks_weights:
             continue

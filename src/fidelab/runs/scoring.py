@@ -308,7 +308,7 @@ class _Summary:
             native_keys_arm=other.result.arm.name if other else None,
             native_keys_band=self._band(other),
             native_keys_kld=_value(other_kld, "mean"),
-            native_keys_format=_native_keys(kv) if _has_pairs(arm.result.arm.engine) else "",
+            native_keys_format=_native_keys(kv) if _has_separate_kv(arm.result.arm.engine) else "",
             lowered_by="; ".join((*arm.broken, *_harms(arm.scores))),
             forced=dict(arm.result.arm.options).get("force") == "yes",
         )
@@ -400,9 +400,9 @@ def _harms(scores: Mapping[str, AxisScore]) -> tuple[str, ...]:
     return tuple(harms)
 
 
-def _has_pairs(engine: str) -> bool:
+def _has_separate_kv(engine: str) -> bool:
     """Whether keys and values may have different formats there; ``False`` for an engine that is unknown here."""
-    return engine in ENGINES.names() and bool(ENGINES.load(engine).pairs)
+    return engine in ENGINES.names() and bool(ENGINES.load(engine).separate_kv)
 
 
 def _native_keys(kv: KVSpec) -> str:

@@ -80,7 +80,7 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
             target = build(engine.packages)
             return {
                 "estimator": str(engine.estimator),
-                "form": engine.form,
+                "checkpoint_format": engine.checkpoint_format,
                 "build": target,
                 "device": device(target),
                 "provenance": provenance((*engine.packages, *engine.examined)),
@@ -101,7 +101,7 @@ def answer(engine: type[Engine], question: str, **fields: Any) -> Any:
 def kv_names(engine: type[Engine]) -> list[str]:
     """The KV formats that may be written for an engine: its own, and ``k16v8`` where it has both halves."""
     names = [str(name) for name in engine.kv_names()]
-    return [*names, K16V8] if engine.pairs and "fp8_e4m3" in names and K16V8 not in names else names
+    return [*names, K16V8] if engine.separate_kv and "fp8_e4m3" in names and K16V8 not in names else names
 
 
 def _formats(engine: type[Engine], store: str | None) -> dict[str, str]:
@@ -130,7 +130,7 @@ def _refusals(engine: type[Engine]) -> dict[str, str]:
 
 def _refusal(engine: type[Engine], name: str, device: str) -> str:
     """Why an arm of this format is refused, by the checks that every arm undergoes; empty where it is not."""
-    path = "/model.gguf" if engine.form == "gguf" else "/model"
+    path = "/model.gguf" if engine.checkpoint_format == "gguf" else "/model"
     try:
         kv = meaning(KVSpec.parse(name), _NATIVE)
         engine.check_kv(kv)

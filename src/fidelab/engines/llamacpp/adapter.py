@@ -75,7 +75,7 @@ class LlamaCppEngine(Engine):
 
     name: ClassVar[str] = "llamacpp"
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
-    form: ClassVar[str] = "gguf"
+    checkpoint_format: ClassVar[str] = "gguf"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0

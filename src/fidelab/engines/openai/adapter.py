@@ -87,8 +87,8 @@ class OpenAIEngine(Engine):
     name: ClassVar[str] = "openai"
     estimator: ClassVar[Estimator] = Estimator.TOPK
     native_kv: ClassVar[str] = _AS_SERVED
-    pairs: ClassVar[bool] = False
-    served: ClassVar[bool] = True
+    separate_kv: ClassVar[bool] = False
+    is_server: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 2.0
 
     @classmethod

@@ -65,7 +65,7 @@ class SGLangEngine(Engine):
     name: ClassVar[str] = "sglang"
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
-    pairs: ClassVar[bool] = False
+    separate_kv: ClassVar[bool] = False
     start_seconds: ClassVar[float] = 20.0
 
     @classmethod

@@ -72,7 +72,7 @@ class VLLMEngine(Engine):
     name: ClassVar[str] = "vllm"
     packages: ClassVar[tuple[str, ...]] = PACKAGES
     native_kv: ClassVar[str] = "auto"
-    pairs: ClassVar[bool] = False
+    separate_kv: ClassVar[bool] = False
     start_seconds: ClassVar[float] = 20.0
 
     @classmethod
