@@ -110,9 +110,10 @@ def test_code_that_comes_with_a_checkpoint_does_not_run(checkpoint: Checkpoint, 
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 @pytest.mark.parametrize("named", ["owner/kernel", "flash_attention_2", {"": "owner/kernel"}])
 def test_a_kernel_that_a_config_names_is_not_fetched(
-    named: object, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: str, named: object, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[object] = []
     for module in (transformers.modeling_utils, transformers.modeling_flash_attention_utils):
@@ -120,7 +121,7 @@ def test_a_kernel_that_a_config_names_is_not_fetched(
             monkeypatch.setattr(module, name, lambda *words, **_: asked.append(words), raising=False)
     folder = copy(checkpoint("llama"), tmp_path / "foreign")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"attn_implementation": named}))
+    (folder / "config.json").write_text(json.dumps(config | {key: named}))
     engine = tiny.opened(folder, "int8")
     assert asked == []
     assert engine.ran().attention == tiny.opened(checkpoint("llama"), "int8").ran().attention == "sdpa"

@@ -46,6 +46,13 @@ def _attentions(config: Any) -> set[str | None]:
     return {config._attn_implementation}.union(*map(_attentions, parts))
 
 
+def _leave_attention_open(config: Any) -> None:
+    """Have Transformers choose the attention of a config and its parts, whatever they name."""
+    for part in filter(None, (getattr(config, key, None) for key in config.sub_configs)):
+        _leave_attention_open(part)
+    config._attn_implementation = None
+
+
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
@@ -109,13 +116,17 @@ class HFModel:
             )
             mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
             self._mark("import")
+            opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}
+            if not _attentions(config) <= _PLAIN:
+                _leave_attention_open(config)
+                opened["config"] = config
             model, report = auto.from_pretrained(
                 path,
                 trust_remote_code=False,
                 dtype=getattr(torch, self._arm.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
-                **({"attn_implementation": attn} if attn or not _attentions(config) <= _PLAIN else {}),
+                **opened,
             )
             self.module = model.to(self._arm.device).eval()
             self._mark("weights")
