@@ -370,7 +370,9 @@ def test_a_dry_run_counts_a_conversion_and_does_not_make_it(
 def test_weights_are_converted_for_an_arm_that_needs_them(tmp_path: Path, cache: Path) -> None:
     settings = prepare(_gguf(tmp_path, write_gguf(tmp_path / "tiny.gguf"))).settings
     assert (Path(settings.reference.path) / "model.safetensors").is_file()
-    assert settings.candidates[0].weights == settings.reference.weights == pull(settings.model.name).weights
+    converted = pull(settings.model.name)
+    assert settings.candidates[0].weights == settings.reference.weights == converted.weights
+    assert settings.deployed[settings.reference.name].about["weight_bytes"] == converted.weight_bytes > 0
 
 
 def test_a_candidate_that_cannot_be_converted_leaves_the_others_alone(tmp_path: Path, tiny: Path, cache: Path) -> None:

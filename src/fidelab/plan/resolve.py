@@ -344,7 +344,8 @@ def convert_weights(settings: Settings, make: bool = True) -> Settings:
                 raise
             unsupported[arm.name] = str(error)
         else:
-            deployed[arm.name] = replace(deployed[arm.name], model=model)
+            stored = _weight_bytes(engine_class(EngineConfig(name=arm.engine)), model)
+            deployed[arm.name] = replace(deployed[arm.name], model=model, about={**deployed[arm.name].about, **stored})
             converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights)
 
     def final(arm: Arm) -> Arm:
