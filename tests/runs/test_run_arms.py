@@ -50,7 +50,7 @@ class Served(FakeEngine):
     """An engine that somebody else started."""
 
     name = "fake"
-    served = True
+    is_server = True
 
 
 def experiment(cwd: Path, **more: Any) -> Path:
