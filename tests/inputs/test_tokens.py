@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,11 @@ def test_a_store_beyond_its_size_forgets_the_older_half(tmp_path: Path, monkeypa
     monkeypatch.setattr(tokens, "_MOST_REMEMBERED", 1)
     kept = tokens._Store(tmp_path / "s")
     assert [kept.read(bytes([number])) is not None for number in range(10)] == [False] * 6 + [True] * 4
+
+
+def test_a_damaged_answer_is_computed_again(make: MakeTokenizer, cache: Path) -> None:
+    tokenizer = make()
+    ids = tokenizer.encode("text")
+    with sqlite3.connect(cache / "tokens.sqlite3") as database:
+        database.execute("UPDATE answers SET answer = '[1, '")
+    assert again(tokenizer).encode("text") == ids

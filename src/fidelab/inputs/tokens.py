@@ -166,10 +166,7 @@ class _Remembered:
     def __init__(self, model: Model) -> None:
         self._model = model
         self._store = _Store(cache_dir() / "tokens.sqlite3")
-        digests = [
-            (path.relative_to(model.path).as_posix(), hashlib.sha256(path.read_bytes()).hexdigest())
-            for path in _described(model.path)
-        ]
+        digests = [(path.relative_to(model.path).as_posix(), _file_hash(path)) for path in _described(model.path)]
         libraries = [(name, version(name)) for name in ("transformers", "tokenizers", "jinja2")]
         self._identity = json.dumps([digests, libraries, hashlib.sha256(Path(__file__).read_bytes()).hexdigest()])
 
@@ -211,11 +208,17 @@ class _Remembered:
     def _recall(self, name: str, arguments: Any, compute: Callable[[], Any]) -> Any:
         key = hashlib.sha256(json.dumps([self._identity, name, arguments]).encode()).digest()
         kept = self._store.read(key)
-        if kept is not None:
-            return json.loads(kept)
+        with contextlib.suppress(ValueError):  # a damaged answer is computed again
+            if kept is not None:
+                return json.loads(kept)
         answer = compute()
         self._store.write(key, json.dumps(answer))
         return answer
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _described(folder: Path) -> Iterator[Path]:

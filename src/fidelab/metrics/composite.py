@@ -238,7 +238,7 @@ def verdict(
         if crossing is not None:
             facts.append(f"the interval begins at {kld_lower:.3g} nats: at best {crossing.value}")
         if preliminary:
-            facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} units were resampled ({n_clusters})")
+            facts.append(f"preliminary: fewer than {MIN_STUDENTIZED_CLUSTERS} clusters were resampled ({n_clusters})")
         return Ruling(band, tuple(facts), crossing, preliminary)
     if band is Band.FAIL and kld_least is not None:
         facts = [f"mean KL at least {kld_least:.3g} nats on this text", *failures, *lowered_because]
