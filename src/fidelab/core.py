@@ -283,7 +283,7 @@ class Arm:
     """One thing that can be run: engine + model + KV spec + engine options.
 
     ``weights`` is the hash of the checkpoint's content, ``model`` the name a user knows it by and ``path`` where
-    it lies on this machine; the fingerprint sees only the hash.
+    it lies on this machine; the fingerprint sees only the hash.  ``env``: environment variables of its process alone.
     """
 
     name: str
@@ -296,6 +296,7 @@ class Arm:
     device: str
     threads: int
     options: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
 
     def fingerprint(self) -> str:
         """SHA-256 of what the arm computes: not its name, nor where its files lie."""
@@ -309,13 +310,15 @@ class Arm:
                     "device": self.device,
                     "threads": self.threads,
                     "options": dict(self.options),
+                    **({"env": dict(self.env)} if self.env else {}),
                 }
             )
         )
 
     def record(self) -> dict[str, Any]:
         """Plain data for job files and manifests."""
-        return {**asdict(self), "kv": self.kv.record(), "options": dict(self.options)}
+        record = {**asdict(self), "kv": self.kv.record(), "options": dict(self.options)}
+        return {**record, "env": dict(self.env)} if self.env else {key: record[key] for key in record if key != "env"}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Arm:
@@ -325,14 +328,14 @@ class Arm:
             KeyError, TypeError, UsageError: it is not such a record.
         """
         fields = dict(record)
-        options = dict(fields["options"])
-        texts = [value for key, value in fields.items() if key not in ("kv", "options", "threads")]
-        if not all(isinstance(text, str) for text in (*texts, *options, *options.values())):
-            raise TypeError("an arm has texts in all fields but kv, options and threads, and text options")
+        options, env = dict(fields["options"]), dict(fields.get("env", {}))
+        texts = [value for key, value in fields.items() if key not in ("kv", "options", "env", "threads")]
+        if not all(isinstance(text, str) for text in (*texts, *options, *options.values(), *env, *env.values())):
+            raise TypeError("an arm has texts in all fields but kv, options, env and threads, and in options and env")
         if type(fields["threads"]) is not int:
             raise TypeError(f"an arm has a number of threads, not {fields['threads']!r:.60}")
         fields["kv"] = KVSpec.from_record(fields["kv"])
-        fields["options"] = tuple(sorted(options.items()))
+        fields |= {"options": tuple(sorted(options.items())), "env": tuple(sorted(env.items()))}
         return cls(**fields)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import yaml
 
 from fidelab.config.arms import arm_fields
 from fidelab.config.load import dump, validate
-from fidelab.core import KVSpec
+from fidelab.config.schema import ArmConfig
+from fidelab.core import Arm, KVSpec
 from fidelab.errors import ConfigError, UsageError
 
 BASE = {"model": "m", "candidates": ["q8_0"]}
@@ -86,3 +89,34 @@ def test_what_is_no_layer_and_no_range_is_refused_in_one_line(layers: str) -> No
     with pytest.raises(UsageError, match="skip-layers takes layer numbers from 0 or ranges as 0-6, not") as caught:
         KVSpec.parse(f"int4[skip-layers={layers}]")
     assert "\n" not in str(caught.value)
+
+
+def test_a_variable_of_one_arm_keeps_the_spelling_of_its_name() -> None:
+    fields = arm_fields("kv=q8_0,env.LLAMA_ATTN_ROT_DISABLE=1,env.GGML_EMPTY=,n_batch=64")
+    assert fields == {
+        "kv": "q8_0",
+        "engine_args": {"n-batch": "64"},
+        "env": {"LLAMA_ATTN_ROT_DISABLE": "1", "GGML_EMPTY": ""},
+    }
+
+
+def test_commas_of_json_separate_no_pairs() -> None:
+    method = '{"method": "ngram", "text": "a, \\"}b,", "sizes": [1, 2]}'
+    fields = arm_fields(f"kv=auto,speculative-config={method},tp=2")
+    assert fields == {"kv": "auto", "engine_args": {"speculative-config": method, "tp": "2"}}
+
+
+def test_options_in_files_may_be_booleans_lists_and_mappings() -> None:
+    arm = ArmConfig.model_validate({"engine_args": {"a": True, "b": {"c": [1]}, "d": 2}, "env": {"X": 1}})
+    assert arm.engine_args == {"a": "yes", "b": '{"c": [1]}', "d": "2"}
+    assert arm.env == {"X": "1"}
+
+
+def test_a_variable_makes_an_arm_another_one_and_an_arm_without_keeps_its_fingerprint() -> None:
+    kv = KVSpec.parse("f16")
+    plain = Arm("a", "fake", "fake", "", "0", kv, "float32", "cpu", 1)
+    changed = replace(plain, env=(("X", "1"),))
+    assert changed.fingerprint() != plain.fingerprint()
+    assert "env" not in plain.record()
+    assert Arm.from_record(changed.record()) == changed
+    assert Arm.from_record(plain.record()) == plain

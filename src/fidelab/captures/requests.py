@@ -20,11 +20,13 @@ from fidelab.core import canonical_json, digest
 
 __all__ = [
     "KINDS",
+    "WAYS",
     "Forced",
     "Generate",
     "Layerwise",
     "Prefill",
     "Request",
+    "Served",
     "Timed",
     "Tokens",
     "request_from_record",
@@ -173,7 +175,49 @@ class Layerwise(_Request):
     _PER_ITEM = ("windows",)
 
 
-Request = Prefill | Generate | Forced | Timed | Layerwise
+WAYS: Mapping[str, str] = {
+    "cold": "one prefill of the whole window, alone, through an empty cache",
+    "chunked": "prefill in chunks of ``size`` tokens",
+    "decode": "the first ``size`` tokens are read at once, all others one by one through the cache",
+    "prefix": "after a hit in the prefix cache that ends with a whole block; the same window was read before",
+    "prefix-partial": "after a hit that ends within a block",
+    "prefix-other": "after a hit that another request made, which goes on with other tokens",
+    "prefix-generated": "after a hit on tokens that the engine decoded, and did not read as a prompt",
+    "batch": "together with ``others``, requests of other lengths",
+    "evicted": "after the window's blocks were given to ``others`` and computed again",
+}
+"""The ways in which a server may compute the same distributions, and what each of them means."""
+
+
+@dataclass(frozen=True)
+class Served(_Request):
+    """Next-token distributions of whole windows, computed in one of the :data:`WAYS` in which servers do.
+
+    Rows ``first`` … ``last`` of each window are stored, as of :class:`Prefill`.  ``size``: tokens of a chunk, of what
+    is read at once, or of the prefix that is hit; 0 where the way has no such number.  ``others``: the prompts of the
+    other requests.  An engine proves by its own counters that the answers were computed that way: the answer's facts
+    have ``engaged``, the counts by name, or ``not_engaged``, why they were not.
+    """
+
+    axis: str
+    windows: tuple[Tokens, ...]
+    first: int
+    last: int
+    way: str
+    size: int = 0
+    others: tuple[Tokens, ...] = ()
+    settings: tuple[tuple[str, Any], ...] = ()
+    notes: tuple[str, ...] = ()
+    kind: str = field(default="served", init=False)
+    _PER_ITEM = ("windows",)
+
+    @property
+    def n_rows(self) -> int:
+        """Stored rows per window."""
+        return self.last - self.first + 1
+
+
+Request = Prefill | Generate | Forced | Timed | Layerwise | Served
 KINDS: Mapping[str, type[Request]] = {cls.__name__.lower(): cls for cls in get_args(Request)}
 """``kind`` → class."""
 
@@ -215,20 +259,22 @@ def _is_sound(request: Request, name: str) -> bool:
             return isinstance(value, str) and value != ""
         case "tensors":
             return value in _TENSORS
+        case "way":
+            return value in WAYS
         case "rows":
             return isinstance(value, bool)
         case "stop" | "layers":
             return _are_ids(value)
-        case "max_tokens" | "n" | "warmup" | "batch" | "first" | "last":
+        case "max_tokens" | "n" | "warmup" | "batch" | "first" | "last" | "size":
             return _are_ids((value,)) and value >= (name in ("max_tokens", "batch"))
         case "notes":
             return value == () or (len(value) == len(request.items()) and all(isinstance(note, str) for note in value))
-    if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations
+    if not (isinstance(value, tuple) and all(map(_are_ids, value))):  # windows, units, prompts, continuations, others
         return False
     match request, name:
         case Prefill(windows=windows), "units":
             return len(value) == len(windows) and all(len(units) == request.n_rows for units in value)
-        case ((Prefill() | Layerwise()), "windows"):
+        case ((Prefill() | Layerwise() | Served()), "windows"):
             rows = _are_ids((request.first, request.last)) and request.first <= request.last
             return rows and all(request.last < len(window) for window in value)
         case Forced(prompts=prompts), "continuations":

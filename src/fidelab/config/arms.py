@@ -1,4 +1,7 @@
-"""One arm in one line: a KV format, or ``key=value`` pairs such as ``kv=fp8_e4m3,tp=2,attention-backend=triton``."""
+"""One arm in one line: a KV format, or ``key=value`` pairs such as ``kv=fp8_e4m3,tp=2,attention-backend=triton``.
+
+``env.NAME=value`` sets an environment variable for that arm alone.  A value may be JSON: ``speculative-config={…}``.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,27 @@ from typing import Any
 
 __all__ = ["arm_fields", "split_commas"]
 
-_PAIRS = re.compile(r"[A-Za-z][\w-]*=")
-_COMMA = re.compile(r",(?![^\[]*\])")  # not one inside the brackets of a format
+_PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
 _OWN = ("kv", "name", "engine", "model", "dtype")  # of the arm; everything else is the engine's
 _OF_ENGINE = ("python", "prefix", "pythonpath")
+_ENV = "env."
 
 
 def split_commas(text: str) -> list[str]:
-    """The parts between commas that stand in no brackets."""
-    return _COMMA.split(text)
+    """The parts between commas that stand in no brackets, of formats or of JSON, and in no JSON text."""
+    parts, depth, start, quoted, escaped = list[str](), 0, 0, False, False
+    for at, sign in enumerate(text):
+        if sign == '"' and not escaped:
+            quoted = depth > 0 and not quoted
+        elif sign in "[{" and not quoted:
+            depth += 1
+        elif sign in "]}" and not quoted:
+            depth = max(0, depth - 1)
+        elif sign == "," and not depth:
+            parts.append(text[start:at])
+            start = at + 1
+        escaped = sign == "\\" and not escaped
+    return [*parts, text[start:]]
 
 
 def arm_fields(text: str) -> dict[str, Any]:
@@ -29,8 +44,12 @@ def arm_fields(text: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     options: dict[str, str] = {}
     engine: dict[str, Any] = {}
+    env: dict[str, str] = {}
     for part in split_commas(text):
         key, eq, value = (piece.strip() for piece in part.partition("="))
+        if eq and key.startswith(_ENV):
+            env[key.removeprefix(_ENV)] = value  # a variable may be empty
+            continue
         key = key.replace("_", "-")
         if not eq or not value:
             raise ValueError(f"{part.strip()!r} has no value; write key=value, separated by commas")
@@ -44,4 +63,4 @@ def arm_fields(text: str) -> dict[str, Any]:
         if "engine" not in fields:
             raise ValueError(f"{next(iter(engine))} belongs to an engine: write engine=NAME beside it")
         fields["engine"] = {"name": fields["engine"], **engine}
-    return {**fields, **({"engine_args": options} if options else {})}
+    return {**fields, **({"engine_args": options} if options else {}), **({"env": env} if env else {})}

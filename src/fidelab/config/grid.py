@@ -9,7 +9,7 @@ from typing import Any
 
 from fidelab.config.arms import arm_fields, split_commas
 
-__all__ = ["cell_fields", "cell_name", "check_vary", "levels_of", "parse_vary"]
+__all__ = ["cell_fields", "cell_name", "check_vary", "levels_of", "option_key", "parse_vary"]
 
 _MOST_CELLS = 64
 _NO_LEVELS = ("name", "python", "prefix", "pythonpath")
@@ -29,9 +29,9 @@ def parse_vary(texts: list[Any]) -> dict[str, list[str]]:
         key, eq, values = (piece.strip() for piece in str(text).partition("="))
         if not eq or not key:
             raise ValueError(f"{text!r}: write KEY=a,b,…")
-        if key.replace("_", "-") in vary:
+        if option_key(key) in vary:
             raise ValueError(f"{key} is given twice; write all its values behind one {key}=")
-        vary[key.replace("_", "-")] = [value.strip() for value in split_commas(values)]
+        vary[option_key(key)] = [value.strip() for value in split_commas(values)]
     return vary
 
 
@@ -72,9 +72,15 @@ def cell_name(levels: Mapping[str, str]) -> str:
 def cell_fields(levels: Mapping[str, str]) -> dict[str, Any]:
     """The fields of the cell's arm."""
     fields: dict[str, Any] = {"name": cell_name(levels)}
-    options: dict[str, str] = {}
+    maps: dict[str, dict[str, str]] = {"engine_args": {}, "env": {}}
     for key, value in levels.items():
         level = arm_fields(f"{key}={value}")
-        options |= level.pop("engine_args", {})
+        for name, values in maps.items():
+            values |= level.pop(name, {})
         fields |= level
-    return {**fields, **({"engine_args": options} if options else {})}
+    return {**fields, **{name: values for name, values in maps.items() if values}}
+
+
+def option_key(text: str) -> str:
+    """Options are written with dashes; the names of variables stay as they are."""
+    return text if text.startswith("env.") else text.replace("_", "-")

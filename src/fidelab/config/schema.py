@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -20,7 +21,7 @@ from pydantic import (
 )
 
 from fidelab.config.arms import arm_fields
-from fidelab.config.grid import cell_fields, check_vary, levels_of, parse_vary
+from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec
 from fidelab.errors import UsageError
 
@@ -59,11 +60,21 @@ class EngineConfig(BaseModel):
 
 
 def _text_values(value: Any) -> Any:
-    return {key: str(text) for key, text in value.items()} if isinstance(value, dict) else value
+    return {key: _as_text(item) for key, item in value.items()} if isinstance(value, dict) else value
+
+
+def _as_text(value: Any) -> str:
+    match value:
+        case bool():
+            return "yes" if value else "no"
+        case dict() | list():
+            return json.dumps(value)
+        case _:
+            return str(value)
 
 
 Options = Annotated[dict[str, str], BeforeValidator(_text_values)]
-"""Engine options; files may hold numbers and booleans."""
+"""Engine options; files may hold numbers, booleans (``yes``, ``no``), and lists and mappings, which become JSON."""
 
 
 def _kv(value: Any, handler: ValidatorFunctionWrapHandler) -> KVSpec:
@@ -93,6 +104,7 @@ class ArmConfig(BaseModel):
     model: str | None = Field(default=None, description="checkpoint of this arm alone, of the same tokenizer")
     dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
     engine_args: Options = Field(default_factory=dict, description="engine options of this arm alone")
+    env: Options = Field(default_factory=dict, description="environment variables of this arm's process alone")
 
 
 class Experiment(BaseModel):
@@ -105,6 +117,7 @@ class Experiment(BaseModel):
         default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all arms"
     )
     engine_args: Options = Field(default_factory=dict, description="engine options of all arms")
+    env: Options = Field(default_factory=dict, description="environment variables of all arms' processes")
     reference: ArmConfig = Field(default_factory=ArmConfig, description="the arm all others are compared with")
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"
@@ -163,7 +176,7 @@ class Experiment(BaseModel):
             return parse_vary(value)
         if isinstance(value, dict):
             return {
-                str(key).replace("_", "-"): [str(v).strip() for v in values] if isinstance(values, list) else values
+                option_key(str(key)): [str(v).strip() for v in values] if isinstance(values, list) else values
                 for key, values in value.items()
             }
         return value

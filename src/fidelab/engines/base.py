@@ -221,6 +221,7 @@ class Engine(ABC):
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
     sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers
+    ways: ClassVar[frozenset[str]] = frozenset()  # of ``captures.requests.WAYS`` in which it answers ``Served``
     has_jitter: ClassVar[bool] = False  # has an option jitter=SEED, which flips the last bit of some weights
     preload: ClassVar[tuple[str, ...]] = ()  # modules that its workers share; none: each starts a fresh interpreter
     is_server: ClassVar[bool] = False  # the answers come from a running server that the arm's options name

@@ -65,6 +65,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
         device=experiment.device,
         threads=experiment.threads or 1,
         options=tuple(sorted(options.items())),
+        env=tuple(sorted({**experiment.env, **config.env}.items())),
     )
 
 
@@ -87,6 +88,7 @@ def _name(config: ArmConfig) -> str:
         config.kv.label if config.kv else None,
         config.dtype,
         *(_host(value) if key == "base-url" else f"{key}={value}" for key, value in config.engine_args.items()),
+        *(f"{key}={value}" for key, value in config.env.items()),
     ]
     return " ".join(filter(None, differences))
 

@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from fidelab.config.schema import EngineConfig
-from fidelab.core import Estimator
+from fidelab.core import Arm, Estimator
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.engines.variables import thread_variables, variables_of
@@ -86,12 +86,12 @@ class Engines:
         builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
         return asked.versions() | builds | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
 
-    def variables(self, config: EngineConfig, threads: int) -> dict[str, str]:
-        """Variables that a worker with so many threads will see there, as far as numbers may depend on them.
+    def variables(self, config: EngineConfig, arm: Arm) -> dict[str, str]:
+        """Variables that the arm's worker will see there, as far as numbers may depend on them.
 
         Raises as :meth:`ask`.
         """
-        environment = {**self.ask(config).about.variables, **thread_variables(threads)}
+        environment = {**self.ask(config).about.variables, **thread_variables(arm.threads), **dict(arm.env)}
         return {f"${name}": value for name, value in variables_of(engine_class(config), environment).items()}
 
     def about(self, config: EngineConfig) -> dict[str, Any]:

@@ -224,7 +224,7 @@ class _Resolver:
             environment=self._engines.environment(engine),
             versions={
                 **self._engines.versions(engine),
-                **self._engines.variables(engine, arm.threads),
+                **self._engines.variables(engine, arm),
                 **versions_for(arm),
                 **self._today(engine),
             },

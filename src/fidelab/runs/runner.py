@@ -319,7 +319,7 @@ class Asking:
             vocabulary={"size": vocabulary.size, "sha256": vocabulary.sha256},
             sample_text=self._sample,
             sample_ids=list(self._inputs.tokenizer.encode(self._sample)),  # what the requests are made with
-            env=thread_variables(job.arm.threads),
+            env={**thread_variables(job.arm.threads), **dict(job.arm.env)},
             about=deployed.about,
         )
 
@@ -357,7 +357,7 @@ def fork_server(settings: Settings, arm: Arm, servers: ForkServers | None) -> Fo
 
 def _variables(settings: Settings, arm: Arm) -> dict[str, str]:
     """Variables that are set for an arm's worker."""
-    return {**thread_variables(arm.threads), **settings.deployed[arm.name].environment.variables()}
+    return {**thread_variables(arm.threads), **dict(arm.env), **settings.deployed[arm.name].environment.variables()}
 
 
 def _result(job: PlannedJob, asked: list[str], outcome: JobOutcome) -> ArmResult:
