@@ -19,6 +19,7 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.errors import NotSupportedError
 
 __all__ = [
     "Answer",
@@ -272,6 +273,23 @@ class Engine(ABC):
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
         return None
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        """The command line of the engine's own server with what this arm says, and nothing that it leaves open.
+
+        The first words are the program as users call it (``vllm serve``, ``python -m …``, ``llama-server``);
+        ``arm.path`` is the model that it names.
+
+        Raises:
+            NotSupportedError: the engine has no server, or its server cannot be told this.
+        """
+        raise NotSupportedError(f"engine {cls.name} has no server of its own")
+
+    @classmethod
+    def serve_variables(cls, arm: Arm) -> dict[str, str]:
+        """Environment variables that belong to :meth:`serve_command`; the arm's own go before others."""
+        return dict(arm.env)
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:

@@ -34,6 +34,7 @@ from numpy.typing import NDArray
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
     CacheReads,
@@ -116,6 +117,10 @@ class LlamaCppEngine(Engine):
         if not _flash(arm) and arm.kv.v.name not in _WIDE:
             return Support(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
         return Support(True)
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return serve.serve_command(arm, host, port)
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

@@ -29,6 +29,7 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.options import check_options
+from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.launch import (
     DTYPES,
     K16V8,
@@ -99,6 +100,14 @@ class SGLangEngine(Engine):
             reason = k16v8_cannot(arm)
             return Support(not reason, reason)
         return Support(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return launch.serve_command(arm, host, port)
+
+    @classmethod
+    def serve_variables(cls, arm: Arm) -> dict[str, str]:
+        return launch.serve_variables(arm)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm

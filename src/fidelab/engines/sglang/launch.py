@@ -13,8 +13,8 @@ from typing import Any
 
 from fidelab.core import Arm
 from fidelab.engines.base import Support, one_line
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
-from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
+from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, flags, is_count, one_of, switched
 from fidelab.errors import EngineError
 
 __all__ = [
@@ -29,6 +29,8 @@ __all__ = [
     "kv_choices",
     "on_cpu",
     "prepare",
+    "serve_command",
+    "serve_variables",
 ]
 
 
@@ -67,6 +69,9 @@ _PASSED = {  # options → arguments of sglang.Engine and their types
     "quantization": ("quantization", str),
     "chunked-prefill-size": ("chunked_prefill_size", int),
 }
+
+
+_SERVED_AS = {"tp": "tp-size", "estimator": ""}  # as flags of its server; without a name, fidelab's own
 
 
 def kv_choices() -> list[str]:
@@ -167,6 +172,32 @@ def arguments(arm: Arm) -> dict[str, Any]:
 
         defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
     return defaults | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+
+
+def serve_command(arm: Arm, host: str, port: int) -> list[str]:
+    """As :meth:`Engine.serve_command`: ``python -m sglang.launch_server``."""
+    own, options = arguments(arm), dict(arm.options)
+    words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
+    words += ["--dtype", arm.dtype]
+    if arm.path != arm.model:
+        words += ["--served-model-name", arm.model]
+    if own["kv_cache_dtype"] != "auto":
+        words += ["--kv-cache-dtype", own["kv_cache_dtype"]]
+    words += ["--device", own["device"]]
+    needed = ("attention_backend", "sampling_backend", "base_gpu_id", *(("page_size",) if k16v8_of(arm.kv) else ()))
+    for name in needed:  # without them it does not start on a CPU, on that GPU, or with this pair of formats
+        if (flag := name.replace("_", "-")) not in options and name in own:
+            words += [f"--{flag}", str(own[name])]
+    graphs = ["--disable-cuda-graph"] if switched(options.pop("cuda-graph", "on")) is False else []
+    return [*words, *graphs, *flags(sorted(options.items()), _SERVED_AS, negates=False)]
+
+
+def serve_variables(arm: Arm) -> dict[str, str]:
+    """As :meth:`Engine.serve_variables`."""
+    variables = switch_variables(k16v8_of(arm.kv))
+    if arm.device == "cpu":
+        variables |= {_CPU_ENGINE: "1", "OMP_NUM_THREADS": str(arm.threads)}
+    return {**variables, **dict(arm.env)}
 
 
 def context(arm: Arm) -> int:

@@ -32,6 +32,7 @@ from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
 from fidelab.engines.timing import time_prompts
+from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
@@ -102,6 +103,14 @@ class VLLMEngine(Engine):
         if backend.platform == "cpu" and arm.device != "cpu":
             return Support(False, "this vLLM runs on the CPU alone: pass --device cpu")
         return Support(backend.ok, backend.reason)
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return launch.serve_command(arm, host, port)
+
+    @classmethod
+    def serve_variables(cls, arm: Arm) -> dict[str, str]:
+        return launch.serve_variables(arm)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm

