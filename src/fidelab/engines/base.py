@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -217,6 +218,9 @@ class Engine(ABC):
     name: ClassVar[str]
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # names that fidelab itself knows; engines have more
+    controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     separate_kv: ClassVar[bool] = True  # keys and values may have different formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm
 from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
-from fidelab.engines.options import flags
-from fidelab.errors import EngineError
+from fidelab.engines.options import flags, parse_options
+from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "K16V8",
@@ -22,6 +22,7 @@ __all__ = [
     "Backend",
     "backend_for",
     "cache_formats",
+    "engine_options",
     "installed",
     "k16v8_of",
     "least_cache_bytes",
@@ -130,6 +131,50 @@ def cache_formats() -> tuple[str, ...]:
     except ImportError as error:
         raise EngineError(f"vLLM does not import ({' '.join(str(error).split())[:200]})") from error
     return tuple(get_args(CacheDType))
+
+
+def engine_options(arm: Arm) -> dict[str, Any]:
+    """The arm's options that fidelab itself does not know, as vLLM's own command line reads them, by argument.
+
+    Raises:
+        UsageError: vLLM has no such option, or refuses its value.
+    """
+    from fidelab.engines.vllm.adapter import VLLMEngine
+
+    others = [pair for pair in arm.options if pair[0] not in VLLMEngine.options]
+    if not others:
+        return {}
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
+    values = parse_options("vllm", parser, others, VLLMEngine.options)
+    for name, value in values.items():
+        _check_range(name, value)
+    return values
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Have the class of vLLM's configuration that owns a value check it.
+
+    Raises:
+        UsageError: it refuses the value.
+    """
+    import vllm.config
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.dataclasses import is_pydantic_dataclass
+
+    classes = (getattr(vllm.config, each) for each in vllm.config.__all__)
+    owners = (each for each in classes if isinstance(each, type) and is_pydantic_dataclass(each))
+    field = next((each.__pydantic_fields__[name] for each in owners if name in each.__pydantic_fields__), None)
+    if field is None or value is None:
+        return
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise UsageError(f"engine vllm: {name.replace('_', '-')}={value!r}: {said}") from None
 
 
 def backend_for(arm: Arm) -> Backend:
