@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import yaml
 
+from fidelab.engines import ENGINES
 from fidelab.environments import container
 from fidelab.environments.answers import ask
 from fidelab.environments.container import find_image, named_paths, seen_through
 from fidelab.environments.environment import locate
 from fidelab.errors import EngineError
 from fidelab.models.tiny import make_tiny
+from fidelab.registry import Registry
 from tests.captures import sample
 from tests.environments.conftest import ROOT, Second
 from tests.environments.fake_docker import FakeDocker
@@ -362,3 +364,29 @@ def test_the_flags_of_an_image_belong_to_an_engine() -> None:
     assert isinstance(arm, ArmConfig)
     assert arm.engine is not None
     assert arm.engine.image == "a/b:1@sha256:00"
+
+
+def test_the_engines_of_an_image_are_listed_and_the_doctor_is_content_with_one(
+    docker: FakeDocker, second: Second, room: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room.mkdir()
+    few = {name: ENGINES._table[name] for name in ("hf", "vllm")}
+    monkeypatch.setattr("fidelab.environments.listing.ENGINES", Registry("engine", few))
+    for python, ready, problems in ((sys.executable, True, {"vllm"}), (second.python, False, {"hf", "vllm"})):
+        docker.say(python=python)
+        places = json.loads(cli("engines", "list", "--image", "engine:1", "--json", cwd=room).out)["engines"]
+        assert {place["name"] for place in places} == {"image engine:1"}
+        assert {place["engine"] for place in places if place["problem"]} == problems
+        told = cli("doctor", "--image", "engine:1", "--json", cwd=room)
+        assert told.code == (not ready)
+        checks = json.loads(told.out)["checks"]
+        engines = [check for check in checks if check["group"] == "engines"]
+        assert {check["name"] for check in engines if check["status"] == "missing"} == problems
+        assert not any("install" in check["detail"] for check in engines)  # nothing is installed in an image
+    assert docker.alive() == []
+
+
+def test_the_doctor_refuses_an_image_that_is_not_there(docker: FakeDocker, room: Path) -> None:
+    room.mkdir()
+    refused(cli("doctor", "--image", "other:2", cwd=room), "docker pull other:2")
+    refused(cli("doctor", "--system", "--image", "engine:1", cwd=room), "--system")
