@@ -1,4 +1,4 @@
-"""``fidelab doctor --system`` on recorded machines: their files in a folder, and executables that print as theirs did."""
+"""``fidelab doctor --system`` on recorded machines: their files in a folder, and tools that print as theirs did."""
 
 from __future__ import annotations
 

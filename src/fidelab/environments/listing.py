@@ -170,7 +170,6 @@ def _answered(place: Installed, asked: EngineAnswers) -> Installed:
 
 def _broken(place: Installed, problem: str) -> Installed:
     if place.environment is not None and place.environment.image is not None:  # where nothing is installed
-        return replace(
-            place, problem=re.split(r": (?:fidelab engines|pip) install", problem)[0], remedy="use an image that has it"
-        )
+        why = re.split(r": (?:fidelab engines|pip) install", problem)[0]
+        return replace(place, problem=why, remedy="use an image that has it")
     return replace(place, problem=problem, remedy=install_command(place.engine))
