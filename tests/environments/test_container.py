@@ -133,6 +133,20 @@ def test_one_arm_alone_runs_in_an_image_with_its_own_variables(docker: FakeDocke
     assert run.env["FAKE_MODE"] == "a b"
 
 
+def test_arms_that_differ_in_their_images_alone_stand_side_by_side(docker: FakeDocker, room: Path) -> None:
+    second = {"engine:2": {"Id": "sha256:" + "2" * 64, "RepoDigests": []}}
+    docker.say(images={"engine:1": {"Id": "sha256:" + "1" * 64, "RepoDigests": []}} | second)
+    arms = [f"kv=tilt[q=0.6],engine=fake,image=engine:{n}" for n in (1, 2)]
+    flags = [word for arm in arms for word in ("--candidate", arm)]
+    done = compare(room, "tilt[q=0.6]", flags=[*flags, "--no-floor"], windows=4, limit=2)
+    assert done.code == 0, done.err
+    assert [done.arm(f"fake engine:{n} tilt[q=0.6]")["ran"]["image"]["name"] for n in (1, 2)] == [
+        "engine:1",
+        "engine:2",
+    ]
+    assert len(docker.runs("fidelab.workers.child")) == 2
+
+
 def test_an_image_that_is_missing_leaves_the_other_arms_theirs(docker: FakeDocker, room: Path) -> None:
     arm = "kv=tilt[q=0.6],engine=fake,image=other:2,name=there"
     done = compare(room, "tilt[q=0.7]", flags=["--candidate", arm, "--no-floor"], windows=8, limit=2)

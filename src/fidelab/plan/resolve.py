@@ -14,7 +14,7 @@ from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import expand, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, Estimator, KVSpec, usable_cores
+from fidelab.core import Arm, Estimator, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
@@ -143,7 +143,7 @@ class _Resolver:
         experiment = self._experiment
         reference = self._arm(experiment.reference)
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
-        _refuse_twins(candidates)
+        _refuse_twins(candidates, self._deployed)
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
@@ -459,16 +459,19 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
         yield experiment.control
 
 
-def _refuse_twins(candidates: tuple[Arm, ...]) -> None:
+def _refuse_twins(candidates: tuple[Arm, ...], deployed: Mapping[str, Deployed]) -> None:
+    """Refuse what would be captured twice: the same arm, in environments of the same versions."""
     names: set[str] = set()
     prints: dict[str, str] = {}
     for arm in candidates:
-        twin = prints.get(arm.fingerprint())
+        versions = deployed[arm.name].versions if arm.name in deployed else {}
+        fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
+        twin = prints.get(fingerprint)
         if twin is not None or arm.name in names:
             same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
             raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
         names.add(arm.name)
-        prints[arm.fingerprint()] = arm.name
+        prints[fingerprint] = arm.name
 
 
 def _refuse_namesakes(arms: Sequence[Arm]) -> None:
