@@ -142,6 +142,9 @@ def main(folder: str, words: list[str]) -> int:
     state: dict[str, Any] = json.loads((home / "state.json").read_text())
     with (home / "calls").open("a") as log:
         log.write(json.dumps(words) + "\n")
+    if words[0] == "info":
+        print(state.get("security", "[name=seccomp,profile=builtin name=cgroupns]"))
+        return 0
     if words == ["--version"]:
         print(state.get("version", "Docker version 29.0.0, build 0"))
         return 0

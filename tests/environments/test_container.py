@@ -17,7 +17,8 @@ from fidelab.engines import ENGINES
 from fidelab.environments import container
 from fidelab.environments.answers import ask
 from fidelab.environments.container import find_image, named_paths, seen_through
-from fidelab.environments.environment import locate
+from fidelab.environments.environment import locate, remember_trial
+from fidelab.environments.trial import try_out
 from fidelab.errors import EngineError
 from fidelab.models.tiny import make_tiny
 from fidelab.registry import Registry
@@ -247,7 +248,26 @@ def test_gpus_are_handed_over_to_arms_that_run_on_one(
             for word in (flag, value)
         )
         assert given == expected
-        assert ("keep-id" in words) is podman
+        assert ("keep-id" in words) is (podman and os.getuid() != 0)
+
+
+def test_where_the_daemon_runs_as_the_user_its_root_is_that_user(docker: FakeDocker) -> None:
+    docker.say(security="[name=seccomp,profile=builtin name=rootless name=cgroupns]")
+    made = locate("fake", image="engine:1").container()
+    assert made is not None
+    words = made.command("python3", "m")
+    assert words[words.index("--user") + 1] == "0:0"
+
+
+def test_a_trial_in_an_image_runs_each_format_and_keeps_nothing(docker: FakeDocker, tmp_path: Path) -> None:
+    environment = locate("fake", image="engine:1")
+    faults = {"any": "it did not run"}
+    remember_trial(environment, faults)  # there is no folder of fidelab's that it could be kept in
+    assert environment.failing == {}
+    found = try_out(environment, tmp_path / "logs")
+    assert found["exact"] is None
+    assert all(list(run.mounts.values()).count(True) == 1 for run in docker.runs("fidelab.workers.child"))
+    assert docker.alive() == []
 
 
 def test_behind_ssh_the_command_is_one_line_for_its_shell(docker: FakeDocker, room: Path) -> None:

@@ -44,6 +44,7 @@ class Image:
         id: by which containers are started, so that all of a run have the same content.
         digest: the published one where the image was pulled, else ``id``; the same on every machine that pulled it.
         program: ``docker`` or ``podman`` with the prefix before it.
+        rootless: docker's daemon runs as the user, who is root in its containers.
         gpus: flags that hand the machine's GPUs over; empty where it has none.
     """
 
@@ -52,6 +53,7 @@ class Image:
     digest: str
     program: tuple[str, ...]
     podman: bool = False
+    rootless: bool = False
     gpus: tuple[str, ...] = ()
 
     @property
@@ -82,9 +84,9 @@ class Container:
 
     def command(self, python: str, module: str) -> list[str]:
         """The command line that runs a module in it."""
-        user = f"{os.getuid()}:{os.getgid()}"
+        user = "0:0" if self.image.rootless else f"{os.getuid()}:{os.getgid()}"
         words = ["run", "--rm", "--init", "--interactive", "--name", self.name, "--pull", "never", "--user", user]
-        if self.image.podman:
+        if self.image.podman and os.getuid():  # without root: the user keeps the number inside
             words += ["--userns", "keep-id"]
         if self.network:
             words += ["--network", "host"]
@@ -142,11 +144,12 @@ def find_image(name: str, prefix: Sequence[str] = ()) -> Image:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise EngineError(f"{_shown(prefix, program)} image inspect {name}: its answer cannot be read") from None
     podman = "podman" in _run(prefix, [program, "--version"]).stdout.lower()  # docker may be another name of it
+    rootless = not podman and "rootless" in _run(prefix, [program, "info", "--format", "{{.SecurityOptions}}"]).stdout
     repository = name.partition("@")[0]
     repository = repository.rpartition(":")[0] if ":" in repository.rpartition("/")[2] else repository
     own = [text for text in published if text.partition("@")[0].endswith(repository)] or sorted(published)
     digest = own[0].rpartition("@")[2] if own else identity
-    return Image(name, identity, digest, (*prefix, program), podman, _gpu_flags(prefix, podman))
+    return Image(name, identity, digest, (*prefix, program), podman, rootless, _gpu_flags(prefix, podman))
 
 
 def named_paths(values: Iterable[str]) -> list[str]:

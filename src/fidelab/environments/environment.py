@@ -269,8 +269,10 @@ def remember_trial(environment: Environment, faults: Mapping[str, str | None]) -
     Raises:
         OSError: it cannot be written.
     """
+    if environment._elsewhere:
+        return
     folder = Path(environment.python).parents[1]
-    if not environment._elsewhere and (marker := read_marker(folder)):
+    if marker := read_marker(folder):
         write_marker(folder, {**marker, "failing": {name: why for name, why in faults.items() if why}})
 
 
