@@ -138,10 +138,7 @@ def amd(tmp_path: Path) -> Machine:
     """Two RDNA4 cards, nothing wrong."""
     machine = Machine(tmp_path / "root")
     (machine.root / "sys/module/amdgpu").mkdir(parents=True)
-    machine.write("/opt/rocm/.info/version", "7.2.4-1234\n")
-    machine.write(
-        "/opt/rocm/include/rccl/rccl.h", "#define NCCL_MAJOR 2\n#define NCCL_MINOR 28\n#define NCCL_PATCH 3\n"
-    )
+    machine.write("/opt/rocm/.info/version", "7.1.1-1234\n")
     machine.tool("rocminfo", ROCMINFO, "opt/rocm/bin")
     for address, bridge in (("0000:03:00.0", "0000:00:01.1"), ("0000:07:00.0", "0000:00:03.1")):
         memory = {"mem_info_vram_total": str(32 << 30), "mem_info_vram_used": str(1 << 30)}
@@ -168,7 +165,7 @@ def test_a_sound_nvidia_machine_has_nothing_bad_and_is_described(nvidia: Machine
 def test_a_sound_amd_machine_has_nothing_bad_and_is_described(amd: Machine) -> None:
     checks = {check.name: check for check in amd.checks()}
     assert {check.status for check in checks.values()} == {"ok"}, checks
-    assert checks["driver"].detail == "amdgpu of the kernel, ROCm 7.2.4"
+    assert checks["driver"].detail == "amdgpu of the kernel, ROCm 7.1.1"
     assert checks["gpu 1"].detail == "AMD Radeon AI PRO R9700, gfx1201, 32.0 GiB, 1.0 GiB in use"
     assert checks["kernel options"].detail == "PCI_P2PDMA=y, DMABUF_MOVE_NOTIFY=y, HSA_AMD_P2P=y"
     assert checks["peer access"].detail == "over PCIe"
@@ -300,10 +297,12 @@ def test_a_torch_without_kernels_for_the_gpu_is_bad(nvidia: Machine) -> None:
     ]
 
 
-def test_rccl_without_rdna4_is_bad_unless_its_protocol_is_set(amd: Machine) -> None:
-    amd.write("/opt/rocm/include/rccl/rccl.h", "#define NCCL_MAJOR 2\n#define NCCL_MINOR 27\n#define NCCL_PATCH 7\n")
+def test_rocm_whose_rccl_hangs_on_rdna4_is_bad_unless_its_protocol_is_set(amd: Machine) -> None:
+    amd.write("/opt/rocm/.info/version", "7.2.4-99\n")
     [bad] = amd.bad()
     assert "NCCL_PROTO=Simple" in (bad.remedy or "")
+    assert bad.detail.startswith("2 GPUs with gfx1201 with ROCm 7.2.4")
+    assert "unmeasured" in amd.check("bandwidth").detail  # it might hang the machine
     amd.environ = {"NCCL_PROTO": "simple"}
     assert amd.bad() == []
 

@@ -46,7 +46,8 @@ class Pair:
             version = next((version for version in facts.get(name, ()) if _meets(version, condition)), None)
             if version is None:
                 return ""
-            met.append(version if version == condition else f"{name} {version}")
+            text = f"{version} {name}" if name == "GPUs" else f"{name} {version}"
+            met.append(version if version == condition else text)
         return " with ".join(met)
 
 
@@ -104,10 +105,10 @@ KNOWN_BAD: tuple[Pair, ...] = (
         settled=False,
     ),
     Pair(
-        {**_SEVERAL, "AMD GPU": "gfx1201", "RCCL": "<2.28.3"},
-        "all-reduce never ends: RCCL takes the tuning of another GPU",
-        "set NCCL_PROTO=Simple, or install RCCL 2.28.3 or newer",
-        "vLLM's issue 40980 and several owners of two such cards",
+        {**_SEVERAL, "AMD GPU": "gfx1201", "ROCm": ">=7.2,<7.3"},
+        "all-reduce never ends: its RCCL takes the tuning of another GPU",
+        "set NCCL_PROTO=Simple, or go back to ROCm 7.1.1",
+        "vLLM's issue 40980, where ROCm 7.1.1 is sound",
         ("NCCL_PROTO", "Simple"),
     ),
     *(
@@ -115,7 +116,7 @@ KNOWN_BAD: tuple[Pair, ...] = (
             {"AMD GPU": name, "ROCm": "<6.4.1"},
             "ROCm does not know this GPU",
             "install ROCm 6.4.1 or newer",
-            "AMD's release notes: RDNA4 is supported since 6.4.1",
+            "AMD's system requirements list RDNA4 from 6.4.1 on",
         )
         for name in ("gfx1200", "gfx1201")
     ),
