@@ -139,7 +139,7 @@ def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _leaves(str(name), inner)
+            yield from _leaves(f"env.{name}" if key == "env" else str(name), inner)
     elif isinstance(value, list):
         for inner in value:
             yield from _leaves(key, inner)

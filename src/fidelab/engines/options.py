@@ -27,6 +27,7 @@ __all__ = [
     "flags",
     "is_count",
     "one_of",
+    "other_options",
     "parse_options",
     "switched",
     "trusts_code",
@@ -71,7 +72,17 @@ SWITCH: Value = (lambda text: switched(text) is not None, "on or off")
 YES_NO: Value = (lambda text: switched(text) is not None, "yes or no")
 
 
-def check_options(
+def check_options(engine: str, options: Iterable[tuple[str, str]], known: Mapping[str, Value]) -> None:
+    """Reject unknown options and invalid values.
+
+    Raises:
+        UsageError: names the options that exist, or what the value should be.
+    """
+    for key, _ in other_options(engine, options, known):
+        raise unknown_option(engine, key, known)
+
+
+def other_options(
     engine: str,
     options: Iterable[tuple[str, str]],
     known: Mapping[str, Value],
@@ -105,9 +116,7 @@ def unknown_option(engine: str, key: str, names: Iterable[str]) -> UsageError:
     near = get_close_matches(key, names, n=3)
     owners = [other for other in ENGINES.names() if other != engine and key in ENGINES.load(other).options]
     elsewhere = f"; engine {' and '.join(owners)} has" if owners else ""
-    listed = (
-        f"; it has: {', '.join(names)}" if len(names) < _MOST_LISTED else "; its own command line (--help) lists them"
-    )
+    listed = f"; it has: {', '.join(names)}" if len(names) < _MOST_LISTED else "; see --help of its own command line"
     meant = f"; did you mean {' or '.join(near)}?" if near else "" if owners else listed
     return UsageError(f"engine {engine} has no option {key!r}{elsewhere}{meant}")
 

@@ -33,9 +33,9 @@ from fidelab.engines.options import (
     TRUST,
     YES_NO,
     Value,
-    check_options,
     is_count,
     one_of,
+    other_options,
     trusts_code,
     unknown_option,
 )
@@ -128,7 +128,7 @@ class HFEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        for key, _ in check_options(cls.name, arm.options, _OPTIONS, _CONTROLLED):
+        for key, _ in other_options(cls.name, arm.options, _OPTIONS, _CONTROLLED):
             from transformers import GenerationConfig
 
             if key.replace("-", "_") in GenerationConfig().to_dict():

@@ -73,9 +73,9 @@ class HFModel:
         NotSupportedError: it keeps no keys and values that could be encoded.
     """
 
-    def __init__(self, arm: Arm, mark: Callable[[str], None], loading: Mapping[str, Any]) -> None:
+    def __init__(self, arm: Arm, mark: Callable[[str], None], loading: Mapping[str, Any] | None = None) -> None:
         self._arm = arm
-        self._loading = loading
+        self._loading = loading or {}
         self._mark = mark
         self._options = dict(arm.options)
         torch.set_num_threads(arm.threads)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.engines.options import Value, check_options, switched, unknown_option
+from fidelab.engines.options import Value, other_options, switched, unknown_option
 from fidelab.errors import EngineError, UsageError
 
 __all__ = ["GGML_TYPES", "CacheReads", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload", "parameters"]
@@ -327,13 +327,15 @@ def parameters(
 
     Raises:
         UsageError: there is no such field, or it takes another kind of value; also of ``known`` and ``controlled``.
-        EngineError: the bindings cannot be imported.
     """
     found: dict[str, dict[str, Any]] = {"context": {}, "model": {}}
-    others = check_options("llamacpp", options, known, controlled)
+    others = other_options("llamacpp", options, known, controlled)
     if not others:
         return found
-    native, _ = _native()
+    try:
+        native, _ = _native()
+    except ImportError:
+        raise unknown_option("llamacpp", others[0][0], known) from None
     structures = {"context": native.llama_context_params, "model": native.llama_model_params}
     fields = {
         name.replace("_", "-"): (of, name, kind)

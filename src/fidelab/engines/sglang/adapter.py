@@ -29,7 +29,7 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed,
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
-from fidelab.engines.options import Value, check_options, trusts_code
+from fidelab.engines.options import Value, trusts_code
 from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.launch import (
     CONTROLLED,
@@ -97,7 +97,6 @@ class SGLangEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        check_options(cls.name, arm.options, OPTIONS, CONTROLLED)
         engine_options(arm)
         if arm.dtype not in DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")

@@ -25,6 +25,7 @@ from fidelab.engines.options import (
     flags,
     is_count,
     one_of,
+    other_options,
     parse_options,
     switched,
     trusts_code,
@@ -120,13 +121,13 @@ def kv_choices() -> list[str]:
 
 
 def engine_options(arm: Arm) -> dict[str, Any]:
-    """The arm's options that fidelab itself does not know, as SGLang's own command line reads them, by argument.
+    """Argument → value of the options that fidelab neither knows nor controls, as SGLang's own command line reads them.
 
     Raises:
         UsageError: SGLang has no such option, or refuses its value.
         EngineError: SGLang cannot be imported here.
     """
-    others = [pair for pair in arm.options if pair[0] not in OPTIONS]
+    others = other_options("sglang", arm.options, OPTIONS, CONTROLLED)
     return parse_options("sglang", _parser(), others, OPTIONS) if others else {}
 
 

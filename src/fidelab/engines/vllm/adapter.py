@@ -30,7 +30,7 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
-from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, check_options, is_count, one_of, trusts_code
+from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
@@ -128,7 +128,6 @@ class VLLMEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        check_options(cls.name, arm.options, _OPTIONS, _CONTROLLED)
         engine_options(arm)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")

@@ -13,7 +13,7 @@ from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm
 from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
-from fidelab.engines.options import flags, parse_options
+from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.errors import EngineError, UsageError
 
 __all__ = [
@@ -134,19 +134,21 @@ def cache_formats() -> tuple[str, ...]:
 
 
 def engine_options(arm: Arm) -> dict[str, Any]:
-    """The arm's options that fidelab itself does not know, as vLLM's own command line reads them, by argument.
+    """Argument → value of the options that fidelab neither knows nor controls, as vLLM's own command line reads them.
 
     Raises:
         UsageError: vLLM has no such option, or refuses its value.
     """
     from fidelab.engines.vllm.adapter import VLLMEngine
 
-    others = [pair for pair in arm.options if pair[0] not in VLLMEngine.options]
+    others = other_options("vllm", arm.options, VLLMEngine.options, VLLMEngine.controlled)
     if not others:
         return {}
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        raise unknown_option("vllm", others[0][0], VLLMEngine.options) from None
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
     values = parse_options("vllm", parser, others, VLLMEngine.options)
     for name, value in values.items():
