@@ -102,7 +102,7 @@ def test_only_our_kernels_convert_in_registers(attention: str | None, checkpoint
 
 
 def test_another_way_to_convert_is_refused(checkpoint: Checkpoint) -> None:
-    with pytest.raises(UsageError, match="dequant='lazy' is not one of fused, unpack"):
+    with pytest.raises(UsageError, match="dequant='lazy' is not fused or unpack"):
         HFEngine.supports(tiny.arm(checkpoint("llama"), "f32", dequant="lazy"))
 
 

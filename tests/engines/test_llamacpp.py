@@ -83,8 +83,8 @@ def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"flash_atn": "on"}, "no option 'flash-atn'; it has: flash-attn, n-gpu-layers, n-batch, n-ubatch"),
-        ({"flash_attn": "yes"}, "flash-attn='yes' is not on or off"),
+        ({"flash_atn": "on"}, "no option 'flash-atn'; did you mean flash-attn?"),
+        ({"flash_attn": "perhaps"}, "flash-attn='perhaps' is not on or off"),
         ({"n_gpu_layers": "-2"}, "n-gpu-layers='-2' is not a number of layers"),
         ({"n_batch": "0"}, "n-batch='0' is not a number of tokens"),
         ({"n_ubatch": "many"}, "n-ubatch='many' is not a number of tokens"),

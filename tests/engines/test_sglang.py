@@ -39,13 +39,8 @@ def arm(kv: str = "auto", device: str = "cpu", dtype: str = "bfloat16", **option
 # ---------------------------------------------------------------------------------------------- settings
 
 
-def test_an_unknown_option_is_refused_with_those_that_exist() -> None:
-    with pytest.raises(UsageError, match=r"no option 'page'; it has: tp, .*page-size"):
-        SGLangEngine.supports(arm(page="16"))
-
-
 @pytest.mark.parametrize(
-    "options", [{"tp": "0"}, {"mem_fraction_static": "2"}, {"cuda_graph": "yes"}, {"chunked_prefill_size": "-2"}]
+    "options", [{"tp": "0"}, {"mem_fraction_static": "2"}, {"cuda_graph": "perhaps"}, {"chunked_prefill_size": "-2"}]
 )
 def test_a_value_that_cannot_be_is_refused(options: dict[str, str]) -> None:
     [value] = options.values()

@@ -40,8 +40,8 @@ def asked(kv: str = "auto", path: Path = Path("m"), **options: str) -> Arm:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"enforce_egar": "yes"}, "no option 'enforce-egar'; it has: enforce-eager, kv-cache-memory"),
-        ({"enforce_eager": "on"}, "enforce-eager='on' is not yes or no"),
+        ({"enforce_egar": "yes"}, "no option 'enforce-egar'; did you mean enforce-eager"),
+        ({"enforce_eager": "perhaps"}, "enforce-eager='perhaps' is not yes or no"),
         ({"kv_cache_memory": "4X"}, "kv-cache-memory='4X' is not a number of bytes"),
         ({"kv_cache_memory": "0"}, "kv-cache-memory='0' is not a number of bytes"),
         ({"kv_cache_memory": ""}, "kv-cache-memory='' is not a number of bytes"),

@@ -231,6 +231,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     words = {(key, value) for key in ("python", "image", "prefix") if (value := settings["engine"][key]) is not None}
     words |= {("pythonpath", folder) for folder in settings["engine"]["pythonpath"]}
     words |= set(settings["engine_args"].items())
+    words |= {(f"env.{name}", value) for name, value in settings["env"].items()}
     words |= {(key, value) for key in ("text", "prompts") if (value := getattr(axes, key)) != "default"}
     return Trust(trusted or (), words, exact=True)
 

@@ -51,6 +51,8 @@ __all__ = [
 
 # ------------------------------------------------------------------------------------------------- groups
 
+_ENV = "env."  # before the name of an environment variable
+
 
 class Options:
     """Base of the groups.  Fields are class attributes, ``Annotated`` with a typer option or argument.
@@ -265,7 +267,9 @@ class EngineOptions(Options, panel=ENGINE):
     pythonpath: Annotated[
         list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
     ] = None
-    engine_arg: Annotated[list[str] | None, typer.Option(help="Engine option K=V; may be repeated.")] = None
+    engine_arg: Annotated[list[str] | None, typer.Option(help="Engine option K=V, or env.NAME=V; may be repeated.")] = (
+        None
+    )
     dtype: Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")] = "auto"
     device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")] = "auto"
     threads: Annotated[
@@ -277,6 +281,7 @@ class EngineOptions(Options, panel=ENGINE):
     ] = None
 
     def settings(self) -> dict[str, Any]:
+        given = self._engine_args()
         return {
             "engine": {
                 "name": self.engine,
@@ -285,7 +290,8 @@ class EngineOptions(Options, panel=ENGINE):
                 "prefix": self.prefix,
                 "pythonpath": self.pythonpath or [],
             },
-            "engine_args": self._engine_args(),
+            "engine_args": {key: value for key, value in given.items() if not key.startswith(_ENV)},
+            "env": {key.removeprefix(_ENV): value for key, value in given.items() if key.startswith(_ENV)},
             "dtype": self.dtype,
             "device": self.device,
             "threads": self.threads,

@@ -34,6 +34,7 @@ Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine
 _MEMORY = "fidelab/trusted-files"  # below the user's state: per line a hash and the file that had it
 _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
+_TRUST, _YES = "trust-remote-code", ("yes", "true", "on")
 _NAMES = {"text": ("default", "wikitext-2"), "prompts": ("default",)}  # values that are no files
 
 
@@ -138,7 +139,7 @@ def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
 def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _leaves(str(name), inner)
+            yield from _leaves(f"env.{name}" if key == "env" else str(name), inner)
     elif isinstance(value, list):
         for inner in value:
             yield from _leaves(key, inner)
@@ -155,8 +156,11 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
 def demands(settings: Experiment | CrossEngine) -> list[Demand]:
     """Programs, shims, code of a hub, keys and files that these settings name, each once."""
     found: list[Demand] = []
-    for engine, options in _arms(settings):
+    for engine, options, env in _arms(settings):
         found += _programs(engine)
+        found += (Demand(f"env.{name}", value, "is a variable that would be set") for name, value in env.items())
+        if options.get(_TRUST, "no").lower() in _YES:
+            found.append(Demand(_TRUST, options[_TRUST], "lets a checkpoint bring code that would be run"))
         if engine.name == "hf" and "/" in options.get(_ATTENTION, ""):
             found.append(Demand(_ATTENTION, options[_ATTENTION], "is code of a hub that would be run"))
         if _KEY in options:
@@ -172,16 +176,16 @@ def demands(settings: Experiment | CrossEngine) -> list[Demand]:
     return list(dict.fromkeys(found))
 
 
-def _arms(settings: Experiment | CrossEngine) -> Iterator[tuple[EngineConfig, Mapping[str, str]]]:
-    """Engine and options of every arm."""
+def _arms(settings: Experiment | CrossEngine) -> Iterator[tuple[EngineConfig, Mapping[str, str], Mapping[str, str]]]:
+    """Engine, options and variables of every arm."""
     if isinstance(settings, CrossEngine):
-        yield from ((line.engine, line.engine_args) for line in settings.engines)
+        yield from ((line.engine, line.engine_args, {}) for line in settings.engines)
         return
     control = [settings.control] if isinstance(settings.control, ArmConfig) else []
     for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells()):
         engine = arm.engine or settings.engine
         shared = settings.engine_args if engine.name == settings.engine.name else {}
-        yield engine, {**shared, **arm.engine_args}
+        yield engine, {**shared, **arm.engine_args}, {**settings.env, **arm.env}
 
 
 def _programs(engine: EngineConfig) -> Iterator[Demand]:

@@ -12,6 +12,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ import numpy as np
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
 from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.errors import NotSupportedError
 
 __all__ = [
     "Answer",
@@ -216,6 +218,9 @@ class Engine(ABC):
     name: ClassVar[str]
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
+    options: ClassVar[Mapping[str, Any]] = MappingProxyType({})  # names that fidelab itself knows; engines have more
+    controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
+    aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
     separate_kv: ClassVar[bool] = True  # keys and values may have different formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
@@ -272,6 +277,23 @@ class Engine(ABC):
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
         """The nearest KV format that should cost nothing against this reference; ``None`` where there is none."""
         return None
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        """The command line of the engine's own server with what this arm says, and nothing that it leaves open.
+
+        The first words are the program as users call it (``vllm serve``, ``python -m …``, ``llama-server``);
+        ``arm.path`` is the model that it names.
+
+        Raises:
+            NotSupportedError: the engine has no server, or its server cannot be told this.
+        """
+        raise NotSupportedError(f"engine {cls.name} has no server of its own")
+
+    @classmethod
+    def serve_variables(cls, arm: Arm) -> dict[str, str]:
+        """Environment variables that belong to :meth:`serve_command`; the arm's own go before others."""
+        return dict(arm.env)
 
     @classmethod
     def lossless(cls, arm: Arm) -> bool | None:

@@ -30,6 +30,7 @@ __all__ = [
     "missing",
     "pair_scaling",
     "set_switch",
+    "switch_variables",
     "translated_errors",
     "versions_for",
 ]
@@ -88,6 +89,11 @@ def content_bytes(head_dim: int, v_dim: int, scaling: Scaling) -> int:
 def set_switch(scaling: Scaling | None) -> None:
     """Set the switch for this process and its children; an arm that is not K16/V8 must not inherit it."""
     os.environ[SWITCH] = {None: "0", "none": "1"}.get(scaling, str(scaling))
+
+
+def switch_variables(scaling: Scaling | None) -> dict[str, str]:
+    """The switch as a variable to start a server with; empty for an arm that is not K16/V8."""
+    return {} if scaling is None else {SWITCH: {"none": "1"}.get(scaling, scaling)}
 
 
 # -------------------------------------------------------------------------------------------- the package

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import argparse
+import json
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
+from difflib import get_close_matches
+from types import MappingProxyType
+from typing import Any, NoReturn
 
+from fidelab.core import Arm
 from fidelab.errors import UsageError
 
-__all__ = ["NAME", "NUMBER", "SHARE", "SWITCH", "TOKENS", "YES_NO", "Value", "check_options", "is_count", "one_of"]
+__all__ = [
+    "NAME",
+    "NUMBER",
+    "OBJECT",
+    "SHARE",
+    "SWITCH",
+    "TOKENS",
+    "TRUST",
+    "YES_NO",
+    "Value",
+    "check_options",
+    "flags",
+    "is_count",
+    "one_of",
+    "other_options",
+    "parse_options",
+    "switched",
+    "trusts_code",
+    "unknown_option",
+]
 
+TRUST = "trust-remote-code"  # the option of engines that can run code of a checkpoint
+_MOST_LISTED = 40
 Value = tuple[Callable[[str], bool], str]  # the check of a value, and what valid values are called
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except ValueError:
+        return False
 
 
 def is_count(text: str) -> bool:
@@ -32,19 +67,144 @@ NUMBER: Value = (is_count, "a whole number above 0")
 TOKENS: Value = (is_count, "a number of tokens")
 SHARE: Value = (_is_share, "a share between 0 and 1")
 NAME: Value = (bool, "a name")
-SWITCH = one_of("on", "off")
-YES_NO = one_of("yes", "no")
+OBJECT: Value = (_is_object, "a JSON object")
+SWITCH: Value = (lambda text: switched(text) is not None, "on or off")
+YES_NO: Value = (lambda text: switched(text) is not None, "yes or no")
 
 
-def check_options(engine: str, options: Sequence[tuple[str, str]], known: Mapping[str, Value]) -> None:
+def check_options(engine: str, options: Iterable[tuple[str, str]], known: Mapping[str, Value]) -> None:
     """Reject unknown options and invalid values.
 
     Raises:
         UsageError: names the options that exist, or what the value should be.
     """
+    for key, _ in other_options(engine, options, known):
+        raise unknown_option(engine, key, known)
+
+
+def other_options(
+    engine: str,
+    options: Iterable[tuple[str, str]],
+    known: Mapping[str, Value],
+    controlled: Mapping[str, str] = MappingProxyType({}),
+) -> list[tuple[str, str]]:
+    """Reject invalid values of the options that fidelab knows, and those that it controls; return all others.
+
+    ``controlled``: option → what fidelab does with it, and how to write what was meant.
+
+    Raises:
+        UsageError: says what the value should be, or why the option cannot be set.
+    """
+    others = []
     for key, value in options:
+        if key in controlled:
+            raise UsageError(f"engine {engine}: {key} cannot be set here: {controlled[key]}")
         if key not in known:
-            raise UsageError(f"engine {engine} has no option {key!r}; it has: {', '.join(known)}")
+            others.append((key, value))
+            continue
         good, what = known[key]
         if not good(value):
             raise UsageError(f"engine {engine}: {key}={value!r} is not {what}")
+    return others
+
+
+def unknown_option(engine: str, key: str, names: Iterable[str]) -> UsageError:
+    """The error for an option that an engine does not have: the nearest ones, and the engines that do have it."""
+    from fidelab.engines import ENGINES
+
+    names = sorted({*names})
+    near = get_close_matches(key, names, n=3)
+    owners = [other for other in ENGINES.names() if other != engine and key in ENGINES.load(other).options]
+    elsewhere = f"; engine {' and '.join(owners)} has" if owners else ""
+    listed = f"; it has: {', '.join(names)}" if len(names) < _MOST_LISTED else "; see --help of its own command line"
+    meant = f"; did you mean {' or '.join(near)}?" if near else "" if owners else listed
+    return UsageError(f"engine {engine} has no option {key!r}{elsewhere}{meant}")
+
+
+class _Refused(Exception):
+    pass
+
+
+def parse_options(
+    engine: str, parser: argparse.ArgumentParser, options: Iterable[tuple[str, str]], known: Iterable[str] = ()
+) -> dict[str, Any]:
+    """Options as the engine's own command line reads them: the name of its argument → the value.
+
+    Switches are ``yes`` or ``no`` (``true``, ``on``, … too), several values a JSON list or separated by spaces.
+
+    Args:
+        parser: the engine's own; its ``error`` is replaced.
+        known: names besides the parser's, for the error.
+
+    Raises:
+        UsageError: there is no such option, or the engine refuses the value; in the engine's own words.
+    """
+
+    def refuse(message: str) -> NoReturn:
+        raise _Refused(message)
+
+    parser.error = refuse  # type: ignore[method-assign]
+    actions = {name[2:]: a for a in parser._actions for name in a.option_strings if name.startswith("--")}
+    values: dict[str, Any] = {}
+    for key, value in options:
+        if (action := actions.get(key)) is None:
+            raise unknown_option(engine, key, [*known, *actions])
+        words = [f"--{key}={value}"]
+        if action.nargs == 0:
+            if (on := switched(value)) is None:
+                raise UsageError(f"engine {engine}: {key}={value!r} is not yes or no")
+            opposite = key.removeprefix("no-") if key.startswith("no-") else f"no-{key}"
+            words = [f"--{key}"] if on else [f"--{opposite}"] if opposite in actions else []
+        elif action.nargs is not None and action.nargs != "?":
+            words = [f"--{key}", *_several(value)]
+        try:
+            values[action.dest] = getattr(parser.parse_args(words), action.dest)
+        except (_Refused, ValueError, SystemExit) as error:  # a type of the parser may raise whatever it likes
+            raise UsageError(f"engine {engine}: {key}={value!r}: {' '.join(str(error).split())[:300]}") from None
+    return values
+
+
+def _several(text: str) -> list[str]:
+    with suppress(ValueError):
+        if isinstance(values := json.loads(text), list):
+            return [value if isinstance(value, str) else json.dumps(value) for value in values]
+    return text.split()
+
+
+def switched(value: str) -> bool | None:
+    """Whether a value switches an option on or off; ``None``: it is another kind of value."""
+    return {"yes": True, "true": True, "on": True, "no": False, "false": False, "off": False}.get(value.lower())
+
+
+def trusts_code(arm: Arm) -> bool:
+    """Whether the arm's checkpoint may bring code that is run: only where somebody wrote so."""
+    return switched(dict(arm.options).get(TRUST, "no")) is True
+
+
+def flags(
+    options: Iterable[tuple[str, str]],
+    renamed: Mapping[str, str] = MappingProxyType({}),
+    valued: Collection[str] = (),
+    *,
+    negates: bool = True,
+) -> list[str]:
+    """Options of an arm as words of a command line: ``--NAME VALUE``; switches ``--NAME`` or ``--no-NAME``.
+
+    Args:
+        options: name and value, in their order.
+        renamed: what the command line calls options that have another name there; an empty name: it has none.
+        valued: options that take words such as ``on`` and ``auto``, and so are no switches.
+        negates: whether the parser knows ``--no-NAME``; where it does not, what is off is left away.
+    """
+    words: list[str] = []
+    for key, value in options:
+        name, on = renamed.get(key, key), None if key in valued else switched(value)
+        if not name:
+            continue
+        if on is None:
+            words += [f"--{name}", value]
+        elif on:
+            words.append(f"--{name}")
+        elif negates:
+            words.append(f"--{name.removeprefix('no-')}" if name.startswith("no-") else f"--no-{name}")
+    return words

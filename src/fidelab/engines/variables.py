@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from fidelab.engines.base import Engine
+from fidelab.errors import UsageError
 
-__all__ = ["thread_variables", "variables_of"]
+__all__ = ["check_env", "is_secret", "thread_variables", "variables_of"]
 
 # What all engines compute with: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
 _COMMON = (
@@ -45,6 +46,7 @@ _COSMETIC = re.compile(
 )
 # Left out altogether: no number depends on a secret, and a hash of a weak one tells it.
 _SECRET = re.compile(r".*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*|ACCESS_KEY.*|SECRET_.*)")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LOGIN = re.compile(r"(?<=://)[^/@\s]+@")  # in a URL
 
 
@@ -64,6 +66,32 @@ def variables_of(engine: type[Engine], environment: Mapping[str, str]) -> dict[s
         and not _COSMETIC.fullmatch(name)
         and not _SECRET.fullmatch(name)
     }
+
+
+# What fidelab itself sets for every worker, and how to write what was meant.
+_CONTROLLED = {
+    **dict.fromkeys(_THREADS, "pass --threads"),
+    **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH"), "name folders with --pythonpath"),
+    "CUDA_VISIBLE_DEVICES": "pass --device, or set it for all of fidelab",
+}
+
+
+def check_env(names: Iterable[str]) -> None:
+    """Refuse variables that an arm cannot have of its own.
+
+    Raises:
+        UsageError: it is one that fidelab sets, or no name of a variable.
+    """
+    for name in names:
+        if name in _CONTROLLED:
+            raise UsageError(f"env.{name} cannot be set for an arm: {_CONTROLLED[name]}")
+        if not _NAME.fullmatch(name):
+            raise UsageError(f"env.{name}: that is no name of an environment variable")
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable's content belongs into no report and no key."""
+    return _SECRET.fullmatch(name) is not None
 
 
 def thread_variables(threads: int) -> dict[str, str]:

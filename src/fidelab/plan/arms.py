@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec
 from fidelab.engines import k16v8
 from fidelab.engines.hf import kernels as hf_kernels
+from fidelab.engines.variables import check_env
 from fidelab.environments.answers import EngineAnswers
 from fidelab.errors import UnknownNameError
 from fidelab.models import Model
@@ -52,6 +53,9 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     dtype = config.dtype or dtype
     shared = experiment.engine_args if engine.name == experiment.engine.name else {}
     options = {**shared, **config.engine_args}
+    env = {**experiment.env, **config.env}
+    check_env(env)
+    options = _one_spelling(options, engine_class(engine).aliases)
     if engine.name == _HF and options.get(ATTENTION) == k16v8.FORMER_NAME:
         options[ATTENTION] = k16v8.K16V8
     return Arm(
@@ -65,8 +69,14 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
         device=experiment.device,
         threads=experiment.threads or 1,
         options=tuple(sorted(options.items())),
-        env=tuple(sorted({**experiment.env, **config.env}.items())),
+        env=tuple(sorted(env.items())),
     )
+
+
+def _one_spelling(options: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Options with dashes and under the names that fidelab has for them."""
+    dashed = ((key.replace("_", "-"), value) for key, value in options.items())
+    return {aliases.get(key, key): value for key, value in dashed}
 
 
 def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:

@@ -3,14 +3,16 @@
 Engine options (``--engine-arg``): ``attention`` (sdpa, eager, …, ``transformers``: whichever that chooses itself,
 ``k16v8``: that package's kernels over pages), ``dequant`` (``fused``, the default with these kernels: they convert what
 they read; ``unpack``: the cache is decoded to the compute type before attention, as with every other attention),
-``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped).  Unless
-told, attention is k16v8 on a GPU where it is installed, holds the formats of all arms that are compared and runs the
-model, and Transformers' own choice elsewhere.  What goes into the cache is Transformers' choice too: models with latent
-attention may hand it a latent as keys and the rotary part as values.
+``estimator`` (hidden, logprobs), ``jitter`` (a seed: the last bit of some of layer 0's weights is flipped), and those
+of ``from_pretrained``: ``device-map``, ``max-memory``, ``quantization-config``, ``tp-plan`` and
+``experts-implementation``.  Unless told, attention is k16v8 on a GPU where it is installed, holds the formats of all
+arms that are compared and runs the model, and Transformers' own choice elsewhere.  What goes into the cache is
+Transformers' choice too: models with latent attention may hand it a latent as keys and the rotary part as values.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import platform
 import time
@@ -25,7 +27,18 @@ from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head, device_name
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.installed import unknown_architecture
-from fidelab.engines.options import is_count
+from fidelab.engines.options import (
+    NAME,
+    OBJECT,
+    TRUST,
+    YES_NO,
+    Value,
+    is_count,
+    one_of,
+    other_options,
+    trusts_code,
+    unknown_option,
+)
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, UsageError
 from fidelab.formats import FORMATS, create
@@ -35,7 +48,27 @@ if TYPE_CHECKING:
 
     from fidelab.engines.hf.cache import EncodedCache
 
-_OPTIONS = {"attention": None, "dequant": hf_kernels.DEQUANT, "estimator": ("hidden", "logprobs"), "jitter": None}
+_LOADING: Mapping[str, Value] = {  # passed on to ``from_pretrained``
+    "device-map": (bool, "a device, auto, balanced …, or a JSON object of modules and devices"),
+    "experts-implementation": NAME,
+    "max-memory": OBJECT,
+    "quantization-config": OBJECT,
+    "tp-plan": one_of("auto"),
+    TRUST: YES_NO,
+}
+_OPTIONS: Mapping[str, Value] = {
+    "attention": NAME,
+    "dequant": one_of(*hf_kernels.DEQUANT),
+    "estimator": one_of("hidden", "logprobs"),
+    "jitter": (is_count, "a seed: a whole number above 0"),
+    **_LOADING,
+}
+_CONTROLLED: Mapping[str, str] = {
+    **dict.fromkeys(("dtype", "torch-dtype"), "write dtype=…"),
+    "cache-implementation": "write kv=…",
+    **dict.fromkeys(("config", "revision", "subfolder", "variant"), "write model=NAME@REVISION, or a folder"),
+    **dict.fromkeys(("use-cache", "use-safetensors", "weights-only"), "it is always on"),
+}
 # Those of Transformers, and the package k16v8's.
 _ATTENTION = (
     *("eager", "sdpa", "flex_attention"),
@@ -45,6 +78,12 @@ _ATTENTION = (
 _DTYPES = ("float32", "bfloat16", "float16")
 _SENTINEL_ROWS = 8
 _SHARED_PREFIX = 128  # tokens from which on it pays to compute once what all prompts begin with
+
+
+def _loading(arm: Arm) -> dict[str, Any]:
+    """The options of loading as arguments of ``from_pretrained``."""
+    given = ((key, text) for key, text in arm.options if key in _LOADING and key != TRUST)
+    return {key.replace("-", "_"): json.loads(text) if text.startswith("{") else text for key, text in given}
 
 
 @dataclass(frozen=True)
@@ -62,6 +101,9 @@ class HFEngine(Engine):
     examined: ClassVar[tuple[str, ...]] = ("transformers",)
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.hf.model", "transformers.models.auto.modeling_auto")
     has_jitter: ClassVar[bool] = True
+    options: ClassVar[Mapping[str, Value]] = _OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
+    aliases: ClassVar[Mapping[str, str]] = {"attn-implementation": "attention"}
     start_seconds: ClassVar[float] = 5.0
     kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
@@ -86,20 +128,18 @@ class HFEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        for key, value in arm.options:
-            if key not in _OPTIONS:
-                raise UsageError(f"engine hf has no option {key!r}; it has: {', '.join(_OPTIONS)}")
-            allowed = _OPTIONS[key]
-            if allowed and value not in allowed:
-                raise UsageError(f"engine hf: {key}={value!r} is not one of {', '.join(allowed)}")
-        if not is_count(dict(arm.options).get("jitter", "1")):
-            raise UsageError(f"engine hf: jitter={dict(arm.options)['jitter']!r} is no seed: a whole number above 0")
+        for key, _ in other_options(cls.name, arm.options, _OPTIONS, _CONTROLLED):
+            from transformers import GenerationConfig
+
+            if key.replace("-", "_") in GenerationConfig().to_dict():
+                raise UsageError(f"engine hf: {key} changes nothing here: fidelab decodes greedily without generate()")
+            raise unknown_option(cls.name, key, _OPTIONS)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         attention = dict(arm.options).get("attention", "eager")
         if attention not in _ATTENTION and "/" not in attention:  # owner/name is a kernel of a hub
             raise UsageError(f"engine hf: attention={attention!r} is not one of {', '.join(_ATTENTION)}")
-        if unknown := unknown_architecture(arm):
+        if not trusts_code(arm) and (unknown := unknown_architecture(arm)):
             return Support(False, unknown)
         layers = hf_kernels.shape_of(arm.path).layers
         if layers is not None and (beyond := [layer for layer in arm.kv.skip_layers if layer >= layers]):
@@ -118,7 +158,7 @@ class HFEngine(Engine):
         from fidelab.engines.hf.model import HFModel
 
         self._arm = arm
-        self._model = HFModel(arm, self.mark)
+        self._model = HFModel(arm, self.mark, _loading(arm))
         self._jittered: int | None = None
         if seed := dict(arm.options).get("jitter"):
             from fidelab.engines.hf.layers import decoder_layers, jitter

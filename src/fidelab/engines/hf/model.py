@@ -22,6 +22,7 @@ from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.hf.cache import EncodedCache
 from fidelab.engines.hf.head import USE_LOGPROBS, ReplayedHead, to_array
 from fidelab.engines.hf.proof import Proof
+from fidelab.engines.options import trusts_code
 from fidelab.errors import EngineError, NotSupportedError
 from fidelab.formats import create
 
@@ -56,6 +57,8 @@ def _leave_attention_open(config: Any) -> None:
 class HFModel:
     """An arm's model, loaded and tried out.  ``mark`` is called at the end of each phase of opening.
 
+    ``loading``: further arguments of ``from_pretrained``.
+
     Attributes:
         module: Transformers' model; ``config``: the configuration of its text part.
         cache: the last cache that was made.
@@ -70,8 +73,9 @@ class HFModel:
         NotSupportedError: it keeps no keys and values that could be encoded.
     """
 
-    def __init__(self, arm: Arm, mark: Callable[[str], None]) -> None:
+    def __init__(self, arm: Arm, mark: Callable[[str], None], loading: Mapping[str, Any] | None = None) -> None:
         self._arm = arm
+        self._loading = loading or {}
         self._mark = mark
         self._options = dict(arm.options)
         torch.set_num_threads(arm.threads)
@@ -102,12 +106,13 @@ class HFModel:
 
             register_attention()
         try:
-            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+            trusted = trusts_code(self._arm)
+            config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=trusted)
             if config.is_encoder_decoder:
                 raise EngineError(
                     f"{config.model_type} is an encoder-decoder model; engine hf runs decoder-only models"
                 )
-            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+            self.tokenizer = transformers.AutoTokenizer.from_pretrained(path, trust_remote_code=trusted)
             causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
             auto, mapped = (
                 (transformers.AutoModelForCausalLM, transformers.MODEL_FOR_CAUSAL_LM_MAPPING)
@@ -117,18 +122,20 @@ class HFModel:
             mapped.get(type(config), None)  # imports the model's code, so that this is not timed as loading weights
             self._mark("import")
             opened: dict[str, Any] = {"attn_implementation": attn} if attn else {}
+            opened |= self._loading
             if not _attentions(config) <= _PLAIN:
                 _leave_attention_open(config)
                 opened["config"] = config
             model, report = auto.from_pretrained(
                 path,
-                trust_remote_code=False,
+                trust_remote_code=trusted,
                 dtype=getattr(torch, self._arm.dtype),
                 use_safetensors=True,
                 output_loading_info=True,
                 **opened,
             )
-            self.module = model.to(self._arm.device).eval()
+            placed = {"device_map", "tp_plan"} & opened.keys()
+            self.module = (model if placed else model.to(self._arm.device)).eval()
             self._mark("weights")
             self._lm_head = model.get_output_embeddings()
             if self._lm_head is not None:

@@ -1,7 +1,8 @@
 """llama.cpp in-process, through llama-cpp-python: GGUF models, every KV format of ggml, keys and values apart.
 
 Engine options (``--engine-arg``): ``flash-attn`` (on, off; on unless told: V formats of less than 16 bits need it),
-``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512).
+``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512), and
+the numbers and switches of ``llama_context_params`` and ``llama_model_params`` by their names, with dashes.
 ``LLAMA_CPP_LIB_PATH`` names a folder with an own build of libllama.
 
 - **The estimator is** ``logprobs``: float16 rows of the live logits.  llama.cpp multiplies the state after the final
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
+from fidelab.engines.llamacpp import serve
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
     CacheReads,
@@ -43,9 +45,10 @@ from fidelab.engines.llamacpp.library import (
     Seen,
     build,
     can_offload,
+    parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_state
-from fidelab.engines.options import SWITCH, TOKENS, Value, check_options, is_count
+from fidelab.engines.options import SWITCH, TOKENS, Value, is_count, switched
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
@@ -68,6 +71,14 @@ _OPTIONS: Mapping[str, Value] = {
     "n-batch": TOKENS,
     "n-ubatch": TOKENS,
 }
+_CONTROLLED: Mapping[str, str] = {
+    **dict.fromkeys(("type-k", "type-v", "cache-type-k", "cache-type-v"), "write kv=K/V"),
+    "flash-attn-type": "write flash-attn=on or off",
+    **dict.fromkeys(("n-threads", "n-threads-batch"), "pass --threads"),
+    **dict.fromkeys(("n-ctx", "n-seq-max"), "every request gets the room that it needs"),
+    **dict.fromkeys(("embeddings", "pooling-type", "vocab-only", "ctx-type"), "captures are made of logits"),
+    "main-gpu": "pass --device",
+}
 
 
 class LlamaCppEngine(Engine):
@@ -77,6 +88,9 @@ class LlamaCppEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = (_PACKAGE,)
     checkpoint_format: ClassVar[str] = "gguf"
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.llamacpp.library", "llama_cpp.llama_cpp")
+    options: ClassVar[Mapping[str, Value]] = _OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
+    aliases: ClassVar[Mapping[str, str]] = {"batch-size": "n-batch", "ubatch-size": "n-ubatch", "ngl": "n-gpu-layers"}
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
@@ -108,7 +122,7 @@ class LlamaCppEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        check_options(cls.name, arm.options, _OPTIONS)
+        parameters(arm.options, _OPTIONS, _CONTROLLED)
         if Path(arm.path).suffix != ".gguf":
             return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
@@ -116,6 +130,10 @@ class LlamaCppEngine(Engine):
         if not _flash(arm) and arm.kv.v.name not in _WIDE:
             return Support(False, f"V = {arm.kv.v} needs flash attention: leave flash-attn=off away")
         return Support(True)
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return serve.serve_command(arm, host, port)
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:
@@ -131,6 +149,7 @@ class LlamaCppEngine(Engine):
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
+        self._parameters = parameters(arm.options, _OPTIONS, _CONTROLLED)
         self._seen: Seen | None = None
         self._chunk = int(self._options.get("n-batch", _CHUNK))
         self._gpu = arm.device != "cpu" or self._options.get("n-gpu-layers", "0") != "0"
@@ -207,7 +226,8 @@ class LlamaCppEngine(Engine):
         layers = self._options.get("n-gpu-layers")
         fields: dict[str, Any] = {"n_gpu_layers": int(layers) if layers else _ALL_LAYERS if self._gpu else 0}
         _, colon, number = self._arm.device.partition(":")
-        return fields | ({"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {})
+        placed = {"main_gpu": int(number), "split_mode": _ONE_GPU} if colon else {}
+        return {**fields, **placed, **self._parameters["model"]}
 
     def _context(
         self, cells: int, sequences: int = 1, k: str | None = None, v: str | None = None, **more: Any
@@ -223,9 +243,7 @@ class LlamaCppEngine(Engine):
             n_ubatch=min(self._chunk, int(self._options.get("n-ubatch", _CHUNK))),
             n_threads=self._arm.threads,
             n_threads_batch=self._arm.threads,
-            offload_kqv=self._gpu,
-            op_offload=self._gpu,
-            **more,
+            **{"offload_kqv": self._gpu, "op_offload": self._gpu, **self._parameters["context"], **more},
         )
 
     def _try_out(self) -> None:
@@ -354,7 +372,7 @@ class LlamaCppEngine(Engine):
 
 
 def _flash(arm: Arm) -> bool:
-    return dict(arm.options).get("flash-attn", "on") == "on"
+    return switched(dict(arm.options).get("flash-attn", "on")) is True
 
 
 def _size(name: str, values: float) -> float:

@@ -6,9 +6,10 @@ Only llama.cpp's log tells what a context really holds, so the log is read while
 from __future__ import annotations
 
 import ctypes
+import math
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar
@@ -16,9 +17,10 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.errors import EngineError
+from fidelab.engines.options import Value, other_options, switched, unknown_option
+from fidelab.errors import EngineError, UsageError
 
-__all__ = ["GGML_TYPES", "CacheReads", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload"]
+__all__ = ["GGML_TYPES", "CacheReads", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload", "parameters"]
 
 Floats = NDArray[np.float32]
 
@@ -36,6 +38,8 @@ GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
 }
 _T = TypeVar("_T")
 _PAGE = 256  # cells: the unit in which llama.cpp makes caches
+_WHOLE = (ctypes.c_int, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int8, ctypes.c_uint8)
+_REAL = (ctypes.c_float, ctypes.c_double)
 _BLOCK = 64  # rows of logits copied at a time
 _POINTERS = 29  # words of a ggml tensor up to the end of its sources
 _LOOKS = ("VIEW", "PERMUTE", "RESHAPE", "TRANSPOSE", "CPY", "CONT")  # operations that pass their input on
@@ -314,6 +318,63 @@ class LlamaContext:
         if not pointer:
             raise EngineError(f"llama.cpp gave no logits for token {place} of a batch")
         return np.ctypeslib.as_array(pointer, shape=(self._vocabulary,))
+
+
+def parameters(
+    options: Iterable[tuple[str, str]], known: Mapping[str, Value], controlled: Mapping[str, str]
+) -> dict[str, dict[str, Any]]:
+    """The options that are fields of llama.cpp's parameters, by ``context`` and ``model``.
+
+    Raises:
+        UsageError: there is no such field, or it takes another kind of value; also of ``known`` and ``controlled``.
+    """
+    found: dict[str, dict[str, Any]] = {"context": {}, "model": {}}
+    others = other_options("llamacpp", options, known, controlled)
+    if not others:
+        return found
+    try:
+        native, _ = _native()
+    except ImportError:
+        raise unknown_option("llamacpp", others[0][0], known) from None
+    structures = {"context": native.llama_context_params, "model": native.llama_model_params}
+    fields = {
+        name.replace("_", "-"): (of, name, kind)
+        for of, structure in structures.items()
+        for name, kind in structure._fields_
+        if kind in (*_WHOLE, *_REAL, ctypes.c_bool)
+    }
+    for key, value in others:
+        if key not in fields:
+            raise unknown_option("llamacpp", key, [*known, *fields])
+        of, name, kind = fields[key]
+        found[of][name] = _field(key, value, kind)
+    return found
+
+
+def _field(key: str, text: str, kind: Any) -> Any:
+    """The value of a field of llama.cpp's parameters.
+
+    Raises:
+        UsageError: the text is of another kind, or out of the type's range.
+    """
+    value: float | None
+    if kind is ctypes.c_bool:
+        value, what = switched(text), "yes or no"
+    elif kind in _REAL:
+        value, what = _number(text), "a number"
+    else:
+        value, what = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None, "a whole number"
+        value = value if value is not None and kind(value).value == value else None
+    if value is None:
+        raise UsageError(f"engine llamacpp: {key}={text!r} is not {what} that llama.cpp takes")
+    return value
+
+
+def _number(text: str) -> float | None:
+    try:
+        return value if math.isfinite(value := float(text)) else None
+    except ValueError:
+        return None
 
 
 def _with(params: ctypes.Structure, values: Mapping[str, Any]) -> ctypes.Structure:

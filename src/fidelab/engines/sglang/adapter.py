@@ -3,7 +3,8 @@ or as ``k16v8`` by a backend of the package of that name.
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
 ``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
-``chunked-prefill-size``, ``cuda-graph`` (on, off; off unless told); and ``estimator`` (hidden, logprobs).
+``chunked-prefill-size``, ``cuda-graph`` (on, off; off unless told), ``estimator`` (hidden, logprobs), and whatever else
+``sglang.launch_server --help`` names, checked by SGLang's own parser.
 
 - **States** are those after the final norm, kept by a hook inside the schedulers (``engines/sglang/capture.py``); the
   head is the loaded one.  A few rows of every request are compared with the engine's own logits.
@@ -28,14 +29,17 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed,
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
-from fidelab.engines.options import check_options
+from fidelab.engines.options import Value, trusts_code
+from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.launch import (
+    CONTROLLED,
     DTYPES,
     K16V8,
     OPTIONS,
     SPARE,
     arguments,
     context,
+    engine_options,
     k16v8_cannot,
     k16v8_of,
     kv_choices,
@@ -66,6 +70,9 @@ class SGLangEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = ("sglang", "sglang-cpu")
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
+    options: ClassVar[Mapping[str, Value]] = OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = CONTROLLED
+    aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
     start_seconds: ClassVar[float] = 20.0
 
     @classmethod
@@ -90,15 +97,23 @@ class SGLangEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        check_options(cls.name, arm.options, OPTIONS)
+        engine_options(arm)
         if arm.dtype not in DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
-        if unknown := unknown_architecture(arm, "sglang/srt/configs"):
+        if not trusts_code(arm) and (unknown := unknown_architecture(arm, "sglang/srt/configs")):
             return Support(False, unknown)
         if k16v8_of(arm.kv) is not None:
             reason = k16v8_cannot(arm)
             return Support(not reason, reason)
         return Support(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return launch.serve_command(arm, host, port)
+
+    @classmethod
+    def serve_variables(cls, arm: Arm) -> dict[str, str]:
+        return launch.serve_variables(arm)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm
@@ -132,7 +147,7 @@ class SGLangEngine(Engine):
     def tokenize(self, text: str) -> list[int]:
         from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-        tokenizer = get_tokenizer(self._arm.path, trust_remote_code=False)
+        tokenizer = get_tokenizer(self._arm.path, trust_remote_code=trusts_code(self._arm))
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:

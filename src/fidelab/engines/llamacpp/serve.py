@@ -1,0 +1,83 @@
+"""An arm as the command line of a server of llama.cpp: its own, or that of llama-cpp-python.  Standard library only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fidelab.core import Arm
+from fidelab.engines.llamacpp.library import GGML_TYPES
+from fidelab.engines.options import flags, switched
+from fidelab.errors import NotSupportedError
+
+__all__ = ["PROGRAM", "python_server", "serve_command"]
+
+PROGRAM = "llama-server"
+# Fields of llama.cpp's parameters that its command line calls otherwise, or negates under another name.
+_FLAGS: Mapping[str, str] = {
+    "n-ctx": "ctx-size",
+    "n-batch": "batch-size",
+    "n-ubatch": "ubatch-size",
+    "n-seq-max": "parallel",
+    "rope-scaling-type": "rope-scaling",
+    "use-mmap": "mmap",
+    "use-mlock": "mlock",
+    "offload-kqv": "kv-offload",
+}
+_WORDS = ("flash-attn",)  # on, off and auto are its values
+# Fields of an arm that the server of llama-cpp-python has under the same names.
+_SETTINGS = (
+    *(
+        "n_gpu_layers",
+        "split_mode",
+        "main_gpu",
+        "tensor_split",
+        "use_mmap",
+        "use_mlock",
+        "n_ctx",
+        "n_batch",
+        "n_ubatch",
+    ),
+    *("rope_scaling_type", "rope_freq_base", "rope_freq_scale", "yarn_ext_factor", "yarn_attn_factor"),
+    *("yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx", "offload_kqv", "flash_attn", "chat_format", "draft_model"),
+    *("draft_model_num_pred_tokens", "cache", "cache_size", "cache_type", "verbose", "interrupt_requests"),
+)
+
+
+def serve_command(arm: Arm, host: str, port: int) -> list[str]:
+    """As :meth:`Engine.serve_command`: ``llama-server``."""
+    words = [PROGRAM, "--model", arm.path, "--host", host, "--port", str(port), "--threads", str(arm.threads)]
+    if arm.path != arm.model:
+        words += ["--alias", arm.model]
+    words += ["--cache-type-k", arm.kv.k.name, "--cache-type-v", arm.kv.v.name]
+    options = dict(arm.options)
+    if "flash-attn" not in options:
+        words += ["--flash-attn", "on"]  # as in a comparison
+    return [*words, *flags(arm.options, _FLAGS, _WORDS)]
+
+
+def python_server(arm: Arm, host: str, port: int) -> list[str]:
+    """The same on the server that comes with llama-cpp-python, for machines without ``llama-server``.
+
+    Raises:
+        NotSupportedError: an option that it does not have.
+    """
+    settings: dict[str, str] = {
+        "model": arm.path,
+        "model_alias": arm.model,
+        "host": host,
+        "port": str(port),
+        "n_threads": str(arm.threads),
+        "n_threads_batch": str(arm.threads),
+        "type_k": str(GGML_TYPES[arm.kv.k.name][0]),
+        "type_v": str(GGML_TYPES[arm.kv.v.name][0]),
+        "flash_attn": "true",
+        "interrupt_requests": "false",  # else a request ends the one before it
+    }
+    for key, value in arm.options:
+        name, on = key.replace("-", "_"), switched(value)
+        if name not in _SETTINGS:
+            raise NotSupportedError(
+                f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or leave it away"
+            )
+        settings[name] = value if on is None else "true" if on else "false"
+    return ["python", "-m", "llama_cpp.server", *(word for key in settings for word in (f"--{key}", settings[key]))]

@@ -1,0 +1,114 @@
+"""Options of an arm: those that fidelab knows, those of an engine's own parser, and those that it controls."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from fidelab.config.schema import Experiment
+from fidelab.config.trust import demands
+from fidelab.core import Arm, KVSpec
+from fidelab.engines.base import Engine
+from fidelab.engines.hf.adapter import HFEngine
+from fidelab.engines.llamacpp.adapter import LlamaCppEngine
+from fidelab.engines.options import other_options, parse_options
+from fidelab.engines.sglang.adapter import SGLangEngine
+from fidelab.engines.variables import check_env
+from fidelab.engines.vllm.adapter import VLLMEngine
+from fidelab.errors import UsageError
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(add_help=False)
+    made.add_argument("--max-model-len", type=int)
+    made.add_argument("--swap-space", type=float)
+    made.add_argument("--moe-backend", choices=("triton", "cutlass"))
+    made.add_argument("--enable-dbo", action=argparse.BooleanOptionalAction, default=None)
+    made.add_argument("--disable-graphs", action="store_true")
+    made.add_argument("--sizes", nargs="+", type=int)
+    return made
+
+
+def parsed(**options: str) -> dict[str, object]:
+    return parse_options("vllm", parser(), [(key.replace("_", "-"), value) for key, value in options.items()])
+
+
+def test_values_are_those_that_the_engines_own_command_line_reads() -> None:
+    assert parsed(max_model_len="512", swap_space="-1.5", moe_backend="triton") == {
+        "max_model_len": 512,
+        "swap_space": -1.5,
+        "moe_backend": "triton",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("yes", True), ("true", True), ("on", True), ("no", False), ("off", False)]
+)
+def test_switches_are_yes_or_no_in_any_spelling(text: str, value: bool) -> None:
+    assert parsed(enable_dbo=text, disable_graphs=text) == {"enable_dbo": value, "disable_graphs": value}
+    assert parsed(no_enable_dbo=text) == {"enable_dbo": not value}
+
+
+@pytest.mark.parametrize("text", ["[1, 2, 4]", "1 2 4"])
+def test_several_values_are_a_json_list_or_words(text: str) -> None:
+    assert parsed(sizes=text) == {"sizes": [1, 2, 4]}
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_model_len": "many"}, "max-model-len='many': argument --max-model-len: invalid int value"),
+        ({"moe_backend": "nonsense"}, "invalid choice: 'nonsense'"),
+        ({"enable_dbo": "perhaps"}, "enable-dbo='perhaps' is not yes or no"),
+        ({"max_modle_len": "3"}, "no option 'max-modle-len'; did you mean max-model-len"),
+        ({"n_ubatch": "3"}, "no option 'n-ubatch'; engine llamacpp has"),
+    ],
+)
+def test_what_the_engine_refuses_is_said_in_its_own_words(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        parsed(**options)
+
+
+@pytest.mark.parametrize(
+    ("engine", "option", "said"),
+    [
+        (VLLMEngine, "enable-prefix-caching", "axis paths"),
+        (VLLMEngine, "kv-cache-dtype", "write kv="),
+        (SGLangEngine, "disable-radix-cache", "axis paths"),
+        (LlamaCppEngine, "type-k", "write kv="),
+        (HFEngine, "torch-dtype", "write dtype="),
+    ],
+)
+def test_an_option_that_fidelab_controls_is_refused_and_why(engine: type[Engine], option: str, said: str) -> None:
+    with pytest.raises(UsageError, match=f"{option} cannot be set here: .*{said}"):
+        other_options(engine.name, [(option, "x")], engine.options, engine.controlled)
+
+
+def test_no_option_is_both_known_and_controlled_and_aliases_lead_to_known_ones() -> None:
+    for engine in (HFEngine, LlamaCppEngine, SGLangEngine, VLLMEngine):
+        assert not {*engine.options} & {*engine.controlled}
+        assert {*engine.aliases.values()} <= {*engine.options}
+
+
+def test_generation_settings_of_transformers_are_refused_where_they_would_change_nothing() -> None:
+    arm = Arm("int8", "hf", "m", "/m", "0", KVSpec.parse("int8"), "float32", "cpu", 1, (("temperature", "0.5"),))
+    with pytest.raises(UsageError, match="temperature changes nothing here"):
+        HFEngine.supports(arm)
+
+
+@pytest.mark.parametrize("name", ["PYTHONPATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "1X", "A B", ""])
+def test_a_variable_that_fidelab_sets_itself_or_that_none_can_be_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"env.{name}"):
+        check_env([name])
+
+
+def test_a_file_that_sets_variables_or_trusts_code_has_to_be_trusted(tmp_path: Path) -> None:
+    written = {
+        "model": "m",
+        "env": {"VLLM_X": "1"},
+        "candidates": [{"kv": "int8", "env": {"LD_PRELOAD": "x.so"}, "engine_args": {"trust-remote-code": True}}],
+    }
+    asked = {(demand.key, demand.value) for demand in demands(Experiment.model_validate(written))}
+    assert asked == {("env.VLLM_X", "1"), ("env.LD_PRELOAD", "x.so"), ("trust-remote-code", "yes")}

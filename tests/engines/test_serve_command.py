@@ -1,0 +1,107 @@
+"""An arm as the command line of its engine's own server."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fidelab.core import Arm, KVSpec
+from fidelab.engines import ENGINES
+from fidelab.engines.k16v8 import meaning
+from fidelab.engines.llamacpp.serve import python_server
+from fidelab.errors import NotSupportedError
+
+
+def arm(engine: str, kv: str = "auto", device: str = "cpu", **options: str) -> Arm:
+    named = tuple(sorted((key.replace("_", "-"), value) for key, value in options.items()))
+    spec = meaning(KVSpec.parse(kv), "bf16")
+    return Arm("x", engine, "owner/m", "owner/m", "", spec, "bfloat16", device, 2, named)
+
+
+def words(one: Arm) -> str:
+    return " ".join(ENGINES.load(one.engine).serve_command(one, "127.0.0.1", 8000))
+
+
+def test_an_arm_that_says_nothing_leaves_everything_to_vllm() -> None:
+    assert words(arm("vllm")) == "vllm serve owner/m --host 127.0.0.1 --port 8000 --dtype bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("tp", "2", "--tensor-parallel-size 2"),
+        ("kv_cache_memory", "4G", "--kv-cache-memory-bytes 4G"),
+        ("chunked_prefill", "no", "--no-enable-chunked-prefill"),
+        ("enforce_eager", "yes", "--enforce-eager"),
+        ("no_async_scheduling", "yes", "--no-async-scheduling"),
+        ("no_async_scheduling", "no", "--async-scheduling"),
+        ("speculative_config", '{"method": "ngram"}', '--speculative-config {"method": "ngram"}'),
+    ],
+)
+def test_options_are_flags_of_vllm(option: str, value: str, expected: str) -> None:
+    assert words(arm("vllm", **{option: value})).endswith(expected)
+
+
+@pytest.mark.parametrize("option", ["estimator", "force"])
+def test_options_of_fidelabs_own_reach_no_server(option: str) -> None:
+    assert words(arm("vllm", **{option: "yes"})) == words(arm("vllm"))
+
+
+def test_a_format_is_passed_on_where_it_is_not_the_engines_own() -> None:
+    assert "--kv-cache-dtype fp8_e4m3" in words(arm("vllm", "fp8_e4m3"))
+    assert "--kv-cache-dtype fp8_e5m2" in words(arm("sglang", "fp8_e5m2"))
+    assert "--kv-cache-dtype" not in words(arm("sglang"))
+    assert "--cache-type-k f16 --cache-type-v q8_0" in words(arm("llamacpp", "f16/q8_0"))
+
+
+def test_k16v8_is_a_backend_and_a_switch() -> None:
+    one = arm("vllm", "k16v8", device="cuda")
+    assert "--attention-backend CUSTOM" in words(one)
+    assert "--kv-cache-dtype" not in words(one)
+    assert ENGINES.load("vllm").serve_variables(one) == {"K16V8": "1"}
+
+
+def test_sglang_gets_what_it_needs_on_a_cpu_unless_the_arm_says_otherwise() -> None:
+    assert "--device cpu --attention-backend torch_native --sampling-backend pytorch" in words(arm("sglang"))
+    assert words(arm("sglang", attention_backend="intel_amx")).count("--attention-backend") == 1
+    assert "backend" not in words(arm("sglang", device="cuda"))
+
+
+def test_sglang_has_no_flags_that_switch_off() -> None:
+    one = words(arm("sglang", device="cuda", disable_radix_cache="yes", enable_metrics="no", cuda_graph="off", tp="2"))
+    assert one.endswith("--device cuda --disable-cuda-graph --disable-radix-cache --tp-size 2")
+
+
+def test_llama_server_has_names_of_its_own() -> None:
+    one = words(arm("llamacpp", "q8_0", n_ctx="2048", n_batch="256", use_mmap="no", flash_attn="on"))
+    assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")
+
+
+def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
+    one = " ".join(python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no"), "127.0.0.1", 8000))
+    assert one.startswith("python -m llama_cpp.server --model owner/m --model_alias owner/m --host 127.0.0.1")
+    assert "--type_k 1 --type_v 8 --flash_attn true" in one
+    assert one.endswith("--n_ctx 2048 --use_mmap false")
+
+
+def test_an_option_that_the_server_of_llama_cpp_python_lacks_is_said() -> None:
+    with pytest.raises(NotSupportedError, match=r"has no swa-full: put llama.cpp's own llama-server on PATH"):
+        python_server(arm("llamacpp", "q8_0", swa_full="yes"), "127.0.0.1", 8000)
+
+
+def test_a_path_is_served_under_the_models_name() -> None:
+    for engine, flag in (("vllm", "--served-model-name"), ("sglang", "--served-model-name"), ("llamacpp", "--alias")):
+        one = replace(arm(engine, "q8_0" if engine == "llamacpp" else "auto"), path="/models/m")
+        assert f"{flag} owner/m" in words(one)
+
+
+def test_variables_of_the_arm_go_before_others() -> None:
+    one = replace(arm("vllm"), env=(("OMP_NUM_THREADS", "7"), ("VLLM_X", "1")))
+    variables = ENGINES.load("vllm").serve_variables(one)
+    assert variables == {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "7", "VLLM_X": "1"}
+
+
+def test_an_engine_without_a_server_says_so() -> None:
+    with pytest.raises(NotSupportedError, match="engine hf has no server of its own"):
+        words(arm("hf"))
