@@ -20,14 +20,7 @@ if TYPE_CHECKING:
     from fidelab.engines.served import Finding
     from fidelab.runs.launch import Launched
 
-__all__ = ["PresetOptions", "TrustedPreset", "complete_preset", "faults_of", "launch", "show_findings", "stop"]
-
-
-def complete_preset(incomplete: str) -> list[str]:
-    """Names of presets."""
-    from fidelab.config.presets import listing
-
-    return [name for name in listing() if name.startswith(incomplete)]
+__all__ = ["PresetOptions", "TrustedPreset", "faults_of", "launch", "show_findings", "stop"]
 
 
 def _running(incomplete: str) -> list[str]:
@@ -37,7 +30,7 @@ def _running(incomplete: str) -> list[str]:
 
 
 Name = Annotated[
-    str, typer.Argument(help="A preset: its name, or the path of its file.", autocompletion=complete_preset)
+    str, typer.Argument(help="A preset: its name, or the path of its file.", autocompletion=options.complete_preset)
 ]
 TrustedPreset = Annotated[
     list[Path] | None,
@@ -248,7 +241,8 @@ def show_findings(found: Sequence[Finding]) -> None:
     for heading in ("", "declared", "runs", ""):
         table.add_column(heading, overflow="fold")
     for one in found:
-        runs = ", ".join(filter(None, (one.effective, one.more))) or "not told"
+        more = "" if one.effective and one.more.replace(",", "").startswith(f"{one.effective} ") else one.more
+        runs = ", ".join(filter(None, (one.effective, more))) or "not told"
         mark = "differs" if one.differs else "" if one.declared is None or one.effective is None else "as declared"
         table.add_row(*map(Text, (one.what, one.declared or "–", runs, mark)))
     open_console().print(table)

@@ -13,7 +13,7 @@ import os
 import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +24,12 @@ import yaml
 from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
 from fidelab.config.load import apply_overrides, expand, read_yaml
+from fidelab.config.presets import find_preset, load_preset
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
 from fidelab.core import digest, state_dir
 from fidelab.errors import ConfigError, InputError, UsageError
 
-__all__ = ["Demand", "Trust", "check_trust", "demands", "load_trusted", "remember"]
+__all__ = ["Demand", "Trust", "check_presets", "check_trust", "demands", "load_trusted", "remember"]
 
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 Asking = Experiment | CrossEngine | Preset
@@ -100,6 +101,26 @@ def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust:
         f"{file} asks for what a file may not do unasked: {listed}. Nothing was run or read; "
         f"if you trust it, add --trust {shlex.quote(str(file))}, or give the same flags"
     )
+
+
+def check_presets(arms: Iterable[str], trust: Trust) -> int:
+    """Refuse what presets that arms name by their files ask for unasked; how many such files there are.
+
+    Args:
+        arms: each in one line, as flags have it.
+        trust: what the person said.
+
+    Raises:
+        ConfigError: as :func:`check_trust`; or there is no such file, or it is no preset.
+    """
+    files = 0
+    for text in arms:
+        with contextlib.suppress(ValueError):  # said when the arm is read
+            name = arm_fields(text).get("preset")
+            if name is not None and not (found := find_preset(str(name))).own:
+                check_trust(load_preset(found), read_yaml(found.path), found.path, trust)
+                files += 1
+    return files
 
 
 def load_trusted(

@@ -23,7 +23,7 @@ from fidelab.engines.openai.http import Client, Refused
 from fidelab.errors import EngineError, OutputError
 from fidelab.workers.causes import explain, explain_exit
 
-__all__ = ["Served", "Starts", "end", "records", "start", "wait_until_healthy", "written_log"]
+__all__ = ["Served", "Starts", "died", "end", "first_answer", "records", "start", "wait_until_healthy", "written_log"]
 
 _GRACE = 15.0  # seconds between asking a server to end and killing its group
 _PAUSE = 0.2  # seconds between two looks whether it answers
@@ -81,7 +81,7 @@ def records() -> list[Served]:
             alive.append(record)
         else:
             record.forget()
-    return alive
+    return sorted(alive, key=lambda server: server.name)
 
 
 @contextmanager
@@ -105,7 +105,7 @@ def start(
     free = next(one for n in range(1, 10_000) if (one := plain if n == 1 else f"{plain}-{n}") not in taken)
     log = _folder() / f"{free}.log"
     try:
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # commands and logs may hold what is secret
         out = log.open("wb")
     except OSError as error:
         raise OutputError(f"cannot write {error.filename or log} ({error.strerror or error})") from error
@@ -153,6 +153,21 @@ def wait_until_healthy(
             say(f"still starting after {seconds:.0f} s; log: {server.log}")
         time.sleep(_PAUSE)
     return time.monotonic() - began
+
+
+def first_answer(server: Served, limit: float) -> None:
+    """Ask for one token: only now some engines make their attention kernels, and name them in their log.
+
+    Raises:
+        EngineError: it gives none; with its last lines.
+    """
+    client = Client(f"{server.url}/v1", None, limit)
+    try:
+        model = client.get("/models")["data"][0]["id"]
+        client.post("/completions", {"model": model, "prompt": "The", "max_tokens": 1, "temperature": 0})
+    except (EngineError, LookupError, TypeError) as error:
+        why = str(error) if isinstance(error, EngineError) else "it lists no model"
+        raise EngineError(f"the server answers, and completes nothing ({why}){_last_lines(server)}") from None
 
 
 def died(server: Served, returncode: int) -> str:
@@ -289,7 +304,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
     part.replace(path)

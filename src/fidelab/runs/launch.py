@@ -21,7 +21,7 @@ from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
 from fidelab.engines.served import Finding, compilation_seconds, findings
 from fidelab.environments.environment import Environment, locate, read_marker
-from fidelab.environments.servers import Served, Starts, start, wait_until_healthy, written_log
+from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.errors import InputError, NotSupportedError, UsageError
 from fidelab.models import embedded
 from fidelab.models import path as model_path
@@ -54,7 +54,7 @@ class Launched:
     """A server that answers, and what it says about its settings.
 
     ``seconds``: until it answered; ``earlier``: those of earlier starts of the same command; ``compiled``: seconds of
-    compilation that its log names; ``checked``: seconds from its first answer to the last finding.
+    compilation that its log names; ``checked``: seconds from then, and one completion, to the last finding.
     """
 
     server: Served
@@ -155,12 +155,14 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     """
     arm = planned.arm
     command = [word for word in planned.command if word not in (planned.url.rpartition(":")[2],)]
-    starts = Starts(arm.engine, str(_installed_versions(planned.command)), *command)
+    variables = {name: value for name, value in planned.variables.items() if not name.startswith("PYTHON")}
+    starts = Starts(arm.engine, str(_installed_versions(planned.command)), str(variables), *command)
     known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST
     say(f"starting {arm.name} on engine {arm.engine}; {known}")
     with start(arm.name, planned.command, planned.variables, planned.url, arm.record()) as (server, process):
         seconds = wait_until_healthy(server, process, limit, say)
         starts.add(seconds)
+        first_answer(server, limit)
         answered = time.monotonic()
         log = written_log(server.log)
         found = check_server(arm, planned.url, log)
