@@ -134,8 +134,8 @@ def test_a_server_that_dies_while_it_starts_leaves_its_last_lines_and_a_cause(
     own(env={"SMALL_DIES": "error: CUDA_ERROR_OUT_OF_MEMORY in ggml"})
     done = launched(tmp_path)
     assert done.code == 2
-    assert "the server exited with status 1; out of device memory" in done.err
-    assert "error: CUDA_ERROR_OUT_OF_MEMORY in ggml" in done.err
+    assert "the server exited with status 1: out of device memory" in done.err
+    assert "  | error: CUDA_ERROR_OUT_OF_MEMORY in ggml\n" in done.err
     assert records() == []
 
 

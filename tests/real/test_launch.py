@@ -103,5 +103,5 @@ def test_vllm_tells_that_it_speculates(smollm2: Model, tmp_path: Path) -> None:
 def test_a_server_that_dies_while_it_starts_is_explained(smollm2: Model, tmp_path: Path) -> None:
     done = cli("launch", *words("vllm"), "--set", "max-model-len=99999999", "--force", "--detach", cwd=tmp_path)
     assert done.code == 2
-    assert "the server exited with status 1; the context is longer than the model's own" in done.err
+    assert "the server exited with status 1: the context is longer than the model's own" in done.err
     assert records() == []

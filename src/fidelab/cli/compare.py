@@ -129,8 +129,8 @@ def compare(
         return
     levels = [word.removeprefix("preset=") for word in vary or [] if word.startswith("preset=")]
     varied = (f"preset={name}" for names in levels for name in names.split(","))
-    named = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
-    presets = check_presets(filter(None, named), Trust(trusted or []))
+    arms = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
+    presets = check_presets(filter(None, arms), Trust(trusted or []))
     if trusted and not presets:
         raise UsageError(
             "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "

@@ -193,7 +193,7 @@ def _wait(launched: Launched) -> None:
     note("Ctrl-C ends it")
     code = launched.process.wait()
     launched.server.forget()
-    note(f"fidelab: {died(launched.server, code)}")
+    note(f"fidelab: {died(launched.server, code, note)}")
     raise typer.Exit(1)
 
 

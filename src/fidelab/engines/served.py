@@ -151,7 +151,7 @@ def _differ(declared: str | None, effective: str | None) -> bool:
     """Whether both are known and mean different things."""
     if declared is None or effective is None or declared in ("auto", "-1"):
         return False
-    return _plain(declared) != _plain(effective)
+    return bool(_plain(declared) != _plain(effective))
 
 
 def _plain(text: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -33,6 +34,8 @@ _MOST_LOG = 4 << 20  # bytes of a log that are read from its beginning, where se
 _MOST_RECORD = 1 << 20
 _KEPT_STARTS = 5
 _PROC = Path("/proc")
+# The last line of a traceback, behind what engines put before each line of their processes.
+_EXCEPTION = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] +)?((?:\w+\.)*\w*(?:Error|Exception): .+)")
 
 
 @dataclass(frozen=True)
@@ -145,9 +148,10 @@ def wait_until_healthy(
     while not _is_healthy(client):
         seconds = time.monotonic() - began
         if process.poll() is not None:
-            raise EngineError(died(server, process.returncode))
+            raise EngineError(died(server, process.returncode, say))
         if seconds > limit:
-            raise EngineError(f"the server did not answer within {limit:g} s{_last_lines(server)}; raise --timeout")
+            _tell_last_lines(server, say)
+            raise EngineError(f"the server did not answer within {limit:g} s: raise --timeout; log: {server.log}")
         if time.monotonic() - said > _REMIND:
             said = time.monotonic()
             say(f"still starting after {seconds:.0f} s; log: {server.log}")
@@ -155,11 +159,11 @@ def wait_until_healthy(
     return time.monotonic() - began
 
 
-def first_answer(server: Served, limit: float) -> None:
+def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> None:
     """Ask for one token: only now some engines make their attention kernels, and name them in their log.
 
     Raises:
-        EngineError: it gives none; with its last lines.
+        EngineError: it gives none.  ``say`` gets its last lines.
     """
     client = Client(f"{server.url}/v1", None, limit)
     try:
@@ -167,15 +171,19 @@ def first_answer(server: Served, limit: float) -> None:
         client.post("/completions", {"model": model, "prompt": "The", "max_tokens": 1, "temperature": 0})
     except (EngineError, LookupError, TypeError) as error:
         why = str(error) if isinstance(error, EngineError) else "it lists no model"
-        raise EngineError(f"the server answers, and completes nothing ({why}){_last_lines(server)}") from None
+        _tell_last_lines(server, say)
+        raise EngineError(f"the server answers, and completes nothing ({why}); log: {server.log}") from None
 
 
-def died(server: Served, returncode: int) -> str:
-    """Why a server ended by itself: its exit status, the likely cause, and its last lines."""
+def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
+    """Why a server ended by itself: its exit status and the likely cause.  ``say`` gets its last lines."""
     lines = written_log(server.log, last=True).splitlines()
+    _tell_last_lines(server, say)
     what = explain_exit(returncode).replace("worker", "server")
-    cause = explain(lines)
-    return f"{what}{f'; {cause}' if cause else ''}{_last_lines(server)}"
+    cause = explain(lines) or next((match[1] for line in lines if (match := _EXCEPTION.match(line))), None)
+    if cause is None:
+        return f"{what}; log: {server.log}"
+    return f"{what.partition(' (')[0]}: {' '.join(cause.split())[:300]}; log: {server.log}"
 
 
 def end(server: Served) -> bool:
@@ -238,10 +246,10 @@ def _is_healthy(client: Client) -> bool:
         return False
 
 
-def _last_lines(server: Served) -> str:
+def _tell_last_lines(server: Served, say: Callable[[str], None]) -> None:
     lines = [line.rstrip() for line in written_log(server.log, last=True).splitlines() if line.strip()]
-    shown = " | ".join(line[:300] for line in lines[-_TAIL:])
-    return f"; the last lines of {server.log}: {shown}" if shown else f"; {server.log} is empty"
+    for line in lines[-_TAIL:]:
+        say(f"  | {line[:300]}")
 
 
 def _end_group(pid: int, gone: Callable[[], bool]) -> None:

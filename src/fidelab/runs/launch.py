@@ -162,7 +162,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     with start(arm.name, planned.command, planned.variables, planned.url, arm.record()) as (server, process):
         seconds = wait_until_healthy(server, process, limit, say)
         starts.add(seconds)
-        first_answer(server, limit)
+        first_answer(server, limit, say)
         answered = time.monotonic()
         log = written_log(server.log)
         found = check_server(arm, planned.url, log)
