@@ -18,7 +18,7 @@ import pytest
 import yaml
 
 from fidelab.environments.servers import records
-from tests.runs.harness import Done, cli
+from tests.runs.harness import Done, cli, write_inputs
 
 SERVER = Path(__file__).parents[1] / "environments" / "small_llama_server.py"
 DEADLINE = 60.0  # seconds: a guard against hangs
@@ -182,6 +182,39 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, own: Ca
     assert not (tmp_path / "state").exists()
 
 
+def test_flags_change_what_the_preset_says(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    changes = ("--set", "kv=f16", "--set", "n-ctx=64", "--set", "n-batch=32", "--set", "serve.parallel=2")
+    done = cli("launch", "mine", "--dry-run", *changes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    shown = done.out.splitlines()[0]
+    assert "--cache-type-k f16" in shown
+    for flags in ("--ctx-size 64", "--batch-size 32", "--parallel 2", "--flash-attn on"):
+        assert shown.count(flags) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--set", "kv"), "write KEY=VALUE"),
+        (("--set", "engine=vllm"), "another engine by --engine"),
+        (("--set", "dtype=int3"), "dtype: Input should be"),
+        (("--engine", "vllm"), "--engine vllm: preset mine is of engine llamacpp"),
+        (("--port", "70000"), "--port 70000: ports go to 65535"),
+        (("--host", "no.such.host.invalid"), "--host no.such.host.invalid: "),
+        (("--set", "model=./nowhere.gguf"), "nowhere.gguf is no file here"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_in_one_line(
+    tmp_path: Path, own: Callable[..., Path], words: tuple[str, ...], message: str
+) -> None:
+    own()
+    done = cli("launch", "mine", "--dry-run", *words, cwd=tmp_path)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
+
+
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, own: Callable[..., Path]) -> None:
     own()
     with socket.socket() as taken:
@@ -301,6 +334,41 @@ def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]
 def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(env={"A": "1"})
     assert cli("presets", "show", "mine", cwd=tmp_path).code == 0
+
+
+# ------------------------------------------------------------------------------------------ compare and bench
+
+
+def test_a_comparison_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
+    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+    write_inputs(tmp_path)
+    done = cli("compare", "--preset", "mine", "--kv", "tilt", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert (resolved["model"], resolved["engine"], resolved["env"]) == ("fake", "fake", {"A": "1"})
+    assert (done.arm("reference")["name"], done.arm("reference")["kv"]["k"]) == ("mine", "exact")
+    assert "preset" not in (done.folder / "config.resolved.yaml").read_text()
+
+
+def test_what_the_command_line_says_goes_before_the_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="other", kv="tilt", engine_args={}, serve={})
+    write_inputs(tmp_path)
+    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+    done = cli("compare", "fake", "--preset", "mine", "--reference", "exact", "--kv", "tilt", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert (resolved["model"], resolved["reference"]["kv"]) == ("fake", "exact")
+    refused = cli("compare", "--preset", "mine", "--engine", "vllm", "--kv", "tilt", cwd=tmp_path)
+    assert refused.code == 2
+    assert "--engine vllm: preset mine is of engine fake" in refused.err
+
+
+def test_a_bench_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={})
+    small = ("--benches", "decode", "--depths", 0, "--decode-tokens", 2, "--repeats", 1)
+    done = cli("bench", "--preset", "mine", *small, cwd=tmp_path)
+    assert done.report["reference"]["name"] == "mine", done.err
 
 
 # ------------------------------------------------------------------------------------------------------ listing

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fidelab.engines.served import Finding
     from fidelab.runs.launch import Launched
 
+_SERVE = "serve."  # before an option of the server alone
+
 __all__ = ["PresetOptions", "TrustedPreset", "faults_of", "launch", "show_findings", "stop"]
 
 
@@ -53,7 +55,10 @@ class PresetOptions(options.Options, panel="Preset"):
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Another value, as for --candidate: kv=fp8_e4m3; may be repeated."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another value, as for --candidate: kv=fp8_e4m3; serve.KEY=VALUE: an option of its server alone; may "
+            "be repeated.",
         ),
     ] = None
     python: Annotated[
@@ -80,6 +85,7 @@ class PresetOptions(options.Options, panel="Preset"):
         from fidelab.config.arms import arm_fields
         from fidelab.config.load import read_yaml
         from fidelab.config.presets import find_preset, load_preset
+        from fidelab.config.schema import merged_fields
         from fidelab.config.trust import Trust, check_trust
         from fidelab.errors import UsageError
 
@@ -92,8 +98,8 @@ class PresetOptions(options.Options, panel="Preset"):
                 raise UsageError(f"--set {text!r}: {error}") from None
             if "=" not in text or not {"preset", "engine"}.isdisjoint(fields):
                 raise UsageError(f"--set {text!r}: write KEY=VALUE, and another engine by --engine")
-            changes = _merged(changes, fields)
-        preset = load_preset(found, changes)
+            changes = merged_fields(changes, fields)
+        preset = load_preset(found, _for_server(changes, load_preset(found)))
         if self.engine not in (None, preset.engine_name):
             raise UsageError(f"--engine {self.engine}: preset {preset.name} is of engine {preset.engine_name}")
         given = {"python": self.python, "prefix": self.prefix, "pythonpath": self.pythonpath}
@@ -113,9 +119,13 @@ def _folders(place: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return {"pythonpath": tuple(place["pythonpath"])} if "pythonpath" in place else {}
 
 
-def _merged(fields: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    maps = {key: {**fields.get(key, {}), **value} for key, value in more.items() if isinstance(value, dict)}
-    return {**fields, **more, **maps}
+def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
+    """Changed options where the preset has them: those of its server alone, and ``serve.KEY``, go there."""
+    options, own = dict(changes.get("engine_args", {})), {}
+    for key in list(options):
+        if key.startswith(_SERVE) or key in preset.serve:
+            own[key.removeprefix(_SERVE)] = options.pop(key)
+    return {**changes, **({"engine_args": options} if options else {}), **({"serve": own} if own else {})}
 
 
 @options.expand_options
