@@ -163,6 +163,31 @@ def test_llama_server_tells_its_context_without_a_log(serve: Serve) -> None:
     assert (found["KV type"].effective, found["KV type"].differs) == (None, False)
 
 
+def test_what_an_engine_rounds_is_no_difference(serve: Serve) -> None:
+    props = json.dumps({"default_generation_settings": {"n_ctx": 2048}})
+    llama = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]}), "/props": props}
+    for declared, differs in (("2000", False), ("1792", True), ("2049", True)):
+        assert by_name(findings(arm("llamacpp", "f16", n_ctx=declared), serve(llama)))["context"].differs is differs
+    paged = {**SGLANG, "/server_info": json.dumps({**json.loads(SGLANG["/server_info"]), "page_size": 64})}
+    for declared, differs in (("8200", False), ("8256", True), ("8191", True)):
+        found = findings(arm("sglang", dtype="float16", max_total_tokens=declared), serve(paged))
+        assert by_name(found)["pool size"].differs is differs
+
+
+def test_values_of_vllm_that_are_lists_or_json_are_compared_as_such(serve: Serve) -> None:
+    log = (
+        "non-default args: {'served_model_name': ['m'], 'hf_overrides': {'a': 1}, 'reasoning_parser': 'qwen3'}\n"
+        "Initializing a V1 LLM engine (v0) with config: dtype=torch.bfloat16, "
+        "structured=StructuredOutputsConfig(backend='auto', nested=X(reasoning_parser='')), seed=0\n"
+    )
+    named = {"served_model_name": "m", "hf_overrides": '{"a":1}', "reasoning_parser": "qwen3", "seed": "0"}
+    found = by_name(findings(arm("vllm", **named), serve(VLLM), log))
+    assert all(found[name.replace("_", "-")].effective is not None for name in named)
+    assert not any(one.differs for name, one in found.items() if name != "speculation")
+    other = findings(arm("vllm", hf_overrides='{"a":2}'), serve(VLLM), log)
+    assert by_name(other)["hf-overrides"].differs
+
+
 def test_a_server_of_another_engine_is_refused(serve: Serve) -> None:
     with pytest.raises(EngineError, match="is no server of engine sglang: look what listens there"):
         findings(arm("sglang"), serve(VLLM))

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _SERVE = "serve."  # before an option of the server alone
 
-__all__ = ["PresetOptions", "TrustedPreset", "faults_of", "launch", "show_findings", "stop"]
+__all__ = ["PresetOptions", "faults_of", "launch", "show_findings", "stop"]
 
 
 def _running(incomplete: str) -> list[str]:
@@ -33,15 +33,6 @@ def _running(incomplete: str) -> list[str]:
 
 Name = Annotated[
     str, typer.Argument(help="A preset: its name, or the path of its file.", autocompletion=options.complete_preset)
-]
-TrustedPreset = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--trust",
-        metavar="FILE",
-        help="A preset's file that may set variables, start programs and name files; remembered.",
-        show_default=False,
-    ),
 ]
 
 
@@ -61,19 +52,11 @@ class PresetOptions(options.Options, panel="Preset"):
             "be repeated.",
         ),
     ] = None
-    python: Annotated[
-        str | None, typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False)
-    ] = None
-    prefix: Annotated[
-        str | None, typer.Option(help="Command before it: 'docker run …', 'srun …'.", show_default=False)
-    ] = None
-    pythonpath: Annotated[
-        list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
-    ] = None
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")] = "auto"
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. \\[default: all usable cores]", min=1, show_default=False)
-    ] = None
+    python: options.Python = None
+    prefix: options.Prefix = None
+    pythonpath: options.PythonPath = None
+    device: options.Device = "auto"
+    threads: options.Threads = None
 
     def preset(self, name: str, trusted: Sequence[Path]) -> Preset:
         """The preset with these values.
@@ -140,7 +123,7 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; fidelab stop ends it.")] = False,
     as_json: options.Json = False,
-    trusted: TrustedPreset = None,
+    trusted: options.Trusted = None,
 ) -> None:
     r"""Start the server of a preset, and check that it runs as declared.
 
