@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -86,14 +87,6 @@ def gone(pid: int) -> bool:
     return not alive(pid)
 
 
-def until(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return value
-
-
 # ------------------------------------------------------------------------------------------------------- launch
 
 
@@ -147,19 +140,37 @@ def test_a_server_that_never_answers_is_ended(tmp_path: Path, own: Callable[...,
     assert gone(int((tmp_path / "child").read_text()))
 
 
+@contextmanager
+def in_foreground(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """``fidelab launch mine``, whose server answers."""
+    script = "import sys; sys.argv[0] = 'fidelab'; from fidelab.cli import main; main()"
+    command = [sys.executable, "-c", script, "launch", "mine", "--force"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert any("answers at" in line for line in process.stdout)
+        yield process
+        process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_the_command_ends_its_server(tmp_path: Path, own: Callable[..., Path], number: int) -> None:
     own(env={"SMALL_CHILD": str(tmp_path / "child")})
-    words = [sys.executable, "-m", "fidelab.cli", "launch", "mine", "--force"]
-    script = "import sys; sys.argv[0] = 'fidelab'; from fidelab.cli import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", script, *words[3:]], cwd=tmp_path, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert any(b"answers at" in line for line in process.stdout)
-    process.send_signal(number)
-    assert process.wait(DEADLINE) == (130 if number == signal.SIGINT else 128 + number)
+    with in_foreground(tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == (130 if number == signal.SIGINT else 128 + number)
     assert gone(int((tmp_path / "child").read_text()))
     assert records() == []
-    process.stdout.close()
+
+
+def test_a_server_that_ends_later_is_a_fault(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    with in_foreground(tmp_path) as process:
+        os.kill(records()[0].pid, signal.SIGKILL)
+        assert process.wait(DEADLINE) == 1
+        assert process.stderr is not None
+        assert "fidelab: the server was ended by SIGKILL" in process.stderr.read()
+    assert records() == []
 
 
 def test_the_first_start_is_told_from_later_ones(tmp_path: Path, own: Callable[..., Path]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.openai.http import Client
-from fidelab.engines.served import Finding, compilation_seconds, findings
+from fidelab.engines.served import Finding, findings, preparation_seconds
 from fidelab.errors import EngineError
 
 Serve = Callable[[Mapping[str, str]], Client]
@@ -204,7 +204,9 @@ def test_odd_answers_are_no_server_of_this_engine(serve: Serve, answer: str) -> 
         findings(arm("vllm"), serve({"/v1/models": answer}))
 
 
-def test_compilation_is_what_the_log_says() -> None:
-    log = "torch.compile took 12.5 s in total\nGraph capturing finished in 3 secs, took 0.1 GiB\n"
-    assert compilation_seconds(log) == 15.5
-    assert compilation_seconds("nothing of that") is None
+def test_preparation_is_what_the_log_says() -> None:
+    parts = "torch.compile took 12.5 s in total\nGraph capturing finished in 3 secs, took 0.1 GiB\n"
+    whole = "init engine (profile, create kv cache, warmup model) took 46.96 s (compilation: 12.5 s)\n"
+    assert preparation_seconds(parts) == 15.5
+    assert preparation_seconds(parts + whole) == 46.96
+    assert preparation_seconds("nothing of that") is None

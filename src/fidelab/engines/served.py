@@ -24,7 +24,7 @@ from fidelab.engines.openai.server import cache_labels, optional_object
 from fidelab.engines.options import switched
 from fidelab.errors import EngineError
 
-__all__ = ["KV", "Finding", "compilation_seconds", "findings"]
+__all__ = ["KV", "Finding", "findings", "preparation_seconds"]
 
 KV, CONTEXT, BACKEND, POOL, SPECULATION = "KV type", "context", "attention backend", "pool size", "speculation"
 _NONE = "none"
@@ -55,8 +55,12 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
     },
     "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "draft-model"},
 }
-_COMPILED = re.compile(r"(?:torch\.compile took|torch\.compile takes|[Gg]raph capturing finished in|"
-                       r"[Cc]apture cuda graph end\. Time elapsed:) *([0-9.]+) *s")  # fmt: skip
+# What engines log about compilation, graphs and warm-up; vLLM's line covers all of them.
+_PREPARED = re.compile(r"init engine \([^)]*\) took *([0-9.]+) s")
+_COMPILED = re.compile(
+    r"(?:torch\.compile takes|torch\.compile took|[Gg]raph capturing finished in|"
+    r"[Cc]apture cuda graph end\. Time elapsed:) *([0-9.]+) *s"
+)
 
 
 @dataclass(frozen=True)
@@ -120,10 +124,11 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
     return found
 
 
-def compilation_seconds(log: str) -> float | None:
-    """Seconds that the engine says it compiled and captured graphs for; ``None``: it says nothing of it."""
-    found = [float(match[1]) for match in _COMPILED.finditer(log)]
-    return sum(found) if found else None
+def preparation_seconds(log: str) -> float | None:
+    """Seconds that the engine says it compiled, captured graphs and warmed up for; ``None``: it says nothing of it."""
+    found = [float(match[1]) for match in _PREPARED.finditer(log)]
+    parts = found[-1:] or [float(match[1]) for match in _COMPILED.finditer(log)]
+    return sum(parts) if parts else None
 
 
 # ------------------------------------------------------------------------------------------------- comparison
