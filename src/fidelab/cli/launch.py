@@ -17,7 +17,7 @@ from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
     from fidelab.config.schema import Preset
-    from fidelab.engines.served import Finding
+    from fidelab.engines.server_settings import Finding
     from fidelab.runs.launch import Launched
 
 _SERVE = "serve."  # before an option of the server alone

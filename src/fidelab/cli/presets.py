@@ -108,7 +108,7 @@ def check_preset(
 
       fidelab presets check ./preset.yaml --base-url http://127.0.0.1:8000
     """
-    from fidelab.engines.served import KV
+    from fidelab.engines.server_settings import KV
     from fidelab.environments.servers import records, written_log
     from fidelab.errors import InputError
     from fidelab.runs.launch import arm_of, check, check_server

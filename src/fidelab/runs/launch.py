@@ -19,7 +19,7 @@ from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
-from fidelab.engines.served import Finding, findings, preparation_seconds
+from fidelab.engines.server_settings import Finding, findings, preparation_seconds
 from fidelab.environments.environment import Environment, locate, read_marker
 from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.errors import InputError, NotSupportedError, UsageError

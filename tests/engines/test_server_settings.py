@@ -12,7 +12,7 @@ import pytest
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.openai.http import Client
-from fidelab.engines.served import Finding, findings, preparation_seconds
+from fidelab.engines.server_settings import Finding, findings, preparation_seconds
 from fidelab.errors import EngineError
 
 Serve = Callable[[Mapping[str, str]], Client]
