@@ -73,9 +73,21 @@ def test_sglang_has_no_flags_that_switch_off() -> None:
     assert one.endswith("--device cuda --disable-cuda-graph --disable-radix-cache --tp-size 2")
 
 
+def test_k16v8_runs_without_graphs_on_sglangs_server() -> None:
+    assert "--disable-cuda-graph" in words(arm("sglang", "k16v8"))
+    assert "--disable-cuda-graph" not in words(arm("sglang"))
+
+
 def test_llama_server_has_names_of_its_own() -> None:
     one = words(arm("llamacpp", "q8_0", n_ctx="2048", n_batch="256", use_mmap="no", flash_attn="on"))
     assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")
+
+
+def test_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
+    assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
+    assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
+    assert "--n-gpu-layers 999 --split-mode none --main-gpu 1" in words(arm("llamacpp", "f16", device="cuda:1"))
+    assert words(arm("llamacpp", "f16", device="cuda", n_gpu_layers="7")).count("--n-gpu-layers") == 1
 
 
 def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:

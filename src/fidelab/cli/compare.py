@@ -29,6 +29,7 @@ def compare(
     model: Annotated[
         str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
     ] = None,
+    preset: options.Preset = None,
     reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
@@ -41,7 +42,7 @@ def compare(
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option; "
+            help="Candidate as KEY=VALUE,…: kv, name, preset, engine, model, dtype, python, or an engine's option; "
             "may be repeated.",
             rich_help_panel=options.ARMS,
         ),
@@ -114,8 +115,11 @@ def compare(
 
       fidelab compare smollm2-135m --vary attention=sdpa,eager --vary kv=bf16,int8
 
+      fidelab compare --preset smollm2-cpu --engine vllm --kv fp8_e4m3
+
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
+    from fidelab.config.trust import Trust, check_presets
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
@@ -123,10 +127,17 @@ def compare(
         options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
         return
-    if trusted:
-        raise UsageError("--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR")
-    if model is None:
-        raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --resume RUN_DIR)")
+    levels = [word.removeprefix("preset=") for word in vary or [] if word.startswith("preset=")]
+    varied = (f"preset={name}" for names in levels for name in names.split(","))
+    arms = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
+    presets = check_presets(filter(None, arms), Trust(trusted or []))
+    if trusted and not presets:
+        raise UsageError(
+            "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "
+            "file of a preset"
+        )
+    if model is None and preset is None:
+        raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --preset NAME, or --resume RUN_DIR)")
     if not kv and not candidate and not vary:
         raise UsageError("name at least one candidate: --kv FORMAT, --candidate KEY=VALUE,…, or --vary KEY=A,B,…")
     data: dict[str, Any] = {
@@ -144,6 +155,7 @@ def compare(
         "fail_under": fail_under,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
     }
+    data = options.begin_from_preset(preset, context, data)
     launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot)
 
 

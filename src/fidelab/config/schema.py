@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,9 +25,9 @@ from pydantic import (
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec
-from fidelab.errors import UsageError
+from fidelab.errors import FidelabError, UsageError
 
-__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options"]
+__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options", "Preset", "merged_fields"]
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 
@@ -123,6 +124,46 @@ class ArmConfig(BaseModel):
     dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
     engine_args: Options = Field(default_factory=dict, description="engine options of this arm alone")
     env: Options = Field(default_factory=dict, description="environment variables of this arm's process alone")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "preset" not in value:
+            return value
+        from fidelab.config.presets import arm_of  # which reads files by this schema
+
+        try:
+            return arm_of(value)
+        except FidelabError as error:
+            raise ValueError(str(error)) from None
+
+
+class Preset(ArmConfig):
+    """An arm in a file of its own, which a server can be started from, too."""
+
+    engine: EngineConfig = Field(description="engine of the arm")
+    model: str = Field(description="checkpoint of the arm")
+    about: str = Field(default="", description="what it is, in one line")
+    serve: Options = Field(default_factory=dict, description="options that its server alone gets: template, parsers …")
+
+    @property
+    def engine_name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
+
+    def arm_fields(self) -> dict[str, Any]:
+        """What of it a comparison sees, as fields of an arm."""
+        return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
+
+
+def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an arm with other values for some; options and variables are replaced one by one."""
+    maps = {
+        key: {**fields[key], **value}
+        for key, value in changes.items()
+        if isinstance(value, dict) and isinstance(fields.get(key), dict) and key != "engine"
+    }
+    return {**fields, **changes, **maps}
 
 
 class Experiment(BaseModel):
