@@ -205,6 +205,7 @@ def test_an_engine_says_its_place_and_its_options() -> None:
     assert options.settings() == {
         "engine": {"name": "openai", "python": None, "image": None, "prefix": None, "pythonpath": []},
         "engine_args": {"a": "1", "base-url": "http://x/v1"},
+        "env": {},
         "dtype": "auto",
         "device": "auto",
         "threads": None,

@@ -308,6 +308,10 @@ Prefix = Annotated[
     str | None,
     typer.Option(help="Command before that interpreter, or before docker: 'ssh host', 'srun …'.", show_default=False),
 ]
+Image = Annotated[
+    str | None,
+    typer.Option(help="Container image that has the engine; run by docker or podman.", show_default=False),
+]
 PythonPath = Annotated[
     list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
 ]
@@ -326,10 +330,7 @@ class EngineOptions(Options, panel=ENGINE):
         str, typer.Option(help="Engine that runs all arms.", autocompletion=_of_table("fidelab.engines", "ENGINES"))
     ] = "hf"
     python: Python = None
-    image: Annotated[
-        str | None,
-        typer.Option(help="Container image that has the engine; run by docker or podman.", show_default=False),
-    ] = None
+    image: Image = None
     prefix: Prefix = None
     pythonpath: PythonPath = None
     engine_arg: Annotated[list[str] | None, typer.Option(help="Engine option K=V, or env.NAME=V; may be repeated.")] = (
