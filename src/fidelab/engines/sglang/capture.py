@@ -115,7 +115,7 @@ class _Capture:
         about = any(instructions["about"] for _, _, instructions in self._requests(batch))
         stored = _Stored(runner) if about else None
         layers = None
-        if any(instructions["layers"] for _, _, instructions in self._requests(batch)):
+        if any(instructions.get("layers") for _, _, instructions in self._requests(batch)):
             layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
         try:
             out = original(runner, batch, *args, **kwargs)
@@ -134,7 +134,7 @@ class _Capture:
             end = _end(batch, index)
             rows = states[starts[index] : starts[index] + lengths[index]]
             self._rows(runner, batch, rid, instructions, end - len(rows), rows)
-            if passed is not None and instructions["layers"]:
+            if passed is not None and instructions.get("layers"):
                 tokens = slice(starts[index], starts[index] + lengths[index])
                 self._states(rid, instructions, end, passed[:, tokens])
             if end >= instructions["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
