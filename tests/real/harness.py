@@ -203,9 +203,9 @@ def agrees_with_transformers(environment: Environment, checkpoint: Path, kv: str
         return float(np.linalg.norm(np.stack(some) - np.stack(others)) / np.linalg.norm(np.stack(others)))
 
     cost, distance = apart(same, native), apart(ours, same)
-    assert distance <= 0.02, (distance, cost)  # as 16-bit arms of two engines are
+    assert distance <= 0.04, (distance, cost)  # two engines' 16-bit arms are DIST apart
     if "int4" in kv:
-        assert distance <= cost / 3, (distance, cost)
+        assert distance <= cost / 5, (distance, cost)
 
 
 def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[RuntimeRecord, RuntimeRecord]:

@@ -217,7 +217,7 @@ class Engine(ABC):
     estimator: ClassVar[Estimator] = Estimator.HIDDEN  # unless an option says otherwise
     packages: ClassVar[tuple[str, ...]] = ()  # distributions that bring the engine, any of which; none: fidelab does
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
-    separate_kv: ClassVar[bool] = True  # keys and values may have different formats
+    separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
     sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers

@@ -250,8 +250,10 @@ class _Hook:
         seen = self._layers.take()[:, tokens]
         first, end = asked["first"], asked["last"] + 1
         self._chunks.append(seen[:, max(0, first - start) : max(0, end - start)])
-        if self._writes and start + seen.shape[1] >= end:
-            write_states(self._folder / f"{asked['key']}.states", torch.cat(self._chunks, dim=1))
+        if start + seen.shape[1] >= end:
+            whole, self._chunks = torch.cat(self._chunks, dim=1), []
+            if self._writes:
+                write_states(self._folder / f"{asked['key']}.states", whole)
 
     def _rows(self, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
         """Store the requested rows of the states from position ``start`` on."""
