@@ -186,7 +186,8 @@ def states_of_transformers(arm: Arm, request: Prefill | Layerwise) -> list[NDArr
 def agrees_with_transformers(environment: Environment, checkpoint: Path, kv: str, folder: Path, **options: str) -> None:
     """A pair inside the engine is proven, takes the bytes that it says, and computes what ``hf`` does with the same.
 
-    The yardstick is what the formats themselves cost, by ``hf``: the engines must be several times closer.
+    The yardstick is what the formats themselves cost, by ``hf``: 0.02 with INT8, a quarter with INT4, where a key that
+    is rounded otherwise by one engine may become another code.
     """
     one = arm(environment.engine, checkpoint, kv, "bfloat16", **options)
     said = asked(environment, one, {"prefill": PREFILL}, folder)
@@ -203,9 +204,7 @@ def agrees_with_transformers(environment: Environment, checkpoint: Path, kv: str
         return float(np.linalg.norm(np.stack(some) - np.stack(others)) / np.linalg.norm(np.stack(others)))
 
     cost, distance = apart(same, native), apart(ours, same)
-    assert distance <= 0.04, (distance, cost)  # two engines' 16-bit arms are DIST apart
-    if "int4" in kv:
-        assert distance <= cost / 5, (distance, cost)
+    assert distance <= max(0.04, cost / 3), (distance, cost)  # vLLM's 16-bit arm is 0.023 from that of hf
 
 
 def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[RuntimeRecord, RuntimeRecord]:

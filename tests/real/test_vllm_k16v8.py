@@ -113,7 +113,8 @@ def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(run: Steps, s
                 break
 
 
-def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "bf16/fp8_e4m3[skip-layers=1,2]"])
+def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, kv: str, tmp_path: Path) -> None:
     """A window of 24 tokens in every other layer, a soft-cap and a scale that matter: against Transformers."""
     shape = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -121,8 +122,9 @@ def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, tmp
     config = transformers.Gemma2Config(**shape, **heads, **special, pad_token_id=None, eos_token_id=None)
     path = tiny.save(drawn(config), tmp_path / "model")
     options = {"kv_cache_memory": "32M", "max_num_batched_tokens": "40"}
-    one = arm("vllm", path, "bf16/fp8_e4m3", "bfloat16", **options)
+    one = arm("vllm", path, kv, "bfloat16", **options)
     said = asked(environment, one, {"prefill": PREFILL}, tmp_path)
+    assert "error" not in said.plain, said.plain["error"]
     wanted = states_of_transformers(replace(one, engine="hf", options=(("attention", "eager"),)), PREFILL)
     for item, theirs in enumerate(wanted):
         ours = said.arrays[f"prefill.{item}.hidden"]
