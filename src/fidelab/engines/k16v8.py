@@ -129,12 +129,11 @@ def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
     kv, compute = arm.kv, _KERNEL_NAMES.get(arm.dtype)
     for side in (kv.k, kv.v):
         name, group = _kernel_name(side), dict(side.options).get("group")
-        if compute is None or (_BITS[name] == 16 and name != compute):
-            wanted = next(x for x, short in _KERNEL_NAMES.items() if short == (name if _BITS[name] == 16 else "bf16"))
-            keeps = (
-                f"keeps {'keys' if side is kv.k else 'values'} as {wanted}" if _BITS[name] == 16 else "is for 16 bits"
-            )
-            return f"{kv.label} {keeps}, the model computes in {arm.dtype}: pass --dtype {wanted}"
+        wide = _BITS[name] == 16
+        if compute is None or (wide and name != compute):
+            wanted = next(dtype for dtype, short in _KERNEL_NAMES.items() if not wide or short == name)
+            does = f"keeps {'keys' if side is kv.k else 'values'} as {wanted}" if wide else "is for 16 bits"
+            return f"{kv.label} {does}, the model computes in {arm.dtype}: pass --dtype {wanted}"
         if head_dim is not None and group is not None and int(group) < head_dim:
             return f"{kv.label}: the paged kernels have one scale for each token and head: write {name}"
         if head_dim is not None and _BITS[name] * head_dim % 8:
