@@ -12,6 +12,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import Enum
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -58,7 +59,8 @@ RECORDED = {
     ],
 }
 LAYERS, HEADS, KV_HEADS, DIM, SIZE = 2, 4, 2, 8, 192
-scalings = pytest.mark.parametrize("switch", ["1", "per-token-head"])
+SWITCHES = ("1", "per-token-head", "bf16/int8", "int8/int4[skip-layers=1]", "int8/int4[skip-layers=0]", "int4/fp8_e4m3")
+switches = pytest.mark.parametrize("switch", SWITCHES)
 pages = pytest.mark.parametrize("page", [1, 16])
 
 
@@ -191,7 +193,7 @@ def runner(plugin: Any, page: int, sequences: Sequences, **changes: Any) -> Any:
 
 
 @pages
-@scalings
+@switches
 @pytest.mark.parametrize("changes", [{}, {"sliding_window_size": 9, "logit_cap": 2.0}])
 def test_prompts_in_pieces_and_decoding_attend_to_what_was_written(
     plugin: Any, page: int, switch: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -217,23 +219,29 @@ def test_prompts_in_pieces_and_decoding_attend_to_what_was_written(
         )
         assert (out - wanted).norm() / wanted.norm() < 0.003
     seen = pool.read_back(1, batch.out_cache_loc, k, v)
-    assert (seen["stored"], seen["v_stored"], seen["matches"]) == ("bfloat16", "float8_e4m3fn", 1.0)
+    formats = shared.Formats.parse(switch).in_layer(1)
+    assert (seen["k_format"], seen["v_format"]) == tuple(
+        x.kernel_name("torch.bfloat16") for x in (formats.k, formats.v)
+    )
+    assert seen["matches"] == 1.0
 
 
 def by_tokens(pool: Any, layer: int, sequences: Sequences, batch: Any) -> PagedCache:
     """The same cache with blocks of one token, straight from SGLang's table of slots."""
-    scales = None if pool.v_scale_buffer is None else pool.v_scale_buffer[layer].unsqueeze(1)
+    held = pool._pages[layer]
+    scales = (None if x is None else x.flatten(0, 1).unsqueeze(1) for x in (held.k_scales, held.v_scales))
     return PagedCache(
         pool.k_buffer[layer].unsqueeze(1),
         pool.v_buffer[layer].unsqueeze(1),
         sequences.table[sequences.rows],
         batch.seq_lens.int(),
-        v_format="fp8_e4m3",
-        v_scale=scales,
+        held.k_format,
+        held.v_format,
+        *scales,
     )
 
 
-@scalings
+@switches
 def test_keys_values_and_scales_take_what_a_cell_says(
     plugin: Any, switch: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,12 +249,14 @@ def test_keys_values_and_scales_take_what_a_cell_says(
     pool = plugin.K16V8Pool(16)
     held = sum(pool.get_kv_size_bytes())
     model = SimpleNamespace(head_dim=DIM, v_head_dim=DIM)
-    cell = cell_bytes(lambda *_: LAYERS * KV_HEADS * 4 * DIM, None, SimpleNamespace(model_config=model), LAYERS)
+    found = SimpleNamespace(model_config=model, layer_info=SimpleNamespace(start_layer=0))
+    cell = cell_bytes(lambda *_: LAYERS * KV_HEADS * 4 * DIM, None, found, LAYERS)
     assert held == (SIZE + 16) * cell
-    buffers = [*pool.k_buffer, *pool.v_buffer, *(pool.v_scale_buffer or ())]
+    buffers = [*pool.k_buffer, *pool.v_buffer, *(pool.k_scale_buffer or ()), *(pool.v_scale_buffer or ())]
     assert held == sum(x.untyped_storage().nbytes() for x in buffers)
     assert len({x.untyped_storage().data_ptr() for x in buffers}) == len(buffers)
-    assert (pool.k_buffer[0].dtype, pool.v_buffer[0].dtype) == (torch.bfloat16, torch.uint8)
+    if switch in ("1", "per-token-head"):
+        assert (pool.k_buffer[0].dtype, pool.v_buffer[0].dtype) == (torch.bfloat16, torch.uint8)
 
 
 @pytest.mark.parametrize("side", ["k_buffer", "v_buffer"])
@@ -266,7 +276,7 @@ def test_overlapping_storage_is_seen(plugin: Any) -> None:
     pool.set_kv_buffer(Radix(0), slots, k, v)
     assert pool.read_back(0, slots, k, v)["disjoint"]
     keys = pool._pages[1].keys
-    pool._pages[1] = pool._pages[1]._replace(values=keys.view(torch.uint8)[..., :DIM])
+    pool._pages[1] = replace(pool._pages[1], values=keys.view(torch.uint8)[..., :DIM])
     assert not pool.read_back(0, slots, k, v)["disjoint"]
 
 
@@ -321,14 +331,20 @@ def test_sinks_take_part_in_the_softmax(plugin: Any) -> None:
 
 def test_on_a_gpu_the_triton_kernels_are_asked_for_never_run_here(plugin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(dispatch, "choose", lambda name, **shape: given.append((name, shape)))
+
+    def choose(name: str, **shape: Any) -> dispatch.Kernels:
+        given.append((name, shape))
+        return dispatch.Kernels("triton[…]", "triton")
+
+    monkeypatch.setattr(dispatch, "choose", choose)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: zeros(*shape, dtype=dtype))
     pool = plugin.K16V8Pool(16, device="cuda")
     pool.kernels(HEADS)
     assert [name for name, _ in given] == ["triton", "triton"]
     assert given[1][1] == {
-        **{"k_format": "bf16", "v_format": "fp8_e4m3", "v_scaling": "none", "dtype": torch.bfloat16},
+        **{"k_format": "bf16", "v_format": "fp8_e4m3", "k_scaling": "none", "v_scaling": "none"},
+        "dtype": torch.bfloat16,
         **{"heads": HEADS, "kv_heads": KV_HEADS, "head_dim": DIM, "v_dim": DIM, "page": 16, "device": "cuda"},
     }
 
@@ -342,16 +358,22 @@ LAUNCH = {
     "model_dtype": torch.bfloat16,
     "kv_cache_dtype": torch.bfloat16,
     "page_size": 16,
+    "model_config": SimpleNamespace(head_dim=64, v_head_dim=64, num_hidden_layers=30),
 }
 NONE = SimpleNamespace(backend="disabled")
 SETTINGS = {**sglang_k16v8._OFF, "cuda_graph_config": SimpleNamespace(decode=NONE, prefill=NONE)}
 
 
 def reason(
-    platform: str = "cpu", backends: tuple[str, str] = (BACKEND, BACKEND), settings: Any = None, **launch: Any
+    platform: str = "cpu",
+    backends: tuple[str, str] = (BACKEND, BACKEND),
+    settings: Any = None,
+    switch: str = "1",
+    **launch: Any,
 ) -> str:
     found = SimpleNamespace(**{**LAUNCH, **launch})
-    return lacking(found, SimpleNamespace(**{**SETTINGS, **(settings or {})}), backends, platform)
+    formats = shared.Formats.parse(switch)
+    return lacking(found, SimpleNamespace(**{**SETTINGS, **(settings or {})}), backends, platform, formats)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
@@ -370,6 +392,8 @@ def test_a_plain_launch_is_served(platform: str) -> None:
         ({"mambaish_config": object()}, "recurrent"),
         ({"is_hybrid_swa": True}, "pass --disable-hybrid-swa-memory"),
         ({"model_dtype": torch.float32}, "pass --dtype bfloat16"),
+        ({"switch": "f16/int8"}, "(f16/int8) copies f16 as it is, the model computes in bf16"),
+        ({"switch": "int8[skip-layers=7,30]"}, "cannot skip layer 30: the model has layers 0-29"),
         ({"kv_cache_dtype": torch.float8_e4m3fn}, "pass --kv-cache-dtype auto"),
         ({"platform": "cuda", "page_size": 1}, "pass --page-size 16, 32, 64 or 128"),
         ({"settings": {"speculative_algorithm": "EAGLE"}}, "does not work with --speculative-algorithm"),
@@ -412,7 +436,7 @@ def test_other_versions_of_sglang_end_the_process_in_one_line(
 
 def test_a_word_that_means_nothing_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "yes")
-    with pytest.raises(SystemExit, match="k16v8: K16V8=yes: write 1, per-token-head, or 0 for off"):
+    with pytest.raises(SystemExit, match="k16v8: K16V8=yes: write 1, per-token-head, 0 for off, or K/V of"):
         register()
 
 

@@ -1,7 +1,8 @@
-"""K16/V8 inside vLLM without vLLM: the switch, the page, the proof of what a page holds, what is refused."""
+"""K16/V8 and other pairs inside vLLM without vLLM: the switch, the page, the proof of its content, what is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 
 import pytest
@@ -10,28 +11,34 @@ from torch import Tensor
 
 from k16v8.errors import NotSupportedError, UsageError
 from k16v8.kernels import torch_path
-from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.cache import STORAGES
 from k16v8.plugins import shared
-from k16v8.plugins.shared import SWITCH, Pages, Scaling, content_bytes, read_back, switched
+from k16v8.plugins.shared import SWITCH, Formats, Pages, Side, read_back, switched
 from k16v8.plugins.vllm.plugin import pages, refusal, register
 
 BLOCKS, HEADS, TOKENS, DIM = 5, 3, 16, 8
-scalings = pytest.mark.parametrize("scaling", ["none", "per-token-head"])
+PAIRS = ("1", "per-token-head", "bf16/int8", "int8/int4", "fp8_e4m3/int4", "int8/fp8_e4m3", "int4/bf16", "fp8_e4m3")
+pairs = pytest.mark.parametrize("text", PAIRS)
 
 
-def allocated(scaling: Scaling, dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> Tensor:
+def allocated(text: str = "1", dtype: torch.dtype = torch.bfloat16, layers: int = 1) -> Tensor:
     """One layer as vLLM views it, ``[blocks, heads, tokens, bytes / 2]``, among ``layers`` that share each block."""
-    width = content_bytes(DIM, DIM, scaling)
+    width = Formats.parse(text).content_bytes(DIM, DIM)
     raw = torch.zeros(BLOCKS, layers, HEADS, TOKENS, width, dtype=torch.int8)
     return raw[:, layers - 1].view(dtype)
+
+
+def paged(text: str = "1") -> Pages:
+    """The pages of one layer."""
+    return pages(allocated(text), DIM, Formats.parse(text))
 
 
 def written(found: Pages, key: Tensor, value: Tensor, blocks: list[int]) -> None:
     """The tokens of one sequence, by the torch path."""
     none = torch.zeros(1, dtype=torch.int32)
-    cache = PagedCache(found.keys, found.values, none.view(1, 1), none, v_format="fp8_e4m3", v_scale=found.scales)
     at = torch.arange(len(key))
-    torch_path.write(key, value, cache, torch.tensor(blocks)[at // TOKENS] * TOKENS + at % TOKENS)
+    slots = torch.tensor(blocks)[at // TOKENS] * TOKENS + at % TOKENS
+    torch_path.write(key, value, found.paged(none.view(1, 1), none), slots)
 
 
 def sequence(n: int = 20) -> tuple[Tensor, Tensor]:
@@ -44,18 +51,34 @@ def sequence(n: int = 20) -> tuple[Tensor, Tensor]:
 # -------------------------------------------------------------------------------------------------- the page
 
 
-def test_a_token_takes_three_quarters_and_two_bytes_for_its_scale() -> None:
-    assert content_bytes(64, 64, "none") / (4 * 64) == 0.75
-    assert content_bytes(64, 64, "per-token-head") == 3 * 64 + 2
-    assert content_bytes(192, 128, "none") == 2 * 192 + 128
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 2 * 192 + 128),
+        ("per-token-head", 2 * 192 + 128 + 2),
+        ("bf16/int8", 2 * 192 + 128 + 2),
+        ("int8/int4", 192 + 64 + 4),
+        ("fp8_e4m3/int4", 192 + 64 + 2),
+        ("fp8_e4m3[scale=per-token-head]/bf16", 192 + 256 + 2),
+    ],
+)
+def test_a_token_takes_what_its_keys_values_and_scales_do(text: str, size: int) -> None:
+    assert Formats.parse(text).content_bytes(192, 128) == size
 
 
-@scalings
+def test_the_formats_are_those_of_the_kernels() -> None:
+    for name, stored in STORAGES.items():
+        if name != "f32":  # pages are for models in 16 bits
+            assert Side(name).code_bytes(64) == stored.width(64) * stored.dtype.itemsize
+            assert Side(name).dim(Side(name).code_bytes(64)) == 64
+            assert Formats.parse(name).k.scaled is stored.integer
+
+
+@pairs
 @pytest.mark.parametrize("layers", [1, 4])
-def test_keys_values_and_scales_fill_the_page_and_share_no_byte(scaling: Scaling, layers: int) -> None:
-    cache = allocated(scaling, layers=layers)
-    found = pages(cache, DIM, scaling)
-    parts = [x.transpose(1, 2) for x in found if x is not None]
+def test_keys_values_and_scales_fill_the_page_and_share_no_byte(text: str, layers: int) -> None:
+    cache = allocated(text, layers=layers)
+    parts = [x.transpose(1, 2) for x in pages(cache, DIM, Formats.parse(text)).tensors]
     for number, part in enumerate(parts, 1):
         part.view(torch.uint8).fill_(number)
     for number, part in enumerate(parts, 1):
@@ -64,90 +87,163 @@ def test_keys_values_and_scales_fill_the_page_and_share_no_byte(scaling: Scaling
     assert bool((cache.view(torch.uint8) != 0).all())
 
 
-@scalings
-def test_one_head_of_a_page_is_one_run_of_bytes(scaling: Scaling) -> None:
-    cache = allocated(scaling)
-    for part in pages(cache, DIM, scaling):
-        if part is not None:
-            part[2, :, 1] = 1
+@pairs
+def test_one_head_of_a_page_is_one_run_of_bytes(text: str) -> None:
+    cache = allocated(text)
+    for part in pages(cache, DIM, Formats.parse(text)).tensors:
+        part[2, :, 1] = 1
     touched = cache.view(torch.uint8).flatten(2).ne(0).any(-1)
     assert touched.nonzero().tolist() == [[2, 1]]
 
 
-def test_keys_have_the_type_of_the_model() -> None:
-    for dtype in (torch.bfloat16, torch.float16):
-        found = pages(allocated("none", dtype), DIM, "none")
-        assert (found.keys.dtype, found.values.dtype, found.scales) == (dtype, torch.uint8, None)
+def test_native_keys_have_the_type_of_the_model() -> None:
+    for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "f16")):
+        found = pages(allocated(dtype=dtype), DIM, Formats.parse("1"))
+        assert (found.keys.dtype, found.values.dtype) == (dtype, torch.uint8)
+        assert (found.k_format, found.v_format, found.k_scales, found.v_scales) == (name, "fp8_e4m3", None, None)
         assert found.keys.shape == found.values.shape == (BLOCKS, TOKENS, HEADS, DIM)
 
 
 def test_a_layout_that_scatters_a_heads_bytes_is_an_error_not_a_copy() -> None:
     with pytest.raises(RuntimeError):
-        pages(allocated("none").transpose(1, 2).contiguous().transpose(1, 2), DIM, "none")
+        pages(allocated().transpose(1, 2).contiguous().transpose(1, 2), DIM, Formats.parse("1"))
 
 
 # ------------------------------------------------------------------------------------------------- the proof
 
 
-@scalings
-def test_what_was_written_is_read_back(scaling: Scaling) -> None:
-    found, (key, value) = pages(allocated(scaling), DIM, scaling), sequence()
+@pytest.mark.parametrize(
+    ("text", "stored", "saturated"),
+    [
+        ("1", ("bfloat16", "float8_e4m3fn"), 1),
+        ("per-token-head", ("bfloat16", "float8_e4m3fn"), 0),
+        ("bf16/int8", ("bfloat16", "int8"), 0),
+        ("int8/int4", ("int8", "int4"), 0),
+        ("fp8_e4m3/int4", ("float8_e4m3fn", "int4"), 0),
+        ("int4/fp8_e4m3fnuz", ("int4", "float8_e4m3fnuz"), 1),
+    ],
+)
+def test_what_was_written_is_read_back_and_its_formats_named(
+    text: str, stored: tuple[str, str], saturated: int
+) -> None:
+    found, (key, value) = paged(text), sequence()
     written(found, key, value, [3, 1])
     said = read_back(found, [3, 1], key.flatten(1), value.flatten(1))
-    assert (said["stored"], said["v_stored"]) == ("bfloat16", "float8_e4m3fn")
+    assert (said["stored"], said["v_stored"]) == stored
     assert (said["matches"], said["disjoint"]) == (1.0, True)
-    assert said["saturated"] == (1 if scaling == "none" else 0)
+    assert said["saturated"] == saturated
 
 
-@pytest.mark.parametrize("side", ["keys", "values"])
-def test_one_wrong_bit_is_seen(side: str) -> None:
-    found, (key, value) = pages(allocated("none"), DIM, "none"), sequence()
+@pairs
+@pytest.mark.parametrize("part", ["keys", "values", "k_scales", "v_scales"])
+def test_one_wrong_bit_is_seen(text: str, part: str) -> None:
+    found, (key, value) = paged(text), sequence()
+    if getattr(found, part) is None:
+        return
     written(found, key, value, [3, 1])
-    byte = getattr(found, side)[1].view(torch.uint8)[2, 1]  # token 18
-    byte[0] ^= 1
+    token = getattr(found, part)[1, 2]  # the 18th
+    bits = token.view({1: torch.uint8, 2: torch.int16}[token.element_size()])
+    bits[(1, 0)[: token.dim()]] ^= 1
     assert read_back(found, [3, 1], key.flatten(1), value.flatten(1))["matches"] < 1
 
 
+def test_content_in_another_format_is_seen() -> None:
+    found, (key, value) = paged("1"), sequence()
+    written(found, key, value, [3, 1])
+    other = replace(found, v_format="fp8_e4m3fnuz")
+    assert read_back(other, [3, 1], key.flatten(1), value.flatten(1))["matches"] < 0.6
+
+
 def test_another_block_than_the_sequences_is_seen() -> None:
-    found, (key, value) = pages(allocated("none"), DIM, "none"), sequence()
+    found, (key, value) = paged(), sequence()
     written(found, key, value, [3, 1])
     assert read_back(found, [3, 2], key.flatten(1), value.flatten(1))["matches"] < 1
 
 
 def test_overlapping_storage_is_seen() -> None:
-    found, (key, value) = pages(allocated("none"), DIM, "none"), sequence()
+    found, (key, value) = paged(), sequence()
     shifted = found.values.as_strided(found.values.shape, found.values.stride(), found.values.storage_offset() - 1)
-    assert not read_back(Pages(found.keys, shifted, None), [3, 1], key.flatten(1), value.flatten(1))["disjoint"]
+    overlapping = replace(found, values=shifted)
+    assert not read_back(overlapping, [3, 1], key.flatten(1), value.flatten(1))["disjoint"]
 
 
 # ------------------------------------------------------------------------------------------------ the switch
 
 
 @pytest.mark.parametrize(
-    ("text", "scaling"), [(None, None), ("", None), ("0", None), ("1", "none"), ("per-token-head", "per-token-head")]
+    ("text", "said"),
+    [
+        *((text, "None") for text in (None, "", "0")),
+        ("1", "native/fp8_e4m3"),
+        ("per-token-head", "native/fp8_e4m3[scale=per-token-head]"),
+        ("bf16/int8", "bf16/int8"),
+        ("fp8_e4m3[scale=per-token-head]/int4", "fp8_e4m3[scale=per-token-head]/int4"),
+        ("fp8_e4m3[scale=none]/int4", "fp8_e4m3/int4"),
+        ("int4", "int4"),
+        ("int8[skip-layers=0,4-6]/int4[skip-layers=9]", "int8/int4 but layers 0,4,5,6,9"),
+    ],
 )
-def test_the_environment_switches_it(text: str | None, scaling: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_switches_it(text: str | None, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     if text is not None:
         monkeypatch.setenv(SWITCH, text)
-    assert switched() == scaling
+    assert str(switched()) == said
 
 
-@pytest.mark.parametrize(("text", "former", "scaling"), [(None, "1", "none"), ("0", "1", None), ("1", "0", "none")])
+@pytest.mark.parametrize(("text", "former", "on"), [(None, "1", True), ("0", "1", False), ("1", "0", True)])
 def test_the_former_name_of_the_switch_counts_where_the_switch_is_not_set(
-    text: str | None, former: str, scaling: str | None, monkeypatch: pytest.MonkeyPatch
+    text: str | None, former: str, on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setenv("FIDELAB_K16V8", former)
     if text is not None:
         monkeypatch.setenv(SWITCH, text)
-    assert switched() == scaling
+    assert (switched() is not None) is on
 
 
-def test_a_word_that_means_nothing_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SWITCH, "yes")
-    with pytest.raises(UsageError, match=r"^K16V8=yes: write 1, per-token-head, or 0 for off"):
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("yes", "bf16/", "/int8", "bf16/int8/int4", "f32/int8", "bf16/int9", "int8[group=64]", "int8[scale=none]"),
+        *(
+            "bf16[scale=per-token-head]/int8",
+            "fp8_e4m3[scale=per-channel]",
+            "int8[skip-layers=]",
+            "int8[skip-layers=a]",
+        ),
+        "int8[skip-layers=0",
+    ],
+)
+def test_a_word_that_means_nothing_is_an_error(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, text)
+    with pytest.raises(UsageError) as caught:
         register()
+    assert str(caught.value).startswith(f"K16V8={text}: write 1, per-token-head, 0 for off, or K/V of native, bf16")
+
+
+@pytest.mark.parametrize(
+    ("text", "dims", "reason"),
+    [
+        ("1", (64, 64), ""),
+        ("int8/int4[skip-layers=0,29]", (64, 64), ""),
+        ("f16/int8", (64, 64), "copies f16 as it is, the model computes in bf16: write bf16 or native"),
+        ("int8/int4", (64, 33), "packs two int4 into a byte, which a head dimension of 33 is no multiple of"),
+        ("bf16/fp8_e4m3", (64, 33), "takes 161 bytes for a head's token, which pages cannot align"),
+        ("int8[skip-layers=30]", (64, 64), "cannot skip layer 30: the model has layers 0-29"),
+        ("int8[skip-layers=0-29]", (64, 64), "has no layer left: skip-layers names all of them"),
+    ],
+)
+def test_what_a_model_cannot_have_is_said_in_one_line(text: str, dims: tuple[int, int], reason: str) -> None:
+    assert Formats.parse(text).refusal(torch.bfloat16, *dims, 30) == reason
+
+
+def test_a_model_that_computes_in_32_bits_is_refused() -> None:
+    assert "pass --dtype bfloat16" in Formats.parse("int8").refusal(torch.float32, 64, 64, 30)
+
+
+def test_a_skipped_layer_keeps_the_models_own_type() -> None:
+    formats = Formats.parse("int8/int4[skip-layers=1]")
+    assert [formats.in_layer(layer).content_bytes(64, 64) for layer in range(3)] == [100, 256, 100]
 
 
 # --------------------------------------------------------------------------------------------- what is refused

@@ -51,6 +51,7 @@ OTHERS = {
         "bisect": "engines that pass on the states behind layers",
         **dict.fromkeys(_PRESET, "the preset's own"),
     },
+    "--image": {"doctor": "what is examined instead", "engines list": "what is listed instead"},
     "--floor": {"bisect": "captures all again, not a quarter"},
     "--force": {"baseline save": "replaces a baseline", "launch": "starts a server"},
     "--kv": {

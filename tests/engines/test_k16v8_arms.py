@@ -1,4 +1,4 @@
-"""Arms of vLLM and SGLang on K16/V8: what they take, how they are launched, when the pair is claimed."""
+"""Arms of vLLM and SGLang on pairs of k16v8: what they take, how they are launched, when a pair is claimed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from fidelab.core import Arm, KVSpec
-from fidelab.engines.k16v8 import K16V8, SWITCH, content_bytes
+from fidelab.engines import k16v8
+from fidelab.engines.k16v8 import K16V8, SWITCH, check_pair, content_bytes, is_pair, read_back_layers
 from fidelab.engines.sglang import launch as sglang_launch
 from fidelab.engines.sglang import read_back as sglang_ran
 from fidelab.engines.sglang.adapter import SGLangEngine
@@ -22,7 +23,23 @@ from fidelab.errors import UsageError
 
 shared = pytest.importorskip("k16v8.plugins.shared")
 
-SEEN = {"matches": 1.0, "disjoint": True}
+PAGES = {"matches": 1.0, "disjoint": True, "saturated": 0, "k_format": "bf16", "v_format": "fp8_e4m3"}
+SEEN = PAGES | {"skip_layers": []}
+PAIRS = (
+    *("bf16/fp8_e4m3", "bfloat16/int8", "int8/int4", "fp8_e4m3/int4", "int8/fp8_e4m3[scale=per-token-head]", "int4"),
+    *("int8", "fp8_e4m3[scale=per-token-head]", "int8/int4[skip-layers=0,4-6]", "fp8_e4m3/bf16", "int8[group=64]/int4"),
+)
+SWITCHED = {
+    "auto": "0",
+    "fp8_e4m3": "0",
+    "bf16/fp8_e4m3": "1",
+    "bfloat16/fp8_e4m3[scale=per-token-head]": "per-token-head",
+    "bfloat16/int8": "bf16/int8",
+    "int8[group=64]/fp8_e4m3[scale=per-token-head]": "int8/fp8_e4m3[scale=per-token-head]",
+    "int4": "int4/int4",
+    "bf16/fp8_e4m3[skip-layers=0,2]": "bf16/fp8_e4m3[skip-layers=0,2]",
+}
+OWN = ("auto", "fp8_e4m3", "nvfp4")
 
 
 def _arm(engine: str, kv: str, dtype: str, device: str, options: dict[str, str]) -> Arm:
@@ -38,12 +55,93 @@ def sglang(kv: str = "bf16/fp8_e4m3", dtype: str = "bfloat16", device: str = "cp
     return _arm("sglang", kv, dtype, device, options)
 
 
-def test_names_and_bytes_are_those_of_the_package() -> None:
+def test_names_and_bytes_are_those_of_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     from k16v8.plugins.sglang.plugin import BACKEND
 
     assert (K16V8, SWITCH, K16V8) == (shared.LABEL, shared.SWITCH, BACKEND)
-    for scaling in ("none", "per-token-head"):
-        assert content_bytes(192, 128, scaling) == shared.content_bytes(192, 128, scaling)
+    for text in PAIRS:
+        kv = KVSpec.parse(text)
+        monkeypatch.setenv(SWITCH, "0")
+        k16v8.set_switch(kv)
+        formats = shared.switched()
+        assert formats.skip_layers == kv.skip_layers
+        named = tuple(x.kernel_name("torch.bfloat16") for x in (formats.k, formats.v))
+        assert named == k16v8.kernel_names(kv)
+        for layer in (0, 1):
+            skipped = layer in kv.skip_layers
+            assert content_bytes(kv, 192, 128, skipped=skipped) == formats.in_layer(layer).content_bytes(192, 128)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_pair_is_the_packages_and_what_an_engine_has_stays_its_own(engine: str) -> None:
+    assert all(check_pair(KVSpec.parse(text), engine) for text in PAIRS)
+    assert not any(check_pair(KVSpec.parse(text), engine) for text in OWN)
+
+
+@pytest.mark.parametrize("engine", [VLLMEngine, SGLangEngine])
+@pytest.mark.parametrize(
+    ("kv", "said"),
+    [
+        ("auto/fp8_e4m3", "is made of bf16, f16, fp8_e4m3, fp8_e4m3fnuz, int8, int4, by the plug-in of package k16v8"),
+        ("bf16/fp8_e5m2", "not of fp8_e5m2"),
+        ("bf16/fp8_e4m3[scale=per-channel]", "scale=per-channel is neither none nor per-token-head"),
+        ("int8[scale=per-token-head]/int4", "int8 takes no scale on engine"),
+        ("bf16[group=32]/int8", "bf16 takes no group on engine"),
+        ("int8[group=x]/int4", "group=x is not a number of values"),
+        ("bf16/bfloat16", "both sides are of 16 bits; write auto"),
+        ("f16", "it is a side of a pair, as in f16/int8; for both write auto"),
+        ("fp8_e4m3[skip-layers=0]", "take no options; pairs do, as in bf16/int8[skip-layers=0,4-29]"),
+    ],
+)
+def test_what_paged_kernels_lack_is_refused_in_one_line(
+    engine: type[VLLMEngine | SGLangEngine], kv: str, said: str
+) -> None:
+    with pytest.raises(UsageError) as caught:
+        engine.check_kv(KVSpec.parse(kv))
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kv", "dtype", "said"),
+    [
+        (
+            "bf16/int8",
+            "float16",
+            "bf16/int8 keeps keys as bfloat16, the model computes in float16: pass --dtype bfloat16",
+        ),
+        (
+            "int8/f16",
+            "bfloat16",
+            "int8/f16 keeps values as float16, the model computes in bfloat16: pass --dtype float16",
+        ),
+        ("int8/int4", "float32", "int8/int4 is for 16 bits, the model computes in float32: pass --dtype bfloat16"),
+        ("int8[group=32]/int4", "bfloat16", "the paged kernels have one scale for each token and head: write int8"),
+        ("int8/int4[skip-layers=30]", "bfloat16", "skip-layers=30: the model has layers 0–29"),
+        ("int8/int4[skip-layers=0-29]", "bfloat16", "skip-layers leaves no layer to encode"),
+        ("int8/int4[skip-layers=0,29]", "bfloat16", ""),
+        ("int8[group=64]/int4", "bfloat16", ""),
+    ],
+)
+def test_what_a_model_cannot_have_is_said_before_it_is_loaded(kv: str, dtype: str, said: str) -> None:
+    found = k16v8.pair_refusal(vllm(kv, dtype), 64, 30)
+    assert found.endswith(said)
+    assert bool(found) == bool(said)
+
+
+def test_int4_needs_an_even_head_dimension() -> None:
+    assert "a head dimension of 33 is no multiple" in k16v8.pair_refusal(vllm("int8/int4"), 33, 30)
+
+
+def test_the_worst_layer_counts_and_skipped_layers_are_told_by_what_they_hold() -> None:
+    wide = PAGES | {"v_format": "bf16"}
+    found = read_back_layers({0: wide, 1: PAGES | {"matches": 0.5, "saturated": 3}, 2: PAGES}, [0])
+    assert (found["matches"], found["saturated"], found["layers"]) == (0.5, 3, 3)
+    assert (found["v_format"], found["skip_layers"]) == ("fp8_e4m3", [0])
+    kv = KVSpec.parse("bf16/fp8_e4m3[skip-layers=0]")
+    assert k16v8.holds_pair(kv, read_back_layers({0: wide, 1: PAGES}, [0]))
+    assert not k16v8.holds_pair(kv, read_back_layers({0: PAGES, 1: PAGES}, [0]))  # it was not skipped
+    assert not k16v8.holds_pair(KVSpec.parse("bf16/int8"), SEEN)
 
 
 # ------------------------------------------------------------------------------------------------------ vLLM
@@ -70,29 +168,16 @@ def test_vllm_claims_the_pair_on_full_proof_alone(
     assert (found == ("bf16", "fp8_e4m3")) is claimed
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3", "bf16/fp8_e4m3", "bfloat16/fp8_e4m3[scale=per-token-head]"])
+@pytest.mark.parametrize("kv", SWITCHED)
 def test_an_arm_of_vllm_sets_the_switch_whatever_it_was(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*vllm_backend._QUIET, *vllm_backend._OURS, "OMP_NUM_THREADS", "VLLM_PLUGINS"):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(SWITCH, "1" if "/" not in kv else "0")
+    monkeypatch.setenv(SWITCH, "1" if not is_pair(KVSpec.parse(kv)) else "0")
     threads = torch.get_num_threads()
     vllm_backend.prepare(vllm(kv))
     torch.set_num_threads(threads)
-    assert os.environ[SWITCH] == {"bf16/fp8_e4m3": "1", "auto": "0", "fp8_e4m3": "0"}.get(kv, "per-token-head")
+    assert os.environ[SWITCH] == SWITCHED[kv]
     assert os.environ["VLLM_PLUGINS"].split(",")[-2:] == ["fidelab_capture", "k16v8"]
-
-
-@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "float16/fp8_e4m3", "bf16/fp8_e4m3[scale=per-token-head]"])
-def test_vllm_takes_the_one_pair(kv: str) -> None:
-    VLLMEngine.check_kv(KVSpec.parse(kv))
-
-
-@pytest.mark.parametrize(
-    "kv", ["auto/fp8_e4m3", "fp8_e4m3/bf16", "bf16/fp8_e5m2", "bf16/fp8_e4m3[scale=per-channel]", "bf16/bfloat16"]
-)
-def test_vllm_refuses_other_pairs_with_the_one_that_there_is(kv: str) -> None:
-    with pytest.raises(UsageError, match="the one pair is k16v8"):
-        VLLMEngine.check_kv(KVSpec.parse(kv))
 
 
 @pytest.mark.parametrize(
@@ -111,19 +196,6 @@ def test_what_the_backend_lacks_is_said_before_anything_loads(
 
 
 # ---------------------------------------------------------------------------------------------------- SGLang
-
-
-@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "float16/fp8_e4m3", "bf16/fp8_e4m3[scale=per-token-head]", "auto"])
-def test_sglang_takes_the_one_pair(kv: str) -> None:
-    SGLangEngine.check_kv(KVSpec.parse(kv))
-
-
-@pytest.mark.parametrize(
-    "kv", ["auto/fp8_e4m3", "fp8_e4m3/bf16", "bf16/fp8_e5m2", "bf16/fp8_e4m3[scale=per-channel]", "bf16/bfloat16"]
-)
-def test_sglang_refuses_other_pairs_with_the_one_that_there_is(kv: str) -> None:
-    with pytest.raises(UsageError, match="the one pair is k16v8"):
-        SGLangEngine.check_kv(KVSpec.parse(kv))
 
 
 @pytest.mark.parametrize(
@@ -153,14 +225,14 @@ def test_a_pair_is_launched_with_our_backend_and_sglangs_own_cache_type() -> Non
     assert arguments(sglang(device="cuda", page_size="64"))["page_size"] == 64
 
 
-@pytest.mark.parametrize("kv", ["auto", "fp8_e4m3", "bf16/fp8_e4m3", "bfloat16/fp8_e4m3[scale=per-token-head]"])
+@pytest.mark.parametrize("kv", SWITCHED)
 def test_an_arm_of_sglang_sets_the_switch_whatever_it_was(kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
     names = (sglang_launch._LONGER, sglang_launch._CPU_ENGINE, sglang_launch._CPU_CORES, "HF_HUB_OFFLINE")
     for name in (*names, "OMP_NUM_THREADS", sglang_launch._PLUGINS):
         monkeypatch.setenv(name, "1")
-    monkeypatch.setenv(SWITCH, "1" if "/" not in kv else "0")
+    monkeypatch.setenv(SWITCH, "1" if not is_pair(KVSpec.parse(kv)) else "0")
     prepare(sglang(kv), 1)
-    assert os.environ[SWITCH] == {"bf16/fp8_e4m3": "1", "auto": "0", "fp8_e4m3": "0"}.get(kv, "per-token-head")
+    assert os.environ[SWITCH] == SWITCHED[kv]
     assert os.environ["SGLANG_PLUGINS"] == "1,fidelab_capture,k16v8"
 
 
@@ -181,6 +253,7 @@ def test_sglang_claims_the_pair_on_full_proof_alone(attention: str, seen: dict[s
 
 def test_expected_bytes_are_those_of_keys_values_and_scales() -> None:
     about = {"compute_dtype": "bfloat16", "cache": {"values_per_token": 2 * 3 * 128, "heads": [[3, 64, 64]] * 2}}
+    assert sglang_ran._expected(sglang("int8/int4[skip-layers=1]"), about) == 3 * (100 + 256)
     assert sglang_ran._expected(sglang("auto"), about) == 2 * 2 * 3 * 128
     assert sglang_ran._expected(sglang(), about) == 2 * 3 * 192
     assert sglang_ran._expected(sglang("bf16/fp8_e4m3[scale=per-token-head]"), about) == 2 * 3 * 194

@@ -60,12 +60,11 @@ def test_an_impossible_option_is_named_with_what_there_is(option: dict[str, str]
 @pytest.mark.parametrize(
     ("kv", "said"),
     [
-        ("auto/fp8_e4m3", "vLLM has one type for keys and values"),
         ("fp8_e4m3[scale=1]", "formats of engine vllm take no options"),
         ("fp8_e4m3[skip-layers=0]", "formats of engine vllm take no options"),
     ],
 )
-def test_formats_have_no_pairs_and_no_options(kv: str, said: str) -> None:
+def test_vllms_own_formats_have_no_options(kv: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         VLLMEngine.check_kv(KVSpec.parse(kv))
 

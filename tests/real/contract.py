@@ -8,8 +8,9 @@ from typing import ClassVar
 import torch
 from safetensors.torch import load_file
 
+from fidelab.captures.requests import Layerwise
 from tests.engines import tiny
-from tests.real.harness import CONTINUATIONS, PREFILL, Run, Said, lacking, states_of_transformers
+from tests.real.harness import CONTINUATIONS, PREFILL, PROBES, Run, Said, lacking, states_of_transformers
 
 
 class Contract:
@@ -21,16 +22,23 @@ class Contract:
         for item, theirs in enumerate(states_of_transformers(tiny.arm(checkpoint), PREFILL)):
             torch.testing.assert_close(said[f"prefill.{item}.hidden"], torch.from_numpy(theirs), rtol=1e-4, atol=1e-4)
 
+    def test_states_between_the_layers_are_those_of_transformers(self, said: Said, checkpoint: Path) -> None:
+        request = PROBES["layers"]
+        assert isinstance(request, Layerwise)
+        for item, theirs in enumerate(states_of_transformers(tiny.arm(checkpoint), request)):
+            assert theirs.shape == (3, 89, 128)
+            torch.testing.assert_close(said[f"layers.{item}.states"], torch.from_numpy(theirs), rtol=1e-4, atol=1e-4)
+
     def test_the_head_is_the_checkpoints_without_padding_and_one_object(self, said: Said, checkpoint: Path) -> None:
         assert torch.equal(said["head.weight"], load_file(checkpoint / "model.safetensors")["lm_head.weight"])
         assert said.plain["heads"] == 1
 
     def test_two_ranks_leave_the_same_states_and_a_head_without_padding(self, said: Said, run: Run) -> None:
-        two = run(("prefill", "forced"), tp="2")
+        two = run(("prefill", "forced", "layers"), tp="2")
         assert torch.equal(two["head.weight"], said["head.weight"])
         assert two.plain["ran"]["tp"] == 2
         assert two.plain["ran"]["cache_bytes_per_token"] == said.plain["ran"]["cache_bytes_per_token"]
-        for name in ("prefill.0.hidden", "prefill.2.hidden", "forced.1.hidden"):
+        for name in ("prefill.0.hidden", "prefill.2.hidden", "forced.1.hidden", "layers.1.states"):
             torch.testing.assert_close(two[name], said[name], rtol=1e-4, atol=1e-4)
 
     def test_sentinels_replay_the_live_logits(self, said: Said) -> None:
@@ -62,7 +70,7 @@ class Contract:
             torch.testing.assert_close(said[f"generate.{item}.hidden"], one, rtol=1e-4, atol=1e-4)
 
     def test_progress_counts_every_token_once(self, said: Said) -> None:
-        for name in ("prefill", "generate", "one", "stop", "forced", "timed", "together"):
+        for name in ("prefill", "generate", "one", "stop", "forced", "timed", "together", "layers"):
             assert said.plain["progress"][name] == said.plain["facts"][name]["tokens"]
 
     def test_progress_tells_decoded_tokens_from_those_of_prompts(self, said: Said) -> None:

@@ -20,6 +20,7 @@ from k16v8.plugins.shared import SWITCH
 from tests.real.k16v8 import LAYERS, compared
 
 FOLDER = Path(sys.argv[1])
+SWITCHES = ("0", "1", "per-token-head", "int8/int4[skip-layers=0]")
 MEMORY = 64 << 20  # bytes of the cache
 
 
@@ -42,7 +43,7 @@ def fixed(_original: Callable[..., int], configurator: Any, *_args: Any) -> int:
         return int(sizes.max_total_num_tokens)
 
     was = os.environ[SWITCH]
-    (FOLDER / "tokens.json").write_text(json.dumps({name: tokens(name) for name in ("0", "1", "per-token-head")}))
+    (FOLDER / "tokens.json").write_text(json.dumps({name: tokens(name) for name in SWITCHES}))
     os.environ[SWITCH] = was
     return MEMORY
 

@@ -17,7 +17,19 @@ from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from tests.real import harness
 from tests.real.contract import Contract
-from tests.real.harness import GENERATE, PREFILL, STANDINS, VOCAB, Run, Said, arm, asking, installed, tokens
+from tests.real.harness import (
+    GENERATE,
+    PREFILL,
+    STANDINS,
+    VOCAB,
+    Run,
+    Said,
+    arm,
+    asking,
+    faulty_layer,
+    installed,
+    tokens,
+)
 
 PROBES = {
     **harness.PROBES,
@@ -56,6 +68,10 @@ class TestContract(Contract):
 def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> None:
     theirs = torch.tensor(said.plain["own"]["logprobs"], dtype=torch.float64)[PREFILL.first :]
     torch.testing.assert_close(said.logprobs("prefill.0.hidden"), theirs, rtol=0, atol=1e-4)
+
+
+def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
+    assert faulty_layer("sglang", tmp_path, STANDINS) == 2
 
 
 def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None:

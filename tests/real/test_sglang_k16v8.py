@@ -29,6 +29,7 @@ from tests.real.harness import (
     STANDINS,
     VOCAB,
     WINDOWS,
+    agrees_with_transformers,
     arm,
     asked,
     drawn,
@@ -126,6 +127,13 @@ def test_it_costs_next_to_nothing_over_sglangs_own_16_bit_cache(tmp_path: Path) 
     assert (wide.attention, wide.k_dtype, wide.v_dtype) == ("TorchNativeAttnBackend", "bfloat16", "bfloat16")
 
 
+@pytest.mark.parametrize("kv", ["bf16/int8", "fp8_e4m3/int4", "int8/int4[skip-layers=1]"])
+def test_a_pair_computes_what_transformers_does_with_it(
+    environment: Environment, checkpoint: Path, kv: str, tmp_path: Path
+) -> None:
+    agrees_with_transformers(environment, checkpoint, kv, tmp_path, max_total_tokens="2048")
+
+
 def test_a_server_of_the_users_own_runs_it(served: Served) -> None:
     assert served.text.startswith(" Paris")
     assert "k16v8: torch[k=bf16,v=fp8_e4m3], pages of 1 tokens" in served.log
@@ -135,6 +143,7 @@ def test_the_same_memory_serves_more_tokens(served: Served) -> None:
     assert served.offered == served.tokens["1"]
     assert served.tokens["1"] / served.tokens["0"] >= 1.33
     assert served.tokens["per-token-head"] / served.tokens["0"] >= 1.31
+    assert served.tokens["int8/int4[skip-layers=0]"] / served.tokens["0"] >= 2.42
 
 
 def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(served: Served) -> None:

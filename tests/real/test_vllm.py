@@ -15,7 +15,7 @@ from fidelab.environments.environment import Environment
 from fidelab.models import Model
 from tests.real import harness
 from tests.real.contract import Contract
-from tests.real.harness import PREFILL, Run, Said, arm, asking, installed, tokens
+from tests.real.harness import PREFILL, Run, Said, arm, asking, faulty_layer, installed, tokens
 
 PROBES = {**harness.PROBES, "crowd": Timed("timing", (tokens(9, 30),) * 17, n=6, batch=17)}
 MISREAD = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "nvfp4", "float16"]
@@ -57,10 +57,15 @@ def test_states_and_head_give_the_engines_own_log_probabilities(said: Said) -> N
 
 
 def test_a_prompt_in_chunks_leaves_the_same_states(said: Said, run: Run) -> None:
-    chunked = run(max_num_batched_tokens="32")
+    chunked = run(("prefill", "layers"), max_num_batched_tokens="32")
+    torch.testing.assert_close(chunked["layers.1.states"], said["layers.1.states"])
     assert chunked.plain["ran"]["max_num_batched_tokens"] == 32
     for item in range(3):
         torch.testing.assert_close(chunked[f"prefill.{item}.hidden"], said[f"prefill.{item}.hidden"])
+
+
+def test_a_fault_in_one_layer_is_named_beside_transformers_on_the_same_tokens(tmp_path: Path) -> None:
+    assert faulty_layer("vllm", tmp_path) == 2
 
 
 def test_what_does_not_fit_is_said_in_one_line(said: Said) -> None:

@@ -24,6 +24,7 @@ from tests.engines import tiny
 from tests.real.harness import (
     PREFILL,
     VOCAB,
+    agrees_with_transformers,
     arm,
     asked,
     drawn,
@@ -43,6 +44,8 @@ OWN = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
+
+PAIR = "int8/int4[skip-layers=0]"
 
 pytestmark = [pytest.mark.usefixtures("environment"), pytest.mark.model]
 Steps = Callable[[str], dict[str, Any]]
@@ -69,7 +72,14 @@ def test_it_costs_next_to_nothing_over_vllms_own_16_bit_cache(tmp_path: Path) ->
     k16v8_beside_16_bits("vllm", tmp_path)
 
 
-@pytest.mark.parametrize(("switch", "least"), [("1", 1.32), ("per-token-head", 1.31)])
+@pytest.mark.parametrize("kv", ["bf16/int8", "fp8_e4m3/int4", "int8/fp8_e4m3", "int8/int4[skip-layers=1]"])
+def test_a_pair_computes_what_transformers_does_with_it(
+    environment: Environment, checkpoint: Path, kv: str, tmp_path: Path
+) -> None:
+    agrees_with_transformers(environment, checkpoint, kv, tmp_path, kv_cache_memory="32M")
+
+
+@pytest.mark.parametrize(("switch", "least"), [("1", 1.32), ("per-token-head", 1.31), (PAIR, 2.42)])
 def test_the_same_memory_serves_more_tokens(run: Steps, switch: str, least: float) -> None:
     assert run(switch)["tokens"] / run("0")["tokens"] >= least
     assert run(switch)["dtype"] == "auto"
@@ -85,12 +95,12 @@ def test_prompts_in_chunks_cached_prefixes_and_decoding_share_steps(run: Steps) 
     assert [answer["cached"] for answer in said["together"]] == [0, 96, 96, 0, 0, 96]
 
 
-@pytest.mark.parametrize("switch", ["1", "per-token-head"])
+@pytest.mark.parametrize("switch", ["1", "per-token-head", PAIR])
 def test_every_step_computes_the_definition_on_the_cache(run: Steps, switch: str) -> None:
     hold_the_gate(run(switch)["steps"])
 
 
-@pytest.mark.parametrize("switch", ["1", "per-token-head"])
+@pytest.mark.parametrize("switch", ["1", "per-token-head", PAIR])
 def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(run: Steps, switch: str) -> None:
     said = run(switch)
     for together, alone in zip(said["together"], said["alone"], strict=True):
@@ -103,7 +113,8 @@ def test_a_mixed_batch_answers_as_prompts_alone_do_up_to_near_ties(run: Steps, s
                 break
 
 
-def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv", ["bf16/fp8_e4m3", "bf16/fp8_e4m3[skip-layers=1,2]"])
+def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, kv: str, tmp_path: Path) -> None:
     """A window of 24 tokens in every other layer, a soft-cap and a scale that matter: against Transformers."""
     shape = {"vocab_size": VOCAB, "hidden_size": 128, "intermediate_size": 192, "num_hidden_layers": 4, "head_dim": 32}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512}
@@ -111,8 +122,9 @@ def test_windows_soft_cap_and_scale_are_the_models(environment: Environment, tmp
     config = transformers.Gemma2Config(**shape, **heads, **special, pad_token_id=None, eos_token_id=None)
     path = tiny.save(drawn(config), tmp_path / "model")
     options = {"kv_cache_memory": "32M", "max_num_batched_tokens": "40"}
-    one = arm("vllm", path, "bf16/fp8_e4m3", "bfloat16", **options)
+    one = arm("vllm", path, kv, "bfloat16", **options)
     said = asked(environment, one, {"prefill": PREFILL}, tmp_path)
+    assert "error" not in said.plain, said.plain["error"]
     wanted = states_of_transformers(replace(one, engine="hf", options=(("attention", "eager"),)), PREFILL)
     for item, theirs in enumerate(wanted):
         ours = said.arrays[f"prefill.{item}.hidden"]

@@ -152,7 +152,7 @@ def test_an_arm_that_fails_ends_with_1_and_its_reason(room: Path) -> None:
         (("--kv", "int8", "--candidate", "kv=int4"), "not 2"),
         (("--kv", "f32"), "candidate 'f32' computes what the reference computes"),
         (("--kv", "int8", "--engine", "llamacpp"), "engine llamacpp does not tell what passes through its layers"),
-        (("--candidate", "kv=q8_0,engine=vllm"), "engine vllm does not tell what passes through its layers"),
+        (("--candidate", "kv=q8_0,engine=openai"), "engine openai does not tell what passes through its layers"),
         (("--kv", "int8", "--engine", "hff"), "unknown engine 'hff'; did you mean 'hf'?"),
         (("--kv", "int9"), "unknown KV format of engine hf 'int9'"),
         (("--kv", "int8", "--n-ctx", 50_000), "n_ctx 50000 is beyond the limit"),

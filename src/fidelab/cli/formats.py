@@ -93,6 +93,7 @@ def formats(
             f"{geometry.model}: {geometry.layers} layers, {geometry.kv_heads} KV heads, head dimension "
             f"{geometry.head_dim}; K and V counted, default options.\n"
             "* emulated: the error is the true one, the bytes are those of ideal packing; we store more.\n"
+            "int8 and int4 have one scale for each token and head on vllm and sglang, one for 32 values on hf.\n"
             "–: the engines' own, which fidelab does not define.  (engine): cannot run it here, or not with a model in "
             "bfloat16."
         )

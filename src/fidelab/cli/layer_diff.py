@@ -17,9 +17,9 @@ _ROWS = "full"  # every row but the first
 
 
 class _EngineOptions(options.EngineOptions):
-    engine: Annotated[str, typer.Option(help="Engine that runs both arms; hf tells what passes its layers.")] = (
-        options.EngineOptions.engine
-    )
+    engine: Annotated[
+        str, typer.Option(help="Engine that runs both arms; hf, vllm and sglang tell what passes their layers.")
+    ] = options.EngineOptions.engine
 
 
 @options.expand_options
@@ -65,6 +65,8 @@ def bisect(
       fidelab bisect ./model --reference attention=eager --candidate attention=sdpa
 
       fidelab bisect ./bf16 --candidate model=./other
+
+      fidelab bisect ./model --engine vllm --reference engine=hf --kv fp8_e4m3
     """
     from fidelab.cli.progress import watcher
     from fidelab.errors import UsageError

@@ -222,7 +222,7 @@ class Engine(ABC):
     controlled: ClassVar[Mapping[str, str]] = MappingProxyType({})  # options that cannot be set, and why
     aliases: ClassVar[Mapping[str, str]] = MappingProxyType({})  # further names of ``options``
     native_kv: ClassVar[str] = "bf16"  # what runs where no KV format is named
-    separate_kv: ClassVar[bool] = True  # keys and values may have different formats
+    separate_kv: ClassVar[bool] = True  # keys and values may have any two of its formats
     examined: ClassVar[tuple[str, ...]] = ()  # further distributions that are compared with their published files
     sleeps_when_idle: ClassVar[bool] = True  # takes no processor time between requests
     kinds: ClassVar[frozenset[str]] = frozenset(("prefill", "generate", "forced", "timed"))  # of requests it answers

@@ -1,4 +1,4 @@
-"""K16/V8 in fidelab: the pair of formats, and the package of that name, which brings it to engines.
+"""K16/V8 and other pairs in fidelab: what they mean, and the package k16v8, which brings them to engines.
 
 The package is a contender like any other and no part of fidelab: ``pip install k16v8``.  It is imported when an arm
 asks for it, after a check with :func:`missing`.  Standard library only.
@@ -7,12 +7,12 @@ asks for it, after a check with :func:`missing`.  Standard library only.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any
 
 from fidelab.core import Arm, FormatSpec, KVSpec
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -22,26 +22,38 @@ __all__ = [
     "K16V8",
     "NATIVE",
     "PLUGIN",
+    "SIDES",
     "SWITCH",
-    "Scaling",
+    "check_pair",
     "content_bytes",
+    "holds_pair",
     "installed_version",
+    "is_pair",
+    "kernel_names",
     "meaning",
     "missing",
-    "pair_scaling",
+    "pair_refusal",
+    "read_back_layers",
+    "scales_of",
     "set_switch",
     "switch_variables",
     "translated_errors",
     "versions_for",
 ]
 
-Scaling = Literal["none", "per-token-head"]
 K16V8 = "k16v8"  # the format, the package, its attention in Transformers, its backends in vLLM and SGLang
 FORMER_NAME = "fidelab"  # of the attention
 PLUGIN = K16V8  # entry point in vLLM and SGLang
 SWITCH = "K16V8"  # environment variable that switches its plug-ins on
 NATIVE = {"bf16": "bfloat16", "bfloat16": "bfloat16", "f16": "float16", "float16": "float16"}  # keys → compute type
-_SCALINGS: Mapping[str, Scaling] = {"fp8_e4m3": "none", "fp8_e4m3[scale=per-token-head]": "per-token-head"}
+SIDES = ("bf16", "f16", "fp8_e4m3", "fp8_e4m3fnuz", "int8", "int4")  # of a pair on vLLM and SGLang
+_BITS = {"bf16": 16, "f16": 16, "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "int8": 8, "int4": 4}
+_KERNEL_NAMES = {"bfloat16": "bf16", "float16": "f16"}  # what engines call the kernels' formats
+_ALONE = ("fp8_e4m3fnuz", "int8", "int4")  # that engines lack: both sides are the package's, too
+_INTEGERS = ("int8", "int4")
+_NATIVE_ALONE = {"vllm": ("bf16", "f16"), "sglang": ("f16",)}  # names that the engines themselves lack
+_PER_HEAD = (("scale", "per-token-head"),)
+_WORDS = {"fp8_e4m3": "1", "fp8_e4m3[scale=per-token-head]": "per-token-head"}  # of the switch, with native keys
 
 
 def meaning(kv: KVSpec, native: str) -> KVSpec:
@@ -64,36 +76,155 @@ def meaning(kv: KVSpec, native: str) -> KVSpec:
     return replace(kv, k=side(kv.k, native), v=side(kv.v, "fp8_e4m3"))
 
 
-def pair_scaling(kv: KVSpec, engine: str) -> Scaling | None:
-    """How the plug-in scales the values of this pair; ``None``: the cache is the engine's own.
+# ------------------------------------------------------------------------------------- pairs on vLLM and SGLang
+
+
+def is_pair(kv: KVSpec) -> bool:
+    """Whether keys and values are stored by the package's plug-in, and not by vLLM or SGLang itself.
+
+    That is so where the sides differ, and where both are of a format that the engines do not have: integers with a
+    scale for each token and head, and FP8 with such scales.  ``fp8_e4m3`` for both is the engine's own.
+    """
+    return not kv.same or kv.k.name in _ALONE or kv.k.options == _PER_HEAD
+
+
+def check_pair(kv: KVSpec, engine: str) -> bool:
+    """:func:`is_pair`, once the spec has been found to make sense on this engine.
 
     Raises:
-        UsageError: a pair that is not K16/V8.
+        UsageError: a side that the kernels lack or an option that it does not have.
     """
-    if kv.same:
-        return None
-    scaling = _SCALINGS.get(str(kv.v))
-    if str(kv.k) not in NATIVE or scaling is None:
-        raise UsageError(
-            f"KV format {kv.label!r}: {engine} has one type for keys and values; the one pair is {K16V8} "
-            "(or bfloat16/fp8_e4m3[scale=per-token-head]), by the plug-in of package k16v8"
-        )
-    return scaling
+    if not is_pair(kv):
+        if kv.k.options or kv.skip_layers:
+            raise UsageError(
+                f"KV format {kv.label!r}: formats of engine {engine} take no options; pairs do, as in "
+                "bf16/int8[skip-layers=0,4-29]"
+            )
+        if kv.k.name in SIDES and kv.k.name in _NATIVE_ALONE.get(engine, ()):
+            raise UsageError(
+                f"KV format {kv.label!r}: on engine {engine} it is a side of a pair, as in {kv.k.name}/int8; for both "
+                "write auto"
+            )
+        return False
+    for side in (kv.k, kv.v):
+        name, options = _kernel_name(side), dict(side.options)
+        if name not in SIDES:
+            raise UsageError(
+                f"KV format {kv.label!r}: a pair on engine {engine} is made of {', '.join(SIDES)}, by the plug-in of "
+                f"package k16v8, not of {side.name}"
+            )
+        known = {"scale"} if name.startswith("fp8") else {"group"} if name in _INTEGERS else set[str]()
+        if unknown := sorted(options.keys() - known):
+            raise UsageError(f"KV format {kv.label!r}: {name} takes no {unknown[0]} on engine {engine}")
+        if options.get("scale", "none") not in ("none", "per-token-head"):
+            raise UsageError(f"KV format {kv.label!r}: scale={options['scale']} is neither none nor per-token-head")
+        if not options.get("group", "1").isdecimal():
+            raise UsageError(f"KV format {kv.label!r}: group={options['group']} is not a number of values")
+    if {_kernel_name(kv.k), _kernel_name(kv.v)} <= {"bf16", "f16"}:
+        raise UsageError(f"KV format {kv.label!r}: both sides are of 16 bits; write auto, the engine's own cache")
+    return True
 
 
-def content_bytes(head_dim: int, v_dim: int, scaling: Scaling) -> int:
-    """Bytes that one head of one token takes: keys of two bytes, values of one, a float16 scale where there is one."""
-    return 2 * head_dim + v_dim + (2 if scaling == "per-token-head" else 0)
+def pair_refusal(arm: Arm, head_dim: int | None, layers: int | None) -> str:
+    """Why the paged kernels cannot hold an arm's pair in its model; empty where they can, as far as that is known."""
+    kv, compute = arm.kv, _KERNEL_NAMES.get(arm.dtype)
+    for side in (kv.k, kv.v):
+        name, group = _kernel_name(side), dict(side.options).get("group")
+        wide = _BITS[name] == 16
+        if compute is None or (wide and name != compute):
+            wanted = next(dtype for dtype, short in _KERNEL_NAMES.items() if not wide or short == name)
+            does = f"keeps {'keys' if side is kv.k else 'values'} as {wanted}" if wide else "is for 16 bits"
+            return f"{kv.label} {does}, the model computes in {arm.dtype}: pass --dtype {wanted}"
+        if head_dim is not None and group is not None and int(group) < head_dim:
+            return f"{kv.label}: the paged kernels have one scale for each token and head: write {name}"
+        if head_dim is not None and _BITS[name] * head_dim % 8:
+            return f"{kv.label}: {name} packs two values into a byte; a head dimension of {head_dim} is no multiple"
+    if layers is not None and (beyond := [layer for layer in kv.skip_layers if layer >= layers]):
+        return f"skip-layers={beyond[0]}: the model has layers 0–{layers - 1}"
+    return "skip-layers leaves no layer to encode" if len(kv.skip_layers) == layers else ""
 
 
-def set_switch(scaling: Scaling | None) -> None:
-    """Set the switch for this process and its children; an arm that is not K16/V8 must not inherit it."""
-    os.environ[SWITCH] = {None: "0", "none": "1"}.get(scaling, str(scaling))
+def kernel_names(kv: KVSpec) -> tuple[str, str]:
+    """The names that the package's kernels have for the formats of a pair."""
+    return _kernel_name(kv.k), _kernel_name(kv.v)
 
 
-def switch_variables(scaling: Scaling | None) -> dict[str, str]:
-    """The switch as a variable to start a server with; empty for an arm that is not K16/V8."""
-    return {} if scaling is None else {SWITCH: {"none": "1"}.get(scaling, scaling)}
+def _kernel_name(side: FormatSpec) -> str:
+    return _KERNEL_NAMES.get(side.name, side.name)
+
+
+def _has_scales(side: FormatSpec) -> bool:
+    """A float16 for each token and head."""
+    return side.name in _INTEGERS or side.options == _PER_HEAD
+
+
+def content_bytes(kv: KVSpec, head_dim: int, v_dim: int, *, skipped: bool = False) -> int:
+    """Bytes of one head of one token in a pair's pages: codes, and a float16 scale where there is one.
+
+    ``skipped``: in a layer that keeps 16 bits for both.
+    """
+    if skipped:
+        return 2 * (head_dim + v_dim)
+    sides = (kv.k, head_dim), (kv.v, v_dim)
+    return sum(_BITS[_kernel_name(side)] * dim // 8 + 2 * _has_scales(side) for side, dim in sides)
+
+
+def scales_of(kv: KVSpec) -> dict[str, str]:
+    """Where the scales of a pair come from, and how many values share one, for the record."""
+    if _has_scales(kv.k) or _has_scales(kv.v):
+        return {"scale_source": "dynamic", "scale_granularity": "per token and head"}
+    return {"scale_source": "default 1.0", "scale_granularity": "per tensor"}
+
+
+def read_back_layers(layers: Mapping[int, dict[str, Any]], skipped: Iterable[int]) -> dict[str, Any]:
+    """What the package found in the pages of several layers as one; ``skipped``: by what the plug-in was told.
+
+    Formats are those of the layers that are not skipped.  ``matches`` is that of the worst layer, ``skip_layers``
+    those that hold other formats.
+    """
+    others = [layer for layer in layers if layer not in {*skipped}] or list(layers)
+    named = layers[others[0]]
+    return named | {
+        "matches": min(found["matches"] for found in layers.values()),
+        "disjoint": all(found["disjoint"] for found in layers.values()),
+        "saturated": sum(found["saturated"] for found in layers.values()),
+        "layers": len(layers),
+        "skip_layers": [
+            layer for layer, found in layers.items() if any(found[x] != named[x] for x in ("k_format", "v_format"))
+        ],
+    }
+
+
+def holds_pair(kv: KVSpec, found: Mapping[str, Any]) -> bool:
+    """Whether the pages of all layers hold what was written, apart, in this pair's formats."""
+    formats = found.get("k_format"), found.get("v_format")
+    return (
+        found.get("matches") == 1.0
+        and bool(found.get("disjoint"))
+        and formats == kernel_names(kv)
+        and found.get("skip_layers") == list(kv.skip_layers)
+    )
+
+
+def set_switch(kv: KVSpec) -> None:
+    """Set the switch for this process and its children; an arm that is no pair must not inherit it."""
+    os.environ[SWITCH] = _switch(kv) if is_pair(kv) else "0"
+
+
+def _switch(kv: KVSpec) -> str:
+    if str(kv.k) in NATIVE and str(kv.v) in _WORDS and not kv.skip_layers:
+        return _WORDS[str(kv.v)]
+    sides = [replace(side, options=side.options if side.options == _PER_HEAD else ()) for side in (kv.k, kv.v)]
+    k, v = (replace(side, name=_kernel_name(side)) for side in sides)
+    if not kv.skip_layers:
+        return f"{k}/{v}"
+    skip = (("skip-layers", ",".join(map(str, kv.skip_layers))),)
+    return f"{k}/{replace(v, options=(*v.options, *skip))}"
+
+
+def switch_variables(kv: KVSpec) -> dict[str, str]:
+    """The switch as a variable to start a server with; empty for an arm that is no pair."""
+    return {SWITCH: _switch(kv)} if is_pair(kv) else {}
 
 
 # -------------------------------------------------------------------------------------------- the package
@@ -121,7 +252,7 @@ def versions_for(arm: Arm) -> dict[str, str]:
         attention = dict(arm.options).get("attention")
         used = attention == K16V8 or (attention is None and arm.device.startswith("cuda"))
     else:
-        used = arm.engine in ("vllm", "sglang") and not arm.kv.same
+        used = arm.engine in ("vllm", "sglang") and is_pair(arm.kv)
     version = installed_version() if used else None
     return {K16V8: version} if version else {}
 

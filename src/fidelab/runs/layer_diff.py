@@ -123,7 +123,9 @@ def _check(experiment: Experiment) -> None:
     for arm in (experiment.reference, *experiment.candidates):
         engine = (arm.engine or experiment.engine).name
         if "layerwise" not in engine_class(arm.engine or experiment.engine).kinds:
-            raise NotSupportedError(f"engine {engine} does not tell what passes through its layers; engine hf does")
+            raise NotSupportedError(
+                f"engine {engine} does not tell what passes through its layers; engines hf, vllm and sglang do"
+            )
 
 
 def _over_states(job: PlannedJob) -> Layerwise:

@@ -1,8 +1,16 @@
-"""What the K16/V8 plug-ins of vLLM and SGLang share: the switch, versions, bytes, views of pages, what pages hold.
+"""What the plug-ins of vLLM and SGLang share: the switch, versions, bytes, views of pages, what pages hold.
 
-``K16V8`` in the environment switches them on: ``1`` for values with scale 1.0, saturating, ``per-token-head`` for one
-float16 scale beside each head's value vector, ``0`` for off.  ``FIDELAB_K16V8``, its former name, is read where
-``K16V8`` is not set.
+``K16V8`` in the environment switches them on and names the formats of keys and values:
+
+- ``1``: keys in the model's 16-bit type, values ``fp8_e4m3`` with scale 1.0, saturating; ``per-token-head``: the same
+  with one float16 scale beside each head's value vector;
+- ``K/V``, as ``bf16/int8``, ``int8/int4`` or ``fp8_e4m3[scale=per-token-head]/int4``: a format for each side, of
+  ``native`` (the model's 16-bit type), ``bf16``, ``f16``, ``fp8_e4m3``, ``fp8_e4m3fnuz``, ``int8`` and ``int4``; one
+  name alone is that of both sides.  Integers have one float16 scale for each token and head;
+- ``skip-layers=0,4-29`` in the brackets of either side: layers that keep the model's 16-bit type;
+- ``0``: off.
+
+``FIDELAB_K16V8``, its former name, is read where ``K16V8`` is not set.
 """
 
 from __future__ import annotations
@@ -10,8 +18,9 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from k16v8.errors import UsageError
 
@@ -23,43 +32,159 @@ if TYPE_CHECKING:
     from k16v8.kernels.dispatch import Kernels
 
 __all__ = [
-    "KEY_BYTES",
     "LABEL",
-    "SCALE_BYTES",
     "SWITCH",
-    "VALUE_BYTES",
+    "Formats",
     "Pages",
-    "Scaling",
-    "content_bytes",
+    "Side",
     "read_back",
     "switched",
     "version_refusal",
 ]
 
-Scaling = Literal["none", "per-token-head"]
 Version = tuple[int, ...]
 SWITCH = "K16V8"  # environment variable
 _FORMER_SWITCH = "FIDELAB_K16V8"
 LABEL = "k16v8"  # of the attention backends, in logs and records
-_SCALINGS: dict[str, Scaling] = {"1": "none", "per-token-head": "per-token-head"}
-KEY_BYTES, VALUE_BYTES, SCALE_BYTES = 2, 1, 2
-_KEYS = {"torch.bfloat16": "bf16", "torch.float16": "f16"}  # types of keys, and the kernels' names of them
-_VALUES = "fp8_e4m3"
+NATIVE = "native"  # the model's own 16-bit type
+_SCALE_BYTES = 2
+_BITS = {NATIVE: 16, "bf16": 16, "f16": 16, "fp8_e4m3": 8, "fp8_e4m3fnuz": 8, "int8": 8, "int4": 4}
+_INTEGERS = ("int8", "int4")
+_16_BIT = {"torch.bfloat16": "bf16", "torch.float16": "f16"}  # types, and the kernels' names of them
+_STORED = {"fp8_e4m3": "float8_e4m3fn", "fp8_e4m3fnuz": "float8_e4m3fnuz"}  # names of torch, of ours where it has none
+_SIDE = re.compile(r"([a-z0-9_]+)(?:\[([^\[\]]*)\])?")
+_LAYERS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?")
 
 
-def switched() -> Scaling | None:
+@dataclass(frozen=True)
+class Side:
+    """How keys, or values, are stored.
+
+    ``name``: ``native``, or a format of :mod:`k16v8.kernels.cache`; ``scaled``: with a float16 scale for each token and
+    head.
+    """
+
+    name: str
+    scaled: bool = False
+
+    def code_bytes(self, dim: int) -> int:
+        """Bytes of one vector without its scale."""
+        return _BITS[self.name] * dim // 8
+
+    def dim(self, code_bytes: int) -> int:
+        """The inverse of :meth:`code_bytes`."""
+        return 8 * code_bytes // _BITS[self.name]
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of a vector's scale."""
+        return _SCALE_BYTES * self.scaled
+
+    def kernel_name(self, native: str) -> str:
+        """The kernels' name of the format in a model of type ``native`` (``torch.bfloat16``, ``torch.float16``)."""
+        return _16_BIT[native] if self.name == NATIVE else self.name
+
+    def __str__(self) -> str:
+        return f"{self.name}[scale=per-token-head]" if self.scaled and self.name not in _INTEGERS else self.name
+
+
+@dataclass(frozen=True)
+class Formats:
+    """The formats of keys and values, and the layers that keep the model's own type for both."""
+
+    k: Side
+    v: Side
+    skip_layers: tuple[int, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Formats:
+        """Read what the switch says, except for ``0``.
+
+        Raises:
+            UsageError: it means nothing.
+        """
+        if text in _WORDS:
+            return _WORDS[text]
+        sides = [_side(part) for part in text.split("/")]
+        if len(sides) > 2 or None in sides:
+            raise UsageError(
+                f"write 1, per-token-head, 0 for off, or K/V of {', '.join(_BITS)}, as in bf16/int8 or "
+                "fp8_e4m3[scale=per-token-head]/int4[skip-layers=0,4-29]"
+            )
+        (k, k_skip), (v, v_skip) = (side for side in (sides[0], sides[-1]) if side is not None)
+        return cls(k, v, tuple(sorted({*k_skip, *v_skip})))
+
+    def in_layer(self, layer: int) -> Formats:
+        """The formats of one layer."""
+        return _UNCHANGED if layer in self.skip_layers else replace(self, skip_layers=())
+
+    def content_bytes(self, head_dim: int, v_dim: int) -> int:
+        """Bytes of one head of one token, in a layer that is not skipped."""
+        scales = self.k.scale_bytes + self.v.scale_bytes
+        return self.k.code_bytes(head_dim) + self.v.code_bytes(v_dim) + scales
+
+    def refusal(self, dtype: torch.dtype, head_dim: int, v_dim: int, layers: int) -> str:
+        """Why a model cannot have them, with what to do; empty where it can.  ``layers``: how many it has."""
+        native = _16_BIT.get(str(dtype))
+        if native is None:
+            return f"is for models in 16 bits, this one computes in {dtype}: pass --dtype bfloat16"
+        for side, dim in ((self.k, head_dim), (self.v, v_dim)):
+            if side.name in _16_BIT.values() and side.name != native:
+                return f"copies {side.name} as it is, the model computes in {native}: write {native} or native"
+            if _BITS[side.name] * dim % 8:
+                return f"packs two {side.name} into a byte, which a head dimension of {dim} is no multiple of"
+        if self.content_bytes(head_dim, v_dim) % 2:
+            return f"takes {self.content_bytes(head_dim, v_dim)} bytes for a head's token, which pages cannot align"
+        if beyond := [layer for layer in self.skip_layers if layer >= layers]:
+            return f"cannot skip layer {beyond[0]}: the model has layers 0-{layers - 1}"
+        if len(self.skip_layers) == layers:
+            return "has no layer left: skip-layers names all of them"
+        return ""
+
+    def __str__(self) -> str:
+        pair = str(self.k) if self.k == self.v else f"{self.k}/{self.v}"
+        return f"{pair} but layers {','.join(map(str, self.skip_layers))}" if self.skip_layers else pair
+
+
+_UNCHANGED = Formats(Side(NATIVE), Side(NATIVE))
+_WORDS = {
+    "1": Formats(Side(NATIVE), Side("fp8_e4m3")),
+    "per-token-head": Formats(Side(NATIVE), Side("fp8_e4m3", scaled=True)),
+}
+
+
+def _side(text: str) -> tuple[Side, list[int]] | None:
+    """One side of a pair and the layers to skip; ``None``: it means nothing."""
+    found = _SIDE.fullmatch(text.strip())
+    if found is None or found[1] not in _BITS:
+        return None
+    scaled, layers, key = found[1] in _INTEGERS, list[int](), ""
+    for piece in filter(None, (found[2] or "").split(",")):
+        head, equal, value = piece.rpartition("=")
+        key = head.strip() if equal else key
+        if key == "skip-layers" and (ends := _LAYERS.fullmatch(value.strip())):
+            layers += range(int(ends[1]), int(ends[2] or ends[1]) + 1)
+        elif key == "scale" and value.strip() in ("none", "per-token-head") and found[1].startswith("fp8"):
+            scaled = value.strip() != "none"
+        else:
+            return None
+    return Side(found[1], scaled), layers
+
+
+def switched() -> Formats | None:
     """What the environment asks for; ``None``: nothing.
 
     Raises:
         UsageError: the variable has a value that means nothing.
     """
     name = SWITCH if SWITCH in os.environ else _FORMER_SWITCH
-    text = os.environ.get(name, "")
+    text = os.environ.get(name, "").strip()
     if text in ("", "0"):
         return None
-    if text not in _SCALINGS:
-        raise UsageError(f"{name}={text}: write 1, per-token-head, or 0 for off")
-    return _SCALINGS[text]
+    try:
+        return Formats.parse(text)
+    except UsageError as error:
+        raise UsageError(f"{name}={text}: {error}") from None
 
 
 def version_refusal(packages: Sequence[str], versions: tuple[Version, Version], what: str) -> str:
@@ -83,19 +208,28 @@ def _installed(package: str) -> str:
         return ""
 
 
-class Pages(NamedTuple):
+@dataclass(frozen=True)
+class Pages:
     """Typed views of a layer's cache: ``[blocks, tokens, heads, …]``, the last dimension without gaps."""
 
-    keys: Tensor  # [blocks, tokens, heads, D], the model's 16-bit type
-    values: Tensor  # [blocks, tokens, heads, Dv], uint8: codes of e4m3
-    scales: Tensor | None  # [blocks, tokens, heads], float16
+    keys: Tensor  # [blocks, tokens, heads, width(D)], in the type in which the kernels hold their format
+    values: Tensor  # [blocks, tokens, heads, width(Dv)]
+    k_scales: Tensor | None  # [blocks, tokens, heads], float16
+    v_scales: Tensor | None
+    k_format: str  # names of the kernels
+    v_format: str
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Keys, values, and the scales that there are."""
+        return [x for x in (self.keys, self.values, self.k_scales, self.v_scales) if x is not None]
 
     def paged(self, table: Tensor, lengths: Tensor) -> PagedCache:
         """The layer's cache for the kernels; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
         from k16v8.kernels.cache import PagedCache
 
-        keys, values, scales = self
-        return PagedCache(keys, values, table, lengths, _KEYS[str(keys.dtype)], _VALUES, v_scale=scales)
+        formats = self.k_format, self.v_format
+        return PagedCache(self.keys, self.values, table, lengths, *formats, self.k_scales, self.v_scales)
 
     def kernels(self, heads: int, dtype: torch.dtype, device: torch.device | str) -> Kernels:
         """The kernels for these pages: the torch path on CPUs, Triton on GPUs.  ``heads``, ``dtype``: of queries.
@@ -106,51 +240,79 @@ class Pages(NamedTuple):
         import torch
 
         from k16v8.kernels import dispatch
+        from k16v8.kernels.cache import scaling_of, storage
 
         return dispatch.choose(
             "torch" if torch.device(device).type == "cpu" else "triton",
-            k_format=_KEYS[str(self.keys.dtype)],
-            v_format=_VALUES,
+            k_format=self.k_format,
+            v_format=self.v_format,
             heads=heads,
             kv_heads=self.keys.shape[2],
-            head_dim=self.keys.shape[3],
-            v_dim=self.values.shape[3],
+            head_dim=self.keys.shape[3] * storage(self.k_format).per_byte,
+            v_dim=self.values.shape[3] * storage(self.v_format).per_byte,
             page=self.keys.shape[1],
             dtype=dtype,
             device=device,
-            v_scaling="none" if self.scales is None else "per-token-head",
+            k_scaling=scaling_of(self.k_scales),
+            v_scaling=scaling_of(self.v_scales),
         )
-
-
-def content_bytes(head_dim: int, v_dim: int, scaling: Scaling) -> int:
-    """Bytes of one head of one token."""
-    return KEY_BYTES * head_dim + VALUE_BYTES * v_dim + (SCALE_BYTES if scaling == "per-token-head" else 0)
 
 
 def read_back(found: Pages, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
     """Compare what a request's first tokens were given with what its blocks hold, and where.
 
-    ``key``: ``[n, heads · D]``, ``value``: ``[n, heads · Dv]``.  Keys must be equal bit by bit, values what e4m3 makes
-    of them.  ``matches``: the share of both that is; ``disjoint``: no byte belongs to two of keys, values and scales.
+    ``key``: ``[n, heads · D]``, ``value``: ``[n, heads · Dv]``.  Numbers of 16 bits must be equal bit by bit, codes and
+    their scales what the format makes of the numbers.  ``matches``: the share of all that is; ``disjoint``: no byte
+    belongs to two of keys, values and scales; ``saturated``: numbers beyond the format's range.
     """
     import torch
 
-    n, heads = len(key), found.keys.shape[2]
-    keys, codes = (x[blocks].flatten(0, 1)[:n] for x in (found.keys, found.values))
-    same = keys.contiguous().view(torch.int16) == key.view(n, heads, -1).to(keys.dtype).contiguous().view(torch.int16)
-    given = value.view(n, heads, -1).float()
-    if found.scales is not None:
-        given = given / found.scales[blocks].flatten(0, 1)[:n].float().unsqueeze(-1)
-    near = given.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    both = torch.cat((same.flatten(), (codes == near).flatten()))
-    held = [byte for x in found if x is not None for byte in _addresses(x[blocks[0]])]
+    sides = [
+        _compared(held, scales, name, given, blocks)
+        for held, scales, name, given in (
+            (found.keys, found.k_scales, found.k_format, key),
+            (found.values, found.v_scales, found.v_format, value),
+        )
+    ]
+    held = [byte for x in found.tensors for byte in _addresses(x[blocks[0]])]
+    stored = [
+        str(x.dtype).removeprefix("torch.") if name in _16_BIT.values() else _STORED.get(name, name)
+        for x, name in ((found.keys, found.k_format), (found.values, found.v_format))
+    ]
     return {
-        "stored": str(keys.dtype).removeprefix("torch."),
-        "v_stored": "float8_e4m3fn",
-        "matches": float(both.float().mean()),
+        "stored": stored[0],
+        "v_stored": stored[1],
+        "k_format": found.k_format,
+        "v_format": found.v_format,
+        "matches": float(torch.cat([same for same, _ in sides]).float().mean()),
         "disjoint": len({*held}) == len(held),
-        "saturated": int((given.abs() > 448).sum()),
+        "saturated": sum(beyond for _, beyond in sides),
     }
+
+
+def _compared(held: Tensor, scales: Tensor | None, name: str, given: Tensor, blocks: list[int]) -> tuple[Tensor, int]:
+    """Which numbers of one side, and which scales, are what they should be; and how many saturate."""
+    import torch
+
+    from k16v8.kernels.cache import FLOAT8, codes_to_values, storage
+    from k16v8.kernels.torch_path import token_scale
+
+    n, heads, stored = len(given), held.shape[2], storage(name)
+    codes, given = held[blocks].flatten(0, 1)[:n].contiguous(), given.view(n, heads, -1)
+    if not stored.quantized:
+        exact = given.to(codes.dtype).contiguous()
+        return (codes.view(torch.int16) == exact.view(torch.int16)).flatten(), 0
+    given, same = given.float(), []
+    if scales is not None:
+        factor = scales[blocks].flatten(0, 1)[:n]
+        same.append((factor == token_scale(given, stored)).flatten())
+        given = given / factor.float().unsqueeze(-1)
+    inside = given.clamp(-stored.top, stored.top)
+    if stored.integer:
+        same.append((codes_to_values(codes, name) == inside.round()).flatten())
+    else:
+        same.append((codes == inside.to(FLOAT8[name]).view(torch.uint8)).flatten())
+    return torch.cat(same), int((given.abs() > stored.top).sum()) if scales is None else 0
 
 
 def _addresses(x: Tensor) -> list[int]:

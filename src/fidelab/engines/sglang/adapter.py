@@ -1,5 +1,5 @@
 """SGLang in the worker process, its schedulers beside it; keys and values in the types that SGLang has, one for both,
-or as ``k16v8`` by a backend of the package of that name.
+or as a pair (``k16v8``, ``int8/int4``, …) by a backend of the package k16v8.
 
 Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-backend``, ``sampling-backend``,
 ``mem-fraction-static``, ``max-total-tokens``, ``context-length``, ``page-size``, ``quantization``,
@@ -25,10 +25,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
+from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
 from fidelab.engines.options import Value, trusts_code
 from fidelab.engines.sglang import launch
 from fidelab.engines.sglang.launch import (
@@ -41,7 +42,6 @@ from fidelab.engines.sglang.launch import (
     context,
     engine_options,
     k16v8_cannot,
-    k16v8_of,
     kv_choices,
     on_cpu,
     prepare,
@@ -49,7 +49,7 @@ from fidelab.engines.sglang.launch import (
 from fidelab.engines.sglang.read_back import ran
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
 from fidelab.engines.timing import time_prompts
-from fidelab.errors import EngineError, NotSupportedError, UsageError
+from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,7 @@ class SGLangEngine(Engine):
     controlled: ClassVar[Mapping[str, str]] = CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
     start_seconds: ClassVar[float] = 20.0
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -85,15 +86,11 @@ class SGLangEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return (*kv_choices(), K16V8)
+        return tuple(dict.fromkeys((*kv_choices(), *SIDES, K16V8)))
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        is_k16v8 = k16v8_of(kv) is not None
-        if (kv.k.options or kv.v.options) and not is_k16v8:
-            raise UsageError(f"KV format {kv.label!r}: formats of engine sglang take no options")
-        if kv.skip_layers:
-            raise UsageError(f"KV format {kv.label!r}: SGLang has one format for all layers, no skip-layers")
+        check_pair(kv, cls.name)
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
@@ -102,7 +99,7 @@ class SGLangEngine(Engine):
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
         if not trusts_code(arm) and (unknown := unknown_architecture(arm, "sglang/srt/configs")):
             return Support(False, unknown)
-        if k16v8_of(arm.kv) is not None:
+        if is_pair(arm.kv):
             reason = k16v8_cannot(arm)
             return Support(not reason, reason)
         return Support(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
@@ -165,6 +162,8 @@ class SGLangEngine(Engine):
                 for group in request.groups():
                     self._together(group, 1 + request.n)
                 facts = time_prompts(request, sink, lambda group: self._session.stream(group, 1 + request.n))
+            case Layerwise():
+                facts = self._layerwise(request, sink)
         return answer_with_head(request, self._estimator, facts, began, self._head)
 
     def ran(self) -> RuntimeInfo:
@@ -183,6 +182,20 @@ class SGLangEngine(Engine):
                 sink.add(index, self._stored(response.rows, request.n_rows))
                 sink.progress(len(prompts[index]))
         return {"tokens": sum(map(len, prompts))}
+
+    def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
+        if request.tensors != "states":
+            raise NotSupportedError("engine sglang tells the states between its layers; q, k and v engine hf alone")
+        if self._options.get("cuda-graph") == "on":
+            raise NotSupportedError("SGLang's layers can be seen where they run one by one: remove cuda-graph")
+        for index, window in enumerate(request.windows):
+            prompt = window[: request.last + 1]
+            self._fits(len(prompt), 1)
+            [response] = self._ask([SGLangRequest(prompt, first=request.first, layers=True)])
+            assert response.states is not None
+            sink.add(index, {"states": response.states})
+            sink.progress(len(window))
+        return {"tokens": sum(map(len, request.windows)), "layers": self._about["layers"]}
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0

@@ -13,23 +13,27 @@ without that file pass untouched::
     live    number of live rows of logits that are kept beside them
     force   token ids that replace the sampled ones, in order
     about   describe model, cache and head as well
+    layers  keep the residual stream behind every layer, too
 
 Answers are files, too, complete before SGLang hands out the token that follows: ``RID.rows`` (one after another, in the
 type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
-``RID.nan`` (index of the first generated token whose logits held NaN), ``about.json``, ``head-RANK.weight`` and
-``.bias``.  Rank 0 writes; under tensor parallelism all ranks hold the same states.
+``RID.nan`` (index of the first generated token whose logits held NaN), ``RID.states`` ([1 + layers, n, d], of the
+prompt from ``first`` on), ``about.json``, ``head-RANK.weight`` and ``.bias``.  Rank 0 writes; under tensor parallelism
+all ranks hold the same states.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.engines.base import dtype_name, raw_bytes
+from fidelab.engines.k16v8 import read_back_layers
+from fidelab.engines.layer_states import LayerStates, stream_of, write_states
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
@@ -68,6 +72,7 @@ class _Capture:
         self._logprobs = logprobs
         self._next: dict[str, int] = {}  # request → position whose row comes next: a retracted one is computed again
         self._live: dict[str, int] = {}  # request → rows of live logits still wanted
+        self._chunks: dict[str, list[Tensor]] = {}  # request → states behind its layers, by forward
         self._unfilled: list[str] | None = None
         self._scales: list[str] = []
         self._asked = lru_cache(maxsize=4096)(self._read)
@@ -109,7 +114,15 @@ class _Capture:
     def _captured(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         about = any(instructions["about"] for _, _, instructions in self._requests(batch))
         stored = _Stored(runner) if about else None
-        out = original(runner, batch, *args, **kwargs)
+        layers = None
+        if any(instructions.get("layers") for _, _, instructions in self._requests(batch)):
+            layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
+        try:
+            out = original(runner, batch, *args, **kwargs)
+        finally:
+            if layers is not None:
+                layers.remove()
+        passed = None if layers is None else layers.take()
         states, logits = out.logits_output.hidden_states, out.logits_output.next_token_logits
         lengths = batch.extend_seq_lens_cpu if batch.forward_mode.is_extend() else [1] * len(batch.rids)
         if states is None or len(states) != sum(lengths):
@@ -121,6 +134,9 @@ class _Capture:
             end = _end(batch, index)
             rows = states[starts[index] : starts[index] + lengths[index]]
             self._rows(runner, batch, rid, instructions, end - len(rows), rows)
+            if passed is not None and instructions.get("layers"):
+                tokens = slice(starts[index], starts[index] + lengths[index])
+                self._states(rid, instructions, end, passed[:, tokens])
             if end >= instructions["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
                 self._logits(rid, instructions, end, logits[index], broken[index])
         if stored is not None:
@@ -140,6 +156,17 @@ class _Capture:
             return
         for at in range(0, len(rows), _CHUNK):
             self._append(f"{rid}.rows", _distribution(runner, batch, rows[at : at + _CHUNK]))
+
+    def _states(self, rid: str, asked: Mapping[str, Any], end: int, states: Tensor) -> None:
+        """Keep the states of the tokens before position ``end``; write them when the prompt is complete."""
+        import torch
+
+        chunks = self._chunks.setdefault(rid, [])
+        chunks.append(states[:, max(0, asked["first"] - (end - states.shape[1])) :])
+        if end == asked["tokens"]:
+            whole = torch.cat(self._chunks.pop(rid), dim=1)
+            if _is_first_rank():
+                write_states(self._folder / f"{rid}.states", whole)
 
     def _logits(self, rid: str, asked: Mapping[str, Any], end: int, logits: Tensor, broken: bool) -> None:
         if broken and _is_first_rank() and not (self._folder / f"{rid}.nan").exists():
@@ -209,22 +236,27 @@ class _Capture:
 
 
 class _Stored:
-    """The cache of a runner, compared with the keys and values of its first attention layer in one forward."""
+    """The cache of a runner, compared with the keys and values of its first attention layer in one forward.
+
+    Of a k16v8 pool, which compares itself, all layers are.
+    """
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
-        self._given: list[tuple[Tensor, Tensor]] = []
+        self._given: dict[int, tuple[Tensor, Tensor]] = {}  # keys and values by layer
         self._layers = [m for m in runner.model.modules() if type(m).__name__ == "RadixAttention"]
-        if self._layers:
-            self._handle = self._layers[0].register_forward_pre_hook(self._note)
+        whole = hasattr(runner.token_to_kv_pool, "read_back")
+        watched_layers = self._layers if whole else self._layers[:1]
+        self._handles = [layer.register_forward_pre_hook(self._note) for layer in watched_layers]
 
-    def _note(self, _module: Any, args: tuple[Any, ...]) -> None:
-        self._handle.remove()
+    def _note(self, module: Any, args: tuple[Any, ...]) -> None:
         if len(args) > 2 and args[1] is not None and args[2] is not None:
-            self._given.append((args[1].detach().clone(), args[2].detach().clone()))
+            self._given[module.layer_id] = (args[1].detach().clone(), args[2].detach().clone())
 
     def seen(self, batch: Any) -> dict[str, Any]:
         """Types, bytes and scales of the cache, and the share of the recorded numbers that it holds."""
+        for handle in self._handles:
+            handle.remove()
         pools = list(_pools(self._runner.token_to_kv_pool))
         buffers = [(kind, buffer, _slots(pool)) for pool in pools for kind, buffer in _buffers(pool)]
         layer = self._layers[0] if self._layers else None
@@ -243,15 +275,15 @@ class _Stored:
             "values_per_scale": _values_per_scale(buffers),
             "layer_scales": sorted({(_scale(x, "k"), _scale(x, "v")) for x in self._layers}),
             "matches": self._matches(pools[0], layer, batch),
-            "read_back": self._read_back(pools[0], layer, batch),
+            "read_back": self._read_back(pools[0], batch),
         }
 
-    def _read_back(self, pool: Any, layer: Any, batch: Any) -> dict[str, Any]:
+    def _read_back(self, pool: Any, batch: Any) -> dict[str, Any]:
         """The comparison that a k16v8 pool makes itself, since it knows its formats."""
         if not self._given or not hasattr(pool, "read_back"):
             return {}
-        comparison: dict[str, Any] = pool.read_back(layer.layer_id, batch.out_cache_loc, *self._given[0])
-        return comparison
+        found = {n: pool.read_back(n, batch.out_cache_loc, *given) for n, given in self._given.items()}
+        return read_back_layers(found, pool.formats.skip_layers)
 
     def _matches(self, pool: Any, layer: Any, batch: Any) -> float | None:
         """Share of the first layer's keys and values that the cache holds in their slots, rounded to its type.
@@ -259,10 +291,10 @@ class _Stored:
         ``None`` where they are not stored element by element.
         """
         keys, values = (getattr(pool, f"{kind}_buffer", None) for kind in "kv")
-        if not self._given or not keys or not values:
+        if not self._given or not keys or not values or hasattr(pool, "read_back"):
             return None
         equal = total = 0
-        for kind, tensor, buffer in zip("kv", self._given[0], (keys, values), strict=True):
+        for kind, tensor, buffer in zip("kv", self._given[layer.layer_id], (keys, values), strict=True):
             stored = buffer[layer.layer_id - pool.start_layer]
             if stored.dtype != pool.dtype and stored.element_size() == pool.dtype.itemsize:
                 stored = stored.view(pool.dtype)
@@ -303,6 +335,23 @@ def _distribution(runner: Any, batch: Any, states: Tensor) -> Tensor:
     logits = owner.logits_processor._get_logits(states, owner.lm_head, metadata)
     rows: Tensor = logits.double().log_softmax(dim=-1).half()
     return rows
+
+
+def _stream(handed_on: Any, given: Sequence[Any]) -> Tensor:
+    """The residual stream, which most of SGLang's models keep beside the batch, and others hand on with each layer.
+
+    Raises:
+        RuntimeError: a layer of several ranks hands on a sum that is not complete.
+    """
+    batch = next(x for x in given if hasattr(x, "forward_mode"))
+    if (stream := getattr(batch, "residual_stream", None)) is None:
+        if _ranks() > 1:
+            raise RuntimeError("the layers of this model hand on incomplete sums in several ranks: pass tp=1")
+        return stream_of(handed_on, given)
+    if isinstance(handed_on, tuple):  # what enters the first layer
+        return stream_of(handed_on, given)
+    state: Tensor = stream.snapshot(handed_on)
+    return state
 
 
 def _pools(pool: Any) -> Iterator[Any]:
@@ -355,6 +404,12 @@ def _rank() -> int:
     import torch
 
     return torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+
+
+def _ranks() -> int:
+    import torch
+
+    return torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
 
 
 def _is_first_rank() -> bool:

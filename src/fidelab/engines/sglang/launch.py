@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Mapping
-from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,7 +12,8 @@ from typing import Any
 
 from fidelab.core import Arm
 from fidelab.engines.base import Support, one_line
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
+from fidelab.engines.hf.kernels import shape_of
+from fidelab.engines.k16v8 import K16V8, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
 from fidelab.engines.options import (
     NAME,
     NUMBER,
@@ -42,7 +42,6 @@ __all__ = [
     "context",
     "engine_options",
     "k16v8_cannot",
-    "k16v8_of",
     "kv_choices",
     "on_cpu",
     "prepare",
@@ -167,9 +166,6 @@ def _has_operators() -> bool:
     return spec is not None and spec.origin is not None and any(Path(spec.origin).parent.glob("*.so"))
 
 
-k16v8_of = partial(pair_scaling, engine="SGLang")
-
-
 def k16v8_cannot(arm: Arm) -> str:
     """What k16v8's plug-in lacks for this arm; models that it cannot serve are refused when SGLang starts."""
     if reason := missing():
@@ -179,8 +175,9 @@ def k16v8_cannot(arm: Arm) -> str:
     options = dict(arm.options)
     if reason := refusal():
         return reason
-    if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
-        return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
+    shape = shape_of(arm.path)
+    if reason := pair_refusal(arm, shape.head_dim, shape.layers):
+        return reason
     if "attention-backend" in options:
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
     if switched(options.get("cuda-graph", "off")):
@@ -194,11 +191,11 @@ def arguments(arm: Arm) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``; what an option names replaces ours."""
     options = dict(arm.options)
     device, _, number = arm.device.partition(":")
-    scaling = k16v8_of(arm.kv)
+    paired = is_pair(arm.kv)
     defaults: dict[str, Any] = {
         "model_path": arm.path,
         "dtype": arm.dtype,
-        "kv_cache_dtype": "auto" if scaling else arm.kv.k.name,
+        "kv_cache_dtype": "auto" if paired else arm.kv.k.name,
         "device": device,
         "skip_tokenizer_init": True,
         "trust_remote_code": trusts_code(arm),
@@ -221,7 +218,7 @@ def arguments(arm: Arm) -> dict[str, Any]:
             "mem_fraction_static": 0.8,
             "max_total_tokens": _CPU_CACHE,
         }
-    if scaling:
+    if paired:
         from k16v8.plugins.sglang.plugin import BACKEND, PAGES
 
         defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
@@ -239,18 +236,18 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     if own["kv_cache_dtype"] != "auto":
         words += ["--kv-cache-dtype", own["kv_cache_dtype"]]
     words += ["--device", own["device"]]
-    needed = ("attention_backend", "sampling_backend", "base_gpu_id", *(("page_size",) if k16v8_of(arm.kv) else ()))
+    needed = ("attention_backend", "sampling_backend", "base_gpu_id", *(("page_size",) if is_pair(arm.kv) else ()))
     for name in needed:  # without them it does not start on a CPU, on that GPU, or with this pair of formats
         if (flag := name.replace("_", "-")) not in options and name in own:
             words += [f"--{flag}", str(own[name])]
-    on = switched(options.pop("cuda-graph", "off" if k16v8_of(arm.kv) else "on"))  # k16v8 runs without graphs
+    on = switched(options.pop("cuda-graph", "off" if is_pair(arm.kv) else "on"))  # k16v8 runs without graphs
     graphs = ["--disable-cuda-graph"] if on is False else []
     return [*words, *graphs, *flags(sorted(options.items()), _SERVED_AS, negates=False)]
 
 
 def serve_variables(arm: Arm) -> dict[str, str]:
     """As :meth:`Engine.serve_variables`."""
-    variables = switch_variables(k16v8_of(arm.kv))
+    variables = switch_variables(arm.kv)
     if arm.device == "cpu":
         variables |= {_CPU_ENGINE: "1", "OMP_NUM_THREADS": str(arm.threads)}
     return {**variables, **dict(arm.env)}
@@ -277,7 +274,7 @@ def prepare(arm: Arm, ranks: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(arm.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault(_LONGER, "1")
-    set_switch(k16v8_of(arm.kv))
+    set_switch(arm.kv)
     if allowed := os.environ.get(_PLUGINS):
         os.environ[_PLUGINS] = f"{allowed},fidelab_capture,{PLUGIN}"
     if arm.device == "cpu":

@@ -8,8 +8,7 @@ from typing import Any
 
 from fidelab.core import Arm
 from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
-from fidelab.engines.k16v8 import K16V8, content_bytes
-from fidelab.engines.sglang.launch import k16v8_of
+from fidelab.engines.k16v8 import K16V8, content_bytes, holds_pair, is_pair, scales_of
 
 __all__ = ["ran"]
 
@@ -17,23 +16,21 @@ _FP8 = ("float8_e4m3fn", "float8_e4m3fnuz")
 _STORED = {"bf16": ("bfloat16",), "bfloat16": ("bfloat16",), "fp8_e4m3": _FP8, "fp8_e5m2": ("float8_e5m2",)}
 _BYTES = {"bf16": 2, "bfloat16": 2, "fp8_e4m3": 1, "fp8_e5m2": 1, "mxfp8": 33 / 32, "nvfp4": 9 / 16}
 _BYTES |= {"fp4_mx_block16": 9 / 16}
-_PAIR_SCALES = {
-    "none": {"scale_source": "1.0", "scale_granularity": "layer"},
-    "per-token-head": {"scale_source": "computed when written", "scale_granularity": "token and head"},
-}
 
 
 def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str, str]) -> RuntimeInfo:
     """The record of this arm; ``about``: what the plug-in wrote, ``running``: SGLang's arguments."""
     cache, ranks = about["cache"], int(dict(arm.options).get("tp", "1"))
-    scaling = k16v8_of(arm.kv)
+    paired = is_pair(arm.kv)
     matches = cache["read_back"].get("matches", cache["matches"])
-    if scaling is None:
-        k_format = v_format = _found(arm.kv.k.name, about)
-        k_dtype = v_dtype = cache["dtype"]
-    else:
+    k_format: str | None
+    v_format: str | None
+    if paired:
         k_format, v_format = _pair_as(arm, about)
         k_dtype, v_dtype = (cache["read_back"].get(name, cache["dtype"]) for name in ("stored", "v_stored"))
+    else:
+        k_format = v_format = _found(arm.kv.k.name, about)
+        k_dtype = v_dtype = cache["dtype"]
     return RuntimeInfo(
         versions={**versions, "python": platform.python_version()},
         device=device_name(arm.device),
@@ -62,7 +59,7 @@ def ran(arm: Arm, about: Mapping[str, Any], running: Any, versions: Mapping[str,
             "graphs": about["graphs"],
             "quantization": running.quantization,
             "unfilled_parameters": None if about["unfilled_parameters"] is None else 0,
-            **(_scales(about) if scaling is None else _PAIR_SCALES[scaling]),
+            **(scales_of(arm.kv) if paired else _scales(about)),
         },
     )
 
@@ -86,23 +83,27 @@ def _found(asked: str, about: Mapping[str, Any]) -> str | None:
 def _pair_as(arm: Arm, about: Mapping[str, Any]) -> tuple[str, str]:
     """The formats of K and V where k16v8's backend attends and the pool holds what was written, apart.
 
-    Keys are compared bit by bit, values with the codes that e4m3 makes of them.
+    Numbers of 16 bits are compared bit by bit, codes and scales with what the format makes of the numbers.
     """
-    comparison = about["cache"]["read_back"]
     if not about["attention"].startswith(K16V8):
         return (f"{about['cache']['dtype']}, read by {about['attention']}",) * 2
-    if comparison.get("matches") != 1.0 or not comparison.get("disjoint"):
+    if not holds_pair(arm.kv, about["cache"]["read_back"]):
         return (f"{about['cache']['dtype']}, and not what was written",) * 2
     return str(arm.kv.k), str(arm.kv.v)
 
 
 def _expected(arm: Arm, about: Mapping[str, Any]) -> float:
     """Bytes per token that the arm's format takes in one rank."""
-    cache, scaling = about["cache"], k16v8_of(arm.kv)
-    if scaling is None:
+    cache = about["cache"]
+    if not is_pair(arm.kv):
         size = _BYTES.get(arm.kv.k.name, 4 if about["compute_dtype"] == "float32" else 2)
         return float(size * cache["values_per_token"])
-    return float(sum(heads * content_bytes(k_dim, v_dim, scaling) for heads, k_dim, v_dim in cache["heads"]))
+    return float(
+        sum(
+            heads * content_bytes(arm.kv, k_dim, v_dim, skipped=layer in arm.kv.skip_layers)
+            for layer, (heads, k_dim, v_dim) in enumerate(cache["heads"])
+        )
+    )
 
 
 def _scales(about: Mapping[str, Any]) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import numpy as np
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Tokens
 from fidelab.engines.base import one_line
+from fidelab.engines.layer_states import read_states
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
 from fidelab.errors import EngineError
 
@@ -33,7 +34,7 @@ _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """A prompt and its instructions: ``first``, ``live``, ``force`` and ``about`` as in the plug-in."""
+    """A prompt and its instructions: ``first``, ``live``, ``force``, ``about`` and ``layers`` as in the plug-in."""
 
     prompt: Tokens
     max_tokens: int = 1
@@ -42,16 +43,19 @@ class SGLangRequest:
     live: int = 0
     force: Tokens = ()
     about: bool = False
+    layers: bool = False
 
 
 @dataclass(frozen=True)
 class Response:
-    """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows."""
+    """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows;
+    ``states`` [1 + layers, n, d]."""
 
     ids: list[int]
     rows: Array | None
     live: Array | None
     failed: str | None
+    states: Array | None = None
 
 
 class SGLangSession:
@@ -191,7 +195,7 @@ class SGLangSession:
         self._sent += len(requests)
         for name, request in zip(names, requests, strict=True):
             if request.first is not None:
-                instructions = {key: getattr(request, key) for key in ("first", "live", "force", "about")}
+                instructions = {key: getattr(request, key) for key in ("first", "live", "force", "about", "layers")}
                 text = json.dumps({"tokens": len(request.prompt), **instructions})
                 (self._folder / f"{name}.json").write_text(text, "utf-8")
         try:
@@ -236,7 +240,8 @@ class SGLangSession:
         (self._folder / f"{name}.json").unlink()
         if failed is None and len(ids) < request.max_tokens and not {*ids[-1:]} & {*request.stop}:
             raise EngineError(f"SGLang ended an answer after {len(ids)} of {request.max_tokens} tokens")
-        return Response(ids, _array(rows, n_wanted, self._dtype), _array(live, request.live, "float32"), failed)
+        states = read_states(self._folder / f"{name}.states") if request.layers else None
+        return Response(ids, _array(rows, n_wanted, self._dtype), _array(live, request.live, "float32"), failed, states)
 
     def _read(self, name: str, dtype: str, width: int) -> Any:
         path = self._folder / name

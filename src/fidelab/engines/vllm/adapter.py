@@ -13,7 +13,8 @@ backend says it cannot read), and whatever else ``vllm serve --help`` names, che
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
-- **k16v8** is a backend of the package of that name: keys in the model's 16-bit type, values e4m3.
+- **Pairs** (``bf16/int8``, ``int8/int4[skip-layers=0]``, k16v8, …) are a backend of the package k16v8, as are ``int8``
+  and ``int4`` for both sides, with a scale for each token and head; ``fp8_e4m3`` for both is vLLM's own.
 - **What is stored is compared with what was written**: the keys and values of one layer for a few tokens, as sorted
   numbers, against the blocks of the cache.  Where they differ, or the backend does not list the format, none is
   claimed: on CPUs vLLM takes formats whose blocks its kernel misreads.  (Formats with scales of their own inside the
@@ -26,10 +27,11 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
+from fidelab.engines.k16v8 import SIDES, check_pair
 from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
@@ -40,12 +42,11 @@ from fidelab.engines.vllm.launch import (
     cache_formats,
     engine_options,
     installed,
-    k16v8_of,
     prepare,
 )
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
-from fidelab.errors import EngineError, UsageError
+from fidelab.errors import EngineError, NotSupportedError
 
 __all__ = ["VLLMEngine"]
 
@@ -111,6 +112,7 @@ class VLLMEngine(Engine):
         "kv-cache-memory-bytes": "kv-cache-memory",
     }
     start_seconds: ClassVar[float] = 20.0
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -118,13 +120,11 @@ class VLLMEngine(Engine):
 
     @classmethod
     def kv_names(cls) -> Sequence[str]:
-        return (*cache_formats(), K16V8)
+        return tuple(dict.fromkeys((*cache_formats(), *SIDES, K16V8)))
 
     @classmethod
     def check_kv(cls, kv: KVSpec) -> None:
-        is_k16v8 = k16v8_of(kv) is not None
-        if (kv.k.options and not is_k16v8) or kv.skip_layers:
-            raise UsageError(f"KV format {kv.label!r}: formats of engine vllm take no options")
+        check_pair(kv, cls.name)
 
     @classmethod
     def supports(cls, arm: Arm) -> Support:
@@ -175,6 +175,8 @@ class VLLMEngine(Engine):
                 facts = self._forced(request, sink)
             case Timed():
                 facts = time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
+            case Layerwise():
+                facts = self._layerwise(request, sink)
         estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, head)
 
@@ -202,6 +204,15 @@ class VLLMEngine(Engine):
             sink.add(index, self._model.rows(key, request.n_rows))
             sink.progress(len(window))
         return {"tokens": sum(map(len, request.windows))}
+
+    def _layerwise(self, request: Layerwise, sink: Sink) -> dict[str, Any]:
+        if request.tensors != "states":
+            raise NotSupportedError("engine vllm tells the states between its layers; q, k and v engine hf alone")
+        windows = request.windows
+        for index, states in enumerate(self._model.layer_states(windows, request.first, request.last)):
+            sink.add(index, {"states": states})
+            sink.progress(len(windows[index]))
+        return {"tokens": sum(map(len, windows)), "layers": self._model.layers}
 
     def _generate(self, request: Generate, sink: Sink) -> dict[str, Any]:
         produced = 0

@@ -12,10 +12,12 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     last    the last such position; no end where it is absent
     live    number of first rows whose live logits are kept as well
     force   token ids that replace the sampled ones, in order
+    layers  keep the residual stream behind every layer instead of rows, from ``first`` to ``last``
 
 Captured data goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
-of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]) and ``KEY.nan`` (index of the first
-generated token whose logits held NaN).  Rank 0 writes; under tensor parallelism all ranks hold the same states.
+of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]), ``KEY.nan`` (index of the first generated
+token whose logits held NaN) and ``KEY.states`` ([1 + layers, n, d]).  Rank 0 writes; under tensor parallelism all ranks
+hold the same states.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fidelab.engines.base import dtype_name, raw_bytes
+from fidelab.engines.k16v8 import read_back_layers
+from fidelab.engines.layer_states import LayerStates, stream_of, write_states
 from fidelab.engines.written import watched
 
 if TYPE_CHECKING:
@@ -138,8 +142,12 @@ class FidelabWorker:
             "read_back": self._fidelab.read_back,
         }
 
+    def fidelab_layers(self, on: bool) -> None:
+        """Put hooks on the decoder layers, for requests with ``layers`` that run alone, or take them away."""
+        self._fidelab.hook_layers(on)
+
     def fidelab_watch(self) -> None:
-        """Compare keys and values of the first layer, in the next request with instructions, with the cache."""
+        """In the next request with rows, compare keys and values of a layer, of a pair all layers, with the cache."""
         self._fidelab.watch()
 
 
@@ -152,8 +160,10 @@ class _Hook:
         self._writes = writes
         self._logprobs = logprobs
         self._next: dict[str, int] = {}  # key → position whose row comes next (a preempted request computes rows again)
-        self._given: list[tuple[Tensor, Tensor]] = []
+        self._given: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of watched layers
         self.read_back: dict[str, Any] = {}
+        self._layers: LayerStates | None = None
+        self._chunks: list[Tensor] = []  # states of the request that is computed, by step
         self._sample_tokens: Callable[..., Any] = runner.sample_tokens
         self._sample: Callable[..., Any] = runner._sample
         runner.sample_tokens = self.sample_tokens
@@ -175,20 +185,31 @@ class _Hook:
                 out.sampled_token_ids[index, 0] = forced[min(done, len(forced) - 1)]
         return out
 
-    def watch(self) -> None:
-        name = next(iter(_attention(self._runner)), None)
-        if name is None:
-            return
-        layer = self._runner.compilation_config.static_forward_context[name]
+    def hook_layers(self, on: bool) -> None:
+        if self._layers is not None:
+            self._layers.remove()
+        self._layers, self._chunks = None, []
+        if on:
+            model, config = self._runner.get_model(), self._runner.model_config
+            self._layers = LayerStates(_language(model), config.get_total_num_hidden_layers(), stream_of)
 
+    def watch(self) -> None:
+        layers = {name: layer for name, layer in _attention(self._runner).items() if _writes(layer)}
+        if not any(hasattr(layer.impl, "read_back") for layer in layers.values()):  # layers of vLLM's own are alike
+            layers = dict(list(layers.items())[:1])
+        self._given.clear()
+        self.read_back = {}
+        self._handles = [
+            layer.register_forward_pre_hook(self._note(name), with_kwargs=True) for name, layer in layers.items()
+        ]
+
+    def _note(self, name: str) -> Callable[..., None]:
         def note(_module: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
             tensors = [*args, *kwargs.values()][1:3]
             if len(tensors) == 2 and all(x is not None and x.ndim >= 2 for x in tensors):
-                self._given.append((tensors[0].detach().clone(), tensors[1].detach().clone()))
+                self._given[name] = (tensors[0].detach().clone(), tensors[1].detach().clone())
 
-        self._given.clear()
-        self.read_back = {"layer": name}
-        self._handle = layer.register_forward_pre_hook(note, with_kwargs=True)
+        return note
 
     # ------------------------------------------------------------------------------------------- rows
 
@@ -209,7 +230,9 @@ class _Hook:
             start = record.num_computed_tokens
             offset = int(self._runner.query_start_loc.np[index])
             states = state.hidden_states[offset : offset + scheduled[request]]
-            if "first" in instructions:
+            if "layers" in instructions:
+                self._states(instructions, start, slice(offset, offset + scheduled[request]))
+            elif "first" in instructions:
                 self._rows(instructions, start, states)
             if self._given:
                 self._compare(record)
@@ -218,6 +241,19 @@ class _Hook:
                 path = self._folder / f"{instructions['key']}.nan"
                 if not path.exists():
                     path.write_text(str(len(record.output_token_ids)))
+
+    def _states(self, asked: Mapping[str, Any], start: int, tokens: slice) -> None:
+        """Keep the states of this step's tokens, from position ``start`` on; write them when the last one is there."""
+        import torch
+
+        assert self._layers is not None
+        seen = self._layers.take()[:, tokens]
+        first, end = asked["first"], asked["last"] + 1
+        self._chunks.append(seen[:, max(0, first - start) : max(0, end - start)])
+        if start + seen.shape[1] >= end:
+            whole, self._chunks = torch.cat(self._chunks, dim=1), []
+            if self._writes:
+                write_states(self._folder / f"{asked['key']}.states", whole)
 
     def _rows(self, asked: Mapping[str, Any], start: int, states: Tensor) -> None:
         """Store the requested rows of the states from position ``start`` on."""
@@ -254,22 +290,26 @@ class _Hook:
         """Compare the recorded keys and values with the blocks of the request, in any layout.
 
         Layouts differ by backend, so the numbers are compared as sorted lists: the blocks must hold what was written,
-        rounded to the format, and nothing else (a fresh cache holds zeros).
+        rounded to the format, and nothing else (a fresh cache holds zeros).  k16v8's backend knows its pages and
+        compares itself, in every layer.
         """
-        self._handle.remove()
-        runner, name = self._runner, self.read_back["layer"]
-        layer = runner.compilation_config.static_forward_context[name]
-        cache = layer.kv_cache
-        group = next(i for i, g in enumerate(runner.kv_cache_config.kv_cache_groups) if name in g.layer_names)
-        blocks = list(record.block_ids[group])
-        axis = list(cache.shape).index(runner.kv_cache_config.num_blocks)
-        held = cache.movedim(axis, 0)[blocks]
-        key, value = self._given[0]
-        self._given.clear()
-        if hasattr(layer.impl, "read_back"):  # ours, which knows its pages
-            self.read_back |= layer.impl.read_back(cache, blocks, key, value)
-        else:
-            self.read_back |= _compared(held, key.reshape(-1), value.reshape(-1), layer)
+        for handle in self._handles:
+            handle.remove()
+        runner, found = self._runner, dict[int, dict[str, Any]]()
+        given, self._given = self._given, {}
+        for name, (key, value) in given.items():
+            layer = runner.compilation_config.static_forward_context[name]
+            group = next(i for i, g in enumerate(runner.kv_cache_config.kv_cache_groups) if name in g.layer_names)
+            blocks = list(record.block_ids[group])
+            if hasattr(layer.impl, "read_back"):
+                found[layer.impl.layer] = layer.impl.read_back(blocks, key, value)
+                skipped = layer.impl.formats.skip_layers
+                self.read_back = read_back_layers(found, skipped)
+            else:
+                axis = list(layer.kv_cache.shape).index(runner.kv_cache_config.num_blocks)
+                held = layer.kv_cache.movedim(axis, 0)[blocks]
+                self.read_back = _compared(held, key.reshape(-1), value.reshape(-1), layer)
+            self.read_back["layer"] = next(iter(given))
 
 
 def _compared(held: Tensor, key: Tensor, value: Tensor, layer: Any) -> dict[str, Any]:
@@ -354,12 +394,18 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
                 "implementation": type(layer.impl).__name__,
                 "label": getattr(layer.impl, "label", None),
                 "kernels": getattr(getattr(layer.impl, "kernels", None), "name", None),
+                "index": getattr(layer.impl, "layer", None),
                 "k_dim": layer.head_size,
                 "v_dim": getattr(layer, "head_size_v", layer.head_size),
                 "isa": getattr(layer, "isa", None),
             }
         )
     return layers
+
+
+def _writes(layer: Any) -> bool:
+    """Whether a layer has keys and values of its own, and does not share another's."""
+    return getattr(layer, "kv_sharing_target_layer_name", None) is None
 
 
 def _attention(runner: Any) -> dict[str, Any]:

@@ -6,13 +6,22 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
 from fidelab.core import Arm
-from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch, switch_variables
+from fidelab.engines.k16v8 import (
+    K16V8,
+    NATIVE,
+    PLUGIN,
+    is_pair,
+    missing,
+    pair_refusal,
+    set_switch,
+    switch_variables,
+)
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
 from fidelab.errors import EngineError, UsageError
 
@@ -24,7 +33,6 @@ __all__ = [
     "cache_formats",
     "engine_options",
     "installed",
-    "k16v8_of",
     "least_cache_bytes",
     "prepare",
     "serve_command",
@@ -75,7 +83,7 @@ def prepare(arm: Arm) -> None:
     """Environment variables and threads, before vLLM is imported."""
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
-    set_switch(k16v8_of(arm.kv))
+    set_switch(arm.kv)
     os.environ.update({**_OURS, "OMP_NUM_THREADS": str(arm.threads)})
     _, colon, number = arm.device.partition(":")
     if colon:
@@ -86,8 +94,6 @@ def prepare(arm: Arm) -> None:
 
     torch.set_num_threads(arm.threads)  # it may have been imported before
 
-
-k16v8_of = partial(pair_scaling, engine="vLLM")
 
 _SERVED_AS = {  # options with other names on the command line of ``vllm serve``; without any, they are fidelab's own
     "chunked-prefill": "enable-chunked-prefill",
@@ -100,7 +106,7 @@ _SERVED_AS = {  # options with other names on the command line of ``vllm serve``
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     """As :meth:`Engine.serve_command`: ``vllm serve``."""
-    is_k16v8 = k16v8_of(arm.kv) is not None
+    is_k16v8 = is_pair(arm.kv)
     words = ["vllm", "serve", arm.path, "--host", host, "--port", str(port), "--dtype", arm.dtype]
     if arm.path != arm.model:
         words += ["--served-model-name", arm.model]
@@ -113,7 +119,7 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
 
 def serve_variables(arm: Arm) -> dict[str, str]:
     """As :meth:`Engine.serve_variables`."""
-    variables = switch_variables(k16v8_of(arm.kv))
+    variables = switch_variables(arm.kv)
     _, colon, number = arm.device.partition(":")
     if colon:
         variables["CUDA_VISIBLE_DEVICES"] = number
@@ -191,8 +197,8 @@ def backend_for(arm: Arm) -> Backend:
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
     shape = _shape(arm.path)
-    is_k16v8 = k16v8_of(arm.kv) is not None
-    options, name = dict(arm.options), "auto" if is_k16v8 else arm.kv.k.name
+    paired = is_pair(arm.kv)
+    options, name = dict(arm.options), "auto" if paired else arm.kv.k.name
     platform = str(current_platform.device_type)
     config = AttentionSelectorConfig(
         head_size=shape.get("head_dim") or 128,
@@ -208,7 +214,7 @@ def backend_for(arm: Arm) -> Backend:
         ok = name in ("auto", arm.dtype) or bool(backend.supports_kv_cache_dtype(name))
     except (ImportError, KeyError, NotImplementedError, ValueError) as error:
         return Backend(platform, "none", (), False, " ".join(str(error).split())[:300])
-    if is_k16v8:
+    if paired:
         reason = _k16v8_refusal(arm, shape)
         return Backend(platform, K16V8, (K16V8,), not reason, reason)
     reason = "" if ok else f"attention backend {label} reads {', '.join(formats)}, not {name}"
@@ -228,10 +234,10 @@ def _k16v8_refusal(arm: Arm, shape: Mapping[str, Any]) -> str:
 
 def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
     """What the package's backend lacks for this arm; layers it cannot compute are refused when they are built."""
-    if (keys := NATIVE[str(arm.kv.k)]) != arm.dtype:
-        return f"{arm.kv.label} keeps keys as {keys}, the model computes in {arm.dtype}: pass --dtype {keys}"
     if shape.get("latent"):
         return f"{arm.kv.label} needs keys and values; this model keeps latents"
+    if reason := pair_refusal(arm, shape.get("head_dim"), shape.get("layers")):
+        return reason
     if "attention-backend" in dict(arm.options):
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
     return ""
@@ -252,7 +258,7 @@ def least_cache_bytes(arm: Arm) -> tuple[int, bool]:
 
 
 def _shape(path: str) -> dict[str, Any]:
-    """Cache sizes by the model's configuration: ``values`` per token, ``head_dim``, ``positions``, ``latent``."""
+    """The cache by the model's config: ``values`` per token, ``head_dim``, ``layers``, ``positions``, ``latent``."""
     try:
         config = json.loads((Path(path) / "config.json").read_text("utf-8"))
     except (OSError, ValueError):
@@ -269,6 +275,7 @@ def _shape(path: str) -> dict[str, Any]:
     return {
         "head_dim": per_layer if latent else head_dim,
         "values": per_layer * (text.get("num_hidden_layers") or 0),
+        "layers": text.get("num_hidden_layers"),
         "positions": text.get("max_position_embeddings"),
         "latent": bool(latent),
     }

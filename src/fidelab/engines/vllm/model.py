@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,10 +18,11 @@ from numpy.typing import NDArray
 from fidelab.captures.container import Array, BFloat16
 from fidelab.core import Arm
 from fidelab.engines.base import one_line
-from fidelab.engines.k16v8 import translated_errors
+from fidelab.engines.k16v8 import is_pair, translated_errors
+from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
-from fidelab.engines.vllm.launch import engine_options, k16v8_of, least_cache_bytes
+from fidelab.engines.vllm.launch import engine_options, least_cache_bytes
 from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class VLLMRequest:
     """A prompt, how many tokens to generate behind it, and which rows to keep.
 
     ``first`` … ``last``: positions (``first`` ``None``: no rows; ``last`` ``None``: to the end); ``sentinel``: the
-    replay is checked on the first of them; ``force``: token ids in place of the sampled ones.
+    replay is checked on the first of them; ``force``: token ids in place of the sampled ones; ``layers``: of these
+    positions the residual stream is kept, and no rows.
     """
 
     prompt: Sequence[int]
@@ -52,6 +54,7 @@ class VLLMRequest:
     last: int | None = None
     sentinel: bool = False
     force: Sequence[int] = field(default=())
+    layers: bool = False
 
     def instructions(self, key: str) -> dict[str, Any]:
         """``SamplingParams.extra_args`` for the capture in the worker."""
@@ -60,6 +63,8 @@ class VLLMRequest:
             instructions |= {"first": self.first, "live": _SENTINEL_ROWS if self.sentinel else 0}
         if self.last is not None:
             instructions["last"] = self.last
+        if self.layers:
+            instructions["layers"] = True
         return instructions | ({"force": list(self.force)} if self.force else {})
 
 
@@ -80,7 +85,7 @@ class VLLMModel:
         self._folder = tempfile.TemporaryDirectory(prefix="fidelab-vllm-")
         os.environ[FOLDER] = self._folder.name
         register()
-        if k16v8_of(arm.kv) is not None:
+        if is_pair(arm.kv):
             with translated_errors():
                 from k16v8.plugins.vllm.plugin import register as register_k16v8
 
@@ -110,10 +115,10 @@ class VLLMModel:
     def _arguments(self) -> dict[str, Any]:
         """Keyword arguments of ``vllm.LLM``."""
         options, tp = self._options, int(self._options.get("tp", 1))
-        is_k16v8 = k16v8_of(self._arm.kv) is not None
+        paired = is_pair(self._arm.kv)
         arguments: dict[str, Any] = {
             "dtype": self._arm.dtype,
-            "kv_cache_dtype": "auto" if is_k16v8 else self._arm.kv.k.name,
+            "kv_cache_dtype": "auto" if paired else self._arm.kv.k.name,
             "enforce_eager": bool(switched(options.get("enforce-eager", "yes"))),
             "trust_remote_code": trusts_code(self._arm),
             "enable_prefix_caching": False,
@@ -137,7 +142,7 @@ class VLLMModel:
                 arguments[option.replace("-", "_")] = int(options[option])
         if "chunked-prefill" in options:
             arguments["enable_chunked_prefill"] = bool(switched(options["chunked-prefill"]))
-        if is_k16v8 and self._arm.device != "cpu":
+        if paired and self._arm.device != "cpu":
             arguments["attention_config"] = {"backend": "CUSTOM"}
         if "attention-backend" in options:
             arguments["attention_config"] = {"backend": options["attention-backend"]}
@@ -297,6 +302,29 @@ class VLLMModel:
         if self._arm.dtype == "bfloat16":
             return {"hidden": BFloat16(_exactly(np.frombuffer(raw, dtype=np.uint16).reshape(-1, self._width), n))}
         return {"hidden": _exactly(np.frombuffer(raw, dtype=self._arm.dtype).reshape(-1, self._width), n)}
+
+    def layer_states(self, windows: Iterable[Sequence[int]], first: int, last: int) -> Iterator[Array]:
+        """Yield the residual stream of each window, ``[1 + layers, rows, d]``, computed alone.
+
+        Raises:
+            NotSupportedError: the model is compiled, or its layers are not found.
+        """
+        if not self.config.model_config.enforce_eager:
+            raise NotSupportedError("vLLM's layers can be seen where they run one by one: pass enforce-eager=yes")
+        try:
+            self.llm.collective_rpc("fidelab_layers", args=(True,))
+            for window in windows:
+                [(_, _, key)] = self.run([VLLMRequest(window[: last + 1], 1, first, last, layers=True)])
+                yield read_states(Path(self._folder.name) / f"{key}.states")
+        except RuntimeError as error:
+            raise NotSupportedError(f"vLLM's layers cannot be read: {one_line(error)}") from error
+        finally:
+            self.llm.collective_rpc("fidelab_layers", args=(False,))
+
+    @property
+    def layers(self) -> int:
+        """Decoder layers of the model."""
+        return int(self.config.model_config.get_total_num_hidden_layers())
 
     def nan_at(self, key: str) -> int | None:
         """The first generated token of a finished request whose logits held NaN."""

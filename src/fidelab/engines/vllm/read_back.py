@@ -10,8 +10,8 @@ from typing import Any
 from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
 from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
-from fidelab.engines.k16v8 import content_bytes
-from fidelab.engines.vllm.launch import Backend, k16v8_of
+from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
+from fidelab.engines.vllm.launch import Backend
 from fidelab.engines.vllm.model import VLLMModel
 
 __all__ = ["ran", "stored_as"]
@@ -28,10 +28,12 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
     ranks = model.cache()
     layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
     here, first = ranks[0], ranks[0]["layers"][0]
-    if k16v8_of(arm.kv) is None:
-        k_format = v_format = stored_as(arm, backend, here, layers)
-    else:
+    k_format: str | None
+    v_format: str | None
+    if is_pair(arm.kv):
         k_format, v_format = _pair_as(arm, backend, here, layers)
+    else:
+        k_format = v_format = stored_as(arm, backend, here, layers)
     config = model.config
     return RuntimeInfo(
         versions={**versions, "python": platform.python_version()},
@@ -39,7 +41,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
         attention=first["label"] or first["backend"],
         k_format=k_format,
         v_format=v_format,
-        k_dtype=first["dtype"],
+        k_dtype=here["read_back"].get("stored", first["dtype"]) if is_pair(arm.kv) else first["dtype"],
         v_dtype=here["read_back"].get("v_stored", first["dtype"]),
         cache_bytes_per_token=sum(layer["bytes_per_token"] for layer in layers),
         expected_bytes_per_token=_expected(arm, layers),
@@ -48,7 +50,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
         more={
             "platform": backend.platform,
             "implementation": first["implementation"],
-            "kernels": first["kernels"],
+            "kernels": " and ".join(dict.fromkeys(layer["kernels"] for layer in layers if layer["kernels"])) or None,
             "isa": first["isa"],
             "cache_dtypes": sorted({layer["kv_cache_dtype"] for layer in layers}),
             "block_size": first["block_size"],
@@ -103,33 +105,36 @@ def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Seque
 def _pair_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> tuple[str, str]:
     """The formats of K and V where k16v8's backend has all layers and its pages hold what was written, apart.
 
-    Keys are compared bit by bit, values with the codes that e4m3 makes of them.
+    Numbers of 16 bits are compared bit by bit, codes and scales with what the format makes of the numbers.
     """
-    comparison = seen["read_back"]
     if not backend.ok:
         return (f"{layers[0]['dtype']}, although {backend.reason}",) * 2
     if not all((layer["label"] or "").startswith(backend.name) for layer in layers):
         return (f"{layers[0]['dtype']}, in layers that are not {backend.name}'s",) * 2
-    if comparison.get("matches") != 1.0 or not comparison.get("disjoint"):
+    if not holds_pair(arm.kv, seen["read_back"]):
         return (f"{layers[0]['dtype']}, and not what was written",) * 2
     return str(arm.kv.k), str(arm.kv.v)
 
 
 def _expected(arm: Arm, layers: Sequence[Layer]) -> float | None:
     """Bytes per token that the asked format takes; ``None`` for formats with scales beside the values."""
-    scaling = k16v8_of(arm.kv)
-    if scaling is not None:
-        return float(sum(layer["heads"] * content_bytes(layer["k_dim"], layer["v_dim"], scaling) for layer in layers))
+    if is_pair(arm.kv):
+        skipped = arm.kv.skip_layers
+        return float(
+            sum(
+                layer["heads"]
+                * content_bytes(arm.kv, layer["k_dim"], layer["v_dim"], skipped=layer["index"] in skipped)
+                for layer in layers
+            )
+        )
     each = _BYTES.get(arm.dtype if arm.kv.k.name == "auto" else arm.kv.k.name)
     return sum(layer["values_per_token"] for layer in layers) * each if each else None
 
 
 def _scales(arm: Arm, layers: Sequence[Layer]) -> dict[str, Any]:
     """Where the scales come from, and how many values share one."""
-    if (scaling := k16v8_of(arm.kv)) is not None:
-        if scaling == "none":
-            return {"scale_source": "default 1.0", "scale_granularity": "per tensor"}
-        return {"scale_source": "dynamic", "scale_granularity": "per token and head"}
+    if is_pair(arm.kv):
+        return scales_of(arm.kv)
     if not any(layer["kv_cache_dtype"].startswith("fp8") for layer in layers):
         return {"scale_source": None, "scale_granularity": None}
     values = [layer[side] for layer in layers for side in ("k_scale", "v_scale")]

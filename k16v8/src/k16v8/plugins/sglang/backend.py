@@ -8,8 +8,7 @@ addresses tokens by slot; a page of ``--page-size`` tokens is a run of slots, a 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -21,10 +20,10 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, unwrap_write_loc
 from torch import Tensor
 
 from k16v8.errors import NotSupportedError
-from k16v8.kernels.cache import PagedCache
+from k16v8.kernels.cache import STORAGES, PagedCache
 from k16v8.kernels.dispatch import Kernels
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Pages, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, read_back, switched
 
 __all__ = ["K16V8Backend", "K16V8Pool", "read_back_slots"]
 
@@ -32,42 +31,46 @@ _log = logging.getLogger(f"sglang.{__name__}")
 
 
 class K16V8Pool(MHATokenToKVPool):
-    """SGLang's pool with storage of its own: keys, codes of values, and scales where there are some.
+    """SGLang's pool with storage of its own: numbers or codes, and scales where there are some.
 
-    ``dtype`` is that of the codes: where it reads bfloat16, some models write rotated keys and plain values themselves.
+    ``dtype`` is that of codes: where it reads bfloat16, some models write rotated keys and plain values themselves.
     """
 
     def _create_buffers(self) -> None:
-        scaling = switched()
-        if scaling is None:
+        formats = switched()
+        if formats is None:
             raise NotSupportedError(f"{LABEL} was switched off after it was put in place")
-        slots = self.size + self.page_size  # SGLang's page 0 takes what padding writes
-        self._key_dtype: torch.dtype = self.dtype
-
-        def zeros(dtype: torch.dtype, *dims: int) -> list[Tensor]:
-            shape = (slots, self.head_num, *dims)
-            return [torch.zeros(shape, dtype=dtype, device=self.device) for _ in range(self.layer_num)]
-
+        self.formats, self._native = formats, self.dtype
         with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
-            self.k_buffer = zeros(self._key_dtype, self.head_dim)
-            self.v_buffer = zeros(torch.uint8, self.v_head_dim)
-            self.v_scale_buffer = zeros(torch.float16) if scaling == "per-token-head" else None
-        self.k_scale_buffer = self.native_k_scale_buffer = self.native_v_scale_buffer = None
+            self._pages = [self._layer_pages(formats.in_layer(self.start_layer + i)) for i in range(self.layer_num)]
+        self.k_buffer = [pages.keys.flatten(0, 1) for pages in self._pages]
+        self.v_buffer = [pages.values.flatten(0, 1) for pages in self._pages]
+        scales = [
+            [x.flatten(0, 1) for x in side if x is not None] for side in zip(*map(_scales, self._pages), strict=True)
+        ]
+        self.k_scale_buffer: list[Tensor] | None = scales[0] if any(scales) else None
+        self.v_scale_buffer: list[Tensor] | None = scales[1] if any(scales) else None
+        self.native_k_scale_buffer = self.native_v_scale_buffer = None
         self.dq_k_buffer = self.dq_v_buffer = None
         self.dtype: torch.dtype = torch.uint8
         self.store_dtype = torch.uint8
         self._kv_buffer_descs: list[Any] = []  # for transfers, with which it is not launched
         self._init_data_ptrs_and_strides()
-        scales: Sequence[Tensor | None] = self.v_scale_buffer or [None] * self.layer_num
-        self._pages = [
-            Pages(self._paged(keys), self._paged(values), None if scale is None else self._paged(scale))
-            for keys, values, scale in zip(self.k_buffer, self.v_buffer, scales, strict=True)
-        ]
         self._nowhere = torch.zeros(0, dtype=torch.int32, device=self.device)
         self._writer = self.kernels(self.head_num)
 
-    def _paged(self, buffer: Tensor) -> Tensor:
-        return buffer.view(-1, self.page_size, *buffer.shape[1:])
+    def _layer_pages(self, formats: Formats) -> Pages:
+        """Storage of one layer."""
+        k_name, v_name = (side.kernel_name(str(self._native)) for side in (formats.k, formats.v))
+        sides = (formats.k, k_name, self.head_dim), (formats.v, v_name, self.v_head_dim)
+        held = [self._zeros(STORAGES[name].dtype, STORAGES[name].width(dim)) for _, name, dim in sides]
+        scales = [self._zeros(torch.float16) if side.scaled else None for side, _, _ in sides]
+        return Pages(held[0], held[1], scales[0], scales[1], k_name, v_name)
+
+    def _zeros(self, dtype: torch.dtype, *dims: int) -> Tensor:
+        slots = self.size + self.page_size  # SGLang's page 0 takes what padding writes
+        shape = (slots // self.page_size, self.page_size, self.head_num, *dims)
+        return torch.zeros(shape, dtype=dtype, device=self.device)
 
     def kernels(self, heads: int) -> Kernels:
         """The kernels for this pool and so many query heads.
@@ -75,7 +78,10 @@ class K16V8Pool(MHATokenToKVPool):
         Raises:
             NotSupportedError: there are none for this shape.
         """
-        return self._pages[0].kernels(heads, self._key_dtype, self.device)
+        used = {(pages.k_format, pages.v_format): pages for pages in self._pages}  # two where layers are skipped
+        found = [pages.kernels(heads, self._native, self.device) for pages in used.values()]
+        names = " and ".join(kernels.name for kernels in found)
+        return replace(found[0], name=names)  # they do the same: the cache says what is in it
 
     def paged(self, layer_id: int, table: Tensor, lengths: Tensor) -> PagedCache:
         """A layer's cache; ``table``: int32 ``[B, max_blocks]``, ``lengths``: int32 ``[B]``."""
@@ -93,9 +99,9 @@ class K16V8Pool(MHATokenToKVPool):
         raise NotSupportedError(f"{LABEL}: values are codes, which only its own attention backend reads")
 
     def get_kv_size_bytes(self) -> tuple[int, int]:
-        """Bytes of keys, and of values with their scales."""
-        values = [*self.v_buffer, *(self.v_scale_buffer or ())]
-        return sum(x.nbytes for x in self.k_buffer), sum(x.nbytes for x in values)
+        """Bytes of keys and of values, with their scales."""
+        keys, values = ([*self.k_buffer, *(self.k_scale_buffer or ())], [*self.v_buffer, *(self.v_scale_buffer or ())])
+        return sum(x.nbytes for x in keys), sum(x.nbytes for x in values)
 
     def read_back(self, layer_id: int, slots: Tensor, key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`read_back_slots` of this pool."""
@@ -188,16 +194,19 @@ def read_back_slots(buffers: list[Pages], layer: int, slots: list[int], key: Ten
     ``[n, heads · Dv]``.  As :func:`k16v8.plugins.shared.read_back`; ``disjoint``: no buffer of keys, values or
     scales reaches into another, in all layers.
     """
-    keys, codes, scales = buffers[layer]
-    places = Pages(_singly(keys), _singly(codes), None if scales is None else _singly(scales))
-    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for pages in buffers for x in pages if x is not None)
+    held = buffers[layer]
+    parts = (held.keys, held.values, held.k_scales, held.v_scales)
+    keys, values, *scales = (None if x is None else x.flatten(0, 1).unsqueeze(1) for x in parts)  # a block is a slot
+    assert keys is not None
+    assert values is not None
+    spans = sorted((x.data_ptr(), x.data_ptr() + x.nbytes) for pages in buffers for x in pages.tensors)
     apart = all(end <= start for (_, end), (start, _) in pairwise(spans))
-    return read_back(places, slots, key, value) | {"disjoint": apart}
+    singly = Pages(keys, values, scales[0], scales[1], held.k_format, held.v_format)
+    return read_back(singly, slots, key, value) | {"disjoint": apart}
 
 
-def _singly(x: Tensor) -> Tensor:
-    """Pages of one token each: a block is a slot."""
-    return x.flatten(0, 1).unsqueeze(1)
+def _scales(pages: Pages) -> tuple[Tensor | None, Tensor | None]:
+    return pages.k_scales, pages.v_scales
 
 
 def _layers(model: torch.nn.Module) -> list[Any]:

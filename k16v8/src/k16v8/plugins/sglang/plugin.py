@@ -1,4 +1,4 @@
-"""K16/V8 inside stock SGLang: keys in the model's 16-bit type, values as FP8 e4m3, three quarters of the bytes.
+"""K16/V8 and other pairs of formats inside stock SGLang: keys and values each in a format of their own.
 
 ``K16V8=1`` in the environment switches it on (the words are those of :mod:`k16v8.plugins.shared`): every SGLang of the
 environment loads :func:`register` through the entry point ``sglang.srt.plugins``.  The server is then launched with
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 from k16v8.errors import K16V8Error, NotSupportedError
-from k16v8.plugins.shared import LABEL, content_bytes, switched, version_refusal
+from k16v8.plugins.shared import LABEL, Formats, switched, version_refusal
 
 __all__ = [
     "BACKEND",
@@ -38,7 +38,6 @@ BACKEND = "k16v8"  # --attention-backend
 _BACKENDS = (BACKEND, "fidelab_k16v8")  # and its former name
 VERSIONS = ((0, 5, 23), (0, 5, 24))  # of SGLang, from the first to before the second: where the hooks were seen to work
 PAGES = (16, 32, 64, 128)  # tokens; what the Triton kernels are gated for
-_16_BIT = ("torch.bfloat16", "torch.float16")
 _CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 _CELL = "sglang.srt.model_executor.pool_configurator.DefaultPoolConfigurator._compute_cell_size"
 _LAST_LOC = "sglang.srt.mem_cache.allocation.get_last_loc"
@@ -119,14 +118,17 @@ def pool_class(original: Callable[..., type], configurator: Any, *, kind: str, d
 
     from k16v8.plugins.sglang.backend import K16V8Pool
 
+    formats = switched()
+    if formats is None:
+        raise NotSupportedError(f"{LABEL} was switched off after it was put in place")
     settings = resolved_view(configurator.server_args)
     platform = "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else "another device"
-    if reason := lacking(configurator, settings, attention_backends_of(settings), platform):
+    if reason := lacking(configurator, settings, attention_backends_of(settings), platform, formats):
         raise NotSupportedError(f"{LABEL} {reason}")
     return K16V8Pool
 
 
-def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platform: str) -> str:
+def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platform: str, formats: Formats) -> str:
     """Why this launch cannot be served, with what to do; empty where it can."""
     if not set(backends) <= set(_BACKENDS):
         return f"has an attention backend of its own: pass --attention-backend {BACKEND}"
@@ -138,8 +140,9 @@ def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platfor
         return "needs keys and values in every layer; this model has recurrent ones"
     if configurator.is_hybrid_swa:
         return "keeps all layers in one pool: pass --disable-hybrid-swa-memory"
-    if str(configurator.model_dtype) not in _16_BIT:
-        return f"keeps keys in 16 bits, the model computes in {configurator.model_dtype}: pass --dtype bfloat16"
+    model = configurator.model_config
+    if reason := formats.refusal(configurator.model_dtype, model.head_dim, model.v_head_dim, model.num_hidden_layers):
+        return f"({formats}) {reason}"
     if configurator.kv_cache_dtype != configurator.model_dtype:
         return f"has formats of its own, not {configurator.kv_cache_dtype}: pass --kv-cache-dtype auto"
     for name, off in _OFF.items():
@@ -156,11 +159,12 @@ def lacking(configurator: Any, settings: Any, backends: tuple[str, str], platfor
 def cell_bytes(original: Callable[..., int], own: Any, configurator: Any, num_layers: int) -> int:
     """Bytes of a token in all layers of a rank, from what SGLang's own cache would take."""
     whole = original(own, configurator, num_layers)
-    scaling = switched()
-    if scaling is None:
+    formats = switched()
+    if formats is None:
         return whole
     model = configurator.model_config
-    heads: int = whole // (
-        2 * (model.head_dim + model.v_head_dim)
-    )  # of all layers: a cell is heads times 16-bit values
-    return heads * content_bytes(model.head_dim, model.v_head_dim, scaling)
+    dims = model.head_dim, model.v_head_dim
+    heads: int = whole // (2 * sum(dims))  # of all layers: a cell is heads times 16-bit values
+    first = configurator.layer_info.start_layer
+    layers = (formats.in_layer(layer) for layer in range(first, first + num_layers))
+    return sum(heads // num_layers * layer.content_bytes(*dims) for layer in layers)

@@ -7,13 +7,17 @@ whole of it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.attention import Attention as VLLMAttention
+from vllm.model_executor.models.utils import extract_layer_index
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -23,11 +27,11 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
     MultipleOf,
 )
-from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheLayout, KVCacheSpec
 
 from k16v8.kernels.dispatch import HEAD_DIMS, PAGES, Kernels
 from k16v8.kernels.reference import Attention
-from k16v8.plugins.shared import LABEL, Pages, content_bytes, read_back, switched
+from k16v8.plugins.shared import LABEL, Formats, Pages, read_back, switched
 from k16v8.plugins.vllm.plugin import pages
 
 __all__ = ["K16V8Backend"]
@@ -71,15 +75,11 @@ class K16V8Backend(AttentionBackend):
 
     @classmethod
     def customize_spec(cls, spec: AttentionSpec) -> AttentionSpec:
-        """Three quarters of a page, and the scales where there are some."""
-        scaling = switched()
-        if scaling is None or spec.state_content_bytes is not None:
+        """The bytes of keys, values and scales, in a layer that is not skipped."""
+        formats = switched()
+        if formats is None or spec.state_content_bytes is not None:
             return spec
-        if spec.dtype not in _DTYPES:
-            raise NotImplementedError(
-                f"{LABEL} keeps keys in 16 bits, the model computes in {spec.dtype}: pass --dtype"
-            )
-        return replace(spec, state_content_bytes=content_bytes(spec.head_size, spec.head_size_v, scaling))
+        return replace(spec, state_content_bytes=formats.content_bytes(spec.head_size, spec.head_size_v))
 
     @classmethod
     def supports_sliding_window(cls) -> bool:
@@ -155,14 +155,16 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             raise NotImplementedError(f"{LABEL} has formats of its own: leave --kv-cache-dtype auto")
         if get_current_vllm_config().kv_transfer_config is not None:  # CPUs do not ask supports_kv_connector
             raise NotImplementedError(f"{LABEL} takes no KV connector: they read pages as two halves of one type")
-        scaling = switched()
-        if scaling is None:
+        formats = switched()
+        if formats is None:
             raise NotImplementedError(f"{LABEL} was switched off after it was put in place")
         self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
         self.num_kv_heads = num_kv_heads or num_heads
         self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
-        self.scaling = scaling
+        self.formats = formats  # of all layers
+        self.layer: int | None = None  # whose keys and values it has; known when the cache is there
         self.kernels: Kernels | None = None
+        self._of = kv_sharing_target_layer_name
         self._window, self._softcap = sliding_window or 0, logits_soft_cap or 0.0
         self._cache: Tensor | None = None
 
@@ -178,7 +180,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         if not kv_cache.numel():
             return
         n = slot_mapping.shape[0]
-        self._open(kv_cache, key.dtype)
+        self._open(layer, kv_cache, key.dtype)
         assert self.kernels is not None
         none = slot_mapping.new_zeros(0, dtype=torch.int32)
         self.kernels.write(key[:n], value[:n], self._pages.paged(none.view(0, 1), none), slot_mapping)
@@ -201,7 +203,7 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         if attn_metadata is None:  # profiling
             return output.zero_()
         step, n = attn_metadata, attn_metadata.num_actual_tokens
-        self._open(kv_cache, query.dtype)
+        self._open(layer, kv_cache, query.dtype)
         assert self.kernels is not None
         cache = self._pages.paged(step.block_table, step.seq_lens)
         q, out = query[:n], output[:n]
@@ -211,11 +213,12 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
             self.kernels.extend(q, step.query_start_loc, cache, self._attention, max_query=step.max_query_len, out=out)
         return output
 
-    def _open(self, kv_cache: Tensor, dtype: torch.dtype) -> None:
+    def _open(self, layer: torch.nn.Module, kv_cache: Tensor, dtype: torch.dtype) -> None:
         """Views and kernels, once the cache is there."""
         if self._cache is kv_cache:
             return
-        self._pages: Pages = pages(kv_cache, self.head_size, self.scaling)
+        self.layer = extract_layer_index(self._of or str(layer.layer_name))
+        self._pages: Pages = pages(kv_cache, self.head_size, self.formats.in_layer(self.layer))
         self._attention = Attention(
             self.scale, self._window, self._softcap, None if self.sinks is None else self.sinks.float()
         )
@@ -223,6 +226,35 @@ class K16V8Attention(AttentionImpl[K16V8Metadata]):
         self._cache = kv_cache
         _log.info_once("%s: %s, pages of %d tokens", LABEL, self.kernels.name, kv_cache.shape[2])
 
-    def read_back(self, kv_cache: Tensor, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
+    def spec(self, spec: AttentionSpec, layer_name: str, layers: int) -> AttentionSpec:
+        """What a layer of the model's ``layers`` takes of the cache.
+
+        Raises:
+            NotImplementedError: the model cannot have these formats.
+        """
+        formats: Formats = self.formats
+        if reason := formats.refusal(spec.dtype, spec.head_size, spec.head_size_v, layers):
+            raise NotImplementedError(f"{LABEL} ({formats}) {reason}")
+        here = formats.in_layer(extract_layer_index(layer_name))
+        return replace(spec, state_content_bytes=here.content_bytes(spec.head_size, spec.head_size_v))
+
+    def read_back(self, blocks: list[int], key: Tensor, value: Tensor) -> dict[str, Any]:
         """:func:`k16v8.plugins.shared.read_back` of this layer."""
-        return read_back(pages(kv_cache, self.head_size, self.scaling), blocks, key, value)
+        return read_back(self._pages, blocks, key, value)
+
+
+def _by_layer(get_kv_cache_spec: Callable[..., KVCacheSpec | None]) -> Callable[..., KVCacheSpec | None]:
+    """vLLM asks a backend for its bytes without saying for which layer: here the layer itself answers."""
+
+    @wraps(get_kv_cache_spec)
+    def of_layer(layer: Any, config: Any) -> KVCacheSpec | None:
+        spec = get_kv_cache_spec(layer, config)
+        if spec is None or not isinstance(layer.impl, K16V8Attention):
+            return spec
+        assert isinstance(spec, AttentionSpec)
+        return layer.impl.spec(spec, layer.layer_name, config.model_config.get_total_num_hidden_layers())
+
+    return of_layer
+
+
+VLLMAttention.get_kv_cache_spec = _by_layer(VLLMAttention.get_kv_cache_spec)

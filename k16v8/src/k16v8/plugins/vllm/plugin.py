@@ -1,16 +1,16 @@
-"""K16/V8 inside stock vLLM: keys in the model's 16-bit type, values as FP8 e4m3, three quarters of the bytes.
+"""K16/V8 and other pairs of formats inside stock vLLM: keys and values each in a format of their own.
 
-``K16V8=1 vllm serve …`` switches it on (the words are those of :mod:`k16v8.plugins.shared`): every vLLM of the
-environment loads :func:`register` through the entry point ``vllm.general_plugins``.  ``--kv-cache-dtype`` stays
-``auto``: vLLM takes no new name there.
+``K16V8=1 vllm serve …`` switches it on (:mod:`k16v8.plugins.shared` has all words): every vLLM of the environment loads
+:func:`register` through the entry point ``vllm.general_plugins``.  ``--kv-cache-dtype`` stays ``auto``: vLLM takes no
+new name there.
 
 A page of vLLM holds all heads of some tokens.  Of each head's run of bytes the keys come first, then the values, then
-the scales: heads can still be moved one by one, rows stay aligned, and both sides are views that share no byte::
+the scales of both: heads can still be moved one by one, rows stay aligned, and all are views that share no byte::
 
-    page [heads, tokens · (2D + Dv (+ 2))]   per head: keys [tokens, D] | values [tokens, Dv] | scales [tokens]
+    page [heads, tokens · bytes]   per head: keys [tokens, D] | values [tokens, Dv] | scales of keys | of values
 
-The page's size goes through a hook that vLLM calls temporary (``AttentionBackend.customize_spec``), so other versions
-than those in :data:`VERSIONS` are refused.
+The page's size goes through a hook that vLLM calls temporary (``AttentionBackend.customize_spec``), and layers that are
+skipped through a wrapped ``Attention.get_kv_cache_spec``, so other versions than those in :data:`VERSIONS` are refused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from k16v8.errors import NotSupportedError
-from k16v8.plugins.shared import KEY_BYTES, LABEL, SCALE_BYTES, VALUE_BYTES, Pages, Scaling, switched, version_refusal
+from k16v8.plugins.shared import LABEL, Formats, Pages, switched, version_refusal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,22 +60,36 @@ def register() -> None:
 # ------------------------------------------------------------------------------------------------- the page
 
 
-def pages(cache: Tensor, head_dim: int, scaling: Scaling) -> Pages:
-    """The views of what vLLM allocated: ``[blocks, heads, tokens, …]`` in the keys' type, a head's bytes in one run.
+def pages(cache: Tensor, head_dim: int, formats: Formats) -> Pages:
+    """The views of what vLLM allocated: ``[blocks, heads, tokens, …]`` in the model's type, a head's bytes in one run.
 
     Raises:
         RuntimeError: they are not in one run (another layout than the backend asks for).
     """
     import torch
 
+    from k16v8.kernels.cache import storage
+
     blocks, heads, tokens, _ = cache.shape
-    raw = cache.view(torch.uint8)
-    scale = SCALE_BYTES if scaling == "per-token-head" else 0
-    v_dim = raw.shape[3] - KEY_BYTES * head_dim - scale
+    raw, native = cache.view(torch.uint8), str(cache.dtype)
     run = raw.view(blocks, heads, -1)  # refuses what would need a copy
-    of_keys, of_both = tokens * KEY_BYTES * head_dim, tokens * (KEY_BYTES * head_dim + VALUE_BYTES * v_dim)
+    k, v = formats.k, formats.v
+    of_keys, of_scales = k.code_bytes(head_dim), k.scale_bytes + v.scale_bytes
+    of_values = raw.shape[3] - of_keys - of_scales
+
+    def part(first: int, size: int, dtype: torch.dtype) -> Tensor:
+        """Of each token ``size`` bytes, behind ``first`` of all tokens: ``[blocks, tokens, heads, …]``."""
+        held = run[..., tokens * first : tokens * (first + size)].view(dtype)
+        return held.view(blocks, heads, tokens, -1).transpose(1, 2)
+
+    def scales(first: int, size: int) -> Tensor | None:
+        return part(first, size, torch.float16).squeeze(3) if size else None
+
+    names = k.kernel_name(native), v.kernel_name(native)
     return Pages(
-        run[..., :of_keys].view(cache.dtype).view(blocks, heads, tokens, head_dim).transpose(1, 2),
-        run[..., of_keys:of_both].view(blocks, heads, tokens, v_dim).transpose(1, 2),
-        run[..., of_both:].view(torch.float16).transpose(1, 2) if scale else None,
+        part(0, of_keys, storage(names[0]).dtype),
+        part(of_keys, of_values, storage(names[1]).dtype),
+        scales(of_keys + of_values, k.scale_bytes),
+        scales(of_keys + of_values + k.scale_bytes, v.scale_bytes),
+        *names,
     )

@@ -1,0 +1,109 @@
+"""The residual stream inside vLLM and SGLang: what enters a model's first decoder layer and what leaves each one.
+
+Both engines run models of their own, whose layers hand on the residual stream in parts: a layer returns what it adds
+and the stream before that, which the next layer's norm adds up.  Hooks see both and keep the sum, in the compute type
+as that norm rounds it.  They are called where the layers run one by one: not in compiled models, not in graphs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fidelab.captures.container import Array, BFloat16
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LayerStates", "read_states", "stream_of", "write_states"]
+
+State = Callable[[Any, Sequence[Any]], "Tensor"]
+"""(what is handed on, all arguments of the layer) → the residual stream, which the caller may keep."""
+
+
+class LayerStates:
+    """Hooks on the ``layers`` decoder layers of a model, until :meth:`remove`.
+
+    Raises:
+        RuntimeError: the model has no list of that many layers.
+    """
+
+    def __init__(self, model: Any, layers: int, state: State) -> None:
+        import torch
+
+        lists = (x for x in model.modules() if isinstance(x, torch.nn.ModuleList) and len(x) == layers)
+        if (found := next(lists, None)) is None:
+            raise RuntimeError(f"{type(model).__name__} has no list of its {layers} decoder layers")
+        self._layers, self._state = layers, state
+        self._seen: list[tuple[int, Tensor]] = []
+        self._handles = [found[0].register_forward_pre_hook(self._before, with_kwargs=True)]
+        for number, layer in enumerate(found, 1):
+            self._handles.append(layer.register_forward_hook(self._after(number), with_kwargs=True))
+
+    def _before(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        given = [*args, *kwargs.values()]
+        self._seen.append((0, self._state(tuple(given), given)))
+
+    def _after(self, number: int) -> Callable[..., None]:
+        def keep(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            self._seen.append((number, self._state(output, [*args, *kwargs.values()])))
+
+        return keep
+
+    def take(self) -> Tensor:
+        """The states ``[1 + layers, tokens, d]`` of the forward since the last call.
+
+        Raises:
+            RuntimeError: the layers did not run once each, in their order.
+        """
+        import torch
+
+        seen, self._seen = self._seen, []
+        if [number for number, _ in seen] != list(range(1 + self._layers)):
+            order = ", ".join(str(number - 1) for number, _ in seen[:8] if number) or "none"
+            raise RuntimeError(
+                f"the {self._layers} decoder layers did not run once each, in order (the first: {order})"
+            )
+        return torch.stack([state for _, state in seen])
+
+    def remove(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+
+def stream_of(handed_on: Any, _given: Sequence[Any]) -> Tensor:
+    """The sum of what a layer adds and the stream before it; of a layer that hands on the stream itself, that.
+
+    Raises:
+        RuntimeError: neither is there.
+    """
+    values = handed_on if isinstance(handed_on, tuple) else (handed_on,)
+    states = [x for x in values if getattr(x, "ndim", 0) == 2 and x.is_floating_point()]
+    if not states:
+        raise RuntimeError("what passes a decoder layer is no state of every token")
+    if len(states) > 1 and states[1].shape == states[0].shape:
+        total: Tensor = states[0] + states[1]
+        return total
+    copy: Tensor = states[0].clone()  # the next layer may write into it
+    return copy
+
+
+def write_states(path: Path, states: Tensor) -> None:
+    """One array as an ``.npy`` file; bfloat16, which numpy lacks, as its bits."""
+    import torch
+
+    bits = states.view(torch.int16) if states.dtype == torch.bfloat16 else states
+    with path.open("wb") as file:
+        np.save(file, bits.cpu().numpy())
+
+
+def read_states(path: Path) -> Array:
+    """What :func:`write_states` wrote; the file is gone afterwards."""
+    with path.open("rb") as file:
+        states = np.load(file)
+    path.unlink()
+    return BFloat16(states.view(np.uint16)) if states.dtype == np.int16 else states
