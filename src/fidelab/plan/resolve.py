@@ -233,6 +233,7 @@ class _Resolver:
             },
             estimator=Estimator(estimator),
             about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
+            draft=draft,
         )
         return arm
 
@@ -352,18 +353,21 @@ def convert_weights(settings: Settings, make: bool = True) -> Settings:
     for _, arm in settings.roles():
         if arm.name in unsupported or not deployed[arm.name].lacks_weights:
             continue
-        if not make and check_conversion(deployed[arm.name].model):
+        whole, draft = deployed[arm.name].model, deployed[arm.name].draft
+        if not make and any(check_conversion(each) for each in (whole, draft) if each):
             continue
         try:
-            model = with_weights(deployed[arm.name].model)
+            model, draft = with_weights(whole), draft and with_weights(draft)
         except InputError as error:
             if arm == settings.reference:
                 raise
             unsupported[arm.name] = str(error)
         else:
             stored = _weight_bytes(engine_class(EngineConfig(name=arm.engine)), model)
-            deployed[arm.name] = replace(deployed[arm.name], model=model, about={**deployed[arm.name].about, **stored})
-            converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights)
+            about = {**deployed[arm.name].about, **stored}
+            deployed[arm.name] = replace(deployed[arm.name], model=model, about=about, draft=draft)
+            drafting = str(draft.path) if draft else arm.draft
+            converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights, draft=drafting)
 
     def final(arm: Arm) -> Arm:
         return converted.get(arm.name, arm)
