@@ -42,12 +42,7 @@ def speculated(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> tuple[tup
     metrics = acceptance(drafts, drafted, accepted)
     if facts["lookup"]:
         metrics += acceptance(*_looked_up(pair.ref, facts), forecast=True)
-    if not metrics:
-        return (), (
-            Flag(kind="not-engaged", text=f"speculation ({facts['method']}) never drafted a token"),
-            _text(pair, forks),
-        )
-    return metrics, (Flag(kind=SPECULATION, text=in_words(str(facts["method"]), metrics)), _text(pair, forks))
+    return metrics, (Flag(kind=COUNTED, text=in_words(str(facts["method"]), metrics)), _text(pair, forks))
 
 
 def in_words(method: str, metrics: Sequence[Metric]) -> str:

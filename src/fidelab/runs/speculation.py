@@ -52,7 +52,8 @@ def with_forecast(found: Measurement, arm: ArmResult, reference: ArmResult, othe
     same = [other for other in (reference, *others) if other.arm.path == arm.arm.draft and not _speculates(other)]
     rows = next((other.captures[_ROWS] for other in same if _ROWS in other.captures), None)
     if rows is None or _ROWS not in reference.captures or not tokens:
-        hint = f"for a forecast put the draft model beside it (--candidate model={speculation.draft} --axis forced)"
+        arms = f"--candidate model={speculation.draft} --axes trajectory,forced"
+        hint = f"a forecast takes the draft model as an arm beside it: {arms}"
         return found.model_copy(update={"flags": (*found.flags, Flag(kind=COUNTED, text=hint))})
     try:
         forecast = drafted_by(Pair.match(Capture(reference.captures[_ROWS]), Capture(rows)), int(tokens))

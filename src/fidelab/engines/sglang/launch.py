@@ -11,11 +11,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm
+from fidelab.core import Arm, Speculation
 from fidelab.engines.base import Support, one_line
 from fidelab.engines.k16v8 import K16V8, NATIVE, PLUGIN, missing, pair_scaling, set_switch
 from fidelab.engines.options import NAME, NUMBER, SHARE, SWITCH, Value, is_count, one_of
-from fidelab.errors import EngineError
+from fidelab.engines.speculation import known_word
+from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "DTYPES",
@@ -24,11 +25,13 @@ __all__ = [
     "SPARE",
     "arguments",
     "context",
+    "drafts_on_cpu",
     "k16v8_cannot",
     "k16v8_of",
     "kv_choices",
     "on_cpu",
     "prepare",
+    "speculation_of",
 ]
 
 
@@ -55,6 +58,11 @@ OPTIONS: Mapping[str, Value] = {
         "a number of tokens, or -1 for prefill in one piece",
     ),
     "cuda-graph": SWITCH,
+    "speculative-algorithm": NAME,
+    "speculative-draft-model-path": NAME,
+    "speculative-num-steps": NUMBER,
+    "speculative-eagle-topk": NUMBER,
+    "speculative-num-draft-tokens": NUMBER,
     "estimator": one_of("hidden", "logprobs"),
 }
 _PASSED = {  # options → arguments of sglang.Engine and their types
@@ -66,7 +74,15 @@ _PASSED = {  # options → arguments of sglang.Engine and their types
     "page-size": ("page_size", int),
     "quantization": ("quantization", str),
     "chunked-prefill-size": ("chunked_prefill_size", int),
+    "speculative-algorithm": ("speculative_algorithm", str.upper),
+    "speculative-draft-model-path": ("speculative_draft_model_path", str),
+    "speculative-num-steps": ("speculative_num_steps", int),
+    "speculative-eagle-topk": ("speculative_eagle_topk", int),
+    "speculative-num-draft-tokens": ("speculative_num_draft_tokens", int),
 }
+_ALGORITHM, _DRAFT, _TOKENS = "speculative-algorithm", "speculative-draft-model-path", "speculative-num-draft-tokens"
+_ALGORITHMS = ("DFLASH", "EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
+_WITH_MODEL = ("DFLASH", "EAGLE3", "STANDALONE")  # the others find heads in the model, or need none
 
 
 def kv_choices() -> list[str]:
@@ -88,6 +104,33 @@ def kv_choices() -> list[str]:
     if not names:
         raise EngineError(f"SGLang {version('sglang')} does not say which types its cache can have")
     return [str(name) for name in names]
+
+
+def speculation_of(options: Mapping[str, str]) -> Speculation | None:
+    """What ``speculative-algorithm`` asks for.
+
+    Raises:
+        UsageError: the algorithm is unknown, lacks its model, or another option of speculation stands alone.
+    """
+    names = tuple(name for name in OPTIONS if name.startswith("speculative-") and name in options)
+    if _ALGORITHM not in options:
+        if names:
+            raise UsageError(f"{names[0]}: nothing drafts here; give {_ALGORITHM}, too")
+        return None
+    method, draft, tokens = options[_ALGORITHM].upper(), options.get(_DRAFT, ""), options.get(_TOKENS, "")
+    known_word(_ALGORITHM, method, _ALGORITHMS)
+    if method in _WITH_MODEL and not draft:
+        raise UsageError(f"{_ALGORITHM}={method} needs {_DRAFT}=MODEL")
+    word = "draft_model" if method == "STANDALONE" else method
+    # One of the tokens that are verified is the last of the text.
+    return Speculation(word, int(tokens) - 1 if is_count(tokens) else None, None, draft, names)
+
+
+def drafts_on_cpu(options: Mapping[str, str]) -> Support:
+    """Whether SGLang can speculate on this machine's CPU."""
+    if speculation_of(options) is None or _has_operators():
+        return Support(True)
+    return Support(False, "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here")
 
 
 def on_cpu(name: str) -> Support:
@@ -166,7 +209,8 @@ def arguments(arm: Arm) -> dict[str, Any]:
         from k16v8.plugins.sglang.plugin import BACKEND, PAGES
 
         defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
-    return defaults | {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+    given = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+    return defaults | given | ({"speculative_draft_model_path": arm.draft} if arm.draft else {})
 
 
 def context(arm: Arm) -> int:

@@ -80,7 +80,8 @@ def prepare(arm: Arm) -> None:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     set_switch(k16v8_of(arm.kv))
-    os.environ.update({**_OURS, "OMP_NUM_THREADS": str(arm.threads)})
+    # vLLM looks n-grams up with Numba, which would raise the OpenMP threads of vLLM's own kernels to all cores.
+    os.environ.update({**_OURS, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arm.threads))})
     _, colon, number = arm.device.partition(":")
     if colon:
         os.environ["CUDA_VISIBLE_DEVICES"] = number
