@@ -136,9 +136,7 @@ def _text(pair: Pair, forks: Sequence[tuple[int, int, float]]) -> Flag:
         for item, at, margin in real[:_NAMED]
     )
     more = f"; and in {len(real) - _NAMED} more texts" if len(real) > _NAMED else ""
-    why = (
-        "" if only else ". The arm differs from the reference in more than speculation: its plain twin tells them apart"
-    )
+    why = "" if only else "; the arm differs in more than speculation: the same arm without it tells which it was"
     return Flag(kind=SPECULATION, text=f"{who} {places}{more}{why}")
 
 

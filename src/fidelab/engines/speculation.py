@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import PurePath
 from typing import Any
 
 from fidelab.core import Speculation
@@ -38,8 +39,8 @@ class Drafts:
 
 
 def speculation_record(speculation: Speculation, counted: Drafts) -> dict[str, Any]:
-    """Plain data of ``speculation`` for the facts of an answer and the runtime info."""
-    return {**asdict(speculation), **asdict(counted)}
+    """Plain data of ``speculation`` for the facts of an answer and the runtime info, without the folders of models."""
+    return {**asdict(speculation), "draft": PurePath(speculation.draft).name, **asdict(counted)}
 
 
 def json_object(option: str, text: str) -> Mapping[str, Any]:

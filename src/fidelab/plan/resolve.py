@@ -405,7 +405,7 @@ def _other_vocabulary(draft: Model, model: Model) -> str:
     """Why a model's drafts would be no tokens of the model that verifies them; empty where they are."""
     if draft.vocab_size == model.vocab_size:
         return ""
-    sizes = f"{draft.name} has {draft.vocab_size:,} tokens, {model.name} has {model.vocab_size:,}"
+    sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
     return f"the draft model has another vocabulary: {sizes}; draft with a smaller model of the same family"
 
 
