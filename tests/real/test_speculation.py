@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fidelab import compare
-from fidelab.captures.requests import Forced
+from fidelab.captures.requests import Forced, Request
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.errors import UsageError
@@ -19,7 +19,7 @@ from tests.engines import tiny
 from tests.real import harness
 from tests.real.harness import GENERATE, PREFILL, PROMPTS, Run, arm, asking, drawn, installed
 
-REQUESTS = {
+REQUESTS: dict[str, Request] = {
     "prefill": PREFILL,
     "generate": GENERATE,
     "forced": Forced("forced", PROMPTS, harness.CONTINUATIONS),

@@ -102,7 +102,7 @@ def overlap(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float6
     The share of tokens drawn from Q that a model with distribution P accepts (Leviathan, Kalman and Matias, Fast
     Inference from Transformers via Speculative Decoding, 2023, corollary 3.6).  See docs/metrics.md#acceptance.
     """
-    return np.minimum(1.0, np.exp(np.minimum(p, q)).sum(axis=-1))
+    return np.asarray(np.minimum(1.0, np.exp(np.minimum(p, q)).sum(axis=-1)))
 
 
 def expected_length(rate: float, tokens: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -65,7 +65,7 @@ OPTIONS: Mapping[str, Value] = {
     "speculative-num-draft-tokens": NUMBER,
     "estimator": one_of("hidden", "logprobs"),
 }
-_PASSED = {  # options → arguments of sglang.Engine and their types
+_PASSED: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # options → arguments of sglang.Engine and their types
     "tp": ("tp_size", int),
     "attention-backend": ("attention_backend", str),
     "sampling-backend": ("sampling_backend", str),
