@@ -16,6 +16,8 @@ from fidelab.errors import UsageError, nearest_first
 
 __all__ = ["Drafts", "json_object", "known_word", "speculation_record"]
 
+_NAMED = 8  # words that an error names
+
 
 @dataclass(frozen=True)
 class Drafts:
@@ -65,4 +67,6 @@ def known_word(what: str, word: str, known: Collection[str]) -> None:
         UsageError: names the nearest ones.
     """
     if word not in known:
-        raise UsageError(f"{what} {word!r} is unknown; there are: {', '.join(nearest_first(word, known))}")
+        nearest = nearest_first(word, known)
+        more = ", …" if len(nearest) > _NAMED else ""
+        raise UsageError(f"{what} {word!r} is unknown; there are: {', '.join(nearest[:_NAMED])}{more}")
