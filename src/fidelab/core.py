@@ -13,7 +13,7 @@ import math
 import os
 import re
 import stat
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -26,11 +26,13 @@ __all__ = [
     "Estimator",
     "FormatSpec",
     "KVSpec",
+    "Speculation",
     "Status",
     "Vocabulary",
     "canonical_json",
     "digest",
     "finite",
+    "looked_up",
     "read_file",
     "slug",
     "state_dir",
@@ -293,6 +295,7 @@ class Arm:
 
     ``weights`` is the hash of the checkpoint's content, ``model`` the name a user knows it by and ``path`` where
     it lies on this machine; the fingerprint sees only the hash.  ``env``: environment variables of its process alone.
+    ``draft``: where the model lies that drafts for it, which the options name.
     """
 
     name: str
@@ -306,6 +309,7 @@ class Arm:
     threads: int
     options: tuple[tuple[str, str], ...] = ()
     env: tuple[tuple[str, str], ...] = ()
+    draft: str = ""
 
     def fingerprint(self) -> str:
         """SHA-256 of what the arm computes: not its name, nor where its files lie."""
@@ -326,8 +330,8 @@ class Arm:
 
     def record(self) -> dict[str, Any]:
         """Plain data for job files and manifests."""
-        record = {**asdict(self), "kv": self.kv.record(), "options": dict(self.options)}
-        return {**record, "env": dict(self.env)} if self.env else {key: record[key] for key in record if key != "env"}
+        record = {**asdict(self), "kv": self.kv.record(), "options": dict(self.options), "env": dict(self.env)}
+        return {key: value for key, value in record.items() if value or key not in ("env", "draft")}
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Arm:
@@ -346,6 +350,36 @@ class Arm:
         fields["kv"] = KVSpec.from_record(fields["kv"])
         fields |= {"options": tuple(sorted(options.items())), "env": tuple(sorted(env.items()))}
         return cls(**fields)
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What proposes an arm's tokens: ``method`` in the engine's own word, at most ``tokens`` in one draft.
+
+    ``lookup``: lengths of the shortest and the longest n-gram that is looked up in the text so far, without a model;
+    ``draft``: the name of the model that drafts; ``options``: the names of the arm's options that say all this.
+    """
+
+    method: str
+    tokens: int | None = None
+    lookup: tuple[int, int] | None = None
+    draft: str = ""
+    options: tuple[str, ...] = ()
+
+
+def looked_up(tokens: Sequence[int], lookup: tuple[int, int], most: int) -> Sequence[int]:
+    """The draft of prompt lookup: at most ``most`` tokens that followed the end of ``tokens`` before; or none.
+
+    ``lookup``: the longest n-gram that ends the text and occurs in it earlier counts, of these lengths, and of its
+    occurrences the first.  They may overlap.  (Saxena, Prompt Lookup Decoding, 2023; vLLM's method ``ngram``.)
+    """
+    shortest, longest = lookup
+    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        end = tokens[-n:]
+        for start in range(len(tokens) - n):
+            if tokens[start] == end[0] and tokens[start : start + n] == end:
+                return tokens[start + n : start + n + most]
+    return tokens[:0]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ The hooks are given batches as SGLang's scheduler makes them; ``tests/real/test_
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,13 +19,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fidelab.core import Arm, KVSpec
+from fidelab.core import Arm, KVSpec, Speculation
 from fidelab.engines.sglang import capture as sglang_capture
 from fidelab.engines.sglang import launch as sglang_launch
 from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.sglang.capture import _Capture, _end
 from fidelab.engines.sglang.launch import arguments
 from fidelab.engines.sglang.read_back import _found, _scales
+from fidelab.engines.sglang.session import _counted
+from fidelab.engines.speculation import Drafts
 from fidelab.engines.written import watched
 from fidelab.errors import UsageError
 
@@ -306,3 +309,31 @@ def test_whatever_way_a_parameter_is_written_is_seen(write: Callable[[Any], None
         _ = model["b"] @ model["b"]
     assert ledger.untouched() == ["b"]
     assert ThreadPoolExecutor.submit.__qualname__ == "ThreadPoolExecutor.submit"
+
+
+# -------------------------------------------------------------------------------------------- speculation
+
+
+def test_what_drafts_is_read_from_sglangs_own_options() -> None:
+    options = {"speculative-algorithm": "ngram", "speculative-num-draft-tokens": "4"}
+    assert SGLangEngine.speculation(options) == Speculation("NGRAM", 3, None, "", tuple(options))
+    assert SGLangEngine.speculation({"page-size": "1"}) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"speculative-algorithm": "NGRAN"}, "speculative-algorithm 'NGRAN' is unknown; there are: NGRAM, "),
+        ({"speculative-algorithm": "EAGLE3"}, "EAGLE3 needs speculative-draft-model-path=MODEL"),
+        ({"speculative-num-steps": "3"}, "speculative-num-steps: nothing drafts here; give speculative-algorithm"),
+    ],
+)
+def test_a_speculation_that_lacks_something_is_one_line(options: dict[str, str], said: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(said)):
+        SGLangEngine.speculation(options)
+
+
+def test_a_requests_counts_of_drafts_are_those_of_its_meta_info() -> None:
+    meta = {"spec_verify_ct": 5, "spec_num_proposed_drafts": 15, "spec_num_correct_drafts": 9, "completion_tokens": 14}
+    assert _counted(meta) == Drafts(5, 15, 9)
+    assert _counted({"completion_tokens": 14}) == Drafts()

@@ -163,18 +163,24 @@ class Runner:
         self.requests: dict[str, Any] = {}
         self.input_batch = SimpleNamespace(req_ids=[])
         self.execute_model_state: Any = None
-        self.sampled: list[int] = []
+        self.accepted: dict[str, int] = {}
 
     def get_model(self) -> Model:
         return self.model
 
     def sample_tokens(self) -> list[int]:
-        out = self._sample(None)
-        self.execute_model_state = None
-        return [int(token) for token in out.sampled_token_ids[:, 0]]
+        logits, self.execute_model_state = self.execute_model_state.logits, None
+        out = self._sample(logits)
+        self.out = out.sampled_token_ids
+        return [int(token) for token in self.out[:, 0]]
 
     def _sample(self, _logits: Any) -> Any:
-        return SimpleNamespace(sampled_token_ids=torch.zeros((len(self.input_batch.req_ids), 1), dtype=torch.int32))
+        """Token 0 for each request, and for each draft that is accepted; -1 where one was rejected, or not drafted."""
+        most = max(self.accepted.values(), default=0)
+        sampled = torch.full((len(self.input_batch.req_ids), 1 + most + 1), -1, dtype=torch.int32)
+        for index, name in enumerate(self.input_batch.req_ids):
+            sampled[index, : 1 + self.accepted.get(name, 0)] = 0
+        return SimpleNamespace(sampled_token_ids=sampled)
 
     def request(self, name: str, prompt: int, **said: Any) -> None:
         params = SimpleNamespace(extra_args={vllm_capture.KEY: {"key": name, **said}} if said else None)
@@ -182,23 +188,33 @@ class Runner:
             sampling_params=params, num_computed_tokens=0, num_tokens=prompt, output_token_ids=[]
         )
 
-    def step(self, states: dict[str, Tensor], logits: Tensor | None = None) -> list[int]:
-        """One step over some requests, each with the states of its next positions."""
+    def step(
+        self,
+        states: dict[str, Tensor],
+        logits: Tensor | None = None,
+        drafted: dict[str, int] | None = None,
+        accepted: dict[str, int] | None = None,
+    ) -> list[int]:
+        """One step over some requests, each with the states of its next positions, the last ``drafted`` of drafts."""
+        drafts, self.accepted = drafted or {}, accepted or {}
         self.input_batch.req_ids = list(states)
         starts = np.cumsum([0, *(len(x) for x in states.values())])
         self.query_start_loc = SimpleNamespace(np=starts)
         self.execute_model_state = SimpleNamespace(
-            scheduler_output=SimpleNamespace(num_scheduled_tokens={name: len(x) for name, x in states.items()}),
+            scheduler_output=SimpleNamespace(
+                num_scheduled_tokens={name: len(x) for name, x in states.items()},
+                scheduled_spec_decode_tokens={name: [0] * n for name, n in drafts.items()},
+            ),
             hidden_states=torch.cat([*states.values(), torch.full((3, WIDTH), torch.nan)]),  # padded by graphs
-            logits=torch.zeros(len(states), VOCAB) if logits is None else logits,
+            logits=torch.zeros(len(states) + sum(drafts.values()), VOCAB) if logits is None else logits,
         )
         sampled = self.sample_tokens()
         for name, token in zip(states, sampled, strict=True):
             request = self.requests[name]
-            request.num_computed_tokens += len(states[name])
+            request.num_computed_tokens += len(states[name]) - drafts.get(name, 0) + self.accepted.get(name, 0)
             if request.num_computed_tokens >= request.num_tokens:
-                request.output_token_ids.append(token)
-                request.num_tokens += 1
+                request.output_token_ids += [token] * (1 + self.accepted.get(name, 0))
+                request.num_tokens += 1 + self.accepted.get(name, 0)
         return sampled
 
 
@@ -294,6 +310,38 @@ def test_nan_logits_are_noted_with_their_first_token(folder: Path) -> None:
     for logits in (None, bad, bad):
         runner.step({"r1": states(1)}, logits)
     assert (folder / "r1.nan").read_text() == "1"
+
+
+def test_rows_of_rejected_drafts_are_not_kept(folder: Path) -> None:
+    runner, x, wrong = Worker().model_runner, states(12), states(3, 1)
+    for name in ("r1", "r2"):
+        runner.request(name, 4, first=3)
+    runner.step({"r1": x[:4], "r2": x[:4]})
+    both = {"r1": torch.cat((x[4:6], wrong[:2])), "r2": x[4:5]}
+    runner.step(both, drafted={"r1": 3}, accepted={"r1": 1})  # two of three drafts are rejected
+    runner.step({"r2": torch.cat((x[5:6], wrong)), "r1": x[6:8]}, drafted={"r2": 3, "r1": 1}, accepted={"r1": 1})
+    assert torch.equal(rows(folder, "r1.rows"), x[3:8])
+    assert torch.equal(rows(folder, "r2.rows"), x[3:6])
+
+
+def test_forced_tokens_reject_all_drafts(folder: Path) -> None:
+    runner, x = Worker().model_runner, states(9)
+    runner.request("r1", 2, first=1, force=[7, 8])
+    assert runner.step({"r1": x[:2]}) == [7]
+    assert runner.step({"r1": x[2:5]}, drafted={"r1": 2}, accepted={"r1": 2}) == [8]
+    assert runner.out[0].tolist() == [8, -1, -1, -1]
+    assert torch.equal(rows(folder, "r1.rows"), x[1:3])
+
+
+def test_nan_logits_of_rejected_drafts_are_nobodys(folder: Path) -> None:
+    runner = Worker().model_runner
+    for name in ("r1", "r2"):
+        runner.request(name, 1, first=0)
+    logits = torch.zeros(6, VOCAB)
+    logits[[2, 4]] = torch.nan  # r1: its rejected draft; r2: its accepted one
+    runner.step({"r1": states(3), "r2": states(3)}, logits, drafted={"r1": 2, "r2": 2}, accepted={"r1": 1, "r2": 2})
+    assert not (folder / "r1.nan").exists()
+    assert (folder / "r2.nan").read_text() == "1"
 
 
 def test_other_ranks_write_nothing(folder: Path) -> None:

@@ -20,6 +20,7 @@ def write_gguf(
     architecture: str = "llama",
     tokenizer: str = "gpt2",
     changed: Mapping[str, tuple[int, ...] | None] | None = None,
+    seed: int = 0,
 ) -> Path:
     """Write the file; equal arguments give equal bytes.  ``changed``: tensors of other shapes, ``None`` for none."""
     import gguf
@@ -44,7 +45,7 @@ def write_gguf(
     writer.add_eos_token_id(2)
     writer.add_add_bos_token(False)
     writer.add_chat_template(template)
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     for name, shape in {**_shapes(len(tokens)), **(changed or {})}.items():
         if shape is None:
             continue

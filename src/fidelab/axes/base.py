@@ -34,7 +34,7 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
-from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
+from fidelab.results.measurement import Coordinates, Definition, Flag, Measurement, Metric
 from fidelab.results.plots import Plot, TextPair, Texts
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class AxisScore:
     maps it to the score, 0…100 (``None``: the axis has no score); ``scale`` converts the paired difference to the unit
     of :attr:`Axis.excess`.  ``bound``: items are lower bounds, which have no upper end and no difference.
 
-    ``metrics``, ``plots`` and ``facts`` go into the report.  A metric is computed once, when the axis scores; the
-    verdict and the composite read it from here.  ``n_items``, ``n_failed``: set where they differ from the number of
-    items and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
+    ``metrics``, ``plots``, ``flags`` and ``facts`` go into the report.  A metric is computed once, when the axis
+    scores; the verdict and the composite read it from here.  ``n_items``, ``n_failed``: set where they differ from the
+    number of items and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
 
     ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
@@ -146,6 +146,7 @@ class AxisScore:
     reference_summary: str = ""
     not_measurable: str = ""
     downgrades: tuple[str, ...] = ()
+    flags: tuple[Flag, ...] = ()
     fails: tuple[str, ...] = ()
     part: str = ""
     parts: Mapping[str, AxisScore] = field(default_factory=dict)
@@ -232,6 +233,7 @@ class AxisScore:
             n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,
             n_clusters=self.n_clusters if asked else None,
             cluster=self.cluster if asked else "",
+            flags=self.flags,
             summary=self.summary,
             reference_summary=self.reference_summary,
             facts=dict(self.facts),

@@ -21,6 +21,7 @@ from fidelab.axes.base import (
     prompt_ids,
     texts,
 )
+from fidelab.axes.drafts import speculated
 from fidelab.axes.rows import margin
 from fidelab.captures.pair import Pair
 from fidelab.captures.reader import Capture
@@ -134,6 +135,7 @@ class Trajectory(Axis):
             for (r, _), agreement, (ref, test), ok in zip(pair.items, pairs, answers, usable, strict=True)
             if ok and agreement.first_divergence is not None
         ]
+        speculation, flags = speculated(pair, [(fork.item, fork.at, fork.margin) for fork in forks])
         asked, define = pair.ref.manifest["settings"], TRAJECTORY_METRICS
         return replace(
             score,
@@ -144,9 +146,11 @@ class Trajectory(Axis):
                 define["median_first_divergence"](median_first_divergence(good)),
                 define["near_tie_share"](near_tie_share([fork.margin for fork in forks])),
                 define["score_refract"](trajectory_score(good, compat="refract")),
+                *speculation,
             ),
             plots=(survival_plot(survival_curve(good, asked["n_predict"]).tolist()), *_texts(pair, forks)),
             cluster="prompt",
+            flags=flags,
             summary=f"{sum(p.first_divergence is None for p in good)} of {len(good)} unchanged" if good else "",
             facts={"n_predict": asked["n_predict"], "template": asked["template"]},
         )

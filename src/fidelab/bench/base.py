@@ -131,7 +131,8 @@ class Question:
 class Answers:
     """What one arm answered to one question: ``seconds`` [repeats, 1 + n], and why there are none.
 
-    ``warmups``: unmeasured answers before, of the load with most; ``ran``: what the engine said of itself then.
+    ``warmups``: unmeasured answers before, of the load with most; ``ran``: what the engine said of itself then;
+    ``facts``: what each answer says of itself, such as its counts of drafts.
     """
 
     question: Question
@@ -140,6 +141,7 @@ class Answers:
     ran: Mapping[str, Any] = field(default_factory=dict)
     status: Status = Status.OK
     reason: str | None = None
+    facts: Sequence[Mapping[str, Any]] = ()
 
     def at(self, length: str = "tokens") -> Coordinates:
         """The shape of work; ``length`` is what its tokens are called."""

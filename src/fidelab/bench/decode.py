@@ -28,7 +28,8 @@ from fidelab.bench.base import (
     unsteady,
 )
 from fidelab.metrics.latency import Rate, decode_rate_by_subtraction, decode_rate_isolated
-from fidelab.results.measurement import Definition, Flag, Measurement
+from fidelab.results.composition_record import acceptance
+from fidelab.results.measurement import Definition, Flag, Measurement, Metric
 
 __all__ = ["BY_SUBTRACTION", "ISOLATED", "Decode", "DecodeSettings", "decode_complete"]
 
@@ -111,8 +112,9 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
 
     what = f"depth {asked.tokens} × {asked.batch}"
     rate = decode_rate_isolated(whole.seconds)
-    metrics = [ISOLATED.repeated(together(rate), cell=at)]
-    flags = unsteady(what, rate.steady, facts.loads)
+    drafts, said = _drafts(whole, what)
+    metrics = [ISOLATED.repeated(together(rate), cell=at), *drafts]
+    flags = (*unsteady(what, rate.steady, facts.loads), *said)
     if alone is not None and alone.seconds is not None:
         first = alone.seconds[:, 0]
         subtracted = decode_rate_by_subtraction(whole.seconds[:, -1], first, asked.n)
@@ -121,6 +123,16 @@ def _rates(whole: Answers, alone: Answers | None, facts: Facts) -> CellResult:
         if doubt := _doubt(subtracted, float(np.ptp(first)), asked.n):
             flags = (*flags, Flag(kind="noise", text=f"{what}: by subtraction {doubt}"))
     return CellResult(whole.cell(at, flags, n=asked.n), tuple(metrics))
+
+
+def _drafts(whole: Answers, what: str) -> tuple[tuple[Metric, ...], tuple[Flag, ...]]:
+    """What the engine counted of its drafts while it decoded; nothing where it does not speculate."""
+    counted = [fact["speculation"] for fact in whole.facts if "speculation" in fact]
+    if not counted:
+        return (), ()
+    drafts, drafted, accepted = (sum(int(each[key]) for each in counted) for key in ("drafts", "drafted", "accepted"))
+    text = f"{what}: {accepted:,} of {drafted:,} drafted tokens accepted, behind random tokens; text gives other rates"
+    return acceptance(drafts, drafted, accepted, cell=whole.at("depth")), (Flag(kind="speculation", text=text),)
 
 
 def _doubt(subtracted: Rate | None, spread: float, n: int) -> str:

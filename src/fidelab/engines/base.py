@@ -19,7 +19,7 @@ import numpy as np
 
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Prefill, Request
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.errors import NotSupportedError
 
 __all__ = [
@@ -272,6 +272,15 @@ class Engine(ABC):
         Raises:
             UsageError: the option is unknown or its value impossible.
         """
+
+    @classmethod
+    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
+        """What drafts tokens in an arm of these options; ``None``: nothing does.
+
+        Raises:
+            UsageError: the options cannot be read.
+        """
+        return None
 
     @classmethod
     def control_for(cls, reference: KVSpec, native: str) -> str | None:

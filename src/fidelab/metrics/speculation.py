@@ -1,6 +1,6 @@
-"""Whether two speed-ups multiply: quantization and speculative decoding.
+"""Speculative decoding: what a draft would be worth, and whether its speed-up and quantization's multiply.
 
-See docs/metrics.md#speculation.
+See docs/metrics.md#speculation and docs/metrics.md#acceptance.
 
 With S the output rate over that of the plain arm, ρ = S_both / (S_quantized · S_speculative)
 = r_both · r_plain / (r_quantized · r_speculative).  Repeats of a rate are averaged as logarithms (geometric mean).
@@ -9,15 +9,16 @@ With S the output rate over that of the plain arm, ρ = S_both / (S_quantized ·
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fidelab.metrics.change import welch_reach
 
-__all__ = ["ARMS", "Composed", "CompositionKind", "compose"]
+__all__ = ["ARMS", "Composed", "CompositionKind", "compose", "expected_length", "overlap", "replay"]
 
 CompositionKind = Literal["sub-multiplicative", "multiplicative", "super-multiplicative", "cannot tell"]
 
@@ -72,3 +73,41 @@ def compose(
 
 def _kind(rho: float) -> CompositionKind:
     return "sub-multiplicative" if rho < _SUB else "super-multiplicative" if rho > _SUPER else "multiplicative"
+
+
+# ------------------------------------------------------------------------------------------------- acceptance
+
+
+def replay(n: int, draft: Callable[[int], Sequence[bool]]) -> tuple[int, int, int]:
+    """Greedy decoding of a known text of ``n`` tokens with drafts: (drafts, drafted tokens, accepted tokens).
+
+    ``draft(i)``: of each token that is proposed where ``i`` tokens of the text are known, whether it is the text's; the
+    first wrong one ends the acceptance, and the model itself gives one token more.  The first token of the text comes
+    of reading the prompt, without a draft.  What is proposed behind the text's end is not counted.
+    See docs/metrics.md#acceptance.
+    """
+    drafts = drafted = accepted = 0
+    at = 1
+    while at < n:
+        proposed = list(draft(at))[: n - at]
+        right = next((i for i, good in enumerate(proposed) if not good), len(proposed))
+        drafts, drafted, accepted = drafts + bool(proposed), drafted + len(proposed), accepted + right
+        at += right + 1
+    return drafts, drafted, accepted
+
+
+def overlap(p: NDArray[np.float64], q: NDArray[np.float64]) -> NDArray[np.float64]:
+    """1 - total variation of each row of log-probabilities [n, V]: Σ_x min(P(x), Q(x)), 0-1.
+
+    The share of tokens drawn from Q that a model with distribution P accepts (Leviathan, Kalman and Matias, Fast
+    Inference from Transformers via Speculative Decoding, 2023, corollary 3.6).  See docs/metrics.md#acceptance.
+    """
+    return np.asarray(np.minimum(1.0, np.exp(np.minimum(p, q)).sum(axis=-1)))
+
+
+def expected_length(rate: float, tokens: int) -> float:
+    """Tokens per verification where each of ``tokens`` drafted ones is accepted with probability ``rate``.
+
+    (1 - rate^(tokens + 1)) / (1 - rate), equation 1 of Leviathan et al.  See docs/metrics.md#acceptance.
+    """
+    return float(sum(rate**i for i in range(tokens + 1)))

@@ -42,7 +42,7 @@ class Deployed:
 
     ``versions`` says, too, where an engine is not the stock one, what goes before its packages, and which variables of
     the worker's environment may change what it computes: captures of another build, or made under other variables, are
-    others.  ``about``: how it is installed in full, for the record.
+    others.  ``about``: how it is installed in full, for the record.  ``draft``: the model that drafts for it.
     """
 
     model: Model
@@ -50,11 +50,15 @@ class Deployed:
     versions: Mapping[str, str]
     estimator: Estimator
     about: Mapping[str, Any] = field(default_factory=dict)
+    draft: Model | None = None
 
     @property
     def lacks_weights(self) -> bool:
-        """The engine loads safetensors, and the model has its weights in a GGUF file."""
-        return self.model.text_only and needs_safetensors(EngineConfig(name=self.environment.engine))
+        """The engine loads safetensors, and the model, or the one that drafts, has its weights in a GGUF file."""
+        models = [model for model in (self.model, self.draft) if model is not None]
+        return any(model.text_only for model in models) and needs_safetensors(
+            EngineConfig(name=self.environment.engine)
+        )
 
 
 class Engines:

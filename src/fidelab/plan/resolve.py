@@ -220,11 +220,13 @@ class _Resolver:
         if (model.kind == "fake") != (engine.name == "fake"):
             raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
         check_kv_name(config, engine, answers)
-        arm = self._bare(config, model)
+        arm, draft = self._drafting(self._bare(config, model), engine)
         answers.check_kv(arm.kv)
         if model.text_only and not model.convertible and needs_safetensors(engine):
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
             verdict = Support(False, f"{reason}: use engine llamacpp, or the model's safetensors")
+        elif draft and (unlike := _other_vocabulary(draft, model)):
+            verdict = Support(False, unlike)
         else:
             verdict = answers.verdict(arm)
             if not verdict.ok and self._experiment.force:
@@ -239,12 +241,28 @@ class _Resolver:
                 **self._engines.versions(engine),
                 **self._engines.variables(engine, arm),
                 **versions_for(arm),
+                **({"draft": draft.weights} if draft else {}),
                 **self._today(engine),
             },
             estimator=Estimator(estimator),
             about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
+            draft=draft,
         )
         return arm
+
+    def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None]:
+        """The arm with the place of its draft model, and that model; heads that draft may be no model by themselves."""
+        speculation = engine_class(engine).speculation(dict(arm.options))
+        if speculation is None or not speculation.draft:
+            return arm, None
+        try:
+            draft = self._find_model(speculation.draft)
+        except InputError:
+            if speculation.method == "draft_model":
+                raise
+            return arm, None
+        path = draft.gguf if engine_class(engine).checkpoint_format == "gguf" and draft.gguf else draft.path
+        return replace(arm, draft=str(path)), draft if speculation.method == "draft_model" else None
 
     def _today(self, engine: EngineConfig) -> dict[str, str]:
         """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""
@@ -348,18 +366,21 @@ def convert_weights(settings: Settings, make: bool = True) -> Settings:
     for _, arm in settings.roles():
         if arm.name in unsupported or not deployed[arm.name].lacks_weights:
             continue
-        if not make and check_conversion(deployed[arm.name].model):
+        whole, draft = deployed[arm.name].model, deployed[arm.name].draft
+        if not make and any(check_conversion(each) for each in (whole, draft) if each):
             continue
         try:
-            model = with_weights(deployed[arm.name].model)
+            model, draft = with_weights(whole), draft and with_weights(draft)
         except InputError as error:
             if arm == settings.reference:
                 raise
             unsupported[arm.name] = str(error)
         else:
             stored = _weight_bytes(engine_class(EngineConfig(name=arm.engine)), model)
-            deployed[arm.name] = replace(deployed[arm.name], model=model, about={**deployed[arm.name].about, **stored})
-            converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights)
+            about = {**deployed[arm.name].about, **stored}
+            deployed[arm.name] = replace(deployed[arm.name], model=model, about=about, draft=draft)
+            drafting = str(draft.path) if draft else arm.draft
+            converted[arm.name] = replace(arm, path=str(model.path), weights=model.weights, draft=drafting)
 
     def final(arm: Arm) -> Arm:
         return converted.get(arm.name, arm)
@@ -391,6 +412,14 @@ def refuse_same_server(settings: Settings) -> None:
                 f"candidate {arm.name!r} asks the same server and model in the same way as the reference: that "
                 "measures repeatability, which the floor does; give the candidate a base-url or model of its own"
             )
+
+
+def _other_vocabulary(draft: Model, model: Model) -> str:
+    """Why a model's drafts would be no tokens of the model that verifies them; empty where they are."""
+    if draft.vocab_size == model.vocab_size:
+        return ""
+    sizes = ", ".join(f"{Path(each.name).name} has {each.vocab_size:,} tokens" for each in (draft, model))
+    return f"the draft model has another vocabulary: {sizes}; draft with a smaller model of the same family"
 
 
 def _weight_bytes(engine: type[Engine], model: Model) -> dict[str, int]:

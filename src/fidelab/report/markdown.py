@@ -39,6 +39,7 @@ def render_markdown(report: Report) -> str:
         pipe_table(("arm", "verdict", *map(escaped, view.figures)), 2, _cells(view)),
         *(part for table in view.beside for part in _titled(table)),
         _bullets(f"{code_span(row.name)}: {escaped(row.sentence)}" for row in view.candidates),
+        _bullets(map(escaped, view.remarks)),
         _LEGEND,
         _bullets(escaped(line) for line in (view.control, view.weights, view.floor, view.ranking) if line),
     )

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, text_of
+from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, shared, text_of
 from fidelab.report.sections import ReportArm
 from fidelab.report.tables import SPEEDS, TextTable, counts
+from fidelab.results.composition_record import (
+    ACCEPTANCE_LENGTH,
+    ACCEPTANCE_RATE,
+    FORECAST_LENGTH,
+    FORECAST_RATE,
+    SAMPLED_LENGTH,
+    SAMPLED_RATE,
+)
 from fidelab.results.measurement import Measurement, Metric, label
 from fidelab.results.numbers import ABSENT, MIB, counted, format_figure, format_kld, format_span, heading, one_line
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
@@ -22,6 +30,8 @@ __all__ = [
     "others_in_words",
     "others_of",
     "performance_of",
+    "remarks_of",
+    "speculation_of",
     "titled",
     "truth_line",
 ]
@@ -104,6 +114,40 @@ def others_of(report: Report) -> TextTable | None:
     said = any(axis.summary for arm in arms for name, axis in arm.axes.items() if name != KLD)
     title = "Other axes (in parentheses: the score, or the figure named above it, and its 95% interval)"
     return TextTable("others", title if said else "Other axes", ("arm", *columns), tuple(rows))
+
+
+_FIGURES_OF_DRAFTS = {
+    "measured": (ACCEPTANCE_LENGTH, ACCEPTANCE_RATE),
+    "forecast": (FORECAST_LENGTH, FORECAST_RATE),
+    "forecast, sampling": (SAMPLED_LENGTH, SAMPLED_RATE),
+}
+
+
+def speculation_of(report: Report) -> TextTable | None:
+    """Arm × tokens per verification and accepted share of drafts, on greedy text: measured beside forecast.
+
+    ``None`` where no arm speculated.
+    """
+    rows: list[tuple[str, ...]] = []
+    for arm in (*([report.control] if report.control else []), *report.candidates):
+        found = next((axis for axis in arm.axes.values() if axis.metric(ACCEPTANCE_LENGTH.name)), None)
+        if found is not None:
+            pairs = [[found.metric(one.name) for one in pair] for pair in _FIGURES_OF_DRAFTS.values()]
+            figures = [str(estimate_of(metric)) for n in (0, 1) for metric in (pair[n] for pair in pairs)]
+            rows.append((one_line(arm.name), *figures))
+    heads = [f"{what}, {which}" for what in ("tokens per verification", "accepted") for which in _FIGURES_OF_DRAFTS]
+    kept = [n for n in range(1 + len(heads)) if n == 0 or any(row[n] != ABSENT for row in rows)]
+    columns = tuple(("arm", *heads)[n] for n in kept)
+    title = "Speculation on greedy text: counted by the engine, and forecast from captures without speculation"
+    cells = tuple(tuple(row[n] for n in kept) for row in rows)
+    return TextTable("speculation", title, columns, cells) if rows else None
+
+
+def remarks_of(report: Report) -> tuple[str, ...]:
+    """What the axes remark on each arm, a sentence each, as those about speculation."""
+    arms = (*([report.control] if report.control else []), *report.candidates)
+    flags = ((arm, flag) for arm in arms for axis in arm.axes.values() for flag in axis.flags)
+    return tuple(shared((one_line(arm.name), one_line(flag.text)) for arm, flag in flags))
 
 
 def others_in_words(arm: ArmRecord) -> tuple[str, ...]:

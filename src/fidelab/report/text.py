@@ -101,6 +101,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
     _print_benches(view, console)
     for sentence in shared((row.name, _sentence(row)) for row in view.candidates if view.fidelity):
         line(sentence)
+    for remark in view.remarks:
+        line(remark)
     if view.fidelity:
         line("")
         line(view.floor)

@@ -40,6 +40,8 @@ from fidelab.report.summary import (
     others_in_words,
     others_of,
     performance_of,
+    remarks_of,
+    speculation_of,
     titled,
     truth_line,
 )
@@ -153,7 +155,9 @@ _FIGURES: Mapping[str, Callable[[ArmRow], Estimate]] = {
 
 @dataclass(frozen=True)
 class View:
-    """Everything a report shows, in reading order; ``beside``: tables below the main one."""
+    """Everything a report shows, in reading order; ``beside``: tables below the main one, ``remarks``: what axes say
+    of single arms, which sections repeat.
+    """
 
     title: str
     subtitle: str
@@ -169,6 +173,7 @@ class View:
     ranking: str
     tables: tuple[TextTable, ...]
     beside: tuple[TextTable, ...]
+    remarks: tuple[str, ...]
     ablation: tuple[Matrix, ...]
     truth: str
     points: tuple[FrontierPoint, ...]
@@ -246,7 +251,8 @@ def build_view(report: Report) -> View:
         weights=_weights([arm for _, arm in arms]),
         ranking=_ranking(report.comparisons),
         tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
-        beside=_present(contexts_of(report), others_of(report)),
+        beside=_present(contexts_of(report), speculation_of(report), others_of(report)),
+        remarks=remarks_of(report),
         ablation=ablation_of(report),
         truth=truth_line(report),
         points=(

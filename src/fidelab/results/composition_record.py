@@ -1,4 +1,4 @@
-"""What quantization and speculation make together, as a record.  Units: tok/s for rates."""
+"""What speculation is worth, as metrics; and with quantization together, as a record.  Units: tok/s for rates."""
 
 from __future__ import annotations
 
@@ -6,10 +6,46 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fidelab.results.measurement import Flag
+from fidelab.results.measurement import Coordinates, Definition, Flag, Metric
 from fidelab.results.values import Count, Interval, Positive, Record
 
-__all__ = ["Arrival", "Composition"]
+__all__ = [
+    "ACCEPTANCE_LENGTH",
+    "ACCEPTANCE_RATE",
+    "FORECAST_LENGTH",
+    "FORECAST_RATE",
+    "SAMPLED_LENGTH",
+    "SAMPLED_RATE",
+    "Arrival",
+    "Composition",
+    "acceptance",
+]
+
+ACCEPTANCE_LENGTH = Definition(
+    "acceptance length",
+    "tokens",
+    "higher",
+    "Tokens per verification of drafts, its own one included: 1 + accepted / drafts, as the engine counts them.",
+    limit="slowdown",
+)
+ACCEPTANCE_RATE = Definition(
+    "accepted", "share", "higher", "Share of the drafted tokens that the model accepted, as the engine counts them."
+)
+FORECAST_LENGTH = Definition(
+    "acceptance length, forecast", "tokens", None, "The same from the reference's captures alone, without speculation."
+)
+FORECAST_RATE = Definition(
+    "accepted, forecast", "share", None, "The same share from the captures alone, without speculation."
+)
+SAMPLED_LENGTH = Definition(
+    "acceptance length when sampling, forecast", "tokens", None, "Tokens per verification at that share."
+)
+SAMPLED_RATE = Definition(
+    "accepted when sampling, forecast",
+    "share",
+    None,
+    "Share of the draft model's tokens that the model accepts where both sample at temperature 1: 1 - total variation.",
+)
 
 Arrival = Literal["closed", "constant", "poisson", "trace"]
 
@@ -44,3 +80,18 @@ class Composition(Record):
     """In words; ``cannot tell`` where the interval holds more than one of these, and without an interval."""
     flags: tuple[Flag, ...] = ()
     """What makes it doubtful; why there is no ρ."""
+
+
+def acceptance(
+    drafts: int,
+    drafted: int,
+    accepted: int,
+    *,
+    forecast: bool = False,
+    cell: Coordinates | None = None,
+) -> tuple[Metric, ...]:
+    """The metrics of counted drafts; none where nothing was drafted."""
+    if not drafts or not drafted:
+        return ()
+    length, rate = (FORECAST_LENGTH, FORECAST_RATE) if forecast else (ACCEPTANCE_LENGTH, ACCEPTANCE_RATE)
+    return length(1 + accepted / drafts, cell=cell), rate(accepted / drafted, cell=cell)

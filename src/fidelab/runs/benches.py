@@ -309,7 +309,8 @@ class Benching:
             return Answers(question, None, status=Status.FAILED, reason=f"the worker answered, but {why}")
         seconds = np.stack([_seconds(capture) for capture in captures])
         warmups = self._warmups.get((arm.role, question.name), 0)
-        return Answers(question, seconds, warmups, captures[-1].manifest["ran"])
+        facts = tuple(capture.manifest["facts"] for capture in captures)
+        return Answers(question, seconds, warmups, captures[-1].manifest["ran"], facts=facts)
 
     def _stored(self, arm: ArmResult, question: Question) -> Iterator[Capture]:
         for number in range(question.repeats):

@@ -37,6 +37,7 @@ from fidelab.results.sentence import ArmFacts, is_native, sentence
 from fidelab.runs.ablation import score_ablation
 from fidelab.runs.attribution import attribute, control_of, floors_of, is_diagnostic, measure_truth
 from fidelab.runs.pairing import FOREIGN, ArmResult, Measured, Scorer, engaged
+from fidelab.runs.speculation import with_forecast
 
 __all__ = ["RunFacts", "Scored", "score_run"]
 
@@ -152,6 +153,9 @@ class _Summary:
             status, reason = Status.FAILED, "; ".join(dict.fromkeys(broken))
         if floor is not None and "kld" in axes:
             axes["kld"] = _with_noise(axes["kld"], floor.mean or 0.0)
+        if "trajectory" in axes:
+            others = [measured.result for measured in self.measured.values()]
+            axes["trajectory"] = with_forecast(axes["trajectory"], result, self.reference, others)
         base = _bare_record(result)
         return base.model_copy(
             update={

@@ -3,6 +3,8 @@
 Engine options (``--engine-arg``): ``flash-attn`` (on, off; on unless told: V formats of less than 16 bits need it),
 ``n-gpu-layers`` (all on a GPU, none on a CPU), ``n-batch`` and ``n-ubatch`` (tokens per call and per graph, 512), and
 the numbers and switches of ``llama_context_params`` and ``llama_model_params`` by their names, with dashes.
+``model-draft`` (a model that drafts) or ``spec-type=ngram-simple`` (prompt lookup, n-grams of ``spec-ngram-size-n``
+tokens, 12), with ``draft-max`` (tokens of a draft, 16): speculative decoding by a loop of fidelab's own.
 ``LLAMA_CPP_LIB_PATH`` names a folder with an own build of libllama.
 
 - **The estimator is** ``logprobs``: float16 rows of the live logits.  llama.cpp multiplies the state after the final
@@ -11,6 +13,7 @@ the numbers and switches of ``llama_context_params`` and ``llama_model_params`` 
   two caches (0.0036 instead of 0.0050 on the same 12 rows).  It would hide an error that users of llama.cpp get.
 - **The kernel path costs more than the format** on CPUs: f32 and f16 caches take another one than all others, so the
   control of a 16-bit reference is ``bf16``.
+- **Speculation** is for generated and timed tokens.  Forced continuations and prefills run without it.
 - **Rotation**: builds of 2026 multiply keys and values by a Hadamard matrix before they quantize them;
   ``LLAMA_ATTN_ROT_DISABLE=1`` turns that off.  The runtime info has ``k_rotated`` and ``v_rotated``.
 - On CUDA, unequal formats of K and V need a build with all flash-attention kernels, else attention runs on the CPU;
@@ -25,6 +28,7 @@ import os
 import platform
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
@@ -33,9 +37,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp import serve
+from fidelab.engines.llamacpp.drafting import Drafter, DraftModel, Lookup, speculation_of, verified
 from fidelab.engines.llamacpp.library import (
     GGML_TYPES,
     CacheReads,
@@ -48,7 +53,8 @@ from fidelab.engines.llamacpp.library import (
     parameters,
 )
 from fidelab.engines.llamacpp.proof import proof, read_state
-from fidelab.engines.options import SWITCH, TOKENS, Value, is_count, switched
+from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, switched
+from fidelab.engines.speculation import Drafts, speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
@@ -70,6 +76,10 @@ _OPTIONS: Mapping[str, Value] = {
     "n-gpu-layers": (lambda text: text == "0" or is_count(text), "a number of layers, 0 for none"),
     "n-batch": TOKENS,
     "n-ubatch": TOKENS,
+    "model-draft": NAME,
+    "draft-max": TOKENS,
+    "spec-type": NAME,
+    "spec-ngram-size-n": TOKENS,
 }
 _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("type-k", "type-v", "cache-type-k", "cache-type-v"), "write kv=K/V"),
@@ -123,6 +133,11 @@ class LlamaCppEngine(Engine):
     @classmethod
     def supports(cls, arm: Arm) -> Support:
         parameters(arm.options, _OPTIONS, _CONTROLLED)
+        cls.speculation(dict(arm.options))
+        if arm.draft and Path(arm.draft).suffix != ".gguf":
+            return Support(
+                False, "llama.cpp loads GGUF files and the draft model has none: pass the path of a .gguf file"
+            )
         if Path(arm.path).suffix != ".gguf":
             return Support(False, f"llama.cpp loads GGUF files and {arm.model} has none: pass the path of a .gguf file")
         if arm.dtype == "float32":
@@ -146,10 +161,16 @@ class LlamaCppEngine(Engine):
         formats = {arm.kv.k.name, arm.kv.v.name}
         return formats <= {"f32", "f16"} if _flash(arm) else formats == {"f32"}
 
+    @classmethod
+    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
+        return speculation_of(options)
+
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
         self._parameters = parameters(arm.options, _OPTIONS, _CONTROLLED)
+        self._speculation = self.speculation(self._options)
+        self._drafts, self._draft = Drafts(), None
         self._seen: Seen | None = None
         self._chunk = int(self._options.get("n-batch", _CHUNK))
         self._gpu = arm.device != "cpu" or self._options.get("n-gpu-layers", "0") != "0"
@@ -167,6 +188,10 @@ class LlamaCppEngine(Engine):
                 f"this build of {_PACKAGE} runs on the CPU alone: pass --device cpu or install another"
             )
         self._model = LlamaModel(arm.path, **self._placement())
+        if self._speculation is not None and self._speculation.draft:
+            self._draft = LlamaModel(arm.draft, **self._placement())
+            if (theirs := self._draft.vocabulary) != (ours := self._model.vocabulary):
+                raise NotSupportedError(f"the draft model has another vocabulary: {theirs:,} tokens, not {ours:,}")
         self.mark("weights")
         if not self._model.decodes:
             raise NotSupportedError(f"{arm.model} is not a decoder-only model")
@@ -176,7 +201,7 @@ class LlamaCppEngine(Engine):
         return self._model.tokenize(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
+        began, before = time.monotonic(), self._drafts
         match request:
             case Prefill():
                 facts = self._prefill(request, sink)
@@ -186,6 +211,8 @@ class LlamaCppEngine(Engine):
                 facts = self._forced(request, sink)
             case Timed():
                 facts = self._timed(request, sink)
+        if self._speculation is not None:
+            facts["speculation"] = speculation_record(self._speculation, self._drafts - before)
         return answer_with_head(request, Estimator.LOGPROBS, facts, began, head=None)
 
     def ran(self) -> RuntimeInfo:
@@ -213,10 +240,17 @@ class LlamaCppEngine(Engine):
                 "k_rotated": context_info.rotated_k if context_info else None,
                 "v_rotated": context_info.rotated_v if context_info else None,
                 "graph_splits": context_info.splits if context_info else None,
+                **(
+                    {"speculation": speculation_record(self._speculation, self._drafts)}
+                    if self._speculation is not None
+                    else {}
+                ),
             },
         )
 
     def close(self) -> None:
+        if self._draft is not None:
+            self._draft.close()
         self._model.close()
 
     # ------------------------------------------------------------------------------------------- model
@@ -303,9 +337,10 @@ class LlamaCppEngine(Engine):
         produced = 0
         for batch in _batches(request, self._chunk):
             cells = max(len(request.prompts[i]) for i in batch) + request.max_tokens
-            with self._context(cells, len(batch)) as context:
+            with self._contexts(cells, len(batch)) as (context, drafter):
                 self._seen = context.seen
-                for index, (ids, rows, failed) in zip(batch, self._greedy(request, batch, context, sink), strict=True):
+                answers = self._greedy(request, batch, context, drafter, sink)
+                for index, (ids, rows, failed) in zip(batch, answers, strict=True):
                     add_sequence(sink, index, ids, {"logprobs": np.stack(rows)} if rows else {}, failed)
                     produced += len(ids)
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
@@ -331,43 +366,78 @@ class LlamaCppEngine(Engine):
         together = min(request.batch, len(request.prompts))
         if together > (most := min(self._chunk, _MOST_SEQUENCES)):
             raise NotSupportedError(f"llama.cpp answers at most {most} prompts together here, not {together}")
-        with self._context(max(map(len, request.prompts), default=1) + request.n, max(1, together)) as context:
+        cells = max(map(len, request.prompts), default=1) + request.n
+        with self._contexts(cells, max(1, together)) as (context, drafter):
             self._seen = context.seen
 
             def decode(group: Sequence[Tokens]) -> Iterator[list[int]]:
                 context.clear()
-                return _endless(context, group)
+                return _endless(context, group) if drafter is None else _ahead(context, drafter, group, request.n)
 
             return time_prompts(request, sink, decode)
 
+    @contextmanager
+    def _contexts(self, cells: int, sequences: int) -> Iterator[tuple[LlamaContext, Drafter | None]]:
+        """A context of this arm, and what drafts for it; counts its drafts."""
+        asked = self._speculation
+        if asked is None:
+            with self._context(cells, sequences) as context:
+                yield context, None
+            return
+        most = asked.tokens or 1
+        with ExitStack() as stack:
+            context = stack.enter_context(self._context(cells + most, sequences))
+            drafter: Drafter
+            if self._draft is not None:
+                drafter = DraftModel(stack.enter_context(self._drafting(cells + most, sequences)), most)
+            else:
+                drafter = Lookup(asked.lookup or (1, 1), most)
+            yield context, drafter
+            self._drafts += drafter.counted
+
+    def _drafting(self, cells: int, sequences: int) -> LlamaContext:
+        """A context of the draft model, whose cache has llama.cpp's own format."""
+        assert self._draft is not None
+        batch = {"n_batch": self._chunk, "n_ubatch": min(self._chunk, _CHUNK)}
+        threads = {"n_threads": self._arm.threads, "n_threads_batch": self._arm.threads}
+        return self._draft.context(cells, sequences, **batch, **threads)
+
     def _greedy(
-        self, request: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
+        self, request: Generate, batch: Sequence[int], context: LlamaContext, drafter: Drafter | None, sink: Sink
     ) -> Iterator[tuple[list[int], list[NDArray[np.float16]], str | None]]:
         """Greedy decode of one batch, a sequence per prompt; yields (ids, rows [n][V], failure) in batch order."""
         generated: list[list[int]] = [[] for _ in batch]
         rows: list[list[NDArray[np.float16]]] = [[] for _ in batch]
         failed: list[str | None] = [None] * len(batch)
-        pending: dict[int, Floats] = {}  # live sequence → logits [V] of its next token
+        pending: dict[int, Floats] = {}  # live sequence → logits [n, V] of its next tokens
         for sequence, index in enumerate(batch):
-            pending[sequence] = _last(context, request.prompts[index], sequence)[0]
+            pending[sequence] = _last(context, request.prompts[index], sequence)
             sink.progress(len(request.prompts[index]))
-        for step in range(request.max_tokens):
+        while True:
             for sequence, logits in list(pending.items()):
-                token = int(logits.argmax())  # the first of equals; NaN wins
-                if np.isnan(logits[token]):
-                    failed[sequence] = f"NaN logits at generated token {step}"
-                    del pending[sequence]
-                    continue
-                generated[sequence].append(token)
-                if request.rows:
-                    rows[sequence].append(_logprobs(logits[None])[0])
-                if token in request.stop:
-                    del pending[sequence]
-            if not pending or step + 1 == request.max_tokens:
+                ids = generated[sequence]
+                for row in logits:
+                    token = int(row.argmax())  # the first of equals; NaN wins
+                    if np.isnan(row[token]):
+                        failed[sequence] = f"NaN logits at generated token {len(ids)}"
+                        del pending[sequence]
+                        break
+                    ids.append(token)
+                    if request.rows:
+                        rows[sequence].append(_logprobs(row[None])[0])
+                    if token in request.stop or len(ids) == request.max_tokens:
+                        del pending[sequence]
+                        break
+            if not pending:
                 break
-            tokens = {sequence: generated[sequence][-1] for sequence in pending}
-            pending = dict(zip(tokens, context.step(tokens), strict=True))
-            sink.progress(len(tokens), decoded=len(tokens))
+            if drafter is None:
+                tokens = {sequence: generated[sequence][-1] for sequence in pending}
+                pending = dict(zip(tokens, context.step(tokens)[:, None], strict=True))
+            else:
+                texts = {sequence: [*request.prompts[batch[sequence]], *generated[sequence]] for sequence in pending}
+                pending = verified(context, drafter, texts)
+            n = sum(map(len, pending.values()))
+            sink.progress(n, decoded=n)
         yield from zip(generated, rows, failed, strict=True)
 
 
@@ -400,6 +470,22 @@ def _endless(context: LlamaContext, group: Sequence[Tokens]) -> Iterator[list[in
         tokens = logits.argmax(axis=-1).tolist()
         yield tokens
         logits = context.step(dict(enumerate(tokens)))
+
+
+def _ahead(context: LlamaContext, drafter: Drafter, group: Sequence[Tokens], n: int) -> Iterator[list[int]]:
+    """The 1 + n greedy tokens behind the prompts, with drafts; each is yielded when it is known of all sequences."""
+    texts = {sequence: list(prompt) for sequence, prompt in enumerate(group)}
+    logits = {sequence: row[None] for sequence, row in enumerate(context.read(group))}
+    n_yielded = 0
+    while True:
+        for sequence, rows in logits.items():
+            texts[sequence] += rows.argmax(axis=-1).tolist()
+        known = {sequence: len(texts[sequence]) - len(prompt) for sequence, prompt in enumerate(group)}
+        for i in range(n_yielded, min(known.values())):
+            yield [texts[sequence][len(prompt) + i] for sequence, prompt in enumerate(group)]
+        if (n_yielded := min(known.values())) > n:
+            return
+        logits = verified(context, drafter, {s: text for s, text in texts.items() if known[s] <= n})
 
 
 def _logprobs(logits: Floats) -> NDArray[np.float16]:

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.engines.options import Value, other_options, switched, unknown_option
-from fidelab.errors import EngineError, UsageError
+from fidelab.errors import EngineError, NotSupportedError, UsageError
 
 __all__ = ["GGML_TYPES", "CacheReads", "LlamaContext", "LlamaModel", "Seen", "build", "can_offload", "parameters"]
 
@@ -287,6 +287,34 @@ class LlamaContext:
         """Append one token to each sequence of ``tokens`` (sequence → id); their logits [n, V] in that order."""
         blocks = list(self._decode(list(tokens.values()), list(tokens), [True] * len(tokens)))
         return np.concatenate(blocks)
+
+    def extend(self, tokens: Mapping[int, Sequence[int]]) -> dict[int, Floats]:
+        """Append tokens to each sequence (sequence → ids); the logits [n, V] of all tokens of each.
+
+        Raises:
+            EngineError: they are more than llama.cpp takes in one call.
+        """
+        flat = [(sequence, token) for sequence, ids in tokens.items() for token in ids]
+        if len(flat) > self._chunk:
+            raise EngineError(
+                f"{len(flat)} tokens in one step are more than n-batch={self._chunk}: draft fewer, or raise it"
+            )
+        rows = np.concatenate(list(self._decode([t for _, t in flat], [s for s, _ in flat], [True] * len(flat))))
+        ends = np.cumsum([len(ids) for ids in tokens.values()])
+        return dict(zip(tokens, np.split(rows, ends[:-1]), strict=True))
+
+    def cut(self, sequence: int, n: int) -> None:
+        """Remove the last ``n`` tokens of a sequence.
+
+        Raises:
+            NotSupportedError: the model keeps a state that cannot be rolled back.
+        """
+        if n == 0:
+            return
+        memory, end = self._native.llama_get_memory(self._context), self._ends[sequence] - n
+        if not self._native.llama_memory_seq_rm(memory, sequence, end, -1):
+            raise NotSupportedError("this model keeps a state that cannot be rolled back, so no draft can be rejected")
+        self._ends[sequence] = end
 
     def stored_bytes(self, sequence: int = 0) -> int:
         """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""

@@ -13,6 +13,8 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
   ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
 - **Forced** continuations go token by token through the cache: the hook replaces what was sampled.
+- **Speculation** (``speculative-algorithm`` and SGLang's further options of that name): a verification computes rows
+  for a tree of drafts, of which none is kept, so generated text has no rows and forced text is not measurable.
 - For a server that runs elsewhere there is engine ``openai``.
 """
 
@@ -26,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, Tokens
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair, is_pair
@@ -40,14 +42,17 @@ from fidelab.engines.sglang.launch import (
     SPARE,
     arguments,
     context,
+    drafts_on_cpu,
     engine_options,
     k16v8_cannot,
     kv_choices,
     on_cpu,
     prepare,
+    speculation_of,
 )
 from fidelab.engines.sglang.read_back import ran
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
+from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError
 
@@ -61,6 +66,7 @@ __all__ = ["SGLangEngine"]
 _TOGETHER = {"cpu": 4096, "cuda": 16_384}  # tokens that are prefilled before rows are handed over
 _SENTINEL_ROWS = 8
 _FORCED = 16  # continuations that are forced together
+_UNFORCED = "SGLang cannot force tokens while it speculates: take the same arm without speculation"
 
 
 class SGLangEngine(Engine):
@@ -95,6 +101,7 @@ class SGLangEngine(Engine):
     @classmethod
     def supports(cls, arm: Arm) -> Support:
         engine_options(arm)
+        cls.speculation(dict(arm.options))
         if arm.dtype not in DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(DTYPES)}")
         if not trusts_code(arm) and (unknown := unknown_architecture(arm, "sglang/srt/configs")):
@@ -102,7 +109,14 @@ class SGLangEngine(Engine):
         if is_pair(arm.kv):
             reason = k16v8_cannot(arm)
             return Support(not reason, reason)
-        return Support(True) if arm.device != "cpu" else on_cpu(arm.kv.k.name)
+        if arm.device != "cpu":
+            return Support(True)
+        drafts = drafts_on_cpu(dict(arm.options))
+        return on_cpu(arm.kv.k.name) if drafts.ok else drafts
+
+    @classmethod
+    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
+        return speculation_of(options)
 
     @classmethod
     def serve_command(cls, arm: Arm, host: str, port: int) -> list[str]:
@@ -115,6 +129,7 @@ class SGLangEngine(Engine):
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._options = dict(arm.options)
+        self._speculation = self.speculation(self._options)
         self._sentinels: list[tuple[float, float]] = []
         self._head: ReplayedHead | None = None
         ranks = int(self._options.get("tp", "1"))
@@ -148,7 +163,7 @@ class SGLangEngine(Engine):
         return list(tokenizer.encode(text, add_special_tokens=False))
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
+        began, before = time.monotonic(), self._session.drafts
         if self._head is not None:
             self._head.sentinels.clear()
         match request:
@@ -164,10 +179,15 @@ class SGLangEngine(Engine):
                 facts = time_prompts(request, sink, lambda group: self._session.stream(group, 1 + request.n))
             case Layerwise():
                 facts = self._layerwise(request, sink)
+        if self._speculation is not None:
+            facts["speculation"] = speculation_record(self._speculation, self._session.drafts - before)
         return answer_with_head(request, self._estimator, facts, began, self._head)
 
     def ran(self) -> RuntimeInfo:
-        return ran(self._arm, self._about, self._session.arguments, self.versions())
+        info = ran(self._arm, self._about, self._session.arguments, self.versions())
+        if self._speculation is not None:
+            info.more["speculation"] = speculation_record(self._speculation, self._session.drafts)
+        return info
 
     def close(self) -> None:
         self._session.close()
@@ -203,19 +223,27 @@ class SGLangEngine(Engine):
         for batch in self._batches(sizes, self._room, request.batch):
             requests = [
                 SGLangRequest(p, request.max_tokens, request.stop, first=len(p) - 1, live=self._sentinel(i))
+                if self._speculation is None
+                else SGLangRequest(p, request.max_tokens, request.stop)
                 for i, p in ((i, request.prompts[i]) for i in batch)
             ]
             for index, response in zip(batch, self._ask(requests), strict=True):
                 ids, failed = response.ids, response.failed
                 if failed:
                     ids = ids[: int(failed.rsplit(" ", 1)[1])]
-                rows = self._stored(response.rows, len(ids)) if request.rows and ids else {}
+                rows = (
+                    self._stored(response.rows, len(ids)) if request.rows and ids and response.rows is not None else {}
+                )
                 add_sequence(sink, index, ids, rows, failed)
                 sink.progress(len(request.prompts[index]) + len(ids), decoded=len(ids))
                 produced += len(ids)
         return {"tokens": sum(map(len, request.prompts)) + produced, "generated": produced}
 
     def _forced(self, request: Forced, sink: Sink) -> dict[str, Any]:
+        if self._speculation is not None:
+            for index in range(len(request.items())):
+                sink.fail(index, _UNFORCED)
+            return {"not_measurable": _UNFORCED}
         sizes = [(len(p), max(1, len(c))) for p, c in zip(request.prompts, request.continuations, strict=True)]
         for batch in self._batches(sizes, self._room, _FORCED):
             answerable = [i for i in batch if request.continuations[i]]

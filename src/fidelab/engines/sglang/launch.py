@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from fidelab.core import Arm
+from fidelab.core import Arm, Speculation
 from fidelab.engines.base import Support, one_line
 from fidelab.engines.hf.kernels import shape_of
 from fidelab.engines.k16v8 import K16V8, PLUGIN, is_pair, missing, pair_refusal, set_switch, switch_variables
@@ -30,7 +30,8 @@ from fidelab.engines.options import (
     switched,
     trusts_code,
 )
-from fidelab.errors import EngineError
+from fidelab.engines.speculation import known_word
+from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "CONTROLLED",
@@ -40,6 +41,7 @@ __all__ = [
     "SPARE",
     "arguments",
     "context",
+    "drafts_on_cpu",
     "engine_options",
     "k16v8_cannot",
     "kv_choices",
@@ -47,6 +49,7 @@ __all__ = [
     "prepare",
     "serve_command",
     "serve_variables",
+    "speculation_of",
 ]
 
 
@@ -73,6 +76,11 @@ OPTIONS: Mapping[str, Value] = {
         "a number of tokens, or -1 for prefill in one piece",
     ),
     "cuda-graph": SWITCH,
+    "speculative-algorithm": NAME,
+    "speculative-draft-model-path": NAME,
+    "speculative-num-steps": NUMBER,
+    "speculative-eagle-topk": NUMBER,
+    "speculative-num-draft-tokens": NUMBER,
     "estimator": one_of("hidden", "logprobs"),
     TRUST: YES_NO,
 }
@@ -92,7 +100,7 @@ CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ALONE),
     **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "there is no server here"),
 }
-_PASSED = {  # options → arguments of sglang.Engine and their types
+_PASSED: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # options → arguments of sglang.Engine and their types
     "tp": ("tp_size", int),
     "attention-backend": ("attention_backend", str),
     "sampling-backend": ("sampling_backend", str),
@@ -101,7 +109,15 @@ _PASSED = {  # options → arguments of sglang.Engine and their types
     "page-size": ("page_size", int),
     "quantization": ("quantization", str),
     "chunked-prefill-size": ("chunked_prefill_size", int),
+    "speculative-algorithm": ("speculative_algorithm", str.upper),
+    "speculative-draft-model-path": ("speculative_draft_model_path", str),
+    "speculative-num-steps": ("speculative_num_steps", int),
+    "speculative-eagle-topk": ("speculative_eagle_topk", int),
+    "speculative-num-draft-tokens": ("speculative_num_draft_tokens", int),
 }
+_ALGORITHM, _DRAFT, _TOKENS = "speculative-algorithm", "speculative-draft-model-path", "speculative-num-draft-tokens"
+_ALGORITHMS = ("DFLASH", "EAGLE", "EAGLE3", "NEXTN", "NGRAM", "STANDALONE")
+_WITH_MODEL = ("DFLASH", "EAGLE3", "STANDALONE")  # the others find heads in the model, or need none
 
 
 _SERVED_AS = {"tp": "tp-size", "estimator": ""}  # as flags of its server; without a name, fidelab's own
@@ -146,6 +162,33 @@ def _parser() -> argparse.ArgumentParser:
     except Exception as error:
         raise EngineError(f"SGLang cannot be imported: {one_line(error)}") from error
     return parser
+
+
+def speculation_of(options: Mapping[str, str]) -> Speculation | None:
+    """What ``speculative-algorithm`` asks for.
+
+    Raises:
+        UsageError: the algorithm is unknown, lacks its model, or another option of speculation stands alone.
+    """
+    names = tuple(name for name in OPTIONS if name.startswith("speculative-") and name in options)
+    if _ALGORITHM not in options:
+        if names:
+            raise UsageError(f"{names[0]}: nothing drafts here; give {_ALGORITHM}, too")
+        return None
+    method, draft, tokens = options[_ALGORITHM].upper(), options.get(_DRAFT, ""), options.get(_TOKENS, "")
+    known_word(_ALGORITHM, method, _ALGORITHMS)
+    if method in _WITH_MODEL and not draft:
+        raise UsageError(f"{_ALGORITHM}={method} needs {_DRAFT}=MODEL")
+    word = "draft_model" if method == "STANDALONE" else method
+    # One of the tokens that are verified is the last of the text.
+    return Speculation(word, int(tokens) - 1 if is_count(tokens) else None, None, draft, names)
+
+
+def drafts_on_cpu(options: Mapping[str, str]) -> Support:
+    """Whether SGLang can speculate on this machine's CPU."""
+    if speculation_of(options) is None or _has_operators():
+        return Support(True)
+    return Support(False, "SGLang speculates on CPUs with compiled operators of sgl_kernel, which has none here")
 
 
 def on_cpu(name: str) -> Support:
@@ -223,7 +266,8 @@ def arguments(arm: Arm) -> dict[str, Any]:
 
         defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
     ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
-    return defaults | ours | engine_options(arm)
+    drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
+    return defaults | ours | drafted | engine_options(arm)
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:

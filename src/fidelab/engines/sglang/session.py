@@ -25,6 +25,7 @@ from fidelab.captures.requests import Tokens
 from fidelab.engines.base import one_line
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
+from fidelab.engines.speculation import Drafts
 from fidelab.errors import EngineError
 
 __all__ = ["Response", "SGLangRequest", "SGLangSession"]
@@ -70,6 +71,7 @@ class SGLangSession:
         self._folder = Path(tempfile.mkdtemp(prefix="fidelab-sglang-"))
         self._logprobs = logprobs
         self._sent = 0
+        self.drafts = Drafts()  # as SGLang counts them of each request
         self._engine: Any = None
         os.environ[FOLDER] = str(self._folder)
         os.environ.update({LOGPROBS: "1"} if logprobs else {})
@@ -153,6 +155,8 @@ class SGLangSession:
         try:
             for chunk in self._alive().generate(input_ids=prompts, sampling_params=parameters, stream=True):
                 ids[chunk.get("index", 0)] = chunk["output_ids"]
+                if chunk["meta_info"].get("finish_reason"):
+                    self.drafts += _counted(chunk["meta_info"])
                 n_known = min(map(len, ids))
                 yield from ([tokens[i] for tokens in ids] for i in range(n_yielded, n_known))
                 n_yielded = n_known
@@ -206,6 +210,7 @@ class SGLangSession:
             )
         except Exception as error:
             raise self._failed(error) from error
+        self.drafts = sum((_counted(answer["meta_info"]) for answer in answers), self.drafts)
         return requests, names, [list(answer["output_ids"]) for answer in answers]
 
     def _parameters(self, request: SGLangRequest) -> dict[str, Any]:
@@ -252,7 +257,13 @@ class SGLangSession:
         return rows
 
 
+_COUNTED = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
 _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
+
+
+def _counted(meta: Mapping[str, Any]) -> Drafts:
+    """What SGLang counted of one request's drafts."""
+    return Drafts(*(int(meta.get(f"spec_{name}") or 0) for name in _COUNTED))
 
 
 def _told_apart(engine: Any, seconds: float) -> dict[str, float]:

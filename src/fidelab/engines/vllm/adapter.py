@@ -3,14 +3,17 @@
 Engine options (``--engine-arg``): ``enforce-eager`` (yes, no; yes: compilation takes a minute), ``kv-cache-memory``
 (bytes, or 512M, 4G; of each rank), ``max-model-len``, ``max-num-seqs`` (16), ``chunked-prefill`` (yes, no),
 ``max-num-batched-tokens``, ``tp`` (tensor parallel ranks), ``block-size``, ``attention-backend``, ``quantization``,
-``gpu-memory-utilization``, ``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention
-backend says it cannot read), and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
+``gpu-memory-utilization``, ``speculative-config`` (JSON: ``{"method":"ngram","num_speculative_tokens":3}``),
+``estimator`` (hidden, logprobs), ``force`` (yes: run a cache format that the attention backend says it cannot read),
+and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
 
 - **States** are copied in the worker before each sampling (``capture.py``), also of prompts in chunks and with several
   ranks; prefix caching and asynchronous scheduling are off.
 - **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
+- **Speculation**: rows of drafts, and of tokens that were rejected, are in no capture.  Forced continuations reject all
+  drafts.  A prefill and a timed request run as they are.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
 - **Pairs** (``bf16/int8``, ``int8/int4[skip-layers=0]``, k16v8, …) are a backend of the package k16v8, as are ``int8``
@@ -28,21 +31,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed
-from fidelab.core import Arm, Estimator, KVSpec
+from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.k16v8 import SIDES, check_pair
 from fidelab.engines.options import SHARE, TOKENS, TRUST, YES_NO, Value, is_count, one_of, trusts_code
+from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm import launch
 from fidelab.engines.vllm.launch import (
     K16V8,
     PACKAGES,
+    SPECULATIVE,
     backend_for,
     cache_formats,
+    check_speculation,
     engine_options,
     installed,
     prepare,
+    speculation_of,
 )
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
@@ -91,6 +98,7 @@ _OPTIONS: Mapping[str, Value] = {
     "attention-backend": (str.isidentifier, "the name of one of vLLM's attention backends"),
     "quantization": (bool, "the name of one of vLLM's quantization methods"),
     "gpu-memory-utilization": SHARE,
+    SPECULATIVE: (bool, "a JSON object"),
     "estimator": one_of("hidden", "logprobs"),
     "force": YES_NO,
     TRUST: YES_NO,
@@ -129,6 +137,7 @@ class VLLMEngine(Engine):
     @classmethod
     def supports(cls, arm: Arm) -> Support:
         engine_options(arm)
+        check_speculation(arm)
         if arm.dtype not in _DTYPES:
             return Support(False, f"dtype {arm.dtype!r} is not one of {', '.join(_DTYPES)}")
         if not trusts_code(arm) and (unknown := unknown_architecture(arm, "vllm/transformers_utils")):
@@ -148,6 +157,10 @@ class VLLMEngine(Engine):
     def serve_variables(cls, arm: Arm) -> dict[str, str]:
         return launch.serve_variables(arm)
 
+    @classmethod
+    def speculation(cls, options: Mapping[str, str]) -> Speculation | None:
+        return speculation_of(options)
+
     def open(self, arm: Arm) -> None:
         self._arm = arm
         self._hidden = dict(arm.options).get("estimator") != "logprobs"
@@ -162,7 +175,7 @@ class VLLMEngine(Engine):
         return self._model.tokenize(text)
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        began = time.monotonic()
+        began, before = time.monotonic(), self._model.drafts()
         head = self._model.head
         if head is not None:
             head.sentinels.clear()
@@ -177,6 +190,8 @@ class VLLMEngine(Engine):
                 facts = time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
             case Layerwise():
                 facts = self._layerwise(request, sink)
+        if (speculation := self._model.speculation) is not None:
+            facts["speculation"] = speculation_record(speculation, self._model.drafts() - before)
         estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, head)
 

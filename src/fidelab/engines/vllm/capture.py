@@ -14,6 +14,10 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     force   token ids that replace the sampled ones, in order
     layers  keep the residual stream behind every layer instead of rows, from ``first`` to ``last``
 
+A step of a speculating engine computes rows for the drafted tokens, too.  Rows are kept when it is known which of
+these were accepted, and then those alone that a decoding without drafts would compute: up to the last accepted one.
+What a draft model computes never passes here.  Where tokens are forced, all drafts are rejected.
+
 Captured data goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
 of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]), ``KEY.nan`` (index of the first generated
 token whose logits held NaN) and ``KEY.states`` ([1 + layers, n, d]).  Rank 0 writes; under tensor parallelism all ranks
@@ -23,7 +27,7 @@ hold the same states.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +44,7 @@ __all__ = ["FOLDER", "KEY", "FidelabWorker", "register"]
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: where the workers write; unset: nothing is done
 KEY = "fidelab"  # in SamplingParams.extra_args
 _CHECKED = "_fidelab_checked"  # a model whose parameters were all filled
+_REJECTED = -1  # in place of a token: vLLM's PLACEHOLDER_TOKEN_ID
 _CHUNK = 256  # rows of log-probabilities at a time
 _EXACT = 0.999  # share of equal numbers that tells a way of rounding
 
@@ -136,8 +141,11 @@ class FidelabWorker:
     def fidelab_cache(self) -> dict[str, Any]:
         """The cache of this rank, from its tensors; ``read_back`` is the result of the last :meth:`fidelab_watch`."""
         runner = self.model_runner
+        layers = _cache_layers(runner)
+        draft = _draft_layers(runner)
         return {
-            "layers": _cache_layers(runner),
+            "layers": [layer for layer in layers if layer["name"] not in draft],
+            "draft_layers": [layer for layer in layers if layer["name"] in draft],
             "blocks": runner.kv_cache_config.num_blocks,
             "read_back": self._fidelab.read_back,
         }
@@ -161,6 +169,7 @@ class _Hook:
         self._logprobs = logprobs
         self._next: dict[str, int] = {}  # key → position whose row comes next (a preempted request computes rows again)
         self._given: dict[str, tuple[Tensor, Tensor]] = {}  # keys and values of watched layers
+        self._state: Any = None  # of the step that is being sampled
         self.read_back: dict[str, Any] = {}
         self._layers: LayerStates | None = None
         self._chunks: list[Tensor] = []  # states of the request that is computed, by step
@@ -170,19 +179,22 @@ class _Hook:
         runner._sample = self.sample
 
     def sample_tokens(self, *args: Any, **kwargs: Any) -> Any:
-        state = self._runner.execute_model_state
-        if state is not None:
-            self._keep(state)
+        self._state = self._runner.execute_model_state
         return self._sample_tokens(*args, **kwargs)
 
     def sample(self, logits: Any, *args: Any, **kwargs: Any) -> Any:
-        """Sample as vLLM does, then replace sampled tokens by forced ones."""
+        """Sample as vLLM does, replace sampled tokens by forced ones, and keep the rows behind what was sampled."""
+        asked = self._state is not None and any(self._asked(request) for _, request in self._requests())
+        broken = logits.isnan().any(dim=-1).tolist() if asked and logits is not None else ()
         out = self._sample(logits, *args, **kwargs)
         for index, request in self._requests():
             forced = self._asked(request).get("force")
             if forced:
                 done = len(self._runner.requests[request].output_token_ids)
                 out.sampled_token_ids[index, 0] = forced[min(done, len(forced) - 1)]
+                out.sampled_token_ids[index, 1:] = _REJECTED
+        if asked:
+            self._keep(self._state, (out.sampled_token_ids != _REJECTED).sum(dim=-1).tolist(), broken)
         return out
 
     def hook_layers(self, on: bool) -> None:
@@ -194,7 +206,8 @@ class _Hook:
             self._layers = LayerStates(_language(model), config.get_total_num_hidden_layers(), stream_of)
 
     def watch(self) -> None:
-        layers = {name: layer for name, layer in _attention(self._runner).items() if _writes(layer)}
+        attention, draft = _attention(self._runner), _draft_layers(self._runner)
+        layers = {name: layer for name, layer in attention.items() if _writes(layer) and name not in draft}
         if not any(hasattr(layer.impl, "read_back") for layer in layers.values()):  # layers of vLLM's own are alike
             layers = dict(list(layers.items())[:1])
         self._given.clear()
@@ -220,16 +233,28 @@ class _Hook:
         params = self._runner.requests[request].sampling_params
         return ((params.extra_args or {}).get(KEY) or {}) if params else {}
 
-    def _keep(self, state: Any) -> None:
+    def _keep(self, state: Any, sampled: Sequence[int], broken: Sequence[bool]) -> None:
+        """Keep the rows of one step.
+
+        Args:
+            state: what vLLM has between a forward and its sampling.
+            sampled: how many tokens each request gets of this step.
+            broken: which rows of logits hold NaN; a request has one row, and one more for each drafted token.
+        """
         scheduled = state.scheduler_output.num_scheduled_tokens
+        drafted = state.scheduler_output.scheduled_spec_decode_tokens
+        end = 0
         for index, request in self._requests():
+            n_drafted = len(drafted.get(request, ()))
+            begin, end = end, end + 1 + n_drafted  # of its rows of logits
             instructions = self._asked(request)
             if not instructions or request not in scheduled:
                 continue
             record = self._runner.requests[request]
             start = record.num_computed_tokens
             offset = int(self._runner.query_start_loc.np[index])
-            states = state.hidden_states[offset : offset + scheduled[request]]
+            n_rejected = max(0, 1 + n_drafted - sampled[index])
+            states = state.hidden_states[offset : offset + scheduled[request] - n_rejected]
             if "layers" in instructions:
                 self._states(instructions, start, slice(offset, offset + scheduled[request]))
             elif "first" in instructions:
@@ -237,10 +262,11 @@ class _Hook:
             if self._given:
                 self._compare(record)
             last = start + len(states) >= record.num_tokens
-            if last and self._writes and state.logits is not None and bool(state.logits[index].isnan().any()):
+            faults = [i for i, fault in enumerate(broken[begin : end - n_rejected]) if fault]
+            if last and self._writes and faults:
                 path = self._folder / f"{instructions['key']}.nan"
                 if not path.exists():
-                    path.write_text(str(len(record.output_token_ids)))
+                    path.write_text(str(len(record.output_token_ids) + faults[0]))
 
     def _states(self, asked: Mapping[str, Any], start: int, tokens: slice) -> None:
         """Keep the states of this step's tokens, from position ``start`` on; write them when the last one is there."""
@@ -416,6 +442,11 @@ def _attention(runner: Any) -> dict[str, Any]:
         for name, layer in layers.items()
         if hasattr(layer, "kv_cache_dtype") and getattr(getattr(layer, "kv_cache", None), "ndim", 0) > 1
     }
+
+
+def _draft_layers(runner: Any) -> frozenset[str]:
+    """Names of the layers with which a draft model, or heads that draft, keep keys and values of their own."""
+    return frozenset(getattr(getattr(runner, "drafter", None), "_draft_attn_layer_names", None) or ())
 
 
 def _language(model: Any) -> Any:

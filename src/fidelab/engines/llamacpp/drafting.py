@@ -1,0 +1,115 @@
+"""Speculative decoding over libllama's batches: who proposes tokens, and one verification of them.
+
+A draft goes through the model in one batch behind the last token; what the model itself would not have chosen is
+removed from the cache again.  See docs/engines.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from fidelab.core import Speculation, looked_up
+from fidelab.engines.llamacpp.library import Floats, LlamaContext
+from fidelab.engines.options import is_count
+from fidelab.engines.speculation import Drafts, known_word
+from fidelab.errors import UsageError
+
+__all__ = ["DraftModel", "Drafter", "Lookup", "speculation_of", "verified"]
+
+_TYPES = ("ngram-simple",)
+_MOST = 16  # tokens of a draft, llama-server's default; so is the next
+_N_GRAM = 12
+_DRAFT, _MAX, _TYPE, _SIZE = "model-draft", "draft-max", "spec-type", "spec-ngram-size-n"
+
+
+def speculation_of(options: Mapping[str, str]) -> Speculation | None:
+    """What ``model-draft`` or ``spec-type`` ask for, named as llama-server's options.
+
+    Raises:
+        UsageError: both are given, or the type is unknown, or a size is no number or stands alone.
+    """
+    draft, kind = options.get(_DRAFT, ""), options.get(_TYPE)
+    names = tuple(name for name in (_DRAFT, _MAX, _TYPE, _SIZE) if name in options)
+    if not draft and kind is None:
+        if names:
+            raise UsageError(
+                f"{names[0]} is about drafts, and nothing drafts: give {_DRAFT}=MODEL or {_TYPE}={_TYPES[0]}"
+            )
+        return None
+    if draft and kind is not None:
+        raise UsageError(f"{_DRAFT} and {_TYPE} are two ways to draft: give one of them")
+    for name in (_MAX, _SIZE):
+        if name in options and not is_count(options[name]):
+            raise UsageError(f"{name}={options[name]!r} is not a number of tokens")
+    most, n = int(options.get(_MAX, _MOST)), int(options.get(_SIZE, _N_GRAM))
+    if draft:
+        return Speculation("draft_model", most, None, draft, names)
+    known_word(_TYPE, str(kind), _TYPES)
+    return Speculation(str(kind), most, (n, n), "", names)
+
+
+class Drafter(Protocol):
+    """Proposes what follows texts."""
+
+    counted: Drafts
+
+    def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """Sequence → tokens that may follow its text, of the sequences that have a draft."""
+
+
+class Lookup:
+    """Proposes what followed the end of the text before, without a model."""
+
+    def __init__(self, lookup: tuple[int, int], most: int) -> None:
+        self._lookup, self._most = lookup, most
+        self.counted = Drafts()
+
+    def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """As :class:`Drafter` says."""
+        drafts = {sequence: looked_up(text, self._lookup, self._most) for sequence, text in texts.items()}
+        return {sequence: draft for sequence, draft in drafts.items() if draft}
+
+
+class DraftModel:
+    """Proposes what a smaller model would write.  ``context`` holds as many sequences as are decoded together."""
+
+    def __init__(self, context: LlamaContext, most: int) -> None:
+        self._context, self._most = context, most
+        self._held: dict[int, list[int]] = {}  # sequence → the tokens in its cache
+        self.counted = Drafts()
+
+    def propose(self, texts: Mapping[int, Sequence[int]]) -> Mapping[int, Sequence[int]]:
+        """As :class:`Drafter` says."""
+        drafts: dict[int, list[int]] = {sequence: [] for sequence in texts}
+        for sequence, text in texts.items():
+            held = self._held.setdefault(sequence, [])
+            same = next((i for i, (a, b) in enumerate(zip(held, text[:-1], strict=False)) if a != b), None)
+            same = min(len(held), len(text) - 1) if same is None else same
+            self._context.cut(sequence, len(held) - same)
+            rows = list(self._context.feed(text[same:], range(len(text) - same - 1, len(text) - same), sequence))
+            self._held[sequence] = list(text)
+            drafts[sequence].append(int(rows[-1][-1].argmax()))
+        for _ in range(self._most - 1):
+            last = {sequence: draft[-1] for sequence, draft in drafts.items()}
+            for (sequence, token), row in zip(last.items(), self._context.step(last), strict=True):
+                self._held[sequence].append(token)
+                drafts[sequence].append(int(row.argmax()))
+        return drafts
+
+
+def verified(context: LlamaContext, drafter: Drafter, texts: Mapping[int, Sequence[int]]) -> dict[int, Floats]:
+    """One verification: the logits [n, V] of the next tokens of each text, of which all but one were drafted.
+
+    ``texts``: sequence → its tokens, of which all but the last are in the cache.  Afterwards all but the token that
+    the last row gives are there, as if each had been decoded by itself.
+    """
+    drafts = drafter.propose(texts)
+    out: dict[int, Floats] = {}
+    for sequence, rows in context.extend({s: [text[-1], *drafts.get(s, ())] for s, text in texts.items()}).items():
+        draft, chosen = drafts.get(sequence, ()), rows.argmax(axis=-1).tolist()
+        right = next((i for i, token in enumerate(draft) if token != chosen[i]), len(draft))
+        context.cut(sequence, len(draft) - right)
+        drafter.counted += Drafts(bool(draft), len(draft), right)
+        out[sequence] = rows[: right + 1]
+    return out

@@ -1,0 +1,124 @@
+"""What a report says of a speculating arm, from captures made by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fidelab.axes.base import AxisScore
+from fidelab.axes.drafts import drafted_by
+from fidelab.axes.trajectory import Trajectory
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import Forced, Generate, Request
+from fidelab.captures.writer import CaptureWriter
+from fidelab.core import Arm, KVSpec, Vocabulary
+
+V = 16
+TEXT = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 3, 4]
+NGRAM = {"method": "ngram", "tokens": 3, "lookup": [2, 2], "draft": "", "options": ["speculative-config"]}
+ARM = Arm("plain", "vllm", "m", "m", "0" * 64, KVSpec.parse("auto"), "float32", "cpu", 1)
+DRAFTING = replace(ARM, name="drafting", options=(("speculative-config", "{}"),))
+
+
+def generate() -> Generate:
+    return Generate(
+        "trajectory", ((9, 8), (7, 6)), len(TEXT), (), settings=(("n_predict", len(TEXT)), ("template", "raw"))
+    )
+
+
+def captured(
+    store: Path, arm: Arm, request: Request, answers: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]
+) -> Capture:
+    key = capture_key(arm, request, {}, 0)
+    writer = CaptureWriter(store / arm.name, request, key, arm.record(), Vocabulary(V, "0" * 64))
+    for item, arrays in enumerate(answers):
+        writer.add(item, {name: np.asarray(array) for name, array in arrays.items()})
+    return Capture(writer.finish("logprobs", {}, dict(facts)))
+
+
+def rows(text: Sequence[int], second: Mapping[int, tuple[int, float]]) -> dict[str, Any]:
+    """Rows that prefer the text by 8 nats; ``second``: at some tokens another is second, so many nats below."""
+    logits = np.zeros((len(text), V), dtype=np.float32)
+    for i, token in enumerate(text):
+        logits[i, token] = 8.0
+        if i in second:
+            other, below = second[i]
+            logits[i, other] = 8.0 - below
+    return {"ids": np.asarray(text, dtype=np.int32), "logprobs": logits}
+
+
+def scored(tmp_path: Path, changed: Mapping[int, tuple[int, float]], arm: Arm = DRAFTING, **counts: int) -> AxisScore:
+    """The second text parts at the places of ``changed``: token, and how far the reference has it below its own."""
+    theirs = [changed[i][0] if i in changed else token for i, token in enumerate(TEXT)]
+    counted = {**NGRAM, "drafts": 2, "drafted": 6, "accepted": 5, **counts}
+    ref = captured(tmp_path, ARM, generate(), [rows(TEXT, {}), rows(TEXT, changed)], {})
+    test = captured(tmp_path, arm, generate(), [rows(TEXT, {}), rows(theirs, {})], {"speculation": counted})
+    return Trajectory(Trajectory.Settings()).score(Pair.match(ref, test), 0)
+
+
+def test_acceptance_stands_beside_its_forecast_from_the_references_text(tmp_path: Path) -> None:
+    score = scored(tmp_path, {})
+    assert score.value("acceptance length") == pytest.approx(1 + 5 / 2)
+    assert score.value("accepted") == pytest.approx(5 / 6)
+    # behind 1 2 3 4 1 2 come 3 4 1, then 2 is the model's; behind 1 2 3 4 1 2 3 4 1 2 come 3 4, and the text ends
+    assert score.value("acceptance length, forecast") == pytest.approx(1 + 5 / 2)
+    assert score.value("accepted, forecast") == 1.0
+    assert score.flags[0].text == (
+        "speculation (ngram): 3.50 tokens per verification (forecast 3.50), "
+        "83% of the drafted tokens accepted (forecast 100%)"
+    )
+    assert score.flags[1].text == "the text is the reference's, token for token, on all 2 prompts"
+
+
+def test_a_near_tie_is_no_change_of_the_text(tmp_path: Path) -> None:
+    text = scored(tmp_path, {5: (11, 0.02)}).flags[1].text
+    assert text.startswith("1 of 2 texts part at near ties (the reference's margin is 0.02 nats at most)")
+
+
+def test_a_text_that_speculation_changed_is_named_with_its_place_and_margin(tmp_path: Path) -> None:
+    text = scored(tmp_path, {5: (11, 2.5)}).flags[1].text
+    assert (
+        text == "speculation changed the text at prompt 1, token 5, where the reference preferred its token by 2.5 nats"
+    )
+
+
+def test_an_arm_that_differs_in_more_than_speculation_is_not_blamed_on_it(tmp_path: Path) -> None:
+    text = scored(tmp_path, {5: (11, 2.5)}, replace(DRAFTING, kv=KVSpec.parse("fp8_e4m3"))).flags[1].text
+    assert text.startswith("the text changes at prompt 1, token 5")
+    assert "differs in more than speculation" in text
+
+
+def test_speculation_that_never_drafted_is_said(tmp_path: Path) -> None:
+    assert scored(tmp_path, {}, drafts=0, drafted=0, accepted=0).flags[0].text == "speculation (ngram) drafted no token"
+
+
+def test_an_arm_without_speculation_has_no_word_about_it(tmp_path: Path) -> None:
+    ref, test = (
+        captured(tmp_path, replace(ARM, name=name), generate(), [rows(TEXT, {})] * 2, {}) for name in ("a", "b")
+    )
+    score = Trajectory(Trajectory.Settings()).score(Pair.match(ref, test), 0)
+    assert score.flags == ()
+    assert score.metric("accepted, forecast") is None
+
+
+def test_a_draft_models_rows_along_the_text_forecast_what_it_would_get_accepted(tmp_path: Path) -> None:
+    request = Forced("forced.kl", ((9, 8),), (tuple(TEXT),))
+    ref = captured(tmp_path, ARM, request, [rows(TEXT, {})], {})
+    guesses = [*TEXT[:4], 15, *TEXT[5:]]  # it would propose another fifth token
+    draft = {**rows(guesses, {}), "ids": np.asarray(TEXT, dtype=np.int32)}
+    test = captured(tmp_path, replace(ARM, name="draft"), request, [draft], {})
+    found = {metric.name: metric.value for metric in drafted_by(Pair.match(ref, test), 3)}
+    # 1 | 2 3 4, then 1 | 2 3 4, then 1 | 2 3 4; the fifth token is the model's own after the first draft
+    assert found["accepted, forecast"] == 1.0
+    assert found["acceptance length, forecast"] == pytest.approx(1 + 9 / 3)
+    short = {metric.name: metric.value for metric in drafted_by(Pair.match(ref, test), 4)}
+    assert short["accepted, forecast"] == pytest.approx((3 + 4 + 2) / (4 + 4 + 2))
+    total = np.exp(8.0) + V - 1
+    assert found["accepted when sampling, forecast"] == pytest.approx((11 + V / total) / 12, abs=1e-9)
