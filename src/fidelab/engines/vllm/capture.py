@@ -134,6 +134,7 @@ class FidelabWorker:
         runner = self.model_runner
         return {
             "layers": _cache_layers(runner),
+            "states": _states(runner),
             "blocks": runner.kv_cache_config.num_blocks,
             "read_back": self._fidelab.read_back,
         }
@@ -360,6 +361,18 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
             }
         )
     return layers
+
+
+def _states(runner: Any) -> list[dict[str, Any]]:
+    """Type and bytes for one sequence of each recurrent or convolution state; the pool holds one in a block."""
+    layers = runner.compilation_config.static_forward_context.values()
+    held = (layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple))
+    return [
+        {"dtype": dtype_name(state.dtype), "bytes": state[0].numel() * state.element_size()}
+        for states in held
+        for state in states
+        if state.ndim > 1
+    ]
 
 
 def _attention(runner: Any) -> dict[str, Any]:
