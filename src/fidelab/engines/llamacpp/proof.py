@@ -32,8 +32,9 @@ Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _TYPES = {number: name for name, (number, _, _) in GGML_TYPES.items()}
-# The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.
-_BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127, "q5_1": 1 / 31, "q5_0": 1 / 16}
+# The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.  The
+# steps of q8_0 are so small that rounding the scale to float16 counts beside them.
+_BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q5_1": 1 / 31, "q5_0": 1 / 16}
 _BOUND |= {"q4_1": 1 / 15, "q4_0": 1 / 8, "iq4_nl": 0.15}
 _SLACK = 1.05  # of headers in float16
 _HEADER = {"q8_0": 1, "q5_1": 2, "q5_0": 1, "q4_1": 2, "q4_0": 1, "iq4_nl": 1}  # float16 numbers of a block
