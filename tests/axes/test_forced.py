@@ -31,6 +31,7 @@ from fidelab.results.plots import Curve
 from tests.runs.harness import Done, cli, write_inputs
 
 V = 8
+GROWTH = "KL growth in 1,000 tokens"
 Rows = NDArray[np.float64]
 AXIS = ForcedDecode(ForcedDecode.Settings())
 
@@ -139,6 +140,28 @@ def test_a_kl_that_jumps_for_good_is_told_with_its_token(tmp_path: Path) -> None
     test[50:] = _rows(1, 30)
     found = _values(_score(tmp_path, _forced(80), [ref], [test]))
     assert (found["prompts where KL rises for good"].value, found["rises at token"].value) == (1, 50)
+
+
+def test_growth_is_the_least_squares_slope_and_the_reach_where_its_line_meets_the_limit(tmp_path: Path) -> None:
+    ref = [_rows(i, n) for i, n in enumerate((40, 25, 40))]
+    test = [x + 0.002 * np.arange(len(x))[:, None] * _rows(9 + i, len(x)) for i, x in enumerate(ref)]
+    found = _values(_score(tmp_path, _forced(40, 25, 40), ref, test))
+    kl = np.concatenate([_kl(p, q) for p, q in zip(ref, test, strict=True)])
+    slope, start = np.polyfit(np.concatenate([np.arange(len(x)) for x in ref]), kl, 1)
+    assert found[GROWTH].value == pytest.approx(1000 * slope, rel=1e-3)
+    assert found["tokens until 0.01 nats"].value == pytest.approx((0.01 - start) / slope, rel=1e-3)
+    low, high = found[GROWTH].ci
+    assert low < 1000 * slope < high
+
+
+def test_a_kl_that_does_not_grow_never_reaches_the_limit_and_one_beyond_it_has_at_once(tmp_path: Path) -> None:
+    rows = [_rows(0, 8), _rows(1, 8)]
+    same = _values(_score(tmp_path / "same", _forced(8, 8), rows, rows))
+    assert (same[GROWTH].value, same["tokens until 0.01 nats"].value) == (0.0, None)
+    far = _values(_score(tmp_path / "far", _forced(8, 8), rows, [_rows(2, 8), _rows(3, 8)]))
+    assert far["tokens until 0.01 nats"].value == 0.0
+    one = _values(_score(tmp_path / "one", _forced(1), [_rows(0, 1)], [_rows(1, 1)]))
+    assert (one[GROWTH].value, one["tokens until 0.01 nats"].value) == (None, None)
 
 
 # ---------------------------------------------------------------------------------------- the questions

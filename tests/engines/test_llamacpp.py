@@ -381,6 +381,14 @@ def test_rows_that_hold_what_came_prove_their_type_rotated_or_not(name: str, tur
 
 
 @pytest.mark.parametrize("name", BLOCKS)
+def test_what_rounding_a_blocks_scale_adds_is_no_other_content(name: str) -> None:
+    many = np.random.default_rng(6).standard_normal((4000, 128)).astype(np.float32)
+    held, exact = side(name, many), side("f32", many)
+    found = proof((name, name), (held, held), (exact, exact), (False, False), {"k": {name}, "v": {name}})
+    assert (found["stored"], found["named"]) == ("shown", "shown")
+
+
+@pytest.mark.parametrize("name", BLOCKS)
 def test_rows_of_other_keys_are_not_what_came(name: str) -> None:
     stored, named = answers_of(side(name), side(name, np.roll(GIVEN, 1, axis=0)), name)
     assert (stored, named) == (

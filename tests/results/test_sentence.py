@@ -28,6 +28,17 @@ NATIVE_K = replace(FP8, k="bf16")
             replace(FP8, status=Status.IDENTICAL, band="EXCELLENT"),
             "safe: the format ran and its output is identical to the reference's",
         ),
+        (
+            replace(FP8, status=Status.IDENTICAL, band="EXCELLENT", n_ctx=2048, kv_share=0.094),
+            "safe: the format ran and its output is identical to the reference's; keys and values are 9% of what a "
+            "sequence of 2,048 tokens keeps in this model, the rest is recurrent state; up to 2,048 tokens of context, "
+            "not measured beyond",
+        ),
+        (
+            replace(FP8, status=Status.IDENTICAL, band="EXCELLENT", n_ctx=2048, kv_share=0.5),
+            "safe: the format ran and its output is identical to the reference's; up to 2,048 tokens of context, not "
+            "measured beyond",
+        ),
         (FP8, "no verdict: full-vocabulary KLD was not measured"),
         (replace(FP8, reason="KLD failed: time-out"), "no verdict: KLD failed: time-out"),
         (

@@ -25,6 +25,7 @@ from fidelab.core import Estimator
 from fidelab.errors import CaptureError
 from fidelab.metrics.degeneration import change_point
 from fidelab.metrics.divergence import RowComparison, kl_by_position, summarise_kl
+from fidelab.metrics.intervals import RatioItems, ratio_interval
 from fidelab.results.measurement import Definition
 from fidelab.results.numbers import format_kld
 from fidelab.results.plots import Curve
@@ -32,12 +33,22 @@ from fidelab.results.plots import Curve
 __all__ = ["ForcedDecode", "greedy_probe"]
 
 _BINS = 32
+_LIMIT = 0.01  # nats
 _PATH, _KL = "path", "kl"
 
 _MEAN = Definition("mean KL", "nats", "lower", "Mean KL divergence per token of the reference's text.")
 _MEDIAN = Definition("median KL", "nats", "lower", "Median KL of a token.")
 _P99 = Definition("99th percentile", "nats", "lower", "99th percentile of the KL of a token.")
 _MAX = Definition("largest KL", "nats", None, "Largest KL of one token.")
+_GROWTH = Definition(
+    "KL growth in 1,000 tokens",
+    "nats",
+    "lower",
+    "1,000 times the slope of the line through the KL against the generated token's number.",
+)
+_REACH = Definition(
+    f"tokens until {_LIMIT:g} nats", "tokens", "higher", "Where that line reaches this KL; none where it does not rise."
+)
 _TOP1 = Definition("same top token", "share", "higher", "Share of tokens whose most likely token is the reference's.")
 _PROMPTS = Definition("prompts", "count", None, "Prompts whose text was forced.")
 _RISES = Definition(
@@ -112,6 +123,7 @@ class ForcedDecode(Axis):
         score = kl_score(rows, clusters, bound=bound)
         positions = np.concatenate([np.arange(n) for n in lengths])
         summary = summarise_kl(rows.kl, rows.failed, rows.top1, rows.dp)
+        growth, growth_ci, reach = _growth(positions, rows, clusters, seed)
         jumps = [at for part in parts if (at := change_point(part.kl)) is not None]
         return replace(
             score,
@@ -121,6 +133,8 @@ class ForcedDecode(Axis):
                 _MEDIAN(summary.median, bound=bound),
                 _P99(summary.p99, bound=bound),
                 _MAX(summary.max, bound=bound),
+                _GROWTH(growth, growth_ci),
+                _REACH(reach),
                 _TOP1(summary.top1),
                 _PROMPTS(len(parts)),
                 _RISES(len(jumps)),
@@ -156,6 +170,30 @@ def greedy_probe(
 
 def _targets(request: Request, item: int) -> NDArray[np.int64]:
     return np.asarray(request.continuations[item] if isinstance(request, Forced) else (), dtype=np.int64)
+
+
+def _growth(
+    positions: NDArray[np.int64], rows: RowComparison, clusters: NDArray[np.int64], seed: int
+) -> tuple[float | None, tuple[float, float] | None, float | None]:
+    """What KL grows by in 1,000 tokens, by least squares, its interval, and where the line reaches the limit.
+
+    See docs/metrics.md#forced-decode-kld.
+    """
+    usable = ~rows.failed & np.isfinite(rows.kl)
+    kl, at, of = rows.kl[usable], positions[usable].astype(np.float64), clusters[usable]
+    centred = at - at.mean() if len(at) else at
+    if not centred.any():
+        return None, None, None
+    items = RatioItems(centred * kl, centred**2, of)
+    slope = float(items.num.sum() / items.den.sum())
+    start = float(kl.mean() - slope * at.mean())
+    reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None
+    interval = ratio_interval(items, seed, transform=_per_thousand)
+    return _per_thousand(slope), interval, reach
+
+
+def _per_thousand(slope: float) -> float:
+    return 1000 * slope
 
 
 def _curve(positions: NDArray[np.int64], kl: NDArray[np.float64]) -> Curve:

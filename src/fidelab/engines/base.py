@@ -54,6 +54,7 @@ class RuntimeInfo:
         k_format, v_format: formats that the cache was seen to store.
         k_dtype, v_dtype: element types of that storage.
         cache_bytes_per_token: measured; ``expected_bytes_per_token`` follows from the requested formats.
+        state_bytes_per_sequence: what recurrent and convolution layers keep beside that, whatever the length; measured.
         more: keys of single engines and, for all of them, ``proof``: the answers to ``stored`` (does the cache hold the
             encoding of the keys and values that were written?), ``received`` (did attention read what the cache
             decodes to?) and ``named`` (was the format identified from the stored content, not from the arm?).  Each
@@ -71,6 +72,7 @@ class RuntimeInfo:
     expected_bytes_per_token: float | None = None
     kv_layers: int | None = None
     layers_without_kv: int | None = None
+    state_bytes_per_sequence: float | None = None
     more: dict[str, Any] = field(default_factory=dict)
 
     def record(self) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from fidelab.results.numbers import counted, format_kld, format_odds, format_spa
 __all__ = ["ArmFacts", "is_native", "sentence"]
 
 _ADVICE = {"EXCELLENT": "safe", "PASS": "safe", "DEGRADED": "use with care", "FAIL": "do not use"}
+_MUCH = 0.5  # share of keys and values from which on nothing is said
 _NATIVE = re.compile(r"^(auto|native|none|(b?f|fp|float|bfloat)(16|32))$")
 
 
@@ -28,7 +29,8 @@ class ArmFacts:
     interval allows.  ``kld``: mean (nats), ``kld_ci`` its 95% interval, over ``clusters`` (``6 documents``); with too
     few of them the verdict is ``preliminary``.  ``top1``: share of positions whose most likely token stays,
     ``real_flips``: share where it changes although that was no near tie.  ``n_ctx``: the longest context measured,
-    tokens.
+    tokens.  ``kv_share``: share of keys and values in what a sequence of that length keeps in the reference, where
+    recurrent layers keep something, too.
     ``floor``: KL (nats) to its twin with other last bits.
     ``control_kld``: the control arm's mean.  ``native_keys_*``: an arm of the same run whose keys are native and
     whose values have this arm's format, if there is one.  ``native_keys_format``: what to suggest where there is
@@ -50,6 +52,7 @@ class ArmFacts:
     top1: float | None = None
     real_flips: float | None = None
     n_ctx: int | None = None
+    kv_share: float | None = None
     estimator: str | None = None
     n_positions: int | None = None
     n_failed: int = 0
@@ -80,12 +83,20 @@ def sentence(arm: ArmFacts) -> str:
     if arm.status is Status.NOT_ENGAGED:
         return f"not engaged: this format did not run, so nothing is known about it: {reason}"
     if arm.status is Status.IDENTICAL:
-        return "; ".join(["safe: the format ran and its output is identical to the reference's", *_reach(arm)])
+        same = "safe: the format ran and its output is identical to the reference's"
+        return "; ".join([same, *_gain(arm), *_reach(arm)])
     if arm.band is None:
         best = f", at best {arm.at_best}" if arm.at_best else ""
         return f"no verdict{best}: {_why_none(arm)}"
     head = f"{_head(arm)} (preliminary)" if arm.preliminary else _head(arm)
-    facts = [f"{head}: {', '.join(_facts(arm))}", *_doubts(arm), *_changes(arm), *_remedies(arm), *_reach(arm)]
+    facts = [
+        f"{head}: {', '.join(_facts(arm))}",
+        *_doubts(arm),
+        *_changes(arm),
+        *_remedies(arm),
+        *_gain(arm),
+        *_reach(arm),
+    ]
     return "; ".join(facts)
 
 
@@ -155,6 +166,17 @@ def _changes(arm: ArmFacts) -> list[str]:
     odds = format_odds(changed)
     text = f"{odds} of the top tokens change" if changed > 0.5 else f"{odds.replace('1 in', '1 top token in')} changes"
     return [text if arm.real_flips is None else f"{text}, {format_odds(arm.real_flips)} beyond a near tie"]
+
+
+def _gain(arm: ArmFacts) -> list[str]:
+    """That a format of the cache hardly helps, in a model whose recurrent state is most of what a sequence keeps."""
+    if arm.kv_share is None or arm.n_ctx is None or arm.kv_share >= _MUCH:
+        return []
+    share = "less than 1%" if arm.kv_share < 0.005 else f"{arm.kv_share:.0%}"
+    return [
+        f"keys and values are {share} of what a sequence of {arm.n_ctx:,} tokens keeps in this model, "
+        "the rest is recurrent state"
+    ]
 
 
 def _reach(arm: ArmFacts) -> list[str]:

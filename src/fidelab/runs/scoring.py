@@ -304,6 +304,7 @@ class _Summary:
             top1=_value(kld, "top-1"),
             real_flips=_value(kld, "real flips"),
             n_ctx=self._reach(kld),
+            kv_share=self._kv_share(self._reach(kld)),
             estimator=str(measured.facts["estimator"]) if measured else None,
             n_positions=len(measured.num) if measured else None,
             n_failed=int((~kld.usable).sum()) if kld is not None else 0,
@@ -323,6 +324,12 @@ class _Summary:
         reaches = [n_ctx for part in parts if isinstance(n_ctx := part.facts.get("n_ctx"), int)]
         asked = self.experiment.axes.get("kld", {}).get("n_ctx")
         return max(reaches or (asked if isinstance(asked, list | tuple) else filter(None, [asked])), default=None)
+
+    def _kv_share(self, n_ctx: int | None) -> float | None:
+        """Share of keys and values in what a sequence of so many tokens keeps in the reference."""
+        ran = self.reference.ran or {}
+        state, per_token = ran.get("state_bytes_per_sequence"), ran.get("cache_bytes_per_token")
+        return n_ctx * per_token / (n_ctx * per_token + state) if n_ctx and state and per_token else None
 
     def _band(self, arm: Measured | None) -> str | None:
         return None if arm is None or "kld" not in arm.scores else _word(self._ruling(arm).band)

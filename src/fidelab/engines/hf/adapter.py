@@ -24,7 +24,17 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fidelab.captures.container import Array
 from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
-from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head, device_name
+from fidelab.engines.base import (
+    Answer,
+    Engine,
+    RuntimeInfo,
+    Sink,
+    Support,
+    add_sequence,
+    answer_with_head,
+    device_name,
+    dtype_name,
+)
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.installed import unknown_architecture
 from fidelab.engines.options import (
@@ -192,8 +202,11 @@ class HFEngine(Engine):
     def ran(self) -> RuntimeInfo:
         import torch
 
+        from fidelab.engines.hf.cache import state_tensors
+
         cache = self._model.cache
         dtypes = cache.storage_dtypes() if cache else None
+        states = state_tensors(cache) if cache else []
         packed = cache.packed_bytes_per_token() if cache else None
         return RuntimeInfo(
             versions={**self.versions(), "python": platform.python_version()},
@@ -207,6 +220,7 @@ class HFEngine(Engine):
             expected_bytes_per_token=cache.expected_bytes_per_token() if cache else None,
             kv_layers=cache.kv_layers if cache else None,
             layers_without_kv=len(cache.layers) - cache.kv_layers if cache else None,
+            state_bytes_per_sequence=sum(state.nbytes / len(state) for state in states) or None,
             more={
                 **self._model.proof.record(),
                 "compute_dtype": self._arm.dtype,
@@ -217,6 +231,7 @@ class HFEngine(Engine):
                 "v_options": dict(self._arm.kv.v.options),
                 **({} if packed is None else {"emulated": True, "packed_bytes_per_token": packed}),
                 **({} if self._jittered is None else {"jittered_weights": self._jittered}),
+                **({"state_dtypes": sorted({dtype_name(state.dtype) for state in states})} if states else {}),
                 **({"kernels_refused": refused} if (refused := self._model.kernels_refused) else {}),
             },
         )

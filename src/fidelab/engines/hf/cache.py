@@ -162,6 +162,15 @@ _ENCODED: dict[type[Any], type[Any]] = {
 }
 
 
+def state_tensors(cache: Any) -> list[Tensor]:
+    """What the recurrent and convolution layers of a cache of Transformers keep, sequences in the first dimension."""
+    layers = (layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin))
+    states = (
+        state for layer in layers for held in (layer.conv_states, layer.recurrent_states) for state in held.values()
+    )
+    return [state for state in states if state is not None]
+
+
 class EncodedCache(DynamicCache):
     """The cache to pass as ``past_key_values``.
 

@@ -52,7 +52,7 @@ from fidelab.engines.llamacpp.library import (
     can_offload,
     parameters,
 )
-from fidelab.engines.llamacpp.proof import proof, read_state
+from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
 from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, switched
 from fidelab.engines.speculation import Drafts, speculation_record
 from fidelab.engines.timing import time_prompts
@@ -233,7 +233,9 @@ class LlamaCppEngine(Engine):
             cache_bytes_per_token=self._bytes,
             expected_bytes_per_token=self._expected,
             kv_layers=context_info.layers if context_info else None,
+            state_bytes_per_sequence=sum(size for _, size in self._states) or None,
             more={
+                **({"state_dtypes": sorted({kind for kind, _ in self._states})} if self._states else {}),
                 "proof": self._proof,
                 "threads": self._arm.threads,
                 "system": about["system"],
@@ -289,6 +291,7 @@ class LlamaCppEngine(Engine):
         self._bytes: float | None = None
         self._expected: float | None = None
         formats = self._arm.kv.k.name, self._arm.kv.v.name
+        self._states: list[tuple[str, int]] = []
         size, state = self._growth(*formats)
         if self._seen is None or not self._seen.layers:
             raise NotSupportedError(f"{self._arm.model} keeps no keys and values in llama.cpp")
@@ -319,7 +322,11 @@ class LlamaCppEngine(Engine):
                 sizes.append(context.stored_bytes())
             if (k, v) == (self._arm.kv.k.name, self._arm.kv.v.name):
                 self._seen = context.seen
-            return sizes[-1] - sizes[-2], context.state()
+            state, layers = context.state(), self._model.recurrent_layers
+            if layers and (found := read_recurrent(context.state(recurrent=True), layers)):
+                self._states, length = found
+                state = state[:-length]
+            return sizes[-1] - sizes[-2], state
 
     # ------------------------------------------------------------------------------------------ requests
 

@@ -37,6 +37,7 @@ GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
     "iq4_nl": (20, 32, 18),
 }
 _T = TypeVar("_T")
+_WITHOUT_ATTENTION = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
 _PAGE = 256  # cells: the unit in which llama.cpp makes caches
 _WHOLE = (ctypes.c_int, ctypes.c_int32, ctypes.c_uint32, ctypes.c_int8, ctypes.c_uint8)
 _REAL = (ctypes.c_float, ctypes.c_double)
@@ -209,6 +210,13 @@ class LlamaModel:
         native, model = self._native, self._model
         return bool(native.llama_model_has_decoder(model)) and not native.llama_model_has_encoder(model)
 
+    @property
+    def recurrent_layers(self) -> int:
+        """Layers as a saved recurrent state counts them, those with attention included; 0 where none is recurrent."""
+        native, model = self._native, self._model
+        recurrent = native.llama_model_is_hybrid(model) or native.llama_model_is_recurrent(model)
+        return int(native.llama_model_n_layer(model)) if recurrent else 0
+
     def tokenize(self, text: str) -> list[int]:
         """Ids [n] of the text; names of special tokens in it become these tokens, and none is added."""
         raw = text.encode()
@@ -320,10 +328,11 @@ class LlamaContext:
         """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""
         return int(self._native.llama_state_seq_get_size(self._context, sequence))
 
-    def state(self, sequence: int = 0) -> bytes:
-        """The state of a sequence, as it is saved."""
-        room = (ctypes.c_uint8 * self.stored_bytes(sequence))()
-        written = int(self._native.llama_state_seq_get_data(self._context, room, len(room), sequence))
+    def state(self, sequence: int = 0, *, recurrent: bool = False) -> bytes:
+        """The state of a sequence, as it is saved; of a hybrid model the recurrent layers' alone where asked."""
+        flags = _WITHOUT_ATTENTION if recurrent else 0
+        room = (ctypes.c_uint8 * int(self._native.llama_state_seq_get_size_ext(self._context, sequence, flags)))()
+        written = int(self._native.llama_state_seq_get_data_ext(self._context, room, len(room), sequence, flags))
         return ctypes.string_at(room, written)
 
     def _decode(self, tokens: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]) -> Iterator[Floats]:

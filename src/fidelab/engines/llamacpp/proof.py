@@ -5,6 +5,10 @@ layers there are (uint32); of each layer the keys' ggml type (int32), bytes of a
 in the same way, or transposed: type (int32), bytes of an element (uint32), elements of a row (uint32) and the numbers.
 Header and cells differ between builds, so the start is searched from which this layout ends exactly with the state.
 
+A hybrid model's state goes on with that of its recurrent layers: how many cells (uint32), of the one cell its position
+and sequences (8 bytes), then 0 (uint32), how many layers (uint32), and for each state its ggml type (int32), its bytes
+(uint64) and its numbers, up to the end.
+
 ``received`` rests on the graph: its attention must read views of the cache in the asked type.
 
 The first layer's keys and values do not depend on the cache, so that those of an f32 cache are the input of any other;
@@ -22,18 +26,20 @@ from numpy.typing import NDArray
 
 from fidelab.engines.llamacpp.library import GGML_TYPES
 
-__all__ = ["CacheSide", "decoded", "proof", "read_state"]
+__all__ = ["CacheSide", "decoded", "proof", "read_recurrent", "read_state"]
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
 _TYPES = {number: name for name, (number, _, _) in GGML_TYPES.items()}
-# The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.
-_BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127, "q5_1": 1 / 31, "q5_0": 1 / 16}
+# The largest error in shares of a block's largest magnitude: half a step, a whole one where codes end before it.  The
+# steps of q8_0 are so small that rounding the scale to float16 counts beside them.
+_BOUND = {"f32": 0.0, "f16": 2**-11, "bf16": 2**-8, "q8_0": 0.5 / 127 + 2**-11, "q5_1": 1 / 31, "q5_0": 1 / 16}
 _BOUND |= {"q4_1": 1 / 15, "q4_0": 1 / 8, "iq4_nl": 0.15}
 _SLACK = 1.05  # of headers in float16
 _HEADER = {"q8_0": 1, "q5_1": 2, "q5_0": 1, "q4_1": 2, "q4_0": 1, "iq4_nl": 1}  # float16 numbers of a block
 _BLOCK = 32
+_CELL = 12  # bytes before the states: how many cells there are, and the one
 _IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], dtype=np.float32)
 
 
@@ -52,6 +58,31 @@ def read_state(state: bytes, tokens: int, layers: int) -> tuple[CacheSide, Cache
         if transposed in (0, 1) and count == layers and (sides := _sides(state, start + 8, tokens, layers, transposed)):
             return sides
     return None
+
+
+def read_recurrent(state: bytes, layers: int) -> tuple[list[tuple[str, int]], int] | None:
+    """The type and bytes of each state of the recurrent layers, and the bytes of this part of a saved state.
+
+    ``None`` where it is laid out in another way.
+    """
+    for start in range(_CELL, min(len(state), 4096) - 8, 4):
+        if struct.unpack_from("<II", state, start) == (0, layers) and (found := _recurrent(state, start + 8)):
+            return found, len(state) - start + _CELL
+    return None
+
+
+def _recurrent(state: bytes, at: int) -> list[tuple[str, int]]:
+    found: list[tuple[str, int]] = []
+    while at < len(state):
+        try:
+            kind, size = struct.unpack_from("<iQ", state, at)
+        except struct.error:
+            return []
+        at += 12 + size
+        if kind not in _TYPES or at > len(state):
+            return []
+        found.append((_TYPES[kind], size))
+    return [(kind, size) for kind, size in found if size]  # a convolution has no second state
 
 
 def _sides(state: bytes, at: int, tokens: int, layers: int, transposed: int) -> tuple[CacheSide, CacheSide] | None:

@@ -229,6 +229,7 @@ class _Capture:
             "cache_tokens": runner.max_total_num_tokens,
             "graphs": getattr(runner, "decode_cuda_graph_runner", None) is not None,
             "cache": stored.seen(batch),
+            "states": _states(runner.req_to_token_pool),
         }
         partial = self._folder / "about.json.partial"
         partial.write_text(json.dumps(about), "utf-8")
@@ -361,6 +362,17 @@ def _pools(pool: Any) -> Iterator[Any]:
         yield from _pools(part)
     if not parts:
         yield pool
+
+
+def _states(pool: Any) -> list[dict[str, Any]]:
+    """Type and bytes for one sequence of each kind of recurrent state; layers and slots are the first dimensions."""
+    held = getattr(getattr(pool, "mamba_pool", None), "mamba_cache", None)
+    states = [*(getattr(held, "conv", None) or ()), getattr(held, "temporal", None)]
+    return [
+        {"dtype": dtype_name(state.dtype), "bytes": state.nbytes / state.shape[1]}
+        for state in states
+        if state is not None
+    ]
 
 
 def _buffers(pool: Any) -> Iterator[tuple[str, Tensor]]:

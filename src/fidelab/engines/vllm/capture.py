@@ -146,6 +146,7 @@ class FidelabWorker:
         return {
             "layers": [layer for layer in layers if layer["name"] not in draft],
             "draft_layers": [layer for layer in layers if layer["name"] in draft],
+            "states": _states(runner),
             "blocks": runner.kv_cache_config.num_blocks,
             "read_back": self._fidelab.read_back,
         }
@@ -432,6 +433,18 @@ def _cache_layers(runner: Any) -> list[dict[str, Any]]:
 def _writes(layer: Any) -> bool:
     """Whether a layer has keys and values of its own, and does not share another's."""
     return getattr(layer, "kv_sharing_target_layer_name", None) is None
+
+
+def _states(runner: Any) -> list[dict[str, Any]]:
+    """Type and bytes for one sequence of each recurrent or convolution state; the pool holds one in a block."""
+    layers = runner.compilation_config.static_forward_context.values()
+    held = (layer.kv_cache for layer in layers if isinstance(getattr(layer, "kv_cache", None), tuple))
+    return [
+        {"dtype": dtype_name(state.dtype), "bytes": state[0].numel() * state.element_size()}
+        for states in held
+        for state in states
+        if state.ndim > 1
+    ]
 
 
 def _attention(runner: Any) -> dict[str, Any]:

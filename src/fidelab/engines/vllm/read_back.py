@@ -28,6 +28,7 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
     """The record of this arm."""
     ranks = model.cache()
     layers: list[Layer] = [layer for rank in ranks for layer in rank["layers"]]
+    states: list[Mapping[str, Any]] = [state for rank in ranks for state in rank["states"]]
     here, first = ranks[0], ranks[0]["layers"][0]
     k_format: str | None
     v_format: str | None
@@ -48,7 +49,9 @@ def ran(model: VLLMModel, arm: Arm, backend: Backend, versions: dict[str, str]) 
         expected_bytes_per_token=_expected(arm, layers),
         kv_layers=len(here["layers"]),
         layers_without_kv=config.model_config.get_total_num_hidden_layers() - len(here["layers"]),
+        state_bytes_per_sequence=sum(state["bytes"] for state in states) or None,
         more={
+            **({"state_dtypes": sorted({state["dtype"] for state in states})} if states else {}),
             "platform": backend.platform,
             "implementation": first["implementation"],
             "kernels": " and ".join(dict.fromkeys(layer["kernels"] for layer in layers if layer["kernels"])) or None,
