@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median, median_low
 from typing import Any, ClassVar
 
 import numpy as np
@@ -43,8 +44,7 @@ _SHORTEST, _LONGEST = 8, 104  # tokens of other requests
 
 _LEAST = 1e-4  # nats: what no way is blamed for
 _LEAST_ALONE = 1e-2  # nats: the same where there is no twin to compare with
-_MARGIN = 4.0  # times the twin's figure
-_MARGIN_ALONE = 10.0  # times the figure of the arm's other ways
+_MARGIN = 4.0  # times the figure of the twin, or of the arm's other ways
 _TAIL = 0.9  # quantile of a figure over positions
 
 _WORDS = {
@@ -197,7 +197,8 @@ class Paths(Axis):
             bound=bound,
             cluster="window",
             cells=tuple(
-                _cell(part, why, test[part], ends.get(part), first, part in theirs) for part, why in unproven.items()
+                _cell(part, why, test[part], first.get(part, 0), ends.get(part), theirs.get(part))
+                for part, why in unproven.items()
             ),
             summary=_summary(added, first, len(own)),
             reference_summary=_summary(theirs, first, len(twins)) if twins else "",
@@ -295,32 +296,44 @@ def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: floa
     tails = {part: _tail(kl) for part, kl in own.items()}
     found = {}
     for part, kl in own.items():
-        if part in twins:
-            noise = max(_LEAST, _MARGIN * _tail(twins[part]))
-        else:
-            rest = [tail for other, tail in tails.items() if other != part]
-            noise = max(_LEAST_ALONE, _MARGIN_ALONE * float(np.median(rest)) if rest else 0.0)
+        noise = max(_LEAST, _MARGIN * _tail(twins[part])) if part in twins else _noise_of_others(part, tails)
         if (at := parting(kl, max(noise, cost))) is not None:
             found[part] = at
     return found
+
+
+def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
+    """What last bits cost the ways that have nothing in common with this one, nats.
+
+    One figure for each family of ways (prefix hits, batches), their lower median, so that a fault of another family
+    does not excuse this one; families that compute what the cold prefill does are left out.
+    """
+    families: dict[str, list[float]] = {}
+    for other, tail in tails.items():
+        families.setdefault(other.partition("-")[0], []).append(tail)
+    middles = [median(values) for family, values in families.items() if family != part.partition("-")[0]]
+    noise = [middle for middle in middles if middle > _LEAST]
+    return max(_LEAST_ALONE, _MARGIN * median_low(noise) if noise else 0.0)
 
 
 def _cell(
     part: str,
     why: tuple[Status, str] | None,
     capture: Capture,
+    first: int,
     at: int | None,
-    first: Mapping[str, int],
-    expected: bool,
+    theirs: int | None,
 ) -> Cell:
     """How a way ended, its counts, and the alarm."""
     if why is not None:
         return Cell(at={"way": part}, status=why[0], reason=why[1])
     counts = capture.manifest["facts"]["engaged"]
     flags = []
-    if at is not None:
-        too = ", in the reference too" if expected else ""
-        flags = [Flag(kind="reference" if expected else "parts", text=_sentence(part, first[part] + at) + too)]
+    if theirs is not None:
+        text = f"in the reference itself, {_sentence(part, first + theirs)}"
+        flags = [Flag(kind="reference", text=text)]
+    elif at is not None:
+        flags = [Flag(kind="parts", text=_sentence(part, first + at))]
     said = ", ".join(f"{name} {count:,}" for name, count in counts.items())
     return Cell(at={"way": part}, status=Status.OK, flags=tuple(flags), facts={"engaged": said})
 
