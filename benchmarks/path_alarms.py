@@ -3,8 +3,8 @@
 python benchmarks/path_alarms.py [--runs 10] [--engine hf,fake,llamacpp] [--model NAME] [--windows 4]
 python benchmarks/path_alarms.py --time
 
-Each run has another model of random weights, or with ``--model`` other windows of one model's text (``fake``: new noise).
-An alarm is an arm of a run in which at least one way parts; the reference is an arm, too.
+Each run has another model of random weights, or with ``--model`` other windows of one model's text (``fake``: new
+noise).  An alarm is an arm of a run in which at least one way parts; the reference is an arm, too.
 """
 
 from __future__ import annotations

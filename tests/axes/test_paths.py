@@ -188,7 +188,7 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
 def test_rows_of_other_positions_are_not_paired(tmp_path: Path) -> None:
     ways = {"cold": BASE, "decode": BASE}
     ref, test = _arm(tmp_path, "bf16", ways), _arm(tmp_path, "int8", ways)
-    with pytest.raises(MismatchError, match="axis 'paths.decode' is not 'paths.cold'"):
+    with pytest.raises(MismatchError, match=r"axis 'paths\.decode' is not 'paths\.cold'"):
         Pair.match(ref["cold"], test["decode"])
 
 

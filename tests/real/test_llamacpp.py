@@ -112,7 +112,7 @@ def fed(self, tokens, rows, sequence=0, piece=None):
     other = getattr(self, "other", None)
     if other is None:
         return feed(self, tokens, rows, sequence, piece)
-    if self._ends[sequence] == 0:
+    if self._ends[sequence] == 0:  # cleared, or cut back to nothing
         other.clear()
     own, read = list(feed(self, tokens, rows, sequence, piece)), list(feed(other, tokens, rows, sequence, piece))
     return iter(read if piece == 1 else own)
@@ -129,13 +129,15 @@ def doubled(self):
 
 def kept(self, tokens, sequence=0):
     left = keep_first(self, tokens, sequence)
+    if hasattr(self, "other"):
+        keep_first(self.other, tokens, sequence)
     memory = self._native.llama_get_memory(self._context)
     if tokens and self.kind == "q5_1":  # the last block is that of another request
         keep_first(self, tokens - 16, sequence)
         list(feed(self, range(3, 19), range(0), sequence))
     if tokens and self.kind == "q5_0":
         doubled(self)
-    if tokens % 16 and self.kind == "bf16":  # the cells of the block that was begun are one position off
+    if tokens % 16 and self.kind == "f32":  # the cells of the block that was begun are one position off
         self._native.llama_memory_seq_rm(memory, sequence, tokens - 1, tokens)
         self._native.llama_memory_seq_add(memory, sequence, tokens // 16 * 16, tokens - 1, 1)
     return left
@@ -143,7 +145,7 @@ def kept(self, tokens, sequence=0):
 LlamaModel.context, LlamaContext.keep_first, LlamaContext.feed = context, kept, fed
 """
 HITS = {"prefix": 128, "prefix-partial": 137, "prefix-other": 128, "prefix-generated": 128}
-FAULTS = {"q5_1": HITS, "q5_0": HITS, "bf16": {"prefix-partial": 137}, "q8_0": {"decode": 16}}
+FAULTS = {"q5_1": HITS, "q5_0": HITS, "f32": {"prefix-partial": 137}, "q8_0": {"decode": 16}}
 
 
 def test_faults_in_ways_of_serving_are_named_and_sound_arms_raise_no_alarm(tmp_path: Path) -> None:
