@@ -21,6 +21,8 @@ from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.errors import MismatchError
 from fidelab.metrics.divergence import parting
+from fidelab.results.measurement import Coordinates
+from fidelab.results.record import Report
 from tests.runs.harness import Done, cli
 
 V, N = 16, 64
@@ -119,7 +121,7 @@ def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path:
     assert score.summary == "decoding parts from prefill at position 40"
     assert score.reference_summary == "4 ways agree with a cold prefill"
     assert score.downgrades == ("decoding parts from prefill at position 40",)
-    at = {"way": "decode"}
+    at: Coordinates = {"way": "decode"}
     own, twin, added = (score.value(name, at) for name in ("KL from cold", "reference's", "added"))
     assert own is not None
     assert twin is not None
@@ -215,11 +217,11 @@ def test_a_run_says_in_one_sentence_which_way_parts_where_and_in_which_arm(tmp_p
 
 
 def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
-    flags = ("--engine-arg", "parts=tilt:prefix:140", "--set", "axes.paths.ways=decode,prefix", "--markdown")
+    flags = ("--engine-arg", "parts=tilt:prefix:140", "--set", "axes.paths.ways=decode,prefix")
     done = _compare(tmp_path, *flags)
     assert done.code == 0, done.err
     page = (done.folder / "report.html").read_text()
-    for face in (done.out, page):
+    for face in (done.out, page, Report.model_validate(done.report).to_markdown()):
         assert "KL between each way of serving and a cold prefill" in face
         assert "from 140" in face
         assert "prefill after a prefix hit parts from a cold one at position 140, tilt only" in face
