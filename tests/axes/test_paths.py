@@ -44,7 +44,7 @@ BASE = _rows(0, 1.0)
 
 def _capture(store: Path, name: str, part: str, rows: Rows | None, engine: str, facts: Mapping[str, Any]) -> Capture:
     way = part.partition("-")[0]
-    request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("way", way),))
+    request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("n_ctx", N), ("way", way)))
     arm = Arm(name, engine, "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     place = store / f"{name}-{engine}" / part
     writer = CaptureWriter(place, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
@@ -185,6 +185,25 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
     assert score.summary == "1 way agrees with a cold prefill"
     assert len(score.num) == len(WINDOWS) * (N - 1)
     assert is_complete(test["prefix"].folder)
+
+
+def test_an_arm_whose_cold_prefill_is_not_proven_is_not_measurable(tmp_path: Path) -> None:
+    ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01))
+    why = "engine openai lets nobody choose how windows are computed"
+    test = _arm(
+        tmp_path, "int8", dict.fromkeys(FIRST), **{part.replace("-", "_"): {"not_supported": why} for part in FIRST}
+    )
+    assert _score(ref, test).measurement().reason == why
+    back = _score(test, ref)  # nor is anything known of the format's cost then
+    assert _ends(back) == {}
+    assert back.measurement().status == "ok"
+
+
+def test_an_arm_that_computes_what_the_reference_does_in_every_way_is_identical(tmp_path: Path) -> None:
+    ref, test = _arm(tmp_path, "bf16", _ways(BASE, 0.01)), _arm(tmp_path, "f16", _ways(BASE, 0.01))
+    assert _score(ref, test).identical
+    other = _arm(tmp_path / "other", "f16", _ways(BASE, 0.02))
+    assert not _score(ref, other).identical
 
 
 def test_rows_of_other_positions_are_not_paired(tmp_path: Path) -> None:
