@@ -58,7 +58,7 @@ def print_alarms(room: Path, args: argparse.Namespace) -> None:
     for engine in args.engine.split(","):
         for run in range(args.runs):
             for arm, (n, parted) in outcome(answered(room / f"{engine}-{run}", engine, run, args)).items():
-                judged[engine, arm] += 1
+                judged[engine, arm] += n > 0  # an arm that did not run is not sound
                 ways[engine, arm] += n
                 alarms[engine, arm] += bool(parted)
                 if parted:
