@@ -190,9 +190,8 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
 def test_an_arm_whose_cold_prefill_is_not_proven_is_not_measurable(tmp_path: Path) -> None:
     ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01))
     why = "engine openai lets nobody choose how windows are computed"
-    test = _arm(
-        tmp_path, "int8", dict.fromkeys(FIRST), **{part.replace("-", "_"): {"not_supported": why} for part in FIRST}
-    )
+    unproven = {part.replace("-", "_"): {"not_supported": why} for part in FIRST}
+    test = _arm(tmp_path, "int8", dict.fromkeys(FIRST), "hf", **unproven)
     assert _score(ref, test).measurement().reason == why
     back = _score(test, ref)  # nor is anything known of the format's cost then
     assert _ends(back) == {}
