@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
     from fidelab.captures.pair import Pair
     from fidelab.captures.reader import Capture
-    from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Timed
+    from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Served, Timed
     from fidelab.core import Arm, FormatSpec, KVSpec, Status
     from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, answer_with_head
     from fidelab.errors import EngineError, FidelabError, InputError, NotSupportedError, UsageError
@@ -75,6 +75,7 @@ __all__ = [
     "Question",
     "RuntimeInfo",
     "SampleSize",
+    "Served",
     "Sink",
     "Status",
     "Support",
@@ -123,6 +124,7 @@ _MODULES = {
             "Generate",
             "Layerwise",
             "Prefill",
+            "Served",
             "Timed",
         ),
         "captures.requests",

@@ -312,7 +312,7 @@ class _RetrievalScore(AxisScore):
     cell: NDArray[np.int64]
     compat: str | None
 
-    def cells(self) -> Cells:
+    def by_cell(self) -> Cells:
         """The usable trials."""
         return Cells(self.base[self.usable], self.num[self.usable], self.cell[self.usable])
 
@@ -320,7 +320,7 @@ class _RetrievalScore(AxisScore):
         """By :func:`retrieval_score`; null where the reference finds nothing."""
         if self.not_measurable:
             return SCORE(None, headline=headline)
-        cells = self.cells()
+        cells = self.by_cell()
         return SCORE(
             retrieval_score(cells, self.compat), retrieval_interval(cells, compat=self.compat), headline=headline
         )
@@ -350,7 +350,7 @@ def _scored(trials: Sequence[Trial], style: Style, compat: str | None, seed: int
         cell=np.array([places.index(trial.place) for trial in trials], dtype=np.int64),
         compat=compat,
     )
-    cells = score.cells()
+    cells = score.by_cell()
     informative, all_cells = len(cells.informative().numbers()), len(cells.numbers())
     reason, losses = "", list[str]()
     if all_cells and not informative:

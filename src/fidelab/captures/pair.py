@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fidelab.captures.reader import Capture
-from fidelab.captures.requests import Prefill
+from fidelab.captures.requests import Prefill, Served
 from fidelab.core import Estimator, digest
 from fidelab.errors import MismatchError
 
@@ -47,7 +47,7 @@ class Pair:
                 "(top-k gives only a lower bound)"
             )
         _same_kind_of_ids(ref, test, where)
-        if isinstance(ref.request, Prefill) and isinstance(test.request, Prefill):
+        if isinstance(ref.request, Prefill | Served) and isinstance(test.request, Prefill | Served):
             rows, other = (ref.request.first, ref.request.last), (test.request.first, test.request.last)
             if rows != other:
                 raise MismatchError(f"{where}: rows {other[0]}–{other[1]} of each window are not {rows[0]}–{rows[1]}")
@@ -79,7 +79,7 @@ def _same_vocabulary(ref: Capture, test: Capture, where: str) -> None:
 
 def _match_items(ref: Capture, test: Capture, where: str, subset: bool) -> tuple[tuple[int, int], ...]:
     if not subset and len(ref.items) != len(test.items):
-        noun = "windows" if ref.manifest["kind"] == "prefill" else "items"
+        noun = "windows" if ref.manifest["kind"] in ("prefill", "served") else "items"
         raise MismatchError(f"{where}: {len(test.items)} {noun} are not {len(ref.items)}")
     if subset:
         place = {item["hash"]: index for index, item in enumerate(ref.items)}

@@ -179,12 +179,12 @@ WAYS: Mapping[str, str] = {
     "cold": "one prefill of the whole window, alone, through an empty cache",
     "chunked": "prefill in chunks of ``size`` tokens",
     "decode": "the first ``size`` tokens are read at once, all others one by one through the cache",
-    "prefix": "after a hit in the prefix cache that ends with a whole block; the same window was read before",
-    "prefix-partial": "after a hit that ends within a block",
-    "prefix-other": "after a hit that another request made, which goes on with other tokens",
-    "prefix-generated": "after a hit on tokens that the engine decoded, and did not read as a prompt",
+    "prefix": "after a hit of ``size`` tokens, whole blocks, in the prefix cache; the same window was read before",
+    "prefix-partial": "after a hit of ``size`` tokens that ends within a block; the same window was read before",
+    "prefix-other": "after a hit of ``size`` tokens that another request made, which goes on with ``others`` instead",
+    "prefix-generated": "after a hit of ``size`` tokens, of which the engine decoded the second half one by one",
     "batch": "together with ``others``, requests of other lengths",
-    "evicted": "after the window's blocks were given to ``others`` and computed again",
+    "evicted": "after the window was read, and its blocks were given to ``others``",
 }
 """The ways in which a server may compute the same distributions, and what each of them means."""
 
@@ -194,9 +194,12 @@ class Served(_Request):
     """Next-token distributions of whole windows, computed in one of the :data:`WAYS` in which servers do.
 
     Rows ``first`` … ``last`` of each window are stored, as of :class:`Prefill`.  ``size``: tokens of a chunk, of what
-    is read at once, or of the prefix that is hit; 0 where the way has no such number.  ``others``: the prompts of the
-    other requests.  An engine proves by its own counters that the answers were computed that way: the answer's facts
-    have ``engaged``, the counts by name, or ``not_engaged``, why they were not.
+    is read at once, or of the prefix that is hit; 0 where the way has no such number.  After a hit nothing is computed
+    for the tokens that were hit: ``first`` is at least ``size`` then.  ``others``: the prompts of the other requests,
+    the same for each window.  An engine proves by its own counters that the answers were computed that way: the
+    answer's facts have ``engaged``, the counts by name, or ``not_engaged``, why they were not; the rows then count for
+    nothing.  What it lacks is not asked (:attr:`Engine.ways <fidelab.engines.base.Engine.ways>`), and where it finds so
+    only when asked it raises ``NotSupportedError``: the facts then have ``not_supported``, why, and no item has rows.
     """
 
     axis: str
@@ -215,6 +218,23 @@ class Served(_Request):
     def n_rows(self) -> int:
         """Stored rows per window."""
         return self.last - self.first + 1
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens that an engine processes, at most."""
+        again = 2 if self.way.startswith("prefix") or self.way == "evicted" else 1
+        return again * sum(map(len, self.windows)) + len(self.windows) * sum(map(len, self.others))
+
+    @property
+    def n_stepped(self) -> int:
+        """Those of them that pass one by one."""
+        match self.way:
+            case "decode":
+                return sum(max(0, len(window) - self.size) for window in self.windows)
+            case "prefix-generated":
+                return len(self.windows) * (self.size - self.size // 2)
+            case _:
+                return 0
 
 
 Request = Prefill | Generate | Forced | Timed | Layerwise | Served

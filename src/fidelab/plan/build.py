@@ -11,7 +11,7 @@ from typing import Any
 from fidelab.axes.base import Axis, AxisInputs, part_name, parts_of
 from fidelab.captures.manifest import capture_folder, capture_key
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Generate, Request, request_record
+from fidelab.captures.requests import Generate, Request, Served, request_record
 from fidelab.core import Arm
 from fidelab.engines.base import one_line
 from fidelab.errors import FidelabError, UnavailableError
@@ -56,6 +56,8 @@ class PlannedCapture:
     @property
     def tokens(self) -> int:
         """Upper bound of the tokens that the engine has to process."""
+        if isinstance(self.request, Served):
+            return self.request.n_tokens
         extra = len(self.request.prompts) * self.request.max_tokens if isinstance(self.request, Generate) else 0
         return sum(map(len, self.request.items())) + extra
 

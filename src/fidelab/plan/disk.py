@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Request
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served
 from fidelab.core import Estimator
 from fidelab.errors import OutputError
 from fidelab.models import Model, check_conversion
@@ -59,7 +59,7 @@ def needed_bytes(plan: Plan) -> int:
 def expected_rows(request: Request) -> int:
     """Rows that a request's capture holds, at most."""
     match request:
-        case Prefill():
+        case Prefill() | Served():
             return len(request.windows) * request.n_rows
         case Generate():
             return len(request.prompts) * request.max_tokens if request.rows else 0

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from fidelab.captures.requests import Forced, Generate, Request, Timed
+from fidelab.captures.requests import Forced, Generate, Request, Served, Timed
 from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, finite
 from fidelab.models import Model
@@ -71,6 +71,9 @@ def work_of(request: Request, model: Model) -> Work:
             forwards = (len(groups) + again[1]) * request.n
             written = forwards * request.batch
             lengths = list(map(len, request.prompts))
+        case Served():
+            written = forwards = request.n_stepped
+            read = request.n_tokens - written
         case _:
             read, written, forwards = sum(lengths), 0, 0
     mean = sum(n * n for n in lengths) / max(1, sum(lengths))  # of the sequences' lengths, by token

@@ -17,7 +17,7 @@ import numpy as np
 
 from fidelab.captures.manifest import capture_key
 from fidelab.captures.reader import Capture, is_complete
-from fidelab.captures.requests import Forced, Prefill, Timed
+from fidelab.captures.requests import Forced, Prefill, Served, Timed
 from fidelab.config.schema import EngineConfig
 from fidelab.core import Arm, Estimator, Status
 from fidelab.errors import FidelabError
@@ -188,7 +188,7 @@ def _scoring(prepared: Prepared, jobs: Iterable[PlannedJob]) -> float:
     operations = 0.0
     for job in jobs:
         deployed = prepared.settings.deployed[job.arm.name]
-        compared = [c.request for c in job.captures if isinstance(c.request, Prefill | Forced)]
+        compared = [c.request for c in job.captures if isinstance(c.request, Prefill | Forced | Served)]
         rows = 0 if job.role == "reference" else sum(map(expected_rows, compared))
         width = 4 * deployed.model.hidden_size if deployed.estimator is Estimator.HIDDEN else 8
         operations += rows * deployed.model.vocab_size * width

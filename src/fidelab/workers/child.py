@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import request_from_record
+from fidelab.captures.requests import Request, Served, request_from_record
 from fidelab.captures.writer import CaptureWriter, store_head
 from fidelab.core import Arm, Status, Vocabulary, finite
 from fidelab.engines import ENGINES
@@ -196,18 +196,34 @@ class _Answering:
 
     def _answer(self, task: ProbeTask) -> Path:
         request = request_from_record(task.request)
-        if request.kind not in self._engine.kinds:
+        if request.kind not in self._engine.kinds and not isinstance(request, Served):
             raise NotSupportedError(f"engine {self._engine.name} answers no {request.kind} probes")
         vocabulary = Vocabulary(**self._job.vocabulary)
         writer = CaptureWriter(Path(task.target), request, task.key, self._arm.record(), vocabulary)
         try:
-            answer = self._engine.answer(request, _Sink(writer, self._outbox))
+            answer = self._answered(request, writer)
             if answer.head is not None:
                 writer.head(self._head(answer))
             return writer.finish(answer.estimator, self.ran(), answer.facts)
         except BaseException:
             writer.abort()
             raise
+
+    def _answered(self, request: Request, writer: CaptureWriter) -> Answer:
+        """The engine's answer.  A way of serving that it lacks is an answer too, without rows: others go on."""
+        sink = _Sink(writer, self._outbox)
+        if not isinstance(request, Served):
+            return self._engine.answer(request, sink)
+        try:
+            if request.kind not in self._engine.kinds:
+                raise NotSupportedError(f"engine {self._engine.name} lets nobody choose how windows are computed")
+            if request.way not in self._engine.ways:
+                raise NotSupportedError(f"engine {self._engine.name} has no way {request.way!r}")
+            return self._engine.answer(request, sink)
+        except NotSupportedError as error:
+            for item in range(len(request.windows)):
+                writer.fail(item, str(error))
+            return Answer(self._engine.estimator, facts={"not_supported": str(error)})
 
     def _head(self, answer: Answer) -> dict[str, Any]:
         """Record of the answer's head; one whose arrays are those of the last answer is not written again."""
