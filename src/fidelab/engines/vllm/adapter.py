@@ -11,6 +11,8 @@ backend says it cannot read).
 - **Windows run one at a time**, so that a window's states cannot depend on what else is in the batch; generated and
   forced sequences are batched.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
+- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, which no
+  other request reads.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
 - **k16v8** is a backend of the package of that name: keys in the model's 16-bit type, values e4m3.
@@ -26,7 +28,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
+from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
@@ -35,6 +37,7 @@ from fidelab.engines.timing import time_prompts
 from fidelab.engines.vllm.launch import K16V8, PACKAGES, backend_for, cache_formats, installed, k16v8_of, prepare
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
+from fidelab.engines.vllm.ways import answer_served
 from fidelab.errors import EngineError, UsageError
 
 __all__ = ["VLLMEngine"]
@@ -74,6 +77,8 @@ class VLLMEngine(Engine):
     native_kv: ClassVar[str] = "auto"
     separate_kv: ClassVar[bool] = False
     start_seconds: ClassVar[float] = 20.0
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
+    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -108,7 +113,7 @@ class VLLMEngine(Engine):
         self._hidden = dict(arm.options).get("estimator") != "logprobs"
         prepare(arm)
         self._backend = backend_for(arm)
-        self._model = VLLMModel(arm, self.mark)
+        self._model = VLLMModel(arm, self.mark, serving="served" in self.foreseen)
         requested, running = dict(arm.options).get("attention-backend"), self.ran().attention
         if requested and running != requested:
             raise EngineError(f"attention-backend={requested} was asked for, vLLM runs {running}")
@@ -128,6 +133,8 @@ class VLLMEngine(Engine):
                 facts = self._generate(request, sink)
             case Forced():
                 facts = self._forced(request, sink)
+            case Served():
+                facts = answer_served(self._model, request, sink)
             case Timed():
                 facts = time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
         estimator = Estimator.HIDDEN if self._hidden else Estimator.LOGPROBS

@@ -12,6 +12,7 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     last    the last such position; no end where it is absent
     live    number of first rows whose live logits are kept as well
     force   token ids that replace the sampled ones, in order
+    counted whether its steps are counted, see :meth:`FidelabWorker.fidelab_counted`
 
 Captured data goes to files, since the workers may be other processes: ``KEY.rows`` (rows one after another, in the type
 of the states, or float16 log-probabilities), ``KEY.live`` (float32 [n, V]) and ``KEY.nan`` (index of the first
@@ -138,6 +139,15 @@ class FidelabWorker:
             "read_back": self._fidelab.read_back,
         }
 
+    def fidelab_counted(self) -> dict[str, dict[str, Any]]:
+        """What the requests did that were to be counted since the last call, by key.
+
+        ``steps``: (tokens in the cache before, tokens, sequences) of each forward that it took part in; ``blocks``: the
+        blocks of the cache that it had in the last of them.
+        """
+        counted, self._fidelab.counted = self._fidelab.counted, {}
+        return counted
+
     def fidelab_watch(self) -> None:
         """Compare keys and values of the first layer, in the next request with instructions, with the cache."""
         self._fidelab.watch()
@@ -154,6 +164,7 @@ class _Hook:
         self._next: dict[str, int] = {}  # key → position whose row comes next (a preempted request computes rows again)
         self._given: list[tuple[Tensor, Tensor]] = []
         self.read_back: dict[str, Any] = {}
+        self.counted: dict[str, dict[str, Any]] = {}
         self._sample_tokens: Callable[..., Any] = runner.sample_tokens
         self._sample: Callable[..., Any] = runner._sample
         runner.sample_tokens = self.sample_tokens
@@ -209,6 +220,10 @@ class _Hook:
             start = record.num_computed_tokens
             offset = int(self._runner.query_start_loc.np[index])
             states = state.hidden_states[offset : offset + scheduled[request]]
+            if instructions.get("counted"):
+                counts = self.counted.setdefault(instructions["key"], {"steps": []})
+                counts["steps"].append((start, len(states), len(scheduled)))
+                counts["blocks"] = list(record.block_ids[0])
             if "first" in instructions:
                 self._rows(instructions, start, states)
             if self._given:
