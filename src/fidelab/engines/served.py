@@ -75,6 +75,6 @@ def _fault(request: Served, counted: Counted, block: int) -> str:
             return f"{counted.cached} of {size} tokens were found in the prefix cache, which keeps blocks of {block}"
         case "batch" if min(sequences) != crowd:
             return f"{min(sequences)} sequences were computed together, not {crowd}"
-        case "evicted" if not counted.lost or counted.lost < (request.last + 1) // block * block:
-            return f"{counted.lost} of {request.last + 1} tokens of the window lost their places in the cache"
+        case "evicted" if not counted.lost:
+            return "no token of the window lost its place in the cache"
     return ""

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,17 +23,22 @@ import numpy as np
 from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Tokens
 from fidelab.engines.base import one_line
-from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
+from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.errors import EngineError
 
 __all__ = ["Response", "SGLangRequest", "SGLangSession"]
 
+_INSTRUCTIONS = ("first", "live", "force", "about", "counted", "chunk", "squeeze")
+_AT_ONCE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """A prompt and its instructions: ``first``, ``live``, ``force`` and ``about`` as in the plug-in."""
+    """A prompt and its instructions, as in the plug-in from ``first`` on.
+
+    ``salt``: requests of one salt share the prefix cache, where there is one; one without has it alone.
+    """
 
     prompt: Tokens
     max_tokens: int = 1
@@ -42,33 +47,53 @@ class SGLangRequest:
     live: int = 0
     force: Tokens = ()
     about: bool = False
+    counted: bool = False
+    chunk: int = 0
+    squeeze: bool = False
+    salt: str = ""
+
+    @property
+    def instructions(self) -> dict[str, Any]:
+        """What the plug-in is told."""
+        return {key: getattr(self, key) for key in _INSTRUCTIONS} | {"tokens": len(self.prompt)}
 
 
 @dataclass(frozen=True)
 class Response:
-    """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows."""
+    """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows.
+
+    ``cached``: tokens that SGLang found in its prefix cache.  Where they were to be counted: ``steps`` as of
+    :class:`~fidelab.engines.served.Counted`, and the ``places`` of the tokens in the cache.
+    """
 
     ids: list[int]
     rows: Array | None
     live: Array | None
     failed: str | None
+    cached: int = 0
+    steps: tuple[tuple[int, int, int], ...] = ()
+    places: frozenset[int] = frozenset()
 
 
 class SGLangSession:
-    """Starts SGLang; ``mark`` is called at the end of each phase of that.
+    """Starts SGLang; ``mark`` is called at the end of each phase of that.  ``serving``: it has a prefix cache.
 
     Raises:
         EngineError: it does not start, or the plug-in is not at work in it.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool, serving: bool = False
+    ) -> None:
         self._mark = mark
         self._folder = Path(tempfile.mkdtemp(prefix="fidelab-sglang-"))
         self._logprobs = logprobs
-        self._sent = 0
+        self._serving = serving
+        self._sent = self._salts = 0
         self._engine: Any = None
         os.environ[FOLDER] = str(self._folder)
         os.environ.update({LOGPROBS: "1"} if logprobs else {})
+        os.environ.update({SERVING: "1", _AT_ONCE: "1"} if serving else {})
         try:
             self._engine = self._start(arguments)
         except BaseException:
@@ -146,8 +171,11 @@ class SGLangSession:
         prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
         ids: list[list[int]] = [[] for _ in group]
         n_yielded = 0
+        salts: Any = [self._own_salt() for _ in group] if len(group) > 1 else self._own_salt()
         try:
-            for chunk in self._alive().generate(input_ids=prompts, sampling_params=parameters, stream=True):
+            for chunk in self._alive().generate(
+                input_ids=prompts, sampling_params=parameters, stream=True, **self._salted(salts)
+            ):
                 ids[chunk.get("index", 0)] = chunk["output_ids"]
                 n_known = min(map(len, ids))
                 yield from ([tokens[i] for tokens in ids] for i in range(n_yielded, n_known))
@@ -186,23 +214,29 @@ class SGLangSession:
             return EngineError("SGLang's scheduler has ended: see the log")
         return error if isinstance(error, EngineError) else EngineError(f"SGLang refuses: {one_line(error)}")
 
-    def _send(self, requests: Sequence[SGLangRequest]) -> tuple[Sequence[SGLangRequest], list[str], list[list[int]]]:
+    def _send(self, requests: Sequence[SGLangRequest]) -> tuple[Sequence[SGLangRequest], list[str], list[Any]]:
         names = [f"{PREFIX}{self._sent + i}" for i in range(len(requests))]
         self._sent += len(requests)
         for name, request in zip(names, requests, strict=True):
-            if request.first is not None:
-                instructions = {key: getattr(request, key) for key in ("first", "live", "force", "about")}
-                text = json.dumps({"tokens": len(request.prompt), **instructions})
-                (self._folder / f"{name}.json").write_text(text, "utf-8")
+            if request.first is not None or request.counted:
+                (self._folder / f"{name}.json").write_text(json.dumps(request.instructions), "utf-8")
         try:
             answers = self._alive().generate(
                 input_ids=[list(request.prompt) for request in requests],
                 sampling_params=[self._parameters(request) for request in requests],
                 rid=names,
+                **self._salted([request.salt or self._own_salt() for request in requests]),
             )
         except Exception as error:
             raise self._failed(error) from error
-        return requests, names, [list(answer["output_ids"]) for answer in answers]
+        return requests, names, answers
+
+    def _salted(self, salts: str | list[str]) -> dict[str, Any]:
+        return {"cache_salt": salts} if self._serving else {}
+
+    def _own_salt(self) -> str:
+        self._salts += 1
+        return f"alone-{self._salts}"
 
     def _parameters(self, request: SGLangRequest) -> dict[str, Any]:
         """Sampling parameters; SGLang also stops at the model's stop tokens unless it ignores all."""
@@ -211,9 +245,25 @@ class SGLangSession:
         return {**_GREEDY, "max_new_tokens": request.max_tokens, **stop}
 
     def _collect(
-        self, requests: Sequence[SGLangRequest], names: Sequence[str], ids: Sequence[list[int]]
+        self, requests: Sequence[SGLangRequest], names: Sequence[str], answers: Sequence[Any]
     ) -> list[Response]:
-        return [self._response(*item) for item in zip(requests, names, ids, strict=True)]
+        return [
+            replace(
+                self._response(request, name, list(answer["output_ids"])),
+                cached=int(answer["meta_info"].get("cached_tokens") or 0),
+                **(self._counted(name) if request.counted else {}),
+            )
+            for request, name, answer in zip(requests, names, answers, strict=True)
+        ]
+
+    def _counted(self, name: str) -> dict[str, Any]:
+        """Steps and places of a request that has ended."""
+        steps, places = self._folder / f"{name}.steps", self._folder / f"{name}.places"
+        (self._folder / f"{name}.json").unlink(missing_ok=True)
+        return {
+            "steps": tuple(tuple(map(int, line.split())) for line in steps.read_text().splitlines()),
+            "places": frozenset(np.fromfile(places, dtype=np.int64).tolist()),
+        }
 
     def _response(self, request: SGLangRequest, name: str, ids: list[int]) -> Response:
         if request.force and tuple(ids) != request.force:

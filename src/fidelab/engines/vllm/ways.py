@@ -59,7 +59,8 @@ class _Serving:
                         self._rows([index])
                 return
         for index, window in enumerate(windows):
-            crowd, lost = (), 0
+            crowd: tuple[Tokens, ...] = ()
+            lost = 0
             match self._request.way:
                 case "prefix" | "prefix-partial":
                     self._run([VLLMRequest(window[:size], 1)])
@@ -83,7 +84,12 @@ class _Serving:
     def _asked(self, index: int) -> VLLMRequest:
         """The request whose rows are the answer to a window."""
         window, size, way = self._windows[index], self._request.size, self._request.way
-        rows = {"first": self._request.first, "last": self._request.last, "sentinel": index == 0, "counted": True}
+        rows: dict[str, Any] = {
+            "first": self._request.first,
+            "last": self._request.last,
+            "sentinel": index == 0,
+            "counted": True,
+        }
         if way == "decode":
             return _forced(window[:size], window[size:], **rows)
         return VLLMRequest(window, 1, **rows, reuse=way.startswith("prefix") or way == "evicted")
