@@ -218,7 +218,7 @@ class SGLangSession:
         names = [f"{PREFIX}{self._sent + i}" for i in range(len(requests))]
         self._sent += len(requests)
         for name, request in zip(names, requests, strict=True):
-            if request.first is not None or request.counted:
+            if request.first is not None or request.counted or request.force:
                 (self._folder / f"{name}.json").write_text(json.dumps(request.instructions), "utf-8")
         try:
             answers = self._alive().generate(
@@ -259,7 +259,6 @@ class SGLangSession:
     def _counted(self, name: str) -> dict[str, Any]:
         """Steps and places of a request that has ended."""
         steps, places = self._folder / f"{name}.steps", self._folder / f"{name}.places"
-        (self._folder / f"{name}.json").unlink(missing_ok=True)
         return {
             "steps": tuple(tuple(map(int, line.split())) for line in steps.read_text().splitlines()),
             "places": frozenset(np.fromfile(places, dtype=np.int64).tolist()),
@@ -271,6 +270,7 @@ class SGLangSession:
         end = next((i for i, token in enumerate(ids) if token in request.stop), len(ids))
         ids = ids[: end + 1]  # up to the first stop token, included
         if request.first is None:
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
             return Response(ids, None, None, None)
         kept = len(request.prompt) + len(ids) - 1
         rows = self._read(f"{name}.rows", self._dtype, self._width)

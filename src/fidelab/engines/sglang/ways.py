@@ -6,6 +6,7 @@ and its places in the cache, and SGLang reports the tokens that it found in the 
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any
@@ -47,6 +48,7 @@ class _Serving:
     ) -> None:
         self._request, self._ask, self._add = request, ask, add
         self._windows = [window[: request.last + 1] for window in request.windows]  # no row is wanted of what follows
+        self._own = uuid.uuid4().hex
         self.counted: list[Counted] = []
         self.tokens = 0
 
@@ -100,7 +102,7 @@ class _Serving:
 
     def _salt(self, index: int) -> str:
         """A window is alone in the prefix cache with what was read for it."""
-        return f"{self._request.axis}-{index}"
+        return f"{self._own}-{index}"
 
     def _run(self, requests: Sequence[SGLangRequest]) -> list[Response]:
         self.tokens += sum(len(request.prompt) + request.max_tokens - 1 for request in requests)
