@@ -13,6 +13,7 @@ AXES = Registry(
         "gsm8k": "fidelab.axes.gsm8k:GSM8K",
         "forced": "fidelab.axes.forced:ForcedDecode",
         "degeneration": "fidelab.axes.degeneration:Degeneration",
+        "paths": "fidelab.axes.paths:Paths",
         "capability": "fidelab.axes.capability.axis:Capability",
     },
     group="fidelab.axes",

@@ -34,7 +34,7 @@ from fidelab.metrics.intervals import (
     ratio_estimate,
     ratio_interval,
 )
-from fidelab.results.measurement import Coordinates, Definition, Measurement, Metric
+from fidelab.results.measurement import Cell, Coordinates, Definition, Measurement, Metric
 from fidelab.results.plots import Plot, TextPair, Texts
 
 if TYPE_CHECKING:
@@ -109,9 +109,9 @@ class AxisScore:
     maps it to the score, 0…100 (``None``: the axis has no score); ``scale`` converts the paired difference to the unit
     of :attr:`Axis.excess`.  ``bound``: items are lower bounds, which have no upper end and no difference.
 
-    ``metrics``, ``plots`` and ``facts`` go into the report.  A metric is computed once, when the axis scores; the
-    verdict and the composite read it from here.  ``n_items``, ``n_failed``: set where they differ from the number of
-    items and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
+    ``metrics``, ``cells``, ``plots`` and ``facts`` go into the report.  A metric is computed once, when the axis
+    scores; the verdict and the composite read it from here.  ``n_items``, ``n_failed``: set where they differ from the
+    number of items and of unusable items.  ``positions``: columns of ``positions.parquet`` (axis kld).
 
     ``parts``: the scores of all parts, where the metrics and items are those of the part named ``part``.
 
@@ -135,6 +135,7 @@ class AxisScore:
     scale: float = 1.0
     bound: bool = False
     metrics: tuple[Metric, ...] = ()
+    cells: tuple[Cell, ...] = ()
     plots: tuple[Plot, ...] = ()
     facts: Mapping[str, object] = field(default_factory=dict)
     n_items: int | None = None
@@ -227,6 +228,7 @@ class AxisScore:
             reason=reason,
             title=title,
             metrics=tuple(map(_estimated, (*self.metrics, *more))),
+            cells=self.cells,
             plots=self.plots,
             n_items=len(self.num) if self.n_items is None and asked else self.n_items,
             n_failed=int((~self.usable).sum()) if self.n_failed is None and asked else self.n_failed,

@@ -103,22 +103,25 @@ def reported(capture: Capture, item: int, start: int, stop: int) -> tuple[NDArra
     return ids, capture.floats(item, "topk_logprobs", start, stop).astype(np.float64)
 
 
-def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64]) -> RowComparison:
-    """All rows of one item; ``targets`` [n]: the actual next tokens.  All fail if a side does not have n rows."""
+def compare_item(pair: Pair, r: int, t: int, targets: NDArray[np.int64], skip: int = 0) -> RowComparison:
+    """All rows of one item; ``targets`` [n]: the actual next tokens.  All fail if a side does not have n rows.
+
+    ``skip``: so many rows the reference side has before these, which are left out.
+    """
     import torch
 
     n = len(targets)
-    if n == 0 or item_rows(pair.ref, r) != n or item_rows(pair.test, t) != n:
+    if n == 0 or item_rows(pair.ref, r) != n + skip or item_rows(pair.test, t) != n:
         nothing = torch.full((max(n, 1), 2), float("nan"))
         return compare_rows(nothing, nothing, torch.full((max(n, 1),), -1))
-    sides = ((pair.ref, r), (pair.test, t))
+    sides = ((pair.ref, r, skip), (pair.test, t, 0))
     if estimator_of(pair) is Estimator.TOPK:
-        ref, test = (reported(capture, item, 0, n) for capture, item in sides)
+        ref, test = (reported(capture, item, before, before + n) for capture, item, before in sides)
         return compare_topk(ref, test, targets)
     parts = []
     for start in range(0, n, CHUNK):
         stop = min(start + CHUNK, n)
-        p, q = (logits(capture, item, start, stop) for capture, item in sides)
+        p, q = (logits(capture, item, before + start, before + stop) for capture, item, before in sides)
         parts.append(compare_rows(p, q, targets[start:stop]))
     return RowComparison.concat(parts)
 

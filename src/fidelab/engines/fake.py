@@ -16,10 +16,12 @@ Engine options: ``family`` (two-level, geometric), ``vocab`` (at least 256: the 
 last id is impossible in every arm), ``estimator`` (hidden, logprobs), ``margin`` (nats between the generated token and
 the next best one, which is what a fork takes), ``answers`` (a JSON file of ``[text, answer]`` pairs: a prompt is
 answered by the first pair whose text it contains, and the answer ends with id 0), ``noise`` (the one thing that is not
-deterministic: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill
-and Forced, from the operating system's randomness, so new in each process; generated text and its rows keep still).
+deterministic: independent Gaussian noise with this standard deviation in nats on every logit of the rows of Prefill,
+Served and Forced, from the operating system's randomness, so new in each process; generated text keeps still).
 ``bend`` (``x`` or ``LABEL:x``: family two-level gives its first half log-odds that are x nats higher, in all arms or in
 those of one KV label: a fault of the path, alone or together with a format).
+``parts`` (``WAY:n`` or ``LABEL:WAY:n``: from position n on that way of serving gives another distribution, in all arms
+or in those of one KV label) and ``lacks`` (a way whose counts prove nothing).
 Times are computed, not measured: 1,024 tok/s of prefill, 64 tok/s of decode per sequence, whatever the batch.
 
 Families over V tokens (parameters of the reference in brackets):
@@ -38,12 +40,12 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed
+from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence
 from fidelab.engines.timing import groups
@@ -100,6 +102,8 @@ _OPTIONS: _Checks = {
     "noise": _positive,
     "answers": lambda text: Path(text).is_file(),
     "bend": lambda text: math.isfinite(float(text.rpartition(":")[2])),
+    "parts": lambda text: text.split(":")[-2] in WAYS and int(text.rpartition(":")[2]) >= 0,
+    "lacks": _one_of(*WAYS),
 }
 _PREFILL, _DECODE = 2.0**-10, 2.0**-6  # seconds per token
 _MARGIN = math.log(4.0)  # nats: half the mass on the generated token, an eighth on the next one
@@ -113,6 +117,8 @@ class FakeEngine(Engine):
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.fake",)
     start_seconds: ClassVar[float] = 0.5
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
+    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -159,6 +165,9 @@ class FakeEngine(Engine):
         self._margin = float(options.get("margin", _MARGIN))
         self._noise = float(options.get("noise", "0"))
         self._bend = float(_for(options.get("bend", "0"), arm) or 0)
+        way, _, place = (_for_way(options.get("parts", ""), arm) or "").rpartition(":")
+        self._parts = (way, int(place or 0))
+        self._lacks = options.get("lacks", "")
         self._random = np.random.default_rng(int.from_bytes(os.urandom(16)))
         self._answers: list[tuple[str, str]] = []
         if "answers" in options:
@@ -170,14 +179,19 @@ class FakeEngine(Engine):
         return list(text.encode())
 
     def answer(self, request: Request, sink: Sink) -> Answer:
-        if isinstance(request, Prefill | Forced):
+        facts = {}
+        if isinstance(request, Prefill | Forced | Served):
             logits = self._logits()
+            if isinstance(request, Served):
+                facts = self._counts(request)
             for item, tokens in enumerate(request.items()):
                 self._misbehave(item)
-                n = request.n_rows if isinstance(request, Prefill) else len(request.continuations[item])
+                n = len(request.continuations[item]) if isinstance(request, Forced) else request.n_rows
                 rows = self._noisy(np.broadcast_to(logits, (n, len(logits))))
                 if self._kv == "nan-row" and item == int(self._knobs.get("item", 0)):
                     rows[int(self._knobs.get("row", 0)) % n] = np.nan
+                if isinstance(request, Served) and request.way == self._parts[0]:
+                    rows[max(0, self._parts[1] - request.first) :] = logits[::-1]
                 sink.add(item, self._stored(rows))
                 sink.progress(len(tokens))
         elif isinstance(request, Generate):
@@ -195,8 +209,13 @@ class FakeEngine(Engine):
                 sink.progress(n_read + request.n * len(group), decoded=request.n * len(group))
         with_rows = request.rows if isinstance(request, Generate) else not isinstance(request, Timed)
         if self._estimator is Estimator.HIDDEN and with_rows:
-            return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)})
-        return Answer(self._estimator)
+            return Answer(Estimator.HIDDEN, head={"weight": np.eye(self._width, dtype=np.float32)}, facts=facts)
+        return Answer(self._estimator, facts=facts)
+
+    def _counts(self, request: Served) -> dict[str, Any]:
+        if request.way == self._lacks:
+            return {"not_engaged": f"the fake engine counts no {request.way}, as it was asked to"}
+        return {"engaged": {"windows": len(request.windows)}}
 
     def ran(self) -> RuntimeInfo:
         engaged = self._kv != "silent"  # a format that was accepted and ignored
@@ -314,6 +333,12 @@ def _first(value: str | None, arm: Arm) -> int | None:
     """``n`` (any arm) or ``label:n`` (only the arm with this KV label): the item at which to misbehave."""
     number = None if value is None else _for(value, arm)
     return None if number is None else int(number)
+
+
+def _for_way(value: str, arm: Arm) -> str | None:
+    """The ``WAY:n`` behind ``LABEL:`` where that is this arm's KV label or is absent; else ``None``."""
+    words = value.split(":")
+    return ":".join(words[-2:]) if ":".join(words[:-2]) in ("", arm.kv.label) else None
 
 
 def _for(value: str, arm: Arm) -> str | None:

@@ -35,6 +35,7 @@ __all__ = [
     "kl_by_confidence",
     "kl_by_position",
     "kld_score",
+    "parting",
     "summarise_flips",
     "summarise_kl",
     "topk_lower_bound",
@@ -463,6 +464,22 @@ def kl_by_position(positions: NDArray[Any], kl: Floats, n_bins: int = 32) -> Bin
     if not len(positions):
         return BinnedMeans((), (), ())
     return _binned(np.linspace(positions.min(), positions.max() + 1, n_bins + 1), positions, kl)
+
+
+def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
+    """The first row from which on KL (nats, ``[windows, rows]``, NaN where it failed) is above ``allowed``; or None.
+
+    It is above in at least half of the windows there, and so are at least half of the rows of all windows in the
+    ``span`` rows that begin with it (in all rows where there are fewer).  So no single row makes it, nor does noise of
+    which less than half lies above.  See docs/metrics.md#paths.
+    """
+    share = (~(kl <= allowed)).mean(axis=0)
+    span = min(span, len(share))
+    if not span:
+        return None
+    means = np.convolve(share, np.ones(span) / span, mode="valid")
+    found = np.flatnonzero((share[: len(means)] >= 0.5) & (means >= 0.5 - 1e-9))
+    return int(found[0]) if len(found) else None
 
 
 def kl_by_confidence(confidence: Floats, kl: Floats, n_bins: int = 10) -> BinnedMeans:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fidelab.report.cells import STATUS, Estimate, estimate_of, kld_of, kv_of, ratio_of, scored, text_of
 from fidelab.report.sections import ReportArm
 from fidelab.report.tables import SPEEDS, TextTable, counts
-from fidelab.results.measurement import Measurement, Metric, label
+from fidelab.results.measurement import Coordinates, Measurement, Metric, label
 from fidelab.results.numbers import ABSENT, MIB, counted, format_figure, format_kld, format_span, heading, one_line
 from fidelab.results.record import ArmRecord, Attribution, AttributionPart, Contrast, Report
 
@@ -21,9 +21,11 @@ __all__ = [
     "joined",
     "others_in_words",
     "others_of",
+    "partings_of",
     "performance_of",
     "titled",
     "truth_line",
+    "ways_of",
 ]
 
 KLD = "kld"
@@ -46,7 +48,7 @@ class Performance:
 
 def contexts_of(report: Report) -> TextTable | None:
     """Arm × contexts: mean KL (nats) at each; ``None`` where nothing was measured at several."""
-    arms = [*report.candidates, *([report.control] if report.control else [])]
+    arms = _compared(report)
     klds = {arm.name: arm.axes[KLD] for arm in arms if KLD in arm.axes}
     means = [metric for axis in klds.values() for metric in axis.metrics if metric.name == "mean"]
     sizes = sorted({n for metric in means if isinstance(n := metric.cell.get("context"), int)})
@@ -63,6 +65,55 @@ def contexts_of(report: Report) -> TextTable | None:
     return TextTable("contexts", title, ("arm", *heads), tuple(rows))
 
 
+def ways_of(report: Report) -> TextTable | None:
+    """Way × arm: mean KL from the arm's own cold prefill, and the position from which on it parts; ``None`` without."""
+    found = [(one_line(arm.name), axis) for arm in _compared(report) for axis in arm.axes.values() if _ways(axis)]
+    if not found:
+        return None
+    ways = list({label(at): at for _, axis in found for at in _ways(axis)}.values())
+    twins = [next((m for _, axis in found if (m := axis.metric(_TWIN, at)) is not None), None) for at in ways]
+    columns = {f"reference {one_line(report.reference.name)}": [str(estimate_of(twin).value) for twin in twins]}
+    columns |= {name: [_at_way(axis, at) for at in ways] for name, axis in found}
+    rows = tuple((one_line(str(at["way"])), *cells) for at, *cells in zip(ways, *columns.values(), strict=True))
+    title = "KL between each way of serving and a cold prefill of the same arm (nats), and where it parts"
+    return TextTable("ways", title, ("way", *columns), rows)
+
+
+def partings_of(report: Report) -> tuple[str, ...]:
+    """A sentence per way that parts: ``decoding parts from prefill at position 97, fp8_e4m3 only``."""
+    owners: dict[tuple[str, str], list[str]] = {}
+    for arm in _compared(report):
+        flags = [flag for axis in arm.axes.values() for cell in axis.cells for flag in cell.flags]
+        for flag in flags:
+            owners.setdefault((flag.kind, one_line(flag.text)), []).append(one_line(arm.name))
+    return tuple(
+        f"{text}, {joined(names)} only" if kind == "parts" else text
+        for (kind, text), names in owners.items()
+        if kind in ("parts", "reference")
+    )
+
+
+_TWIN = "reference's"
+
+
+def _compared(report: Report) -> list[ArmRecord]:
+    return [*report.candidates, *([report.control] if report.control else [])]
+
+
+def _ways(axis: Measurement) -> list[Coordinates]:
+    return [cell.at for cell in axis.cells if "way" in cell.at]
+
+
+def _at_way(axis: Measurement, at: Coordinates) -> str:
+    """``0.0064 from 97``, or why there is no figure."""
+    cell = axis.cell(at)
+    if cell is None or not cell.measured:
+        return ABSENT if cell is None else STATUS[cell.status]
+    start = axis.metric("parts at", at)
+    from_ = "" if start is None or start.value is None else f" from {start.value:,.0f}"
+    return f"{estimate_of(axis.metric('KL from cold', at)).value}{from_}"
+
+
 def _text_at(kld: Measurement, n_ctx: int) -> str:
     """``8 windows, 6 documents`` of one context; empty where the record does not say."""
     contexts = kld.facts.get("contexts")
@@ -77,7 +128,7 @@ def others_of(report: Report) -> TextTable | None:
     An axis says in words what happened, its headline metric stands behind that in parentheses.  ``None`` without such
     axes.  The last column is the composite, where all its axes were measured or its bands were requested.
     """
-    arms = [*report.candidates, *([report.control] if report.control else [])]
+    arms = _compared(report)
     columns: dict[str, list[str]] = {}
     for name in dict.fromkeys(name for arm in arms for name in arm.axes if name != KLD):
         axes = [arm.axes.get(name) for arm in arms]

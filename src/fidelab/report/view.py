@@ -39,12 +39,14 @@ from fidelab.report.summary import (
     joined,
     others_in_words,
     others_of,
+    partings_of,
     performance_of,
     titled,
     truth_line,
+    ways_of,
 )
 from fidelab.report.tables import TextTable, ran_of, timing_of
-from fidelab.results.measurement import Measurement
+from fidelab.results.measurement import Measurement, label
 from fidelab.results.numbers import ABSENT, MIB, format_amount, format_bytes, one_line
 from fidelab.results.record import NO_REFERENCE, ArmRecord, Comparison, Report
 
@@ -180,7 +182,7 @@ class View:
     reference: FrontierPoint | None
     performance: Performance | None
     headlines: tuple[str, ...]
-    """What the benches found, a sentence each."""
+    """What the benches found, and which ways of serving part, a sentence each."""
     sections: tuple[Section, ...]
     fidelity: bool
     """Something was compared with the reference, or nothing else was measured."""
@@ -246,7 +248,7 @@ def build_view(report: Report) -> View:
         weights=_weights([arm for _, arm in arms]),
         ranking=_ranking(report.comparisons),
         tables=_present(ran_of(arm for _, arm in arms), timing_of(arm for _, arm in arms), attribution_of(report)),
-        beside=_present(contexts_of(report), others_of(report)),
+        beside=_present(contexts_of(report), others_of(report), ways_of(report)),
         ablation=ablation_of(report),
         truth=truth_line(report),
         points=(
@@ -262,7 +264,7 @@ def build_view(report: Report) -> View:
         if size is None
         else FrontierPoint(one_line(report.reference.name), size, 0.0, None, "reference"),
         performance=performance,
-        headlines=bench_headlines(arms_of(report)),
+        headlines=(*bench_headlines(arms_of(report)), *partings_of(report)),
         sections=tuple(section for section in sections_of(report) if section.found),
         fidelity=fidelity,
     )
@@ -435,6 +437,9 @@ def _failures(role: str, arm: ArmRecord, fidelity: bool) -> list[str]:
         elif axis.n_failed:
             total = f" of {axis.n_items:,}" if axis.n_items is not None else ""
             lines.append(f"{axis.n_failed:,}{total} items failed ({one_line(name)})")
+        lines += [
+            f"{one_line(name)}, {label(cell.at)}: {status_line(cell)}" for cell in axis.cells if not cell.measured
+        ]
     return lines
 
 

@@ -20,7 +20,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, Tokens
+from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head, device_name
 from fidelab.engines.hf import kernels as hf_kernels
@@ -63,7 +63,8 @@ class HFEngine(Engine):
     preload: ClassVar[tuple[str, ...]] = ("fidelab.engines.hf.model", "transformers.models.auto.modeling_auto")
     has_jitter: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 5.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
+    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -146,6 +147,10 @@ class HFEngine(Engine):
                 from fidelab.engines.hf.layers import answer_layerwise
 
                 facts = answer_layerwise(self._model, request, sink)
+            case Served():
+                from fidelab.engines.hf.ways import answer_served
+
+                facts = answer_served(self._model, request, sink)
         estimator = Estimator.HIDDEN if self._model.hidden else Estimator.LOGPROBS
         return answer_with_head(request, estimator, facts, began, self._model.head)
 

@@ -62,6 +62,11 @@ class EncodedStore:
             start = self.tokens - tokens
             self.parts = tuple(_owned(part[:, :, start:]) for part in self.parts)
 
+    def keep_first(self, tokens: int) -> None:
+        """Drop all but the first ``tokens`` positions (a prefix that is used again); the fitted scale stays."""
+        if self.parts is not None:
+            self.parts = tuple(_owned(part[:, :, :tokens]) for part in self.parts)
+
     def select(self, indices: Tensor) -> None:
         """Keep or reorder sequences of the batch."""
         if self.parts is not None:
@@ -217,6 +222,19 @@ class EncodedCache(DynamicCache):
         copy = deepcopy(self)
         copy.batch_select_indices(torch.zeros(sequences, dtype=torch.long))
         return copy
+
+    def keep_first(self, tokens: int) -> None:
+        """Cut the cache back to its first ``tokens`` positions, after which other tokens may follow.
+
+        Raises:
+            NotSupportedError: a layer keeps no earlier state: one with a recurrent state or a sliding window.
+        """
+        if self.has_recurrent_layers or self.has_sliding_layers:
+            raise NotSupportedError("a recurrent state or a sliding window cannot be cut back to a prefix")
+        for store in self._stores():
+            store.keep_first(tokens)
+        for layer in self._plain():
+            layer.crop(tokens)
 
     @property
     def has_sliding_layers(self) -> bool:

@@ -31,7 +31,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
+from fidelab.captures.requests import WAYS, Forced, Generate, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.llamacpp.library import (
@@ -80,6 +80,8 @@ class LlamaCppEngine(Engine):
     native_kv: ClassVar[str] = "f16"  # llama.cpp's own default
     start_seconds: ClassVar[float] = 3.0
     estimator: ClassVar[Estimator] = Estimator.LOGPROBS
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
+    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -167,6 +169,8 @@ class LlamaCppEngine(Engine):
                 facts = self._forced(request, sink)
             case Timed():
                 facts = self._timed(request, sink)
+            case Served():
+                facts = self._served(request, sink)
         return answer_with_head(request, Estimator.LOGPROBS, facts, began, head=None)
 
     def ran(self) -> RuntimeInfo:
@@ -322,6 +326,22 @@ class LlamaCppEngine(Engine):
 
             return time_prompts(request, sink, decode)
 
+    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        """Windows in one of the ways in which llama.cpp's server computes them, by the same calls of its library."""
+        sequences = 1 + len(request.others) if request.way == "batch" else 1
+        if sequences > _MOST_SEQUENCES:
+            raise NotSupportedError(f"llama.cpp answers at most {_MOST_SEQUENCES} prompts together")
+        other = len(request.others[0]) if request.others else 0
+        with self._context(max(map(len, (*request.windows, *request.others))) + other, sequences) as context:
+            self._seen = context.seen
+            serving = _Serving(context, request)
+            for index, window in enumerate(request.windows):
+                rows = serving.answer(window)
+                sink.add(index, {"logprobs": np.concatenate(list(map(_logprobs, rows)))})
+                sink.progress(sum(tokens for tokens, _ in context.calls), decoded=0)
+                context.calls.clear()
+        return {"tokens": request.n_tokens, **serving.proof()}
+
     def _greedy(
         self, request: Generate, batch: Sequence[int], context: LlamaContext, sink: Sink
     ) -> Iterator[tuple[list[int], list[NDArray[np.float16]], str | None]]:
@@ -351,6 +371,82 @@ class LlamaCppEngine(Engine):
             pending = dict(zip(tokens, context.step(tokens), strict=True))
             sink.progress(len(tokens), decoded=len(tokens))
         yield from zip(generated, rows, failed, strict=True)
+
+
+class _Serving:
+    """Answers windows in the way of a request.
+
+    ``steps``: (tokens in the sequence before, tokens, sequences) of each call that gave rows.
+    """
+
+    def __init__(self, context: LlamaContext, request: Served) -> None:
+        self._context, self._request = context, request
+        self.steps: list[tuple[int, int, int]] = []
+
+    def answer(self, window: Tokens) -> list[Floats]:
+        """Logits [≤ 64, V] of the rows that are asked for, in order."""
+        request, size, context = self._request, self._request.size, self._context
+        context.clear()
+        match request.way:
+            case "chunked":
+                return self._rows(window, piece=size)
+            case "decode":
+                read = self._rows(window[:size])
+                return read + self._rows(window, size, piece=1)
+            case "prefix" | "prefix-partial":
+                return self._after(window, window)
+            case "prefix-other":
+                return self._after(window, (*window[:size], *request.others[0]))
+            case "prefix-generated":
+                _last(context, window[: size // 2])
+                for token in window[size // 2 : size]:
+                    context.step({0: token})
+                return self._after(window, ())
+            case "batch":
+                before = len(context.calls)
+                rows = list(context.mixed((window, *request.others), range(request.first, request.last + 1)))
+                self.steps += [(0, *call) for call in context.calls[before:]]
+                return rows
+            case "evicted":
+                for tokens in (window, *request.others):
+                    context.keep_first(0)
+                    _last(context, tokens)
+                context.keep_first(0)
+        return self._rows(window)
+
+    def proof(self) -> dict[str, Any]:
+        """``engaged`` with counts, or ``not_engaged``: why."""
+        way, size = self._request.way, self._request.size
+        before, tokens, sequences = zip(*self.steps, strict=True)
+        counts = {"calls": len(self.steps), "largest call": max(tokens)}
+        if way.startswith("prefix"):
+            if {*before} != {size}:
+                return {"not_engaged": f"llama.cpp kept {min(before)} tokens, not the {size} of the prefix"}
+            counts["hit tokens"] = sum(before)
+        elif way == "batch":
+            counts["sequences"] = max(sequences)
+        elif way in ("chunked", "decode") and not any(before):
+            return {"not_engaged": f"{max(tokens)} tokens are one call of {size}"}
+        return {"engaged": counts}
+
+    def _after(self, window: Tokens, read: Tokens) -> list[Floats]:
+        """The rows behind a prefix that stays of what was read, or is in the sequence already."""
+        if read:
+            _last(self._context, read)
+        kept = self._context.keep_first(self._request.size)
+        if kept != self._request.size:
+            raise NotSupportedError("llama.cpp cannot cut this model's memory back to a prefix")
+        return self._rows(window, kept)
+
+    def _rows(self, window: Tokens, start: int = 0, piece: int | None = None) -> list[Floats]:
+        """The window's tokens from ``start`` on, of which those before are in the sequence."""
+        before, at = len(self._context.calls), start
+        rows = range(self._request.first - start, self._request.last + 1 - start)
+        found = list(self._context.feed(window[start:], rows, piece=piece))
+        for tokens, sequences in self._context.calls[before:]:
+            self.steps.append((at, tokens, sequences))
+            at += tokens
+        return found
 
 
 def _flash(arm: Arm) -> bool:

@@ -248,6 +248,7 @@ class LlamaContext:
         self._chunk = int(native.llama_n_batch(self._context))
         self._batch = native.llama_batch_init(max(self._chunk, sequences), 0, 1)
         self._ends = [0] * sequences
+        self.calls: list[tuple[int, int]] = []  # of ``llama_decode``: tokens and sequences in each
 
     def __enter__(self) -> LlamaContext:
         return self
@@ -261,10 +262,25 @@ class LlamaContext:
         self._native.llama_memory_clear(self._native.llama_get_memory(self._context), True)
         self._ends = [0] * len(self._ends)
 
-    def feed(self, tokens: Sequence[int], rows: range, sequence: int = 0) -> Iterator[Floats]:
-        """Append tokens to a sequence; yields the logits [≤ 64, V] of the tokens ``rows``, in order."""
-        for start in range(0, len(tokens), self._chunk):
-            part = tokens[start : start + self._chunk]
+    def keep_first(self, tokens: int, sequence: int = 0) -> int:
+        """Drop the cells of a sequence behind its first ``tokens``, as a server does that goes on from a prefix.
+
+        Returns how many tokens llama.cpp says are left: none where its memory cannot be cut there.
+        """
+        memory = self._native.llama_get_memory(self._context)
+        if not self._native.llama_memory_seq_rm(memory, sequence, tokens, -1):
+            return 0
+        self._ends[sequence] = int(self._native.llama_memory_seq_pos_max(memory, sequence)) + 1
+        return self._ends[sequence]
+
+    def feed(self, tokens: Sequence[int], rows: range, sequence: int = 0, piece: int | None = None) -> Iterator[Floats]:
+        """Append tokens to a sequence; yields the logits [≤ 64, V] of the tokens ``rows``, in order.
+
+        ``piece``: so many tokens in a call, where that is less than a call takes.
+        """
+        most = min(piece or self._chunk, self._chunk)
+        for start in range(0, len(tokens), most):
+            part = tokens[start : start + most]
             wanted = [start + i in rows for i in range(len(part))]
             yield from self._decode(part, [sequence] * len(part), wanted)
 
@@ -278,6 +294,17 @@ class LlamaContext:
             ends = [i == len(prompts[sequence]) - 1 for sequence, i in part]
             blocks += self._decode(tokens, [sequence for sequence, _ in part], ends)
         return np.concatenate(blocks)
+
+    def mixed(self, prompts: Sequence[Sequence[int]], rows: range) -> Iterator[Floats]:
+        """Append a prompt to each of the first sequences, a token of each in turn, so that they share every call.
+
+        Yields the logits [≤ 64, V] of the tokens ``rows`` of the first prompt, in order.
+        """
+        places = sorted((i, sequence) for sequence, prompt in enumerate(prompts) for i in range(len(prompt)))
+        for start in range(0, len(places), self._chunk):
+            part = places[start : start + self._chunk]
+            wanted = [sequence == 0 and i in rows for i, sequence in part]
+            yield from self._decode([prompts[s][i] for i, s in part], [s for _, s in part], wanted)
 
     def step(self, tokens: Mapping[int, int]) -> Floats:
         """Append one token to each sequence of ``tokens`` (sequence → id); their logits [n, V] in that order."""
@@ -301,6 +328,7 @@ class LlamaContext:
             batch.token[i], batch.pos[i], batch.logits[i] = token, self._ends[sequence], wanted[i]
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             self._ends[sequence] += 1
+        self.calls.append((len(tokens), len({*sequences})))
         self._log.section()
         code = self._native.llama_decode(self._context, batch)
         if code:

@@ -1,0 +1,388 @@
+"""Paths: does an arm give the same distributions in every way in which a server computes them?
+
+See docs/metrics.md#paths.
+
+A part per way.  Each way is compared with the cold prefill of the same arm, and the figure stands beside that of the
+reference, whose ways are compared with its own cold prefill.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from statistics import median, median_low
+from typing import Any, ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field, field_validator
+
+from fidelab.axes.base import OVER_CONTROL, Axis, AxisInputs, AxisScore, AxisSettings, part_name
+from fidelab.axes.rows import compare_item
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture
+from fidelab.captures.requests import WAYS, Request, Served, Tokens
+from fidelab.core import Estimator, Status
+from fidelab.errors import CaptureError, InputError
+from fidelab.metrics.divergence import parting
+from fidelab.metrics.intervals import RatioItems, ratio_interval
+from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Metric
+from fidelab.results.numbers import counted
+from fidelab.results.plots import Curve
+
+__all__ = ["Paths"]
+
+_COLD = "cold"
+_BATCH = "batch"
+_BLOCK = 128  # tokens: a multiple of the blocks of all engines
+_BEYOND = 9  # tokens of a hit behind its last whole block
+_CHUNK = 64
+_READ = 16  # tokens that are read at once before the others are decoded
+_SHORTEST, _LONGEST = 8, 104  # tokens of other requests
+
+_LEAST = 1e-4  # nats: what no way is blamed for
+_LEAST_ALONE = 1e-2  # nats: the same where there is no twin to compare with
+_MARGIN = 4.0  # times the figure of the twin, or of the arm's other ways
+_TAIL = 0.9  # quantile of a figure over positions
+
+_WORDS = {
+    "chunked": "chunked prefill parts from a cold one",
+    "decode": "decoding parts from prefill",
+    "prefix": "prefill after a prefix hit parts from a cold one",
+    "prefix-partial": "prefill after a hit within a block parts from a cold one",
+    "prefix-other": "prefill after another request's prefix parts from a cold one",
+    "prefix-generated": "prefill after a hit on generated tokens parts from a cold one",
+    "batch": "prefill in a batch parts from prefill alone",
+    "evicted": "prefill after eviction parts from a cold one",
+}
+
+_MEAN = Definition("mean KL", "nats", "lower", "Mean KL from the arm's own cold prefill, over all ways and positions.")
+_KL = Definition("KL from cold", "nats", "lower", "Mean KL per position from the arm's own cold prefill.")
+_TWIN = Definition("reference's", "nats", None, "The same of the reference, from its own cold prefill.")
+_ADDED = Definition("added", "nats", "lower", "What this arm has more than the reference, paired by position.")
+_AT = Definition("parts at", "tokens", None, "First position from which on the way has other distributions.")
+_PARTED = Definition("ways that part", "count", "lower", "Ways that part and do not so in the reference.", exact=True)
+
+Floats = NDArray[np.float64]
+
+
+class PathsSettings(AxisSettings):
+    """Windows and ways; part of the comparability key."""
+
+    windows: int = Field(default=4, ge=1, description="windows, each answered in every way")
+    n_ctx: int = Field(default=256, ge=32, description="tokens per window")
+    ways: tuple[str, ...] = Field(
+        default=tuple(way for way in WAYS if way != _COLD), min_length=1, description="ways besides the cold prefill"
+    )
+    others: tuple[int, ...] = Field(
+        default=(1, 7, 31), min_length=1, description="other requests in a batch, a part per number"
+    )
+
+    @field_validator("ways", "others", mode="before")
+    @classmethod
+    def _listed(cls, asked: Any) -> Any:
+        """``decode,prefix`` and ``7`` are what flags say."""
+        if isinstance(asked, str):
+            return tuple(asked.split(","))
+        return (asked,) if isinstance(asked, int) else asked
+
+    @field_validator("ways")
+    @classmethod
+    def _known(cls, ways: tuple[str, ...]) -> tuple[str, ...]:
+        if unknown := [way for way in ways if way not in WAYS]:
+            raise ValueError(f"there is no way {unknown[0]!r}; there are {', '.join(WAYS)}")
+        return tuple(way for way in WAYS if way in ways and way != _COLD)
+
+    @field_validator("others")
+    @classmethod
+    def _positive(cls, others: tuple[int, ...]) -> tuple[int, ...]:
+        if min(others) < 1 or max(others) > 255:
+            raise ValueError("a batch has 1 to 255 other requests")
+        return tuple(sorted({*others}))
+
+
+class Paths(Axis):
+    """KL(cold prefill ‖ way), nats, of one arm, at every position of a few windows.  See docs/metrics.md#paths."""
+
+    name: ClassVar[str] = "paths"
+    title: ClassVar[str] = "Paths: does every way of serving give the same distributions?"
+    Settings: ClassVar[type[AxisSettings]] = PathsSettings
+    excess: ClassVar[Definition] = replace(OVER_CONTROL, unit="nats", better="lower")
+    quick: ClassVar[Mapping[str, Any]] = {"windows": 2, "others": (7,)}
+    settings: PathsSettings
+
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self._own: dict[tuple[Path, Path], Floats] = {}  # (cold, way) → KL [windows, rows] of the reference
+
+    def requests(self, inputs: AxisInputs) -> Mapping[str, Request]:
+        from fidelab.inputs.corpus import make_windows
+
+        s = self.settings
+        cut = make_windows(inputs.tokenizer, inputs.text, s.n_ctx, s.windows, "full")
+        tails = _others(inputs, max(s.others))
+        asked: dict[str, Request] = {}
+        for part, way, size, first, n_others in self._plan():
+            asked[part] = Served(
+                axis=part_name(self.name, part),
+                windows=cut.windows,
+                first=first,
+                last=s.n_ctx - 2,
+                way=way,
+                size=size,
+                others=tails[:n_others],
+                settings=(
+                    ("bos", inputs.tokenizer.bos_id),
+                    ("n_ctx", s.n_ctx),
+                    ("others", n_others),
+                    ("size", size),
+                    ("way", way),
+                ),
+            )
+        return asked
+
+    def _plan(self) -> Iterator[tuple[str, str, int, int, int]]:
+        """(part, way, size, first row, other requests); the cold prefill first."""
+        n_ctx = self.settings.n_ctx
+        block = _BLOCK if n_ctx >= 2 * _BLOCK else n_ctx // 32 * 16  # half of a short window
+        partial = block + _BEYOND if block + _BEYOND < n_ctx - 2 else block - _BEYOND
+        yield _COLD, _COLD, 0, 0, 0
+        for way in self.settings.ways:
+            match way:
+                case "chunked":
+                    yield way, way, min(_CHUNK, n_ctx // 4), 0, 0
+                case "decode":
+                    yield way, way, _READ, _READ, 0
+                case "prefix-partial":
+                    yield way, way, partial, partial, 0
+                case "batch":
+                    yield from ((f"{way}-{n}", way, 0, 0, n) for n in self.settings.others)
+                case "evicted" | "prefix-other":
+                    hit = 0 if way == "evicted" else block
+                    yield way, way, hit, hit, 1 if way == "prefix-other" else max(self.settings.others)
+                case _:
+                    yield way, way, block, block, 0
+
+    def repeated(self, request: Request, share: float) -> Request | None:
+        return None  # the cold prefill is what every way is compared with
+
+    def score_parts(self, pairs: Mapping[str, Pair], seed: int) -> AxisScore:
+        if _COLD not in pairs:
+            raise CaptureError("there is no cold prefill to compare with; capture again")
+        ref, test = ({part: side(pair) for part, pair in pairs.items()} for side in (_ref, _test))
+        unproven = {part: _unproven(capture) for part, capture in test.items() if part != _COLD}
+        proven = [part for part, why in unproven.items() if why is None]
+        own = {part: _kl(test[_COLD], test[part]) for part in proven}
+        twins = {}
+        if _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is no twin: its kernels are others
+            twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
+        theirs = _parts_at(twins, {}, 0.0)
+        sound = {part: kl for part, kl in twins.items() if part not in theirs}
+        ends = _parts_at(own, sound, _tail(_kl(ref[_COLD], test[_COLD])))
+        first = {part: _request(test[part]).first for part in proven}
+        rows = np.concatenate([*(kl.ravel() for kl in own.values()), np.empty(0)])
+        windows = np.concatenate([*(_windows(kl) for kl in own.values()), np.empty(0, dtype=np.int64)])
+        added = {part: at for part, at in ends.items() if part not in theirs}
+        bound = test[_COLD].estimator is Estimator.TOPK
+        score = AxisScore(
+            num=rows,
+            den=np.ones(len(rows)),
+            clusters=windows,
+            usable=np.isfinite(rows),
+            transform=None,
+            bounds=(0.0, math.inf),
+            identical=False,
+            bound=bound,
+            cluster="window",
+            cells=tuple(
+                _cell(part, why, test[part], first.get(part, 0), ends.get(part), theirs.get(part))
+                for part, why in unproven.items()
+            ),
+            summary=_summary(added, first, len(own)),
+            reference_summary=_summary(theirs, first, len(twins)) if twins else "",
+            downgrades=tuple(_sentence(part, first[part] + at) for part, at in added.items()),
+            not_measurable="" if own else "; ".join(dict.fromkeys(map(str, unproven.values()))),
+            facts=dict(test[_COLD].manifest["settings"]),
+        )
+        if not own:
+            return score
+        mean = _MEAN(score.mean(), score.mean_interval(seed), bound=bound, headline=True)
+        by_way = (m for part in own for m in _metrics(part, own[part], twins.get(part), ends.get(part), first, seed))
+        return replace(
+            score,
+            metrics=(mean, _PARTED(len(added)), *(m.model_copy(update={"bound": bound}) for m in by_way)),
+            plots=tuple(_curve(part, kl, first[part]) for part, kl in own.items()),
+        )
+
+    def _reference(self, ref: Mapping[str, Capture], part: str) -> Floats:
+        """The reference's KL of one way, computed for the first arm."""
+        key = ref[_COLD].folder, ref[part].folder
+        if key not in self._own:
+            self._own[key] = _kl(ref[_COLD], ref[part])
+        return self._own[key]
+
+
+def _ref(pair: Pair) -> Capture:
+    return pair.ref
+
+
+def _test(pair: Pair) -> Capture:
+    return pair.test
+
+
+def _engine(capture: Capture) -> str:
+    return str(capture.manifest["asked"]["engine"])
+
+
+def _others(inputs: AxisInputs, n: int) -> tuple[Tokens, ...]:
+    """Prompts of other requests, each of another length, from the end of the text."""
+    ids = inputs.tokenizer.encode(inputs.text.content)
+    lengths = [_SHORTEST + 37 * i % (_LONGEST - _SHORTEST + 1) for i in range(n)]
+    if sum(lengths) > len(ids):
+        raise InputError(
+            f"paths: {n} other requests need {sum(lengths)} tokens, but text {inputs.text.name} has {len(ids)}: "
+            "fewer axes.paths.others or a longer text"
+        )
+    tails, end = [], len(ids)
+    for length in lengths:
+        tails.append(tuple(ids[end - length : end]))
+        end -= length
+    return tuple(tails)
+
+
+def _request(capture: Capture) -> Served:
+    if not isinstance(capture.request, Served):
+        raise CaptureError(f"capture {capture.folder} holds no rows of a way of serving")
+    return capture.request
+
+
+def _unproven(capture: Capture) -> tuple[Status, str] | None:
+    """Why the rows of a capture do not count: the way is not supported, or no counter proves it; or ``None``."""
+    facts = capture.manifest["facts"]
+    if why := facts.get("not_supported"):
+        return Status.NOT_SUPPORTED, str(why)
+    if not facts.get("engaged"):
+        return Status.NOT_ENGAGED, str(facts.get("not_engaged") or "the engine gave no counts that prove it")
+    return None
+
+
+def _kl(cold: Capture, way: Capture) -> Floats:
+    """KL(cold ‖ way) [windows, rows of the way], nats; NaN where a row failed."""
+    pair, rows = Pair(cold, way, ()), _request(way).n_rows
+    targets, skip = np.full(rows, -1, dtype=np.int64), _request(way).first - _request(cold).first
+    return np.stack([compare_item(pair, item, item, targets, skip).kl for item in range(len(way.items))])
+
+
+def _windows(kl: Floats) -> NDArray[np.int64]:
+    """The window of each row, in the order in which ``kl`` is ravelled."""
+    return np.repeat(np.arange(kl.shape[0]), kl.shape[1])
+
+
+def _tail(kl: Floats) -> float:
+    """What one row in ten exceeds; 0 without a usable row."""
+    usable = kl[np.isfinite(kl)]
+    return float(np.quantile(usable, _TAIL)) if len(usable) else 0.0
+
+
+def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: float) -> dict[str, int]:
+    """The first row from which a way parts, of those that do.
+
+    What is allowed rests on the twin's figure of the same way, or without a twin on the arm's other ways, and on
+    ``cost``, what the format itself costs: rounding to a format makes the last bits of another way as large as that.
+    See docs/metrics.md#paths.
+    """
+    tails = {part: _tail(kl) for part, kl in own.items()}
+    found = {}
+    for part, kl in own.items():
+        noise = max(_LEAST, _MARGIN * _tail(twins[part])) if part in twins else _noise_of_others(part, tails)
+        if (at := parting(kl, max(noise, cost))) is not None:
+            found[part] = at
+    return found
+
+
+def _noise_of_others(part: str, tails: Mapping[str, float]) -> float:
+    """What last bits cost the ways that have nothing in common with this one, nats.
+
+    One figure for each family of ways (prefix hits, batches), their lower median, so that a fault of another family
+    does not excuse this one; families that compute what the cold prefill does are left out.
+    """
+    families: dict[str, list[float]] = {}
+    for other, tail in tails.items():
+        families.setdefault(other.partition("-")[0], []).append(tail)
+    middles = [median(values) for family, values in families.items() if family != part.partition("-")[0]]
+    noise = [middle for middle in middles if middle > _LEAST]
+    return max(_LEAST_ALONE, _MARGIN * median_low(noise) if noise else 0.0)
+
+
+def _cell(
+    part: str,
+    why: tuple[Status, str] | None,
+    capture: Capture,
+    first: int,
+    at: int | None,
+    theirs: int | None,
+) -> Cell:
+    """How a way ended, its counts, and the alarm."""
+    if why is not None:
+        return Cell(at={"way": part}, status=why[0], reason=why[1])
+    counts = capture.manifest["facts"]["engaged"]
+    flags = []
+    if theirs is not None:
+        text = f"in the reference itself, {_sentence(part, first + theirs)}"
+        flags = [Flag(kind="reference", text=text)]
+    elif at is not None:
+        flags = [Flag(kind="parts", text=_sentence(part, first + at))]
+    said = ", ".join(f"{name} {count:,}" for name, count in counts.items())
+    return Cell(at={"way": part}, status=Status.OK, flags=tuple(flags), facts={"engaged": said})
+
+
+def _metrics(
+    part: str, kl: Floats, twin: Floats | None, at: int | None, first: Mapping[str, int], seed: int
+) -> Iterator[Metric]:
+    cell: Coordinates = {"way": part}
+    yield _KL(*_estimate(kl, seed), cell=cell)
+    if twin is not None:
+        yield _TWIN(*_estimate(twin, seed), cell=cell)
+        yield _ADDED(*_estimate(kl - twin, seed), cell=cell)
+    yield _AT(None if at is None else first[part] + at, cell=cell)
+
+
+def _estimate(kl: Floats, seed: int) -> tuple[float | None, tuple[float, float] | None]:
+    """Mean and 95% interval over windows."""
+    usable = np.isfinite(kl.ravel())
+    if not usable.any():
+        return None, None
+    items = RatioItems.of(kl.ravel()[usable], 1.0, _windows(kl)[usable])
+    return float(items.num.mean()), ratio_interval(items, seed)
+
+
+def _sentence(part: str, position: int) -> str:
+    """``decoding parts from prefill at position 97``."""
+    way, _, number = part.rpartition("-")
+    return f"{_WORDS[part] if part in _WORDS else f'{_WORDS[way]} ({number} others)'} at position {position}"
+
+
+def _summary(ends: Mapping[str, int], first: Mapping[str, int], n: int) -> str:
+    """The way that parts first, or that none does."""
+    if not ends:
+        return f"{counted(n, 'way')} {'agrees' if n == 1 else 'agree'} with a cold prefill" if n else ""
+    part = min(ends, key=lambda name: first[name] + ends[name])
+    more = f", and {counted(len(ends) - 1, 'way')} more" if len(ends) > 1 else ""
+    return f"{_sentence(part, first[part] + ends[part])}{more}"
+
+
+def _curve(part: str, kl: Floats, first: int) -> Curve:
+    """Mean KL over the windows by position."""
+    means = [float(np.mean(usable)) if len(usable := column[np.isfinite(column)]) else None for column in kl.T]
+    return Curve(
+        key="paths",
+        title="KL from the arm's own cold prefill by position",
+        x_label="position in the window, tokens",
+        y_label="mean KL, nats",
+        x=tuple(float(first + row) for row in range(kl.shape[1])),
+        y=tuple(mean or None for mean in means),  # 0 has no place on a logarithmic axis
+        log_y=True,
+        series=part,
+    )

@@ -1,0 +1,175 @@
+"""The ways in which servers compute the distributions of a window, on a Transformers model and its own caches.
+
+Transformers has no server.  These are the paths on which its caches are filled and used again: forwards of several
+sizes through one cache, a cache that is cut back to a prefix and goes on, left-padded batches.  Counts are taken from
+the forwards and the caches themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import deepcopy
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fidelab.captures.requests import Served, Tokens
+from fidelab.engines.base import Sink
+from fidelab.errors import NotSupportedError
+
+if TYPE_CHECKING:
+    from fidelab.engines.hf.cache import EncodedCache
+    from fidelab.engines.hf.model import HFModel
+    from fidelab.engines.hf.paged import ArmCache
+
+__all__ = ["answer_served"]
+
+
+def answer_served(model: HFModel, request: Served, sink: Sink) -> dict[str, Any]:
+    """Answer a request for windows, and prove by counts that it was done that way.
+
+    Raises:
+        NotSupportedError: this model's caches have no such way.
+    """
+    served = _Serving(model, request, sink)
+    answers = served.batches() if request.way == "batch" else map(served.answer, request.windows)
+    for index, rows in enumerate(answers):
+        sink.add(index, model.stored(rows))
+    return {"tokens": served.tokens, **served.proof()}
+
+
+class _Serving:
+    """Answers the windows of one request.
+
+    ``steps``: (tokens in the cache before, sequences, tokens) of each forward that gave rows.  ``tokens``: processed.
+    """
+
+    def __init__(self, model: HFModel, request: Served, sink: Sink) -> None:
+        self._model, self._request, self._sink = model, request, sink
+        self.steps: list[tuple[int, int, int]] = []
+        self.tokens = 0
+
+    def answer(self, window: Tokens) -> Tensor:
+        """Rows [n, …] of one window."""
+        request, size = self._request, self._request.size
+        match request.way:
+            case "chunked":
+                return self._rows(window, self._model.new_cache(), range(0, len(window), size))
+            case "decode":
+                return self._rows(window, self._model.new_cache(), [0, *range(size, len(window))])
+            case "prefix" | "prefix-partial":
+                return self._rows(window, self._hit(window, window[size:]), [size])
+            case "prefix-other":
+                return self._rows(window, self._hit(window, request.others[0]), [size])
+            case "prefix-generated":
+                return self._rows(window, self._generated(window[:size]), [size])
+            case "evicted":
+                for tokens in (window, *request.others):  # new_cache drops the cache before
+                    self._forward(tokens, self._model.new_cache())
+        return self._rows(window, self._model.new_cache(), [0])
+
+    def batches(self) -> Iterator[Tensor]:
+        """Rows [n, …] of each window, in batches that are padded on the left.
+
+        Windows that share a batch are other requests to each other, at most half of them, so that the lengths differ.
+        """
+        if not self._model.padding:
+            raise NotSupportedError("this model takes no padding, which a batch of other lengths needs")
+        windows, n_others = self._request.windows, len(self._request.others)
+        together = max(1, (n_others + 1) // 2)
+        for start in range(0, len(windows), together):
+            group = windows[start : start + together]
+            yield from self._batch(group, self._request.others[: n_others + 1 - len(group)])
+
+    def proof(self) -> dict[str, Any]:
+        """``engaged`` with counts, or ``not_engaged``: why."""
+        way, size = self._request.way, self._request.size
+        before, sequences, tokens = zip(*self.steps, strict=True)
+        counts = {"forwards": len(self.steps), "largest forward": max(tokens)}
+        if way.startswith("prefix"):
+            if {*before} != {size}:
+                return {"not_engaged": f"the cache held {max(before)} tokens, not the {size} of the prefix"}
+            counts["hit tokens"] = sum(before)
+        elif way == "batch":
+            counts["sequences"] = max(sequences)
+        elif way in ("chunked", "decode") and not any(before):
+            return {"not_engaged": f"{max(tokens)} tokens are one piece of {size}"}
+        return {"engaged": counts}
+
+    # ------------------------------------------------------------------------------------------- forwards
+
+    def _rows(self, window: Tokens, cache: EncodedCache | ArmCache, starts: Sequence[int]) -> Tensor:
+        """The rows that are asked for; the window is read from the first of ``starts`` on, in pieces that begin there.
+
+        What lies before them is in the cache.
+        """
+        rows = []
+        for start, end in pairwise([*starts, len(window)]):
+            self.steps.append((cache.get_seq_length(), 1, end - start))
+            states, logits = self._forward(window[start:end], cache, single=end - start == 1)
+            rows.append(self._kept(states, logits, start, end))
+        return torch.cat(rows)
+
+    def _kept(self, states: Tensor, logits: Tensor, start: int, end: int) -> Tensor:
+        """Of the rows ``start`` … ``end`` - 1 of one sequence those that are asked for."""
+        low, high = max(self._request.first, start) - start, min(self._request.last + 1, end) - start
+        part = slice(low, max(low, high))
+        return self._model.rows(states[part], logits[part])
+
+    def _forward(
+        self, tokens: Sequence[int], cache: EncodedCache | ArmCache, *, single: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """States [tokens, …] and logits of a sequence's next tokens."""
+        keep = 1 if self._model.hidden else len(tokens)
+        logits, states = self._model.forward(self._model.tensor([tokens]), cache, keep=keep)
+        if not self._model.sentinels:
+            self._model.check_replay(states[0, -1:], logits[0, -1:])
+        self.tokens += len(tokens)
+        self._sink.progress(len(tokens), decoded=len(tokens) if single else 0)
+        return states[0], logits[0]
+
+    def _hit(self, window: Tokens, rest: Tokens) -> EncodedCache | ArmCache:
+        """The cache of the window's first tokens, which a request that goes on with ``rest`` has left."""
+        size, cache = self._request.size, self._model.new_cache()
+        if not 0 < size < len(window):
+            raise NotSupportedError(f"a prefix of {size} tokens is not shorter than a window of {len(window)}")
+        if cache.has_recurrent_layers or cache.has_sliding_layers:  # which keep no earlier state: it is put aside
+            self._forward(window[:size], cache)
+            kept = deepcopy(cache)
+            self._forward(rest, cache)
+            return kept
+        self._forward((*window[:size], *rest), cache)
+        cache.keep_first(size)
+        return cache
+
+    def _generated(self, prefix: Tokens) -> EncodedCache | ArmCache:
+        """The cache of a prefix of which the second half was written one by one."""
+        cache = self._model.new_cache()
+        self._forward(prefix[: len(prefix) // 2], cache)
+        for token in prefix[len(prefix) // 2 :]:
+            self._forward((token,), cache, single=True)
+        return cache
+
+    def _batch(self, windows: Sequence[Tokens], others: Sequence[Tokens]) -> list[Tensor]:
+        """The rows of some windows, which are read in one forward together with others."""
+        batch = [*windows, *others]
+        longest = max(map(len, batch))
+        pads = [longest - len(tokens) for tokens in batch]
+        ids = self._model.tensor([[0] * pad + list(tokens) for pad, tokens in zip(pads, batch, strict=True)])
+        mask = self._model.tensor([[0] * pad + [1] * (longest - pad) for pad in pads])
+        self.steps.append((0, len(batch), longest))
+        keep = 1 if self._model.hidden else longest
+        cache = self._model.new_cache(mask if any(pads) else None)
+        logits, states = self._model.forward(
+            ids, cache, mask=mask if any(pads) else None, keep=keep, sequences=len(windows)
+        )
+        if not self._model.sentinels:
+            self._model.check_replay(states[: len(windows), -1], logits[:, -1])
+        self.tokens += sum(map(len, batch))
+        self._sink.progress(sum(map(len, batch)))
+        return [
+            self._kept(states[row, pads[row] :], logits[row, -len(window) :], 0, len(window))
+            for row, window in enumerate(windows)
+        ]
