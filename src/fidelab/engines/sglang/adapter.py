@@ -226,7 +226,7 @@ class SGLangEngine(Engine):
         def add(index: int, response: Response) -> None:
             sink.add(index, self._stored(response.rows, request.n_rows))
 
-        return answer_served(request, ask, add, int(self._about["page_size"]))
+        return answer_served(request, ask, self._session.forget, add, int(self._about["page_size"]))
 
     def _batches(self, sizes: Sequence[tuple[int, int]], tokens: int, most: int = 1 << 20) -> Iterator[list[int]]:
         """Split items of (prompt, new) tokens into batches that fit the cache, so that SGLang retracts none."""

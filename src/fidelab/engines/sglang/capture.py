@@ -47,7 +47,7 @@ FOLDER = "FIDELAB_CAPTURE"  # environment variable: where instructions and answe
 LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities instead of states
 SERVING = "FIDELAB_SERVING"  # environment variable: heed the instructions about the ways of serving
 PREFIX = "fidelab-"  # of the requests that may have instructions
-_SPARE_PAGES = 16  # free ones that a request finds in a cache that is called full
+_SPARE = 16  # free tokens that a request finds in a cache that is called full
 _CHUNK = 256  # rows of log-probabilities at a time
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -117,9 +117,11 @@ class _Capture:
         asked = self._asked(rid) if rid.startswith(PREFIX) else {}
         scheduler.chunked_prefill_size = asked.get("chunk") or self._chunk[0]
         if asked.get("squeeze") and self._withheld is None:
-            allocator = scheduler.token_to_kv_pool_allocator
-            self._withheld = allocator, allocator.free_pages[_SPARE_PAGES:]
-            allocator.free_pages = allocator.free_pages[:_SPARE_PAGES]
+            allocator, page = scheduler.token_to_kv_pool_allocator, scheduler.page_size
+            missing = len(request.input_ids) + _SPARE - int(scheduler.tree_cache.evictable_size())
+            left = -(-max(_SPARE, missing) // page) + 1  # else it would wait for ever
+            self._withheld = allocator, allocator.free_pages[left:]
+            allocator.free_pages = allocator.free_pages[:left]
 
     def _give_back(self, allocator: Any, pages: Tensor) -> None:
         import torch

@@ -183,6 +183,13 @@ class SGLangSession:
         except Exception as error:
             raise self._failed(error) from error
 
+    def forget(self) -> None:
+        """Empty the prefix cache, as soon as the scheduler has nothing else to do."""
+        engine = self._alive()
+        emptied = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=_IDLE))
+        if not emptied.success:
+            raise EngineError("SGLang does not empty its prefix cache")
+
     def close(self) -> None:
         """End the processes and remove the folder."""
         if self._engine is not None:
@@ -297,6 +304,7 @@ class SGLangSession:
         return rows
 
 
+_IDLE = 10.0  # seconds after its last answer, at most
 _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 

@@ -21,6 +21,7 @@ __all__ = ["answer_served"]
 def answer_served(
     request: Served,
     ask: Callable[[Sequence[SGLangRequest]], list[Response]],
+    forget: Callable[[], None],
     add: Callable[[int, Response], None],
     page: int,
 ) -> dict[str, Any]:
@@ -29,10 +30,11 @@ def answer_served(
     Args:
         request: what is asked.
         ask: answers some prompts together.
+        forget: empties the prefix cache.
         add: takes the response to a window.
         page: tokens that the prefix cache keeps together.
     """
-    serving = _Serving(request, ask, add)
+    serving = _Serving(request, ask, forget, add)
     serving.answer()
     return {"tokens": serving.tokens, **proof(request, serving.counted, page)}
 
@@ -44,9 +46,10 @@ class _Serving:
         self,
         request: Served,
         ask: Callable[[Sequence[SGLangRequest]], list[Response]],
+        forget: Callable[[], None],
         add: Callable[[int, Response], None],
     ) -> None:
-        self._request, self._ask, self._add = request, ask, add
+        self._request, self._ask, self._forget, self._add = request, ask, forget, add
         self._windows = [window[: request.last + 1] for window in request.windows]  # no row is wanted of what follows
         self._own = uuid.uuid4().hex
         self.counted: list[Counted] = []
@@ -96,6 +99,7 @@ class _Serving:
 
     def _evict(self, index: int) -> int:
         """Read a window, and have others take its places in a full cache; returns how many tokens lost theirs."""
+        self._forget()
         [own] = self._run([SGLangRequest(self._windows[index], counted=True, salt=self._salt(index))])
         takers = [self._run([SGLangRequest(other, counted=True, squeeze=True)]) for other in self._request.others]
         return len(own.places.intersection(chain.from_iterable(one.places for [one] in takers)))
