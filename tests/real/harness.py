@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -201,3 +201,38 @@ def k16v8_beside_16_bits(engine: str | dict[str, Any], folder: Path) -> tuple[Ru
     assert (ran.attention, ran.k_dtype, ran.v_dtype) == ("k16v8 (torch)", "bfloat16", "float8_e4m3fn")
     assert ran.cache_bytes_per_token == 0.75 * (wide.cache_bytes_per_token or 0)
     return ran, wide
+
+
+HITS = {"prefix", "prefix-other", "prefix-generated"}
+
+
+def ways_that_part(
+    engine: dict[str, Any], arms: Sequence[Mapping[str, Any]], folder: Path, options: Mapping[str, str]
+) -> dict[str, set[str]]:
+    """By name of an arm the ways that axis ``paths`` finds to part in it; each way but the partial hit was proven."""
+    report = compare(
+        "smollm2-135m",
+        engine=engine,
+        engine_args=dict(options),
+        reference="auto",
+        candidates=[dict(arm) for arm in arms],
+        axes={"paths": {"windows": 2, "n_ctx": 128, "others": [7]}},
+        floor=False,
+        device="cpu",
+        threads=1,
+        output_dir=str(folder),
+    )
+    found = {}
+    for candidate in report.candidates:
+        assert candidate.status == "ok", candidate.reason
+        cells = candidate.axes["paths"].cells
+        unproven = {cell.at["way"] for cell in cells if cell.status != "ok"}
+        assert unproven <= {"prefix-partial"}, [cell.reason for cell in cells]
+        assert len(cells) == 8
+        found[candidate.name] = {str(cell.at["way"]) for cell in cells if cell.flags}
+    return found
+
+
+def planted(kv: str, fault: str) -> dict[str, Any]:
+    """An arm with one of :data:`tests.real.faults.FAULTS`."""
+    return {"kv": kv, "name": fault, "env": {"FAULT": fault}}

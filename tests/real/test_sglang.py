@@ -15,9 +15,25 @@ import torch
 from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
-from tests.real import harness
+from fidelab.models import Model
+from tests.real import faults, harness
 from tests.real.contract import Contract
-from tests.real.harness import GENERATE, PREFILL, STANDINS, VOCAB, Run, Said, arm, asking, installed, tokens
+from tests.real.harness import (
+    GENERATE,
+    HITS,
+    PREFILL,
+    ROOT,
+    STANDINS,
+    VOCAB,
+    Run,
+    Said,
+    arm,
+    asking,
+    installed,
+    planted,
+    tokens,
+    ways_that_part,
+)
 
 PROBES = {
     **harness.PROBES,
@@ -110,3 +126,16 @@ def test_formats_that_cpus_have_not_are_refused_before_anything_runs(
         for kv in ("auto", "bf16", "bfloat16"):
             assert engine.supports(arm("sglang", checkpoint, kv)).ok
         assert not engine.supports(arm("sglang", checkpoint, "fp8_e5m2")).ok
+
+
+@pytest.mark.model
+def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
+    environment: Environment, smollm2: Model, tmp_path: Path
+) -> None:
+    shims = (faults.shim("sglang", tmp_path / "shim"), STANDINS, ROOT)
+    engine = {"name": "sglang", "pythonpath": [str(folder) for folder in shims]}
+    arms = [{"kv": "k16v8", "name": "k16v8"}, *(planted("auto", fault) for fault in faults.FAULTS)]
+    found = ways_that_part(engine, arms, tmp_path / "runs", {})
+    assert found["k16v8"] == set()
+    assert (found["stale"], found["position"], found["scale"]) == (HITS, HITS, HITS)
+    assert found["format"] == {"decode", "prefix-generated"}
