@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 from fidelab.captures.requests import Served, Tokens
@@ -101,8 +100,13 @@ class _Serving:
         """Read a window, and have others take its places in a full cache; returns how many tokens lost theirs."""
         self._forget()
         [own] = self._run([SGLangRequest(self._windows[index], counted=True, salt=self._salt(index))])
-        takers = [self._run([SGLangRequest(other, counted=True, squeeze=True)]) for other in self._request.others]
-        return len(own.places.intersection(chain.from_iterable(one.places for [one] in takers)))
+        lost: set[int] = set()
+        for other in self._request.others:
+            [taker] = self._run([SGLangRequest(other, counted=True, squeeze=True)])
+            lost |= own.places & taker.places
+            if lost:  # then all of its places are free
+                break
+        return len(lost)
 
     def _salt(self, index: int) -> str:
         """A window is alone in the prefix cache with what was read for it."""
