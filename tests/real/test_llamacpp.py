@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from fidelab.environments.environment import engines_dir
+from fidelab.models.tiny import GGUF_NAME, make_tiny
 from tests.models.tiny_gguf import write_gguf
 from tests.real.harness import installed
 from tests.runs.harness import Done, axis_of, cli
@@ -85,3 +86,86 @@ def test_where_no_reference_is_named_it_is_f16_and_its_control_runs(tmp_path: Pa
     assert [done.arm(role)["kv"]["k"] for role in ("reference", "control")] == ["f16", "bf16"]
     assert done.arm("control")["status"] == "ok"
     assert 0 < (done.axis("control", "kld").value("mean") or 0) < (done.axis("q8_0", "kld").value("mean") or 0)
+
+
+# ------------------------------------------------------------------------------------------------ ways of serving
+
+SHIM = """
+import ctypes
+import numpy as np
+from fidelab.engines.llamacpp import library
+from fidelab.engines.llamacpp.library import GGML_TYPES, LlamaContext, LlamaModel
+from fidelab.engines.llamacpp.proof import read_state
+
+KINDS = {number: name for name, (number, _, _) in GGML_TYPES.items()}
+make, keep_first, feed = LlamaModel.context, LlamaContext.keep_first, LlamaContext.feed
+
+def context(self, cells, sequences=1, **params):
+    made = make(self, cells, sequences, **params)
+    made.kind = KINDS[params["type_k"]]
+    if made.kind == "q8_0" and "cb_eval" not in params:  # decode reads another format
+        number = GGML_TYPES["q4_0"][0]
+        made.other = make(self, cells, sequences, **{**params, "type_k": number, "type_v": number})
+    return made
+
+def fed(self, tokens, rows, sequence=0, piece=None):
+    other = getattr(self, "other", None)
+    if other is None:
+        return feed(self, tokens, rows, sequence, piece)
+    if self._ends[sequence] == 0:  # cleared, or cut back to nothing
+        other.clear()
+    own, read = list(feed(self, tokens, rows, sequence, piece)), list(feed(other, tokens, rows, sequence, piece))
+    return iter(read if piece == 1 else own)
+
+def doubled(self):
+    state = bytearray(self.state())
+    keys, _ = read_state(bytes(state), self._ends[0], self.seen.layers)
+    blocks = keys.rows.reshape(-1, GGML_TYPES[self.kind][2]).copy()
+    blocks[:, :2] = (2 * blocks[:, :2].copy().view(np.float16)).view(np.uint8)
+    at = bytes(state).index(keys.rows.tobytes())
+    state[at : at + blocks.size] = blocks.tobytes()
+    raw = (ctypes.c_uint8 * len(state)).from_buffer(state)
+    assert self._native.llama_state_seq_set_data(self._context, raw, len(state), 0)
+
+def kept(self, tokens, sequence=0):
+    left = keep_first(self, tokens, sequence)
+    if hasattr(self, "other"):
+        keep_first(self.other, tokens, sequence)
+    memory = self._native.llama_get_memory(self._context)
+    if tokens and self.kind == "q5_1":  # the last block is that of another request
+        keep_first(self, tokens - 16, sequence)
+        list(feed(self, range(3, 19), range(0), sequence))
+    if tokens and self.kind == "q5_0":
+        doubled(self)
+    if tokens % 16 and self.kind == "f32":  # the cells of the block that was begun are one position off
+        self._native.llama_memory_seq_rm(memory, sequence, tokens - 1, tokens)
+        self._native.llama_memory_seq_add(memory, sequence, tokens // 16 * 16, tokens - 1, 1)
+    return left
+
+LlamaModel.context, LlamaContext.keep_first, LlamaContext.feed = context, kept, fed
+"""
+HITS = {"prefix": 128, "prefix-partial": 137, "prefix-other": 128, "prefix-generated": 128}
+FAULTS = {"q5_1": HITS, "q5_0": HITS, "f32": {"prefix-partial": 137}, "q8_0": {"decode": 16}}
+
+
+def test_faults_in_ways_of_serving_are_named_and_sound_arms_raise_no_alarm(tmp_path: Path) -> None:
+    installed("llamacpp")
+    (tmp_path / "shim").mkdir()
+    (tmp_path / "shim" / "sitecustomize.py").write_text(SHIM)
+    formats = (word for kv in (*FAULTS, "q4_0", "q4_1") for word in ("--kv", kv))
+    sizes = ("--set", "axes.paths.windows=2", "--no-floor", "--control", "none", "--threads", 1)
+    file = make_tiny(tmp_path / "tiny") / GGUF_NAME
+    engine = ("--engine", "llamacpp", "--reference", "f16", "--pythonpath", tmp_path / "shim")
+    done = cli("compare", file, *engine, *formats, "--axes", "paths", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    found = {kv: done.axis(kv, "paths") for kv in (*FAULTS, "q4_0", "q4_1")}
+    ends = {
+        kv: {m.cell["way"]: m.value for m in axis.metrics if m.name == "parts at" and m.value is not None}
+        for kv, axis in found.items()
+    }
+    assert ends == {**FAULTS, "q4_0": {}, "q4_1": {}}
+    assert all(cell.measured for axis in found.values() for cell in axis.cells)
+    engaged = {cell.at["way"]: cell.facts["engaged"] for cell in found["q4_0"].cells}
+    assert engaged["batch-31"].endswith("sequences 32")
+    assert engaged["prefix-partial"].endswith("hit tokens 274")
+    assert engaged["decode"] == "calls 482, largest call 16"

@@ -150,6 +150,8 @@ class _Serving:
         self._forward(prefix[: len(prefix) // 2], cache)
         for token in prefix[len(prefix) // 2 :]:
             self._forward((token,), cache, single=True)
+        if not (cache.has_recurrent_layers or cache.has_sliding_layers):
+            cache.keep_first(len(prefix))
         return cache
 
     def _batch(self, windows: Sequence[Tokens], others: Sequence[Tokens]) -> list[Tensor]:

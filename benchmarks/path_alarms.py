@@ -1,0 +1,137 @@
+"""How often does axis ``paths`` find that a way parts in an arm that is sound?  And how long does it take beside KLD?
+
+python benchmarks/path_alarms.py [--runs 10] [--engine hf,fake,llamacpp] [--model NAME] [--windows 4]
+python benchmarks/path_alarms.py --time
+
+Each run has another model of random weights, or with ``--model`` other windows of one model's text (``fake``: new
+noise).  An alarm is an arm of a run in which at least one way parts; the reference is an arm, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import fidelab
+from fidelab.inputs.corpus import load_text
+from fidelab.metrics.intervals import wilson_interval
+from fidelab.models.tiny import GGUF_NAME, make_tiny
+from fidelab.results.record import Report
+
+GOAL = 3.0
+ARMS: dict[str, tuple[str, tuple[str, ...], dict[str, Any]]] = {  # engine → reference, candidates, settings
+    "hf": ("bf16", ("k16v8", "fp8_e4m3", "int8", "int4"), {"dtype": "bfloat16"}),
+    "hf-float32": ("f32", ("bf16", "fp8_e4m3", "int8", "int4"), {"dtype": "float32"}),
+    "llamacpp": ("f16", ("q8_0", "q4_0"), {"control": "none"}),
+    "fake": ("exact", ("tilt", "masked"), {}),
+}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--engine", default="hf,hf-float32,llamacpp,fake")
+    parser.add_argument("--model", default="", help="instead of models of random weights")
+    parser.add_argument("--windows", type=int, default=4)
+    parser.add_argument("--time", action="store_true", help="seconds of all ways beside those of axis kld")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as room:
+        if args.time:
+            print_times(Path(room))
+        else:
+            print_alarms(Path(room), args)
+
+
+def print_alarms(room: Path, args: argparse.Namespace) -> None:
+    """A line per engine and arm, and the rate over all."""
+    judged: Counter[tuple[str, str]] = Counter()
+    ways: Counter[tuple[str, str]] = Counter()
+    alarms: Counter[tuple[str, str]] = Counter()
+    for engine in args.engine.split(","):
+        for run in range(args.runs):
+            for arm, (n, parted) in outcome(answered(room / f"{engine}-{run}", engine, run, args)).items():
+                judged[engine, arm] += 1
+                ways[engine, arm] += n
+                alarms[engine, arm] += bool(parted)
+                if parted:
+                    print(f"alarm: {engine}, run {run}, {arm}: {'; '.join(parted)}")
+    print("| engine | arm | runs | ways | runs with an alarm |\n|---|---|---|---|---|")
+    for (engine, arm), n in judged.items():
+        print(f"| {engine} | {arm} | {n} | {ways[engine, arm]} | {alarms[engine, arm]} |")
+    n, k = judged.total(), alarms.total()
+    low, high = wilson_interval(k, n)
+    print(f"{k} of {n} runs of sound arms raise an alarm: {k / n:.2%} (95% interval {low:.2%} to {high:.2%})")
+    print(json.dumps({"runs": n, "ways": ways.total(), "alarms": k, "rate": k / n, "ci": [low, high]}))
+
+
+def answered(room: Path, engine: str, run: int, args: argparse.Namespace) -> Report:
+    """One run of a reference and its candidates."""
+    reference, candidates, settings = ARMS[engine]
+    room.mkdir(parents=True)
+    if args.model or engine == "fake":
+        text = load_text("default").content
+        (room / "text.txt").write_text(text[len(text) * run // (2 * args.runs) :])
+        settings = {**settings, "text": str(room / "text.txt")}
+    model = args.model
+    if not model:
+        folder = make_tiny(room / "model", seed=run)
+        model = "fake" if engine == "fake" else str(folder / GGUF_NAME if engine == "llamacpp" else folder)
+    name: Any = engine.partition("-")[0]
+    if engine == "fake":
+        settings = {**settings, "engine_args": {"noise": str(10 ** (-3 + run / args.runs))}}
+    return fidelab.compare(
+        model,
+        engine=name,
+        reference=reference,
+        candidates=list(candidates),
+        axes={"paths": {"windows": args.windows}},
+        floor=False,
+        threads=1,
+        output_dir=str(room / "runs"),
+        **settings,
+    )
+
+
+def outcome(report: Report) -> dict[str, tuple[int, list[str]]]:
+    """Arm → ways that were judged, and what was said of those that part."""
+    found: dict[str, tuple[int, list[str]]] = {}
+    for arm in report.candidates:
+        cells = arm.axes["paths"].cells
+        flags = [flag for cell in cells for flag in cell.flags]
+        found[arm.name] = (sum(cell.measured for cell in cells), [f.text for f in flags if f.kind == "parts"])
+        own = found.get(report.reference.name, (0, []))[1]
+        said = dict.fromkeys([*own, *(f.text for f in flags if f.kind == "reference")])
+        found[report.reference.name] = (sum(cell.measured for cell in cells), list(said))
+    return found
+
+
+def print_times(room: Path) -> None:
+    """Seconds of one arm's captures: axis kld as it is by default, and all ways of 4 windows of 256 tokens."""
+    seconds = {}
+    for axis in ("kld", "paths"):
+        report = fidelab.compare(
+            "smollm2-135m",
+            reference="bf16",
+            candidates=["fp8_e4m3"],
+            axes=[axis],
+            floor=False,
+            twins=0,
+            threads=1,
+            output_dir=str(room / axis),
+        )
+        [arm] = report.candidates
+        timing = arm.timing
+        assert timing is not None
+        seconds[axis] = (timing.seconds or 0.0) - (timing.load_seconds or 0.0)
+    ratio = seconds["paths"] / seconds["kld"]
+    print(f"kld {seconds['kld']:.1f} s, paths {seconds['paths']:.1f} s: {ratio:.2f} times (goal: at most {GOAL:g})")
+    print(json.dumps({**seconds, "ratio": ratio}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Axis ``paths``: on captures made by hand, and on the fake engine through real workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from fidelab.axes.base import AxisScore
+from fidelab.axes.paths import Paths
+from fidelab.captures.manifest import capture_key
+from fidelab.captures.pair import Pair
+from fidelab.captures.reader import Capture, is_complete
+from fidelab.captures.requests import Served
+from fidelab.captures.writer import CaptureWriter
+from fidelab.core import Arm, KVSpec, Vocabulary
+from fidelab.errors import MismatchError
+from fidelab.metrics.divergence import parting
+from tests.runs.harness import Done, cli
+
+V, N = 16, 64
+Rows = NDArray[np.float64]
+WINDOWS = tuple(tuple((i * k) % V for i in range(N)) for k in (1, 3, 5, 7))
+AXIS = Paths(Paths.Settings())
+FIRST = {"cold": 0, "chunked": 0, "decode": 16, "prefix": 32, "batch-7": 0}
+
+
+def _rows(seed: int, scale: float, of: Rows | None = None) -> Rows:
+    """Log-probabilities [windows, N - 1, V]: others, or those given with noise on every logit."""
+    noise = np.random.default_rng(seed).normal(scale=scale, size=(len(WINDOWS), N - 1, V))
+    scores = noise if of is None else of + noise
+    return np.asarray(scores - np.log(np.exp(scores).sum(-1, keepdims=True)))
+
+
+BASE = _rows(0, 1.0)
+
+
+def _capture(store: Path, name: str, part: str, rows: Rows | None, engine: str, facts: Mapping[str, Any]) -> Capture:
+    way = part.partition("-")[0]
+    request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("way", way),))
+    arm = Arm(name, engine, "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
+    place = store / f"{name}-{engine}" / part
+    writer = CaptureWriter(place, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
+    for item in range(len(WINDOWS)):
+        if rows is None:
+            writer.fail(item, "no rows")
+        else:
+            writer.add(item, {"logprobs": rows[item, FIRST[part] :].astype(np.float32)})
+    return Capture(writer.finish("logprobs", {}, facts))
+
+
+ENGAGED = {"engaged": {"forwards": 4}}
+
+
+def _arm(
+    store: Path, name: str, ways: Mapping[str, Rows | None], engine: str = "hf", **facts: Mapping[str, Any]
+) -> dict[str, Capture]:
+    return {
+        part: _capture(store, name, part, rows, engine, facts.get(part.replace("-", "_"), ENGAGED))
+        for part, rows in ways.items()
+    }
+
+
+def _score(ref: Mapping[str, Capture], test: Mapping[str, Capture]) -> AxisScore:
+    return AXIS.score_parts({part: Pair.match(ref[part], test[part]) for part in ref}, 0)
+
+
+def _ways(base: Rows, noise: float, **parted: tuple[int, Rows]) -> dict[str, Rows | None]:
+    """All ways of an arm: its cold rows with noise, and from a position on other rows."""
+    ways: dict[str, Rows | None] = {"cold": base}
+    for seed, part in enumerate(FIRST):
+        if part != "cold":
+            rows = _rows(100 + seed, noise, base)
+            at, other = parted.get(part.replace("-", "_"), (N, base))
+            rows[:, at:] = other[:, at:]
+            ways[part] = rows
+    return ways
+
+
+def _ends(score: AxisScore) -> dict[str, float]:
+    return {str(m.cell["way"]): m.value for m in score.metrics if m.name == "parts at" and m.value is not None}
+
+
+# ------------------------------------------------------------------------------------------------ where a way parts
+
+
+def test_a_way_parts_where_half_of_the_positions_from_there_on_are_above_what_is_allowed() -> None:
+    kl = np.zeros((4, 60))
+    kl[:, 33:] = 1.0
+    assert parting(kl, 0.5) == 33
+    kl[2:] = 0.0  # half of the windows
+    assert parting(kl, 0.5) == 33
+    kl[1] = 0.0
+    assert parting(kl, 0.5) is None
+
+
+def test_single_positions_however_large_are_no_parting() -> None:
+    kl = np.zeros((2, 60))
+    kl[:, ::3] = 100.0
+    assert parting(kl, 0.5) is None
+
+
+def test_positions_without_a_number_count_as_apart_and_short_ways_are_judged_whole() -> None:
+    assert parting(np.full((1, 5), np.nan), 0.5) == 0
+    assert parting(np.zeros((1, 5)), 0.5) is None
+    assert parting(np.empty((1, 0)), 0.5) is None
+
+
+def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path: Path) -> None:
+    other = _rows(7, 1.0)
+    ref, test = _arm(tmp_path, "bf16", _ways(BASE, 0.01)), _arm(tmp_path, "int8", _ways(BASE, 0.01, decode=(40, other)))
+    score = _score(ref, test)
+    assert _ends(score) == {"decode": 40}
+    assert score.summary == "decoding parts from prefill at position 40"
+    assert score.reference_summary == "4 ways agree with a cold prefill"
+    assert score.downgrades == ("decoding parts from prefill at position 40",)
+    at = {"way": "decode"}
+    own, twin, added = (score.value(name, at) for name in ("KL from cold", "reference's", "added"))
+    assert own is not None
+    assert twin is not None
+    assert added == pytest.approx(own - twin)
+    p, q = (np.exp(x[:, 40:]) for x in (BASE, other))
+    expected = (p * (np.log(p) - np.log(q))).sum(-1).sum() / (len(WINDOWS) * (N - 1 - 16))
+    assert own == pytest.approx(expected, rel=0.01)
+
+
+def test_a_way_that_parts_in_the_reference_too_is_not_the_formats_fault(tmp_path: Path) -> None:
+    other = _rows(7, 1.0)
+    ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01, prefix=(40, other)))
+    test = _arm(tmp_path, "int8", _ways(BASE, 0.01, prefix=(40, other)))
+    score = _score(ref, test)
+    assert score.downgrades == ()
+    [flag] = [flag for cell in score.cells for flag in cell.flags]
+    assert (flag.kind, flag.text) == (
+        "reference",
+        "in the reference itself, prefill after a prefix hit parts from a cold one at position 40",
+    )
+    assert score.reference_summary == "prefill after a prefix hit parts from a cold one at position 40"
+
+
+def test_what_stays_below_the_formats_own_cost_or_its_twins_noise_is_no_fault(tmp_path: Path) -> None:
+    coarse = _rows(8, 0.3, BASE)  # a format that costs 0.05 nats, whose ways differ by half of that
+    ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01))
+    assert _ends(_score(ref, _arm(tmp_path, "int4", _ways(coarse, 0.2)))) == {}
+    noisy = _arm(tmp_path, "f16", _ways(BASE, 0.3))
+    assert _ends(_score(noisy, _arm(tmp_path, "int8", _ways(BASE, 0.3)))) == {}
+    assert _ends(_score(ref, _arm(tmp_path, "int5", _ways(BASE, 0.3)))) == {
+        part: FIRST[part] for part in FIRST if part != "cold"
+    }
+
+
+def test_without_a_twin_the_arms_other_ways_say_what_last_bits_cost(tmp_path: Path) -> None:
+    ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01), engine="vllm")
+    test = _arm(tmp_path, "int8", _ways(BASE, 0.3, batch_7=(30, _rows(7, 1.5))))
+    score = _score(ref, test)
+    assert _ends(score) == {"batch-7": 30}
+    assert score.metric("reference's") is None
+
+
+def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path) -> None:
+    ways = _ways(BASE, 0.01)
+    ref = _arm(tmp_path, "bf16", ways)
+    test = _arm(
+        tmp_path,
+        "int8",
+        {**ways, "prefix": None, "decode": _rows(9, 1.0), "batch-7": _rows(9, 1.0)},
+        prefix={"not_supported": "engine hf has no way 'prefix'"},
+        decode={"not_engaged": "the cache held 0 tokens"},
+        batch_7={},
+    )
+    score = _score(ref, test)
+    assert {cell.at["way"]: (str(cell.status), cell.reason) for cell in score.cells} == {
+        "chunked": ("ok", None),
+        "decode": ("not_engaged", "the cache held 0 tokens"),
+        "prefix": ("not_supported", "engine hf has no way 'prefix'"),
+        "batch-7": ("not_engaged", "the engine gave no counts that prove it"),
+    }
+    assert score.summary == "1 way agrees with a cold prefill"
+    assert len(score.num) == len(WINDOWS) * (N - 1)
+    assert is_complete(test["prefix"].folder)
+
+
+def test_rows_of_other_positions_are_not_paired(tmp_path: Path) -> None:
+    ways = {"cold": BASE, "decode": BASE}
+    ref, test = _arm(tmp_path, "bf16", ways), _arm(tmp_path, "int8", ways)
+    with pytest.raises(MismatchError, match=r"axis 'paths\.decode' is not 'paths\.cold'"):
+        Pair.match(ref["cold"], test["decode"])
+
+
+# ------------------------------------------------------------------------------------------------- on the fake engine
+
+
+def _compare(room: Path, *flags: object) -> Done:
+    room.mkdir(exist_ok=True)
+    (room / "text.txt").write_text("".join(f"line {i} of a text\n" for i in range(400)))
+    arms = ("--engine", "fake", "--reference", "exact", "--kv", "tilt", "--kv", "tilt[q=0.7]", "--text", "text.txt")
+    return cli("compare", "fake", *arms, "--axes", "paths", "--no-floor", *flags, cwd=room)
+
+
+def test_a_run_says_in_one_sentence_which_way_parts_where_and_in_which_arm(tmp_path: Path) -> None:
+    done = _compare(tmp_path, "--engine-arg", "parts=tilt:decode:97", "--engine-arg", "lacks=evicted")
+    assert done.code == 0, done.err
+    assert "decoding parts from prefill at position 97, tilt only" in done.out
+    assert "paths, way evicted: not engaged: the fake engine counts no evicted, as it was asked to" in done.out
+    axis = done.axis("tilt", "paths")
+    distance = 0.2 * math.log(1.5)  # of (0.6, 0.4) from (0.4, 0.6)
+    assert axis.value("KL from cold", {"way": "decode"}) == pytest.approx(distance * (255 - 97) / (255 - 16), rel=1e-4)
+    assert axis.value("ways that part") == 1
+    assert done.axis("tilt[q=0.7]", "paths").value("ways that part") == 0
+
+
+def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
+    flags = ("--engine-arg", "parts=tilt:prefix:140", "--set", "axes.paths.ways=decode,prefix", "--markdown")
+    done = _compare(tmp_path, *flags)
+    assert done.code == 0, done.err
+    page = (done.folder / "report.html").read_text()
+    for face in (done.out, page):
+        assert "KL between each way of serving and a cold prefill" in face
+        assert "from 140" in face
+        assert "prefill after a prefix hit parts from a cold one at position 140, tilt only" in face
+    assert [cell.at["way"] for cell in done.axis("tilt", "paths").cells] == ["decode", "prefix"]
+
+
+def test_a_way_that_an_engine_lacks_is_said_and_not_asked(tmp_path: Path) -> None:
+    (tmp_path / "shim").mkdir()
+    shim = """
+from fidelab.engines.fake import FakeEngine
+
+answer = FakeEngine.answer
+
+def checked(self, request, sink):
+    assert request.way in ("cold", "decode")
+    return answer(self, request, sink)
+
+FakeEngine.ways, FakeEngine.answer = frozenset(("cold", "decode")), checked
+"""
+    (tmp_path / "shim" / "sitecustomize.py").write_text(shim)
+    done = _compare(tmp_path, "--pythonpath", tmp_path / "shim", "--set", "axes.paths.ways=decode,prefix")
+    assert done.code == 0, done.err
+    cells = {cell.at["way"]: cell for cell in done.axis("tilt", "paths").cells}
+    assert (str(cells["prefix"].status), str(cells["decode"].status)) == ("not_supported", "ok")
+    assert cells["prefix"].reason == "engine fake has no way 'prefix'"
+
+
+@pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("axes.paths.ways=backwards", "there is no way 'backwards'; there are cold, chunked, decode"),
+        ("axes.paths.others=0", "a batch has 1 to 255 other requests"),
+        ("axes.paths.others=200", "200 other requests need"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_in_one_line(setting: str, reason: str, tmp_path: Path) -> None:
+    done = _compare(tmp_path, "--set", setting)
+    assert done.code == 2
+    assert reason in " ".join(done.err.split())
+    assert "Traceback" not in done.err
