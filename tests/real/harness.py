@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, request_record
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed, request_record
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.environments.environment import Environment, locate
@@ -67,6 +67,7 @@ PROBES: dict[str, Request] = {
     "full": Prefill("kld", (tokens(512, 1),), 500, 510, ((0,) * 11,)),
     "long": Prefill("kld", (tokens(600, 1),), 10, 598, ((0,) * 589,)),
 }
+SERVED = Served("paths.chunked", WINDOWS, 10, 98, "chunked", 32)  # not of PROBES: it has the engine launched otherwise
 OWN = {"prompts": PROMPTS, "max_tokens": 12, "window": WINDOWS[0], "vocabulary": VOCAB}
 
 

@@ -23,6 +23,7 @@ from tests.real.harness import (
     HITS,
     PREFILL,
     ROOT,
+    SERVED,
     STANDINS,
     VOCAB,
     Run,
@@ -51,7 +52,7 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return asking(environment, checkpoint, PROBES, tmp_path_factory, max_total_tokens="2048")
+    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, max_total_tokens="2048")
 
 
 @pytest.fixture(scope="module")

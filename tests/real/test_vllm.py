@@ -19,6 +19,7 @@ from tests.real.harness import (
     HITS,
     PREFILL,
     ROOT,
+    SERVED,
     Run,
     Said,
     arm,
@@ -42,7 +43,7 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return asking(environment, checkpoint, PROBES, tmp_path_factory, kv_cache_memory="32M")
+    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, kv_cache_memory="32M")
 
 
 @pytest.fixture(scope="module")
