@@ -16,7 +16,6 @@ from fidelab.models import Model
 from tests.real import faults, harness
 from tests.real.contract import Contract
 from tests.real.harness import (
-    HITS,
     PREFILL,
     ROOT,
     SERVED,
@@ -25,6 +24,7 @@ from tests.real.harness import (
     arm,
     asking,
     installed,
+    names_the_faults,
     planted,
     tokens,
     ways_that_part,
@@ -165,9 +165,8 @@ def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
         planted("auto", "stale"),
         planted("auto", "position"),
         planted("fp8_e4m3", "scale"),
-        planted("fp8_e4m3", "format"),
+        planted("auto", "format"),
     ]
     found = ways_that_part(engine, arms, tmp_path / "runs", {"block-size": "32"})
     assert (found["sound"], found["k16v8"]) == (set(), set())
-    assert (found["stale"], found["position"], found["scale"]) == (HITS, HITS, HITS)
-    assert found["format"] == {"decode", "prefix-generated"}
+    names_the_faults(found)
