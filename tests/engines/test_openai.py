@@ -482,9 +482,9 @@ def test_a_hit_is_proven_by_the_servers_own_count(folder: Path, owner: str) -> N
         engine = opened(folder, served)
         for name, others in (("prefix", ()), ("prefix-other", (PROMPTS[0],))):
             sink, answer = way(engine, name, 8, others)
-            assert answer.facts["engaged"] == {"hit tokens": 8, "requests": 1}
+            assert answer.facts["engaged"] == {"hit tokens": 8}
             assert row(sink, 0, 0) == pytest.approx(row(prefill(engine, first=8)[0], 0, 0), abs=1e-5)
-        assert way(engine, "cold")[1].facts["engaged"] == {"sent at once": 1, "requests": 1}
+        assert way(engine, "cold")[1].facts["engaged"] == {"sent at once": 1}
 
 
 def test_without_a_count_a_hit_is_not_engaged(folder: Path, served: Served) -> None:
@@ -505,7 +505,7 @@ def test_a_batch_is_sent_at_once(folder: Path) -> None:
         engine = opened(folder, served)
         served.remembers = True
         answer = way(engine, "batch", others=PROMPTS)[1]
-    assert answer.facts["engaged"] == {"sent at once": 4, "requests": 1}
+    assert answer.facts["engaged"] == {"sent at once": 4}
 
 
 def test_ways_that_no_client_brings_about_are_not_offered() -> None:

@@ -295,8 +295,8 @@ class OpenAIEngine(Engine):
             faults += [fault] if fault else []
         if faults:
             return {"not_engaged": faults[0]}
-        name = "sent at once" if request.way == "batch" else "hit tokens"
-        return {"tokens": sum(map(len, request.windows)), "engaged": {name: min(counts), "requests": len(counts)}}
+        name = "hit tokens" if request.way.startswith("prefix") else "sent at once"
+        return {"tokens": sum(map(len, request.windows)), "engaged": {name: min(counts)}}
 
     def _as_asked(self, request: Served, window: Tokens) -> tuple[Sequence[Top], int, str]:
         """What is reported of a window, the count that proves the way, and why it does not; empty where it does."""
