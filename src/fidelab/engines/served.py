@@ -1,14 +1,15 @@
-"""What the ways of vLLM and SGLang, which schedule and cache alike, have in common: counts, and what they prove."""
+"""What the ways of servers have in common: the prompts that go before, counts, and what they prove."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import dropwhile
 from typing import Any
 
-from fidelab.captures.requests import Served
+from fidelab.captures.requests import Served, Tokens
 
-__all__ = ["Counted", "proof"]
+__all__ = ["Counted", "other_prompt", "proof"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,12 @@ class Counted:
     steps: Sequence[tuple[int, int, int]]
     cached: int
     lost: int = 0
+
+
+def other_prompt(request: Served, window: Tokens) -> Tokens:
+    """The prompt of another request that shares the prefix of a window to be hit, and not one token more."""
+    tail = dropwhile(lambda token: token == window[request.size], request.others[0])
+    return (*window[: request.size], *tail)
 
 
 def proof(request: Served, windows: Sequence[Counted], block: int) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
 from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
+from fidelab.engines.served import other_prompt
 from fidelab.engines.timing import groups
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
@@ -304,7 +305,7 @@ class OpenAIEngine(Engine):
         crowd = request.others if way == "batch" else ()
         self._dialect.forget()
         if way.startswith("prefix"):
-            before = (*window[:size], *(request.others[0] if way == "prefix-other" else ()))
+            before = other_prompt(request, window) if way == "prefix-other" else window[:size]
             self._dialect.scored(before, len(before) - 1, salt)
         sent, answered = [], []
 

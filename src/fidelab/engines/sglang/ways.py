@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fidelab.captures.requests import Served, Tokens
-from fidelab.engines.served import Counted, proof
+from fidelab.engines.served import Counted, other_prompt, proof
 from fidelab.engines.sglang.session import Response, SGLangRequest
 
 __all__ = ["answer_served"]
@@ -72,7 +72,7 @@ class _Serving:
                 case "prefix" | "prefix-partial":
                     self._run([SGLangRequest(window[:size], salt=self._salt(index))])
                 case "prefix-other":
-                    self._run([SGLangRequest((*window[:size], *others[0]), salt=self._salt(index))])
+                    self._run([SGLangRequest(other_prompt(self._request, window), salt=self._salt(index))])
                 case "batch":
                     crowd = others
                 case "evicted":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from fidelab.captures.requests import Served, Tokens
 from fidelab.engines.base import Sink
-from fidelab.engines.served import Counted, proof
+from fidelab.engines.served import Counted, other_prompt, proof
 from fidelab.engines.vllm.model import SEQUENCES, VLLMRequest
 from fidelab.errors import NotSupportedError
 
@@ -65,7 +65,7 @@ class _Serving:
                 case "prefix" | "prefix-partial":
                     self._run([VLLMRequest(window[:size], 1)])
                 case "prefix-other":
-                    self._run([VLLMRequest((*window[:size], *others[0]), 1)])
+                    self._run([VLLMRequest(other_prompt(self._request, window), 1)])
                 case "batch":
                     crowd = others
                 case "evicted":
