@@ -21,6 +21,8 @@ from fidelab.captures.writer import CaptureWriter
 from fidelab.core import Arm, KVSpec, Vocabulary
 from fidelab.errors import MismatchError
 from fidelab.metrics.divergence import parting
+from fidelab.results.measurement import Coordinates
+from fidelab.results.record import Report
 from tests.runs.harness import Done, cli
 
 V, N = 16, 64
@@ -42,7 +44,7 @@ BASE = _rows(0, 1.0)
 
 def _capture(store: Path, name: str, part: str, rows: Rows | None, engine: str, facts: Mapping[str, Any]) -> Capture:
     way = part.partition("-")[0]
-    request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("way", way),))
+    request = Served(f"paths.{part}", WINDOWS, FIRST[part], N - 2, way, settings=(("n_ctx", N), ("way", way)))
     arm = Arm(name, engine, "m", "m", "0" * 64, KVSpec.parse(name), "float32", "cpu", 1)
     place = store / f"{name}-{engine}" / part
     writer = CaptureWriter(place, request, capture_key(arm, request, {}, 0), arm.record(), Vocabulary(V, "0" * 64))
@@ -119,7 +121,7 @@ def test_the_way_its_first_position_and_what_the_arm_adds_are_reported(tmp_path:
     assert score.summary == "decoding parts from prefill at position 40"
     assert score.reference_summary == "4 ways agree with a cold prefill"
     assert score.downgrades == ("decoding parts from prefill at position 40",)
-    at = {"way": "decode"}
+    at: Coordinates = {"way": "decode"}
     own, twin, added = (score.value(name, at) for name in ("KL from cold", "reference's", "added"))
     assert own is not None
     assert twin is not None
@@ -185,6 +187,25 @@ def test_ways_that_were_not_taken_are_said_and_count_for_nothing(tmp_path: Path)
     assert is_complete(test["prefix"].folder)
 
 
+def test_an_arm_whose_cold_prefill_is_not_proven_is_not_measurable(tmp_path: Path) -> None:
+    ref = _arm(tmp_path, "bf16", _ways(BASE, 0.01))
+    why = "engine openai lets nobody choose how windows are computed"
+    test = _arm(
+        tmp_path, "int8", dict.fromkeys(FIRST), **{part.replace("-", "_"): {"not_supported": why} for part in FIRST}
+    )
+    assert _score(ref, test).measurement().reason == why
+    back = _score(test, ref)  # nor is anything known of the format's cost then
+    assert _ends(back) == {}
+    assert back.measurement().status == "ok"
+
+
+def test_an_arm_that_computes_what_the_reference_does_in_every_way_is_identical(tmp_path: Path) -> None:
+    ref, test = _arm(tmp_path, "bf16", _ways(BASE, 0.01)), _arm(tmp_path, "f16", _ways(BASE, 0.01))
+    assert _score(ref, test).identical
+    other = _arm(tmp_path / "other", "f16", _ways(BASE, 0.02))
+    assert not _score(ref, other).identical
+
+
 def test_rows_of_other_positions_are_not_paired(tmp_path: Path) -> None:
     ways = {"cold": BASE, "decode": BASE}
     ref, test = _arm(tmp_path, "bf16", ways), _arm(tmp_path, "int8", ways)
@@ -215,11 +236,11 @@ def test_a_run_says_in_one_sentence_which_way_parts_where_and_in_which_arm(tmp_p
 
 
 def test_all_faces_have_the_table_of_ways_by_arms(tmp_path: Path) -> None:
-    flags = ("--engine-arg", "parts=tilt:prefix:140", "--set", "axes.paths.ways=decode,prefix", "--markdown")
+    flags = ("--engine-arg", "parts=tilt:prefix:140", "--set", "axes.paths.ways=decode,prefix")
     done = _compare(tmp_path, *flags)
     assert done.code == 0, done.err
     page = (done.folder / "report.html").read_text()
-    for face in (done.out, page):
+    for face in (done.out, page, Report.model_validate(done.report).to_markdown()):
         assert "KL between each way of serving and a cold prefill" in face
         assert "from 140" in face
         assert "prefill after a prefix hit parts from a cold one at position 140, tilt only" in face

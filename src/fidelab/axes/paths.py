@@ -172,7 +172,8 @@ class Paths(Axis):
         if _COLD not in pairs:
             raise CaptureError("there is no cold prefill to compare with; capture again")
         ref, test = ({part: side(pair) for part, pair in pairs.items()} for side in (_ref, _test))
-        unproven = {part: _unproven(capture) for part, capture in test.items() if part != _COLD}
+        lost = _unproven(test[_COLD])  # without its cold prefill nothing can be compared
+        unproven = {part: lost or _unproven(capture) for part, capture in test.items() if part != _COLD}
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
         twins = {}
@@ -180,7 +181,8 @@ class Paths(Axis):
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
         theirs = _parts_at(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
-        ends = _parts_at(own, sound, _tail(_kl(ref[_COLD], test[_COLD])))
+        cost = _kl(ref[_COLD], test[_COLD])
+        ends = _parts_at(own, sound, _tail(cost) if np.isfinite(cost).any() else math.inf)
         first = {part: _request(test[part]).first for part in proven}
         rows = np.concatenate([*(kl.ravel() for kl in own.values()), np.empty(0)])
         windows = np.concatenate([*(_windows(kl) for kl in own.values()), np.empty(0, dtype=np.int64)])
@@ -193,7 +195,8 @@ class Paths(Axis):
             usable=np.isfinite(rows),
             transform=None,
             bounds=(0.0, math.inf),
-            identical=False,
+            identical=bool((cost == 0).all())
+            and all(_unproven(ref[part]) is None and (_kl(ref[part], test[part]) == 0).all() for part in proven),
             bound=bound,
             cluster="window",
             cells=tuple(
@@ -203,8 +206,8 @@ class Paths(Axis):
             summary=_summary(added, first, len(own)),
             reference_summary=_summary(theirs, first, len(twins)) if twins else "",
             downgrades=tuple(_sentence(part, first[part] + at) for part, at in added.items()),
-            not_measurable="" if own else "; ".join(dict.fromkeys(map(str, unproven.values()))),
-            facts=dict(test[_COLD].manifest["settings"]),
+            not_measurable="" if own else "; ".join(dict.fromkeys(why[1] for why in unproven.values() if why)),
+            facts={"windows": len(test[_COLD].items), "n_ctx": test[_COLD].manifest["settings"]["n_ctx"]},
         )
         if not own:
             return score
@@ -291,6 +294,7 @@ def _parts_at(own: Mapping[str, Floats], twins: Mapping[str, Floats], cost: floa
 
     What is allowed rests on the twin's figure of the same way, or without a twin on the arm's other ways, and on
     ``cost``, what the format itself costs: rounding to a format makes the last bits of another way as large as that.
+    Where that is not known it is infinite, and no way parts.
     See docs/metrics.md#paths.
     """
     tails = {part: _tail(kl) for part, kl in own.items()}

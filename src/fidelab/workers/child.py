@@ -216,7 +216,9 @@ class _Answering:
         if not isinstance(request, Served):
             return self._engine.answer(request, sink)
         try:
-            if request.kind not in self._engine.kinds or request.way not in self._engine.ways:
+            if request.kind not in self._engine.kinds:
+                raise NotSupportedError(f"engine {self._engine.name} lets nobody choose how windows are computed")
+            if request.way not in self._engine.ways:
                 raise NotSupportedError(f"engine {self._engine.name} has no way {request.way!r}")
             return self._engine.answer(request, sink)
         except NotSupportedError as error:

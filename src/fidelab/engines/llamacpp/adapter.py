@@ -331,7 +331,7 @@ class LlamaCppEngine(Engine):
         sequences = 1 + len(request.others) if request.way == "batch" else 1
         if sequences > _MOST_SEQUENCES:
             raise NotSupportedError(f"llama.cpp answers at most {_MOST_SEQUENCES} prompts together")
-        other = len(request.others[0]) if request.others else 0
+        other = len(request.others[0]) if request.way == "prefix-other" else 0
         with self._context(max(map(len, (*request.windows, *request.others))) + other, sequences) as context:
             self._seen = context.seen
             serving = _Serving(context, request)
