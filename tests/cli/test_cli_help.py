@@ -173,7 +173,7 @@ def test_brackets_in_help_are_shown(wide: None, tmp_path: Path) -> None:
 
 def test_every_flag_of_compare_is_explained(wide: None, tmp_path: Path) -> None:
     text = cli("compare", "--help", cwd=tmp_path).out
-    flags = """--reference --kv --candidate --engine --python --prefix --pythonpath --base-url --model --force
+    flags = """--reference --kv --candidate --engine --python --image --prefix --pythonpath --base-url --model --force
         --control --axes --text --windows --n-ctx --protocol --stride --prompts
         --n-predict --limit --template --quick --set --seed --bands --no-floor --dtype --device --threads --engine-arg
         --benches        --deadline --output-dir --fail-under --json --plot --dry-run --resume"""

@@ -119,7 +119,7 @@ def compare(
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
-        named = ("python", "prefix", "pythonpath", "engine_arg", "text", "prompts")
+        named = ("python", "image", "prefix", "pythonpath", "engine_arg", "text", "prompts")
         options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
         return
@@ -228,7 +228,7 @@ def _trust(trusted: Sequence[Path] | None, engine: options.ServableEngineOptions
     from fidelab.config.trust import Trust
 
     settings = engine.settings()
-    words = {(key, value) for key in ("python", "prefix") if (value := settings["engine"][key]) is not None}
+    words = {(key, value) for key in ("python", "image", "prefix") if (value := settings["engine"][key]) is not None}
     words |= {("pythonpath", folder) for folder in settings["engine"]["pythonpath"]}
     words |= set(settings["engine_args"].items())
     words |= {(key, value) for key in ("text", "prompts") if (value := getattr(axes, key)) != "default"}

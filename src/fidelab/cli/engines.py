@@ -49,12 +49,17 @@ class _EnvironmentOptions(options.Options):
 
 
 @app.command("list")
-def list_engines(as_json: options.Json = False) -> None:
+def list_engines(
+    image: Annotated[
+        str | None, typer.Option(help="List the engines in this container image instead.", show_default=False)
+    ] = None,
+    as_json: options.Json = False,
+) -> None:
     """Every engine: where it is, its version and whether that is changed, its device, and how many KV formats run."""
     from fidelab.environments.listing import listing
 
     with waiting("asking the engines"):
-        places = listing()
+        places = listing(image=image)
     if as_json:
         print(json.dumps({"engines": [_record(place) for place in places]}, indent=2))
         return

@@ -252,9 +252,15 @@ class EngineOptions(Options, panel=ENGINE):
         str | None,
         typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False),
     ] = None
+    image: Annotated[
+        str | None,
+        typer.Option(help="Container image that has the engine; run by docker or podman.", show_default=False),
+    ] = None
     prefix: Annotated[
         str | None,
-        typer.Option(help="Command before that interpreter: 'docker run …', 'ssh host', 'srun …'.", show_default=False),
+        typer.Option(
+            help="Command before that interpreter, or before docker: 'ssh host', 'srun …'.", show_default=False
+        ),
     ] = None
     pythonpath: Annotated[
         list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
@@ -275,6 +281,7 @@ class EngineOptions(Options, panel=ENGINE):
             "engine": {
                 "name": self.engine,
                 "python": self.python,
+                "image": self.image,
                 "prefix": self.prefix,
                 "pythonpath": self.pythonpath or [],
             },

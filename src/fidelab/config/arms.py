@@ -12,7 +12,7 @@ __all__ = ["arm_fields", "split_commas"]
 
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
 _OWN = ("kv", "name", "engine", "model", "dtype")  # of the arm; everything else is the engine's
-_OF_ENGINE = ("python", "prefix", "pythonpath")
+_OF_ENGINE = ("python", "image", "prefix", "pythonpath")
 _ENV = "env."
 
 
@@ -37,7 +37,7 @@ def arm_fields(text: str) -> dict[str, Any]:
     """The fields of an arm's settings.
 
     Raises:
-        ValueError: a part has no value, or ``python``, ``prefix`` or ``pythonpath`` come without ``engine``.
+        ValueError: a part has no value, or ``python``, ``image``, ``prefix`` or ``pythonpath`` come without ``engine``.
     """
     if not _PAIRS.match(text.strip()):
         return {"kv": text}

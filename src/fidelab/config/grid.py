@@ -12,7 +12,7 @@ from fidelab.config.arms import arm_fields, split_commas
 __all__ = ["cell_fields", "cell_name", "check_vary", "levels_of", "option_key", "parse_vary"]
 
 _MOST_CELLS = 64
-_NO_LEVELS = ("name", "python", "prefix", "pythonpath")
+_NO_LEVELS = ("name", "python", "image", "prefix", "pythonpath")
 
 Levels = dict[str, str]
 """One value of each key."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -27,6 +28,8 @@ from fidelab.errors import UsageError
 
 __all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options"]
 
+_IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
+
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
@@ -44,8 +47,18 @@ class EngineConfig(BaseModel):
 
     name: str = Field(description="engine")
     python: str | None = Field(default=None, description="interpreter of the engine's environment")
-    prefix: str | None = Field(default=None, description="command before it: docker run …, ssh host, srun …")
+    image: str | None = Field(default=None, description="container image that has the engine, run by docker or podman")
+    prefix: str | None = Field(default=None, description="command before it: ssh host, srun …")
     pythonpath: tuple[str, ...] = Field(default=(), description="folders whose modules go before the engine's own")
+
+    @field_validator("image")
+    @classmethod
+    def _is_reference(cls, value: str | None) -> str | None:
+        if value is not None and not _IMAGE.fullmatch(value):
+            raise ValueError(
+                f"{value!r} is no name of an image: write it as docker does, repository:tag or repository@digest"
+            )
+        return value
 
     @model_validator(mode="before")
     @classmethod
@@ -54,7 +67,12 @@ class EngineConfig(BaseModel):
 
     @model_serializer
     def _short(self) -> str | dict[str, Any]:
-        environment = {"python": self.python, "prefix": self.prefix, "pythonpath": list(self.pythonpath)}
+        environment = {
+            "python": self.python,
+            "image": self.image,
+            "prefix": self.prefix,
+            "pythonpath": list(self.pythonpath),
+        }
         environment = {key: value for key, value in environment.items() if value}
         return {"name": self.name, **environment} if environment else self.name
 

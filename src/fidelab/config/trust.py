@@ -32,7 +32,7 @@ __all__ = ["Demand", "Trust", "check_trust", "demands", "load_trusted", "remembe
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
 
 _MEMORY = "fidelab/trusted-files"  # below the user's state: per line a hash and the file that had it
-_COMMANDS = ("prefix", "python", "pythonpath")
+_COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
 _NAMES = {"text": ("default", "wikitext-2"), "prompts": ("default",)}  # values that are no files
 
@@ -187,8 +187,10 @@ def _arms(settings: Experiment | CrossEngine) -> Iterator[tuple[EngineConfig, Ma
 def _programs(engine: EngineConfig) -> Iterator[Demand]:
     if engine.prefix:
         yield Demand("prefix", engine.prefix, "is a command that would be started", _command(engine.prefix))
+    if engine.image:
+        yield Demand("image", engine.image, "is an image whose programs would be run")
     if engine.python:
-        there = "" if engine.prefix else str(expand(shutil.which(engine.python) or engine.python))
+        there = "" if engine.prefix or engine.image else str(expand(shutil.which(engine.python) or engine.python))
         yield Demand("python", engine.python, "is a program that would be started", there)
     for folder in engine.pythonpath:
         yield Demand("pythonpath", folder, "is a folder of code that would be run", str(expand(folder)))

@@ -15,7 +15,7 @@ from typing import Any
 
 from fidelab.doctor.check import DoctorCheck, guarded_section
 
-__all__ = ["MAIN_JOB", "Diagnosis", "DoctorCheck", "examine"]
+__all__ = ["MAIN_JOB", "Diagnosis", "DoctorCheck", "examine", "examine_image", "examine_machine"]
 
 MAIN_JOB = "fidelab compare smollm2-135m --kv k16v8"
 
@@ -25,10 +25,12 @@ class Diagnosis:
     """All checks, in the order in which they are shown."""
 
     checks: tuple[DoctorCheck, ...]
+    good: str = f"{MAIN_JOB} can run"
+    """What holds where nothing blocks."""
 
     @property
     def ready(self) -> bool:
-        """Whether :data:`MAIN_JOB` can run."""
+        """Whether nothing blocks :data:`MAIN_JOB`, or what else was asked about."""
         return not self.reasons
 
     @property
@@ -41,7 +43,7 @@ class Diagnosis:
 
         ``{"schema": str, "checks": [{"name": str, "group": str, "status": "ok" | "warning" | "missing" | "broken",
         "detail": str, "remedy": str | null}], "ready": bool, "reasons": [str]}``.  Groups: python, packages, devices,
-        folders, models, engines, "KV formats (ENGINE)", axes; "fidelab" where fidelab itself is damaged.
+        folders, models, engines, "KV formats (ENGINE)", axes, system; "fidelab" where fidelab itself is damaged.
         """
         return {
             "schema": "fidelab.doctor/0",
@@ -80,3 +82,27 @@ def examine(*, trial: bool = False, say: Callable[[str], None] = lambda line: No
                 *guarded_section("axes", lambda: parts.axes(unusable)),
             )
         )
+
+
+def examine_machine() -> Diagnosis:
+    """Driver, GPUs, the ways between them, and versions known to be bad; ready where nothing is known to be bad.
+
+    Raises for nothing that it finds, and writes nothing.  Copies between GPUs, where there are several, take seconds.
+    """
+    from fidelab.doctor.system import examine_system
+
+    return Diagnosis(tuple(examine_system()), good="nothing of this system is known to be bad")
+
+
+def examine_image(name: str, say: Callable[[str], None] | None = None) -> Diagnosis:
+    """The engines in a container image, and their KV formats; ready where one of them works.
+
+    ``say``: the formats are tried out, and this gets a line for each of them.
+
+    Raises:
+        EngineError: the image is not there, or nothing runs images.
+    """
+    from fidelab.doctor import parts
+
+    checks = parts.image_engines(name, say)
+    return Diagnosis(tuple(checks), good=f"arms can run with --image {name}")

@@ -6,17 +6,18 @@ import os
 import sys
 from argparse import ArgumentParser
 
-from fidelab.doctor import examine
+from fidelab.doctor import examine, examine_machine
 from fidelab.doctor.text import show
 
 if __name__ == "__main__":
     parser = ArgumentParser("python -m fidelab.doctor", description="Check this machine: what works, what does not.")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
-    as_json = parser.parse_args().json
+    parser.add_argument("--system", action="store_true", help="driver, GPUs, kernel, versions known to be bad")
+    asked = parser.parse_args()
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as the command line does
     try:
-        diagnosis = examine()
+        diagnosis = examine_machine() if asked.system else examine()
     except KeyboardInterrupt:
         sys.exit(130)
-    show(diagnosis, as_json=as_json)
+    show(diagnosis, as_json=asked.json)
     sys.exit(not diagnosis.ready)

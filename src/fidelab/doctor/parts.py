@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fidelab.environments.listing import Installed
     from fidelab.registry import Registry
 
-__all__ = ["asked_engines", "axes", "engines_and_formats", "try_format"]
+__all__ = ["asked_engines", "axes", "engines_and_formats", "image_engines", "try_format"]
 
 # What the main job asks for, by its defaults: k16v8 of a bfloat16 model is bf16 / fp8_e4m3.
 _ENGINE = "hf"
@@ -84,6 +84,21 @@ def engines_and_formats(
     engines = [_engine(ENGINES, name, unusable, once, trial) for name in names]
     formats = [check for _, checks in engines for check in checks] if _COMPUTES.isdisjoint(unusable) else []
     return [*(check for check, _ in engines), *formats]
+
+
+def image_engines(image: str, trial: Callable[[str], None] | None) -> list[DoctorCheck]:
+    """The engines of a container image with their formats; they block where none of them works.
+
+    Raises:
+        EngineError: the image is not there.
+    """
+    from fidelab.environments.listing import listing
+
+    places = listing(limit=_LIMIT, image=image)
+    found = [_brought(place.engine, places, trial) for place in places]
+    none = all(check.status != "ok" for check, _ in found)
+    engines = [replace(check, needed=none) for check, _ in found]
+    return [*engines, *(replace(check, needed=False) for _, checks in found for check in checks)]
 
 
 def axes(unusable: Collection[str]) -> list[DoctorCheck]:
@@ -171,7 +186,8 @@ def _brought(
 
     place = chosen(places)[name]
     if place.problem is not None:
-        status: Finding = "missing" if place.environment is None else "broken"
+        absent = place.environment is None or place.environment.image is not None  # an image need not have it
+        status: Finding = "missing" if absent else "broken"
         why = one_line(place.problem).removeprefix(f"engine {name} ")
         return DoctorCheck(name, "engines", status, why, place.remedy), []
     device = place.about.device.replace("hip", "rocm") if place.about else "cpu"

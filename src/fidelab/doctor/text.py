@@ -9,7 +9,7 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from fidelab.doctor import MAIN_JOB, Diagnosis
+from fidelab.doctor import Diagnosis
 from fidelab.doctor.check import CAUGHT, DoctorCheck, Finding
 from fidelab.results.numbers import printable
 
@@ -41,7 +41,7 @@ def show(diagnosis: Diagnosis, *, as_json: bool) -> None:
 
 
 def lines(diagnosis: Diagnosis, width: int = _WIDTH) -> list[str]:
-    """The text form; no line is longer than ``width``, the last one says whether the main job can run."""
+    """The text form; no line is longer than ``width``, the last one says whether anything blocks."""
     rows = [row for _, group in groupby(diagnosis.checks, lambda check: check.group) for row in _rows(list(group))]
     indent = _STATUS_WIDTH + max(len(label) for _, label, _ in rows) + 2
     text = []
@@ -89,7 +89,7 @@ def by_reason(refused: Mapping[str, str]) -> dict[str, list[str]]:
 
 def _verdict(diagnosis: Diagnosis, width: int) -> str:
     if diagnosis.ready:
-        return f"ready: {MAIN_JOB} can run"
+        return f"ready: {diagnosis.good}"
     reasons = diagnosis.reasons
     for n in range(len(reasons), 0, -1):
         more = f"; and {len(reasons) - n} more (above)" if n < len(reasons) else ""

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -150,19 +150,21 @@ class EngineAnswers(ABC):
 
 
 @contextmanager
-def ask(environment: Environment, limit: float = _LIMIT) -> Iterator[EngineAnswers]:
-    """The engine of an environment, to be asked while the context lasts; ``limit``: seconds for one answer.
+def ask(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = ()) -> Iterator[EngineAnswers]:
+    """The engine of an environment, to be asked while the context lasts.
+
+    ``limit``: seconds for one answer.  ``files``: what it is asked about, which an engine in a container has to see.
 
     Raises:
         EngineError: its interpreter does not start, has no fidelab or another protocol version of it.
     """
-    with start(environment, limit) as asked:
+    with start(environment, limit, files) as asked:
         asked.greet()
         yield asked
 
 
 @contextmanager
-def start(environment: Environment, limit: float = _LIMIT) -> Iterator[EngineAnswers]:
+def start(environment: Environment, limit: float = _LIMIT, files: Sequence[str] = ()) -> Iterator[EngineAnswers]:
     """As :func:`ask`, without waiting for the interpreter: what is wrong with it, the first answer says.
 
     Raises:
@@ -171,7 +173,7 @@ def start(environment: Environment, limit: float = _LIMIT) -> Iterator[EngineAns
     if environment.own:
         yield _Here(environment)
         return
-    there = _There(environment, limit)
+    there = _There(environment, limit, files)
     try:
         yield there
     except BaseException:
@@ -200,14 +202,15 @@ class _Here(EngineAnswers):
 class _There(EngineAnswers):
     """In a process of its environment, started at once and asked one question after another."""
 
-    def __init__(self, environment: Environment, limit: float) -> None:
+    def __init__(self, environment: Environment, limit: float, files: Sequence[str]) -> None:
         super().__init__(environment)
         self._limit = limit
         self._buffer = b""
         self._greeted = False
         self._kept: dict[str, dict[str, Any]] = {}  # replies to questions without arguments: they do not change
         self._ahead: list[str] = []  # questions of which the replies are still to be read
-        self._command = environment.command("fidelab.workers.ask")
+        self._container = environment.container(files=files)
+        self._command = environment.command("fidelab.workers.ask", self._container)
         variables = {**os.environ, **environment.variables()}
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (closed at the end)
         try:
@@ -249,7 +252,8 @@ class _There(EngineAnswers):
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+            if self._process.wait() and self._container is not None:
+                self._container.end()
             self._process.stdout.close()
             self._log.close()
 

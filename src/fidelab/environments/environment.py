@@ -13,10 +13,11 @@ from importlib import import_module, metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fidelab.core import digest
+from fidelab.core import Arm, digest
 from fidelab.engines import ENGINES
 from fidelab.engines.installed import is_installed
 from fidelab.engines.k16v8 import K16V8, missing
+from fidelab.environments.container import Container, Image, find_image, named_paths, new_name, seen_through
 from fidelab.environments.recipes import install_command, variants
 from fidelab.errors import EngineError, InputError, UsageError
 from fidelab.models.cache import build_once, cache_dir
@@ -50,7 +51,7 @@ class Environment:
 
     ``prefix`` is a command that starts the interpreter elsewhere (docker, ssh, srun), or here in another way
     (``local``: env, nice, numactl); ``pythonpath`` are the user's shim folders, which the engine's environment sees
-    before its own packages.
+    before its own packages.  ``image``: it runs in a container of this image, behind the prefix.
     """
 
     engine: str
@@ -58,20 +59,22 @@ class Environment:
     prefix: tuple[str, ...] = ()
     pythonpath: tuple[str, ...] = ()
     local: bool = False
+    image: Image | None = None
 
     @property
     def own(self) -> bool:
         """This very interpreter, with nothing added."""
-        return not self.prefix and not self.pythonpath and self._here
+        return not self.prefix and not self.pythonpath and self.image is None and self._here
 
     @property
     def interpreter(self) -> str:
         """The interpreter as it is called, prefix included, for messages."""
-        return shlex.join([*self.prefix, self.python])
+        place = f" in image {self.image.name}" if self.image else ""
+        return shlex.join([*self.prefix, self.python]) + place
 
     @property
     def _elsewhere(self) -> bool:
-        return bool(self.prefix) and not self.local
+        return self.image is not None or (bool(self.prefix) and not self.local)
 
     @property
     def _here(self) -> bool:
@@ -85,9 +88,53 @@ class Environment:
         marker = None if self._elsewhere else read_marker(Path(self.python).parents[1])
         return dict((marker or {}).get("failing", {}))
 
-    def command(self, module: str) -> list[str]:
-        """The command line that runs a module there."""
-        return [*self.prefix, self.python, "-m", module]
+    def container(
+        self,
+        arm: Arm | None = None,
+        store: Path | None = None,
+        *,
+        env: Mapping[str, str] | None = None,
+        files: Sequence[str] = (),
+    ) -> Container | None:
+        """A new container for one process; ``None`` where the engine runs in no image.
+
+        Args:
+            arm: what the process runs: it sees the model, files that options name, and the GPUs if it runs on one.
+                ``None``: it is asked about the engine, for which it has the GPUs.
+            store: the folder of captures, where it writes.
+            env: variables of the arm's process.
+            files: what it sees besides.
+
+        Raises:
+            OutputError: the link folder cannot be made.
+        """
+        if self.image is None:
+            return None
+        link = link_folder()
+        code = [str(link), *(str(package.resolve()) for package in link.iterdir() if package.is_symlink())]
+        named = [arm.path, *named_paths(value for _, value in arm.options)] if arm else []
+        there = [path for path in (*named, *files, *self.pythonpath) if Path(path).exists()]
+        seen = [file for path in there for file in seen_through(path)]
+        if store is not None:
+            store.mkdir(parents=True, exist_ok=True)
+        return Container(
+            self.image,
+            new_name(),
+            env={
+                **(env or {}),
+                "PYTHONSAFEPATH": "1",
+                "PYTHONDONTWRITEBYTECODE": "1",
+                "PYTHONPATH": os.pathsep.join([str(link), *self.pythonpath]),
+            },
+            reads=tuple(dict.fromkeys([*code, *seen])),
+            writes=() if store is None else (str(store),),
+            devices=arm is None or arm.device.startswith("cuda"),
+            network=ENGINES.load(self.engine).is_server,
+        )
+
+    def command(self, module: str, container: Container | None = None) -> list[str]:
+        """The command line that runs a module there; ``container``: of :meth:`container`."""
+        return container.command(self.python, module) if container else [*self.prefix, self.python, "-m", module]
 
     def variables(self) -> dict[str, str]:
         """Variables to set on top of this process' own; none elsewhere, where fidelab itself is installed.
@@ -106,7 +153,12 @@ class Environment:
 
 
 def locate(
-    engine: str, *, python: str | None = None, prefix: str | Sequence[str] | None = None, pythonpath: Sequence[str] = ()
+    engine: str,
+    *,
+    python: str | None = None,
+    prefix: str | Sequence[str] | None = None,
+    pythonpath: Sequence[str] = (),
+    image: str | None = None,
 ) -> Environment:
     """The environment of an engine: the interpreter that is named, else this one, else an installed one.
 
@@ -115,16 +167,19 @@ def locate(
         python: an interpreter, by its path or its name on PATH; behind a prefix as it is called there.
         prefix: a command to start it with, as one shell-like string or in parts.
         pythonpath: the user's shim folders; an installed environment remembers those that it was installed with.
+        image: a container image that has the engine, with ``python`` as it is called there.
 
     Raises:
         UnknownNameError: there is no such engine.
         UsageError: the interpreter does not exist, or a prefix is combined with shim folders.
         InputError: a shim folder does not exist.
-        EngineError: the engine is installed nowhere.
+        EngineError: the engine is installed nowhere, or the image is not there.
     """
     cls: type[Engine] = ENGINES.load(engine)
     parts = _split(prefix)
     shims = tuple(shim(folder) for folder in pythonpath)
+    if image is not None:
+        return Environment(engine, python or "python3", parts, shims, image=find_image(image, parts))
     if parts:
         if shims:
             raise UsageError(
@@ -143,15 +198,20 @@ def locate(
 
 
 def candidates(
-    engine: str, *, python: str | None = None, prefix: str | Sequence[str] | None = None, pythonpath: Sequence[str] = ()
+    engine: str,
+    *,
+    python: str | None = None,
+    prefix: str | Sequence[str] | None = None,
+    pythonpath: Sequence[str] = (),
+    image: str | None = None,
 ) -> list[Environment]:
     """Environments in which the engine may be: the one of :func:`locate`, whose arguments and errors these are.
 
     Behind a prefix without an interpreter it is ``python3`` there, and then, for prefixes that stay on this machine,
     the interpreter that runs would take here.
     """
-    first = locate(engine, python=python, prefix=prefix, pythonpath=pythonpath)
-    if not first.prefix or python is not None or shutil.which(first.prefix[0]) is None:
+    first = locate(engine, python=python, prefix=prefix, pythonpath=pythonpath, image=image)
+    if first.image or not first.prefix or python is not None or shutil.which(first.prefix[0]) is None:
         return [first]
     try:
         here = locate(engine)
@@ -209,8 +269,10 @@ def remember_trial(environment: Environment, faults: Mapping[str, str | None]) -
     Raises:
         OSError: it cannot be written.
     """
+    if environment._elsewhere:
+        return
     folder = Path(environment.python).parents[1]
-    if not environment._elsewhere and (marker := read_marker(folder)):
+    if marker := read_marker(folder):
         write_marker(folder, {**marker, "failing": {name: why for name, why in faults.items() if why}})
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from fidelab.engines import ENGINES
 from fidelab.engines.base import Engine
 from fidelab.environments.answers import About, EngineAnswers, start
+from fidelab.environments.container import find_image
 from fidelab.environments.environment import (
     MARKER,
     Environment,
@@ -52,7 +55,9 @@ class Installed:
     @property
     def where(self) -> str:
         """The environment in words."""
-        return self.name if self.environment is None or self.environment.own else f"environment {self.name}"
+        if self.environment is None or self.environment.own or self.environment.image:
+            return self.name
+        return f"environment {self.name}"
 
     @property
     def build(self) -> str:
@@ -62,23 +67,29 @@ class Installed:
         return ", ".join(other) or "stock"
 
 
-def listing(engines: Sequence[str] | None = None, limit: float = 120.0) -> list[Installed]:
+def listing(engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None) -> list[Installed]:
     """Every engine but the test engine, in every environment that it has; as :func:`asking`, and waits."""
-    with asking(engines, limit) as answers:
+    with asking(engines, limit, image) as answers:
         return answers()
 
 
 @contextmanager
-def asking(engines: Sequence[str] | None = None, limit: float = 120.0) -> Iterator[Callable[[], list[Installed]]]:
+def asking(
+    engines: Sequence[str] | None = None, limit: float = 120.0, image: str | None = None
+) -> Iterator[Callable[[], list[Installed]]]:
     """All environments of these engines, each asked at once by a process of its own; ``limit``: seconds for one answer.
 
     Yields a function that waits for the answers: the caller may do something else meanwhile.  An engine has its
     environments in the order in which runs would take them, or one entry without environment where it has none.
-    Processes that still work when the context is left are ended.
+    Processes that still work when the context is left are ended.  ``image``: in this container image instead.
+
+    Raises:
+        EngineError: the image is not there.
     """
     names = [name for name in ENGINES.names() if name != _TEST_ENGINE] if engines is None else engines
     with ExitStack() as stack:
-        begun = [_begun(place, stack, limit) for name in names for place in _places(name)]
+        places = chain.from_iterable(map(_places, names)) if image is None else _in_image(names, image)
+        begun = [_begun(place, stack, limit) for place in places]
         yield lambda: [place if asked is None else _answered(place, asked) for place, asked in begun]
 
 
@@ -120,6 +131,14 @@ def _places(engine: str) -> Iterator[Installed]:
         yield Installed(engine, engine, None, problem="not installed", remedy=install_command(engine))
 
 
+def _in_image(names: Sequence[str], name: str) -> Iterator[Installed]:
+    """Engines that may be in an image; a server is asked from here."""
+    image = find_image(name)
+    for engine in names:
+        if not getattr(ENGINES.load(engine), "is_server", False):
+            yield Installed(engine, f"image {name}", Environment(engine, "python3", image=image))
+
+
 def _python(folder: Path) -> Path:
     return folder / "bin" / "python"
 
@@ -150,4 +169,7 @@ def _answered(place: Installed, asked: EngineAnswers) -> Installed:
 
 
 def _broken(place: Installed, problem: str) -> Installed:
+    if place.environment is not None and place.environment.image is not None:  # where nothing is installed
+        why = re.split(r": (?:fidelab engines|pip) install", problem)[0]
+        return replace(place, problem=why, remedy="use an image that has it")
     return replace(place, problem=problem, remedy=install_command(place.engine))

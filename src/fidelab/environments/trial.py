@@ -81,13 +81,15 @@ def _fault(arm: Arm, environment: Environment, store: Path, logs: Path) -> str |
         for request in _probes()
     ]
     job = Job(arm.record(), str(store), tasks, {"size": 512, "sha256": digest()}, env=thread_variables(arm.threads))
+    container = environment.container(arm, store, env=job.env)
     outcome = run_worker(
         job,
         log=log,
         env={**thread_variables(arm.threads), **environment.variables()},
         deadline=_DEADLINE,
         listen=lambda _message: None,
-        command=environment.command("fidelab.workers.child"),
+        command=environment.command("fidelab.workers.child", container),
+        end=container.end if container else None,
     )
     reason = outcome.reason if outcome.status is not Status.OK else _unusable(store)
     if reason is None:

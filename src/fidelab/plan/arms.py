@@ -85,6 +85,7 @@ def _name(config: ArmConfig) -> str:
     differences = [
         Path(config.model).name if config.model else None,
         config.engine.name if config.engine else None,
+        config.engine.image if config.engine else None,
         config.kv.label if config.kv else None,
         config.dtype,
         *(_host(value) if key == "base-url" else f"{key}={value}" for key, value in config.engine_args.items()),

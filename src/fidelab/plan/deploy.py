@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,9 +58,13 @@ class Deployed:
 
 
 class Engines:
-    """The engines of an experiment; each environment is asked by one process, for as long as this is open."""
+    """The engines of an experiment; each environment is asked by one process, for as long as this is open.
 
-    def __init__(self) -> None:
+    ``files``: names models and other files that they may be asked about, for those that run in containers.
+    """
+
+    def __init__(self, files: Callable[[], Sequence[str]] = tuple) -> None:
+        self._files = files
         self._stack = ExitStack()
         self._found: dict[EngineConfig, tuple[Environment, EngineAnswers]] = {}
 
@@ -84,7 +88,9 @@ class Engines:
         """Of the engine and what it computes with; raises as :meth:`ask`."""
         asked = self.ask(config)
         builds = {f"{name} build": text for name, text in asked.about.provenance.items() if text != _STOCK}
-        return asked.versions() | builds | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
+        image = asked.environment.image
+        content = {"image": image.digest} if image else {}
+        return asked.versions() | builds | content | {f"shim {s['folder']}": s["sha256"] for s in _named(asked)}
 
     def variables(self, config: EngineConfig, arm: Arm) -> dict[str, str]:
         """Variables that the arm's worker will see there, as far as numbers may depend on them.
@@ -98,7 +104,9 @@ class Engines:
         """The installation, for the record of what ran; raises as :meth:`ask`."""
         asked = self.ask(config)
         shims = [dict(shim) for shim in _named(asked)]
+        image = asked.environment.image
         return {
+            **({"image": {"name": image.name, "digest": image.digest}} if image else {}),
             **({"provenance": dict(asked.about.provenance)} if asked.about.provenance else {}),
             **({"pythonpath": shims} if shims else {}),
         }
@@ -109,13 +117,20 @@ class Engines:
 
     def _find(self, config: EngineConfig) -> tuple[Environment, EngineAnswers]:
         if config not in self._found:
-            found = candidates(config.name, python=config.python, prefix=config.prefix, pythonpath=config.pythonpath)
-            guessed = bool(config.prefix) and config.python is None
+            found = candidates(
+                config.name,
+                python=config.python,
+                prefix=config.prefix,
+                pythonpath=config.pythonpath,
+                image=config.image,
+            )
+            guessed = bool(config.prefix) and config.python is None and config.image is None
             self._found[config] = self._first(found) if guessed else (found[0], self._enter(found[0]))
         return self._found[config]
 
     def _enter(self, environment: Environment) -> EngineAnswers:
-        return self._stack.enter_context(ask(environment))
+        files = self._files() if environment.image else ()
+        return self._stack.enter_context(ask(environment, files=files))
 
     def _first(self, environments: Sequence[Environment]) -> tuple[Environment, EngineAnswers]:
         """The first interpreter behind a prefix that has the engine.

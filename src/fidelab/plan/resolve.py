@@ -12,14 +12,15 @@ from fidelab.axes.base import Axis
 from fidelab.bench import BENCHES
 from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
-from fidelab.config.load import validate_as
+from fidelab.config.load import expand, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, Estimator, KVSpec, usable_cores
+from fidelab.core import Arm, Estimator, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
+from fidelab.environments.container import named_paths
 from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
-from fidelab.models import Model, check_conversion, resolve, with_weights
+from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
 from fidelab.plan.arms import (
     ATTENTION,
     AUTO,
@@ -99,9 +100,21 @@ def resolve_experiment(experiment: Experiment, created: str = "") -> Settings:
         engine_class(config)
     axes = {name: load_axis(name, values) for name, values in experiment.axes.items()}
     benches = {name: _load_bench(name, values) for name, values in experiment.benches.items()}
-    with Engines() as engines:
+    with Engines(lambda: _files(experiment)) as engines:
         _check_kv_names(experiment, engines)
         return _Resolver(experiment, axes, benches, engines, created).settings()
+
+
+def _files(experiment: Experiment) -> list[str]:
+    """What engines may be asked about: local models, those in the caches, and files that options name."""
+    configs = (experiment.reference, *experiment.candidates, *experiment.cells())
+    names = {experiment.model, *(config.model for config in configs if config.model)}
+    tables = (experiment.engine_args, *(config.engine_args for config in configs))
+    options = {value for table in tables for value in table.values()}
+    local = [str(expand(name)) for name in sorted(names) if expand(name).exists()]
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return [*local, *named_paths(sorted(options)), str(cache_dir() / "models"), str(Path(HF_HUB_CACHE).absolute())]
 
 
 class _Resolver:
@@ -130,7 +143,7 @@ class _Resolver:
         experiment = self._experiment
         reference = self._arm(experiment.reference)
         candidates = (*(self._candidate(config) for config in experiment.candidates), *self._cells())
-        _refuse_twins(candidates)
+        _refuse_twins(candidates, self._deployed)
         control = self._control(reference)
         controls = self._path_controls(reference, control, candidates[: len(experiment.candidates)])
         diagnostics = self._diagnostics(reference, candidates) if experiment.control == "full" else {}
@@ -446,16 +459,19 @@ def _configs(experiment: Experiment) -> Iterator[ArmConfig]:
         yield experiment.control
 
 
-def _refuse_twins(candidates: tuple[Arm, ...]) -> None:
+def _refuse_twins(candidates: tuple[Arm, ...], deployed: Mapping[str, Deployed]) -> None:
+    """Refuse what would be captured twice: the same arm, in environments of the same versions."""
     names: set[str] = set()
     prints: dict[str, str] = {}
     for arm in candidates:
-        twin = prints.get(arm.fingerprint())
+        versions = deployed[arm.name].versions if arm.name in deployed else {}
+        fingerprint = digest(arm.fingerprint(), canonical_json(dict(versions)))
+        twin = prints.get(fingerprint)
         if twin is not None or arm.name in names:
             same = f" (it means the same as {twin!r})" if twin not in (None, arm.name) else ""
             raise UsageError(f"candidate {arm.name!r} is given twice{same}; name each once")
         names.add(arm.name)
-        prints[arm.fingerprint()] = arm.name
+        prints[fingerprint] = arm.name
 
 
 def _refuse_namesakes(arms: Sequence[Arm]) -> None:

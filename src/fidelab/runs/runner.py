@@ -295,8 +295,11 @@ class Asking:
     def _process(self, job: PlannedJob, log: Path) -> dict[str, Any]:
         """How the worker process of a job is started."""
         environment = self._settings.deployed[job.arm.name].environment
+        variables = {**thread_variables(job.arm.threads), **dict(job.arm.env)}
+        container = environment.container(job.arm, self._settings.captures_dir, env=variables)
         return {
-            "command": environment.command("fidelab.workers.child"),
+            "command": environment.command("fidelab.workers.child", container),
+            "end": container.end if container else None,
             "log": log,
             "env": _variables(self._settings, job.arm),
             "deadline": self._settings.experiment.deadline,
@@ -350,7 +353,7 @@ class Asking:
 def fork_server(settings: Settings, arm: Arm, servers: ForkServers | None) -> ForkServer | None:
     """What forks an arm's workers, started now where it is the first of its kind; ``None`` where nothing does."""
     environment = settings.deployed[arm.name].environment
-    if servers is None or environment.prefix:  # a prefix may lead to where descriptors do not
+    if servers is None or environment.prefix or environment.image:  # where descriptors do not lead, perhaps
         return None
     return servers.get(environment.command("fidelab.workers.fork_server"), arm.engine, _variables(settings, arm))
 

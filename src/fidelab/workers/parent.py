@@ -93,6 +93,7 @@ class Worker:
         deadline: seconds for everything, load included, counted while the worker is at work; ``None`` for no limit.
         listen: called with every message, in the thread that asks.
         command: what starts the child in the engine's environment.
+        end: ends what is left of it where our signals do not reach, as in a container.
         server: forks the child where it can, with the same variables.
     """
 
@@ -105,11 +106,12 @@ class Worker:
         deadline: float | None,
         listen: Callable[[Message], None],
         command: Sequence[str] = _CHILD,
+        end: Callable[[], None] | None = None,
         server: ForkServer | None = None,
     ) -> None:
         self.outcome = JobOutcome()
         self._job, self._log, self._env, self._command, self._server = job, log, env, list(command), server
-        self._deadline = deadline
+        self._deadline, self._end = deadline, end
         self._listen = listen
         self._inbox: queue.Queue[bytes | None] = queue.Queue(_WAITING)
         self._sending: threading.Thread | None = None
@@ -312,7 +314,12 @@ class Worker:
         outcome = self.outcome
         try:
             if self._process is not None:
-                _end_group(self._process)
+                ended = self._process.poll() == 0
+                try:
+                    _end_group(self._process)
+                finally:
+                    if self._end is not None and not ended:
+                        self._end()
                 if self._sending is not None:
                     self._sending.join(_DRAIN_WAIT)
                 if self._process.stdin is not None and not (self._sending and self._sending.is_alive()):
@@ -340,13 +347,16 @@ def run_worker(
     listen: Callable[[Message], None],
     follow_up: Callable[[], list[ProbeTask]] | None = None,
     command: Sequence[str] = _CHILD,
+    end: Callable[[], None] | None = None,
     server: ForkServer | None = None,
 ) -> JobOutcome:
     """Run one job in a fresh process and report what became of it; arguments as of :class:`Worker`.
 
     ``follow_up``: called once, when all tasks were tried: further ones, for the model that is still loaded.
     """
-    with Worker(job, log=log, env=env, deadline=deadline, listen=listen, command=command, server=server) as worker:
+    with Worker(
+        job, log=log, env=env, deadline=deadline, listen=listen, command=command, end=end, server=server
+    ) as worker:
         if worker.ask() and follow_up is not None:
             worker.ask(follow_up())
         return worker.finish()

@@ -1,0 +1,284 @@
+"""Engines in published images: the worker in a container of docker or podman, in which nothing is installed.
+
+A container is one more command before the interpreter (:class:`~fidelab.environments.environment.Environment`).  Every
+folder has the same path inside as outside, so that what workers are told holds there, and all but the store of captures
+are read-only.  An image needs Python and numpy besides its engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import os
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from uuid import uuid4
+
+from fidelab.errors import EngineError, UsageError
+
+__all__ = ["CHOICE", "Container", "Image", "find_image", "named_paths", "new_name", "seen_through"]
+
+CHOICE = "FIDELAB_CONTAINER"
+_PROGRAMS = ("docker", "podman")
+_LIMIT = 60.0  # seconds for an answer of docker, behind ssh and with its daemon starting
+_NOT_FOUND = 127  # a shell's status where there is no such program
+_NVIDIA, _AMD, _DRI = "/dev/nvidiactl", "/dev/kfd", "/dev/dri"
+_RENDER = f"{_DRI}/renderD128"
+# Containers start with 64 MiB, which tensor parallelism exceeds; only what is used takes memory.
+_SHARED_MEMORY = "16g"
+_HOST = "fidelab"  # resolves to the loopback, over which the ranks of an arm meet
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image that is there, and how containers of it are started.
+
+    Attributes:
+        name: as the user wrote it.
+        id: by which containers are started, so that all of a run have the same content.
+        digest: the published one where the image was pulled, else ``id``; the same on every machine that pulled it.
+        program: ``docker`` or ``podman`` with the prefix before it.
+        rootless: docker's daemon runs as the user, who is root in its containers.
+        gpus: flags that hand the machine's GPUs over; empty where it has none.
+    """
+
+    name: str
+    id: str
+    digest: str
+    program: tuple[str, ...]
+    podman: bool = False
+    rootless: bool = False
+    gpus: tuple[str, ...] = ()
+
+    @property
+    def remote(self) -> bool:
+        """Whether a shell elsewhere splits the command again."""
+        return any(Path(word).name == "ssh" for word in self.program[:-1])
+
+    def call(self, *words: str) -> list[str]:
+        """The command line that says this to docker."""
+        return _call(self.program[:-1], [self.program[-1], *words])
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container: what of this machine it sees.
+
+    ``writes``: folders in which it may write; ``reads``: what it sees besides; ``devices``: whether it has the GPUs;
+    ``network``: whether it has the machine's network.
+    """
+
+    image: Image
+    name: str
+    env: Mapping[str, str]
+    reads: tuple[str, ...]
+    writes: tuple[str, ...] = ()
+    devices: bool = False
+    network: bool = False
+
+    def command(self, python: str, module: str) -> list[str]:
+        """The command line that runs a module in it."""
+        user = "0:0" if self.image.rootless else f"{os.getuid()}:{os.getgid()}"
+        words = ["run", "--rm", "--init", "--interactive", "--name", self.name, "--pull", "never", "--user", user]
+        if self.image.podman and os.getuid():  # without root: the user keeps the number inside
+            words += ["--userns", "keep-id"]
+        if self.network:
+            words += ["--network", "host"]
+        else:
+            words += ["--network", "none", "--hostname", _HOST, "--add-host", f"{_HOST}:127.0.0.1"]
+        words += ["--shm-size", _SHARED_MEMORY, "--security-opt", "label=disable", "--workdir", "/tmp"]
+        if self.devices:
+            words += self.image.gpus
+        for path in self.writes:
+            words += ["--mount", _mount(path, read_only=False)]
+        for path in self.reads:
+            words += ["--mount", _mount(path, read_only=True)]
+        # The user has no entry in the image's list of users: without a home and a name, caches have no place.
+        for name, value in {"HOME": "/tmp", "USER": _HOST, **self.env}.items():
+            words += ["--env", f"{name}={value}"]
+        return self.image.call(*words, "--entrypoint", python, self.image.id, "-m", module)
+
+    def end(self) -> None:
+        """End it, if it still runs: whoever kills the client alone leaves the container running."""
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+            subprocess.run(
+                self.image.call("rm", "--force", self.name),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                timeout=_LIMIT,
+                check=False,
+                start_new_session=True,  # Ctrl-C, which ends us, lets it finish
+            )
+
+
+def new_name() -> str:
+    """A name that no other container has."""
+    return f"fidelab-{uuid4().hex[:12]}"
+
+
+def find_image(name: str, prefix: Sequence[str] = ()) -> Image:
+    """An image that was pulled or built; nothing is pulled.
+
+    Args:
+        name: as docker takes it: ``vllm/vllm-openai:v0.32.0``, a digest, an id.
+        prefix: a command before docker, such as ``ssh host``.
+
+    Raises:
+        UsageError: ``FIDELAB_CONTAINER`` names a program that is not there.
+        EngineError: the image, docker and podman, or an answer of theirs is missing; says what to do.
+    """
+    program = _program(prefix)
+    done = _run(prefix, [program, "image", "inspect", name])
+    if done.returncode:
+        raise EngineError(_why_not(name, program, prefix, done))
+    try:
+        [record] = json.loads(done.stdout)
+        identity, published = str(record["Id"]), [str(text) for text in record.get("RepoDigests") or []]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise EngineError(f"{_shown(prefix, program)} image inspect {name}: its answer cannot be read") from None
+    podman = "podman" in _run(prefix, [program, "--version"]).stdout.lower()  # docker may be another name of it
+    rootless = not podman and "rootless" in _run(prefix, [program, "info", "--format", "{{.SecurityOptions}}"]).stdout
+    repository = name.partition("@")[0]
+    repository = repository.rpartition(":")[0] if ":" in repository.rpartition("/")[2] else repository
+    own = [text for text in published if text.partition("@")[0].endswith(repository)] or sorted(published)
+    digest = own[0].rpartition("@")[2] if own else identity
+    return Image(name, identity, digest, (*prefix, program), podman, rootless, _gpu_flags(prefix, podman))
+
+
+def named_paths(values: Iterable[str]) -> list[str]:
+    """The absolute paths among the values of options, those inside JSON included, that lead to something here."""
+    return [text for value in values for text in _texts(value) if text.startswith("/") and Path(text).exists()]
+
+
+def seen_through(path: str | Path) -> list[str]:
+    """A file or folder, and what its links lead to outside of it: without those, a container sees broken links."""
+    root = Path(path)
+    found = [str(root)]
+    links = (child for child in (root, *(root.rglob("*") if root.is_dir() else ())) if child.is_symlink())
+    for link in links:
+        target = link.resolve()
+        if target.exists() and not target.is_relative_to(root):
+            found.append(str(target))
+            step = Path(os.path.normpath(link.parent / link.readlink()))  # a chain of links needs each of them
+            found += [] if step.is_relative_to(root) else [str(step)]
+    return list(dict.fromkeys(found))
+
+
+# ------------------------------------------------------------------------------------------------------- inside
+
+
+def _texts(value: str) -> Iterator[str]:
+    if not value.startswith(("{", "[")):
+        yield value
+        return
+    try:
+        waiting = [json.loads(value)]
+    except ValueError:
+        return
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, dict):
+            waiting += item.values()
+        elif isinstance(item, list):
+            waiting += item
+        elif isinstance(item, str):
+            yield item
+
+
+def _mount(path: str, *, read_only: bool) -> str:
+    """A bind mount under the same path.  Unlike ``--volume`` it makes no folder of a path that does not exist."""
+    row = io.StringIO()
+    fields = ["type=bind", f"source={path}", f"target={path}", *(["readonly"] if read_only else [])]
+    csv.writer(row, lineterminator="").writerow(fields)  # a path may hold commas
+    return row.getvalue()
+
+
+def _call(prefix: Sequence[str], words: Sequence[str]) -> list[str]:
+    """A command behind a prefix; ssh hands one line to a shell, so that it is quoted for that."""
+    if any(Path(word).name == "ssh" for word in prefix):
+        return [*prefix, shlex.join(words)]
+    return [*prefix, *words]
+
+
+def _shown(prefix: Sequence[str], program: str) -> str:
+    return shlex.join([*prefix, program])
+
+
+def _program(prefix: Sequence[str]) -> str:
+    """docker or podman, whichever is there.
+
+    Raises:
+        UsageError, EngineError: as :func:`find_image`.
+    """
+    chosen = os.environ.get(CHOICE)
+    names = (chosen,) if chosen else _PROGRAMS
+    for name in names:
+        if prefix:
+            if _run(prefix, [name, "--version"]).returncode != _NOT_FOUND:
+                return name
+        elif shutil.which(name):
+            return name
+    where = f" behind the prefix {shlex.join(prefix)!r}" if prefix else ""
+    if chosen:
+        raise UsageError(f"{CHOICE}={chosen}: no such program{where}; set it to docker or podman, or to a path")
+    raise EngineError(
+        f"an image needs docker or podman, and neither is there{where}: install one, or name it in {CHOICE}"
+    )
+
+
+def _run(prefix: Sequence[str], words: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """What a short command answers.
+
+    Raises:
+        EngineError: nothing, or it cannot be started.
+    """
+    shown = shlex.join([*prefix, *words[:1]])
+    try:
+        return subprocess.run(
+            _call(prefix, words),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_LIMIT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        raise EngineError(
+            f"{shown} did not answer within {_LIMIT:g} s: does its daemon run? ({_shown(prefix, words[0])} info)"
+        ) from None
+    except OSError as error:
+        raise EngineError(f"{shown} cannot be started: {error.strerror}") from None
+
+
+def _why_not(name: str, program: str, prefix: Sequence[str], done: subprocess.CompletedProcess[str]) -> str:
+    """Why an image cannot be inspected, and what to do."""
+    lines = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    said = lines[-1][:300] if lines else f"it ended with status {done.returncode}"
+    shown = _shown(prefix, program)
+    if any(words in said.lower() for words in ("no such", "not known", "not found", "unable to find")):
+        return f"image {name} is not there: {shown} pull {name} (fidelab pulls nothing by itself)"
+    if any(words in said.lower() for words in ("daemon", "permission denied", "connect")):
+        return (
+            f"{shown} cannot be used: {said}; start its daemon, or join its group ({shown} info shows whether it works)"
+        )
+    return f"{shown} image inspect {name}: {said}"
+
+
+def _gpu_flags(prefix: Sequence[str], podman: bool) -> tuple[str, ...]:
+    """What hands over the GPUs of the machine where containers run."""
+    listed = _run(prefix, ["ls", "-dn", _NVIDIA, _AMD, _RENDER]).stdout  # files that are there, with their groups
+    rows = {fields[-1]: fields for line in listed.splitlines() if len(fields := line.split()) > 4}
+    if _NVIDIA in rows:
+        return ("--device", "nvidia.com/gpu=all") if podman else ("--gpus", "all")
+    if _AMD not in rows:
+        return ()
+    groups = ["keep-groups"] if podman else sorted({rows[file][3] for file in (_AMD, _RENDER) if file in rows})
+    return ("--device", _AMD, "--device", _DRI, *(word for group in groups for word in ("--group-add", group)))

@@ -1,0 +1,386 @@
+"""``fidelab doctor --system`` on recorded machines: their files in a folder, and tools that print as theirs did."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from fidelab.doctor import Diagnosis, DoctorCheck, system
+from fidelab.doctor.known_bad import KNOWN_BAD, Pair
+from fidelab.doctor.system import System, examine_system, transports
+from fidelab.doctor.text import lines
+from tests.runs.harness import cli
+
+ROOT = Path(__file__).parents[2]
+KERNEL = "6.14.0-33-generic"
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build  (x@y)  Tue Jan 1\nGCC version: 13\n"
+SMI = """
+if [ "$1" = topo ]; then printf ' \\tGPU0\\tGPU1\\n GPU0\\tX\\tOK\\n GPU1\\tOK\\tX\\n\\nLegend:\\n  OK = Status Ok\\n'
+else printf 'NVIDIA RTX PRO 6000, 12.0, 97887, 1024\\nNVIDIA RTX PRO 6000, 12.0, 97887, 0\\n'; fi
+"""
+ROCMINFO = """cat <<'END'
+Agent 1
+*******
+  Name:                    AMD Ryzen 9
+  Marketing Name:          AMD Ryzen 9
+*******
+Agent 2
+*******
+  Name:                    gfx1201
+  Uuid:                    GPU-1
+  Marketing Name:          AMD Radeon AI PRO R9700
+*******
+Agent 3
+*******
+  Name:                    gfx1201
+  Uuid:                    GPU-2
+  Marketing Name:          AMD Radeon AI PRO R9700
+END
+"""
+NCCL_LOG = """host:1:7 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+host:1:7 [0] NCCL INFO Channel 01/0 : 0[0] -> 1[1] via P2P/CUMEM/read
+host:1:8 [1] NCCL INFO Channel 00 : 1[1] -> 0[0] via SHM/direct/direct comm 0x55 nRanks 02
+host:1:8 [1] NCCL INFO Channel 00/0 : 1[1] -> 0[0] [send] via NET/Socket/0
+host:1:8 [1] NCCL INFO Using network Socket
+"""
+
+CLEAN_LOG = "\n".join(NCCL_LOG.splitlines()[:2])
+
+
+class Machine:
+    """A recorded machine: files below a root."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.write("/proc/sys/kernel/osrelease", f"{KERNEL}\n")
+        self.write("/proc/cmdline", "BOOT_IMAGE=/vmlinuz root=/dev/sda1 quiet\n")
+        self.write("/proc/cpuinfo", "flags\t\t: fpu avx512f\n")
+        self.environ: dict[str, str] = {}
+        self.packages: dict[str, Path] = {}
+        self.python: str | None = None
+        self.measure(f"echo 'copy [0, 1, 51.5, true]'; echo 'copy [1, 0, 52.5, true]'; cat <<'END'\n{CLEAN_LOG}\nEND\n")
+
+    def write(self, name: str, content: str | bytes) -> Path:
+        path = self.root / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    def tool(self, name: str, script: str, folder: str = "usr/bin") -> Path:
+        path = self.write(f"{folder}/{name}", f"#!/bin/sh\n{script}\n")
+        path.chmod(0o755)
+        return path
+
+    def measure(self, script: str) -> None:
+        self.python = str(self.tool("python-that-measures", script))
+
+    def card(self, address: str, vendor: str, bridge: str = "0000:00:01.1", **files: str) -> None:
+        """A GPU below a bridge, as the kernel shows both."""
+        device = f"/sys/devices/pci0000:00/{bridge}/{address}"
+        given = {"class": "0x030000", "vendor": vendor, "current_link_width": "16", "max_link_width": "16"}
+        given |= {"current_link_speed": "32.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe", **files}
+        for name, content in given.items():
+            self.write(f"{device}/{name}", f"{content}\n")
+        self.write(f"/sys/devices/pci0000:00/{bridge}/config", config())
+        for name, place in ((address, device), (bridge, f"/sys/devices/pci0000:00/{bridge}")):
+            link = self.root / "sys/bus/pci/devices" / name
+            link.parent.mkdir(parents=True, exist_ok=True)
+            if not link.is_symlink():
+                link.symlink_to(self.root / place.lstrip("/"))
+
+    def package(self, environment: str, *names: str) -> None:
+        folder = self.root / "envs" / environment / "site-packages"
+        for name in names:
+            (folder / f"{name}.dist-info").mkdir(parents=True)
+        self.packages[environment] = folder
+
+    def checks(self) -> list[DoctorCheck]:
+        return examine_system(System(self.root, self.packages, self.python, self.environ))
+
+    def check(self, name: str) -> DoctorCheck:
+        [found] = [check for check in self.checks() if check.name == name]
+        return found
+
+    def bad(self) -> list[DoctorCheck]:
+        return [check for check in self.checks() if check.status == "broken"]
+
+
+def config(control: int | None = None, short: bool = False) -> bytes:
+    """A bridge's configuration space: an unrelated capability, then access control with these bits."""
+    data = bytearray(64 if short else 4096)
+    if not short and control is not None:
+        data[0x100:0x104] = (0x0001 | 1 << 16 | 0x140 << 20).to_bytes(4, "little")
+        data[0x140:0x144] = (0x000D | 1 << 16).to_bytes(4, "little")
+        data[0x146:0x148] = control.to_bytes(2, "little")
+    return bytes(data)
+
+
+@pytest.fixture
+def nvidia(tmp_path: Path) -> Machine:
+    """Two Blackwell cards, nothing wrong."""
+    machine = Machine(tmp_path / "root")
+    machine.write("/proc/driver/nvidia/version", NVRM.format("580.65.06"))
+    machine.tool("nvidia-smi", SMI)
+    machine.card("0000:01:00.0", "0x10de")
+    machine.card("0000:02:00.0", "0x10de", bridge="0000:00:03.1")
+    machine.package("vllm", "torch-2.9.0+cu130", "nvidia_nccl_cu13-2.28.9")
+    return machine
+
+
+@pytest.fixture
+def amd(tmp_path: Path) -> Machine:
+    """Two RDNA4 cards, nothing wrong."""
+    machine = Machine(tmp_path / "root")
+    (machine.root / "sys/module/amdgpu").mkdir(parents=True)
+    machine.write("/opt/rocm/.info/version", "7.1.1-1234\n")
+    machine.tool("rocminfo", ROCMINFO, "opt/rocm/bin")
+    for address, bridge in (("0000:03:00.0", "0000:00:01.1"), ("0000:07:00.0", "0000:00:03.1")):
+        memory = {"mem_info_vram_total": str(32 << 30), "mem_info_vram_used": str(1 << 30)}
+        machine.card(address, "0x1002", bridge, **memory, **{"fw_version/mes_fw_version": "0x00000080"})
+    machine.write(f"/boot/config-{KERNEL}", "".join(f"{name}=y\n" for name in system._KERNEL_OPTIONS))
+    for node in ("1", "2"):
+        folder = f"/sys/class/kfd/kfd/topology/nodes/{node}"
+        machine.write(f"{folder}/properties", "cpu_cores_count 0\nsimd_count 128\n")
+        machine.write(f"{folder}/p2p_links/0/properties", f"type 2\nnode_from {node}\nnode_to {3 - int(node)}\n")
+    machine.package("vllm", "torch-2.9.0+rocm7.0")
+    return machine
+
+
+def test_a_sound_nvidia_machine_has_nothing_bad_and_is_described(nvidia: Machine) -> None:
+    checks = {check.name: check for check in nvidia.checks()}
+    assert {check.status for check in checks.values()} == {"ok"}, checks
+    assert checks["driver"].detail == "NVIDIA 580.65.06, open kernel module"
+    assert checks["gpu 0"].detail == "NVIDIA RTX PRO 6000, compute capability 12.0, 95.6 GiB, 1.0 GiB in use"
+    assert checks["peer access"].detail == "between all GPUs"
+    assert checks["bandwidth"].detail == "between GPUs: 51.5 (0 to 1) to 52.5 GB/s, all by peer access"
+    assert checks["transport"].detail == "P2P/CUMEM/read (2 connections)"
+
+
+def test_a_sound_amd_machine_has_nothing_bad_and_is_described(amd: Machine) -> None:
+    checks = {check.name: check for check in amd.checks()}
+    assert {check.status for check in checks.values()} == {"ok"}, checks
+    assert checks["driver"].detail == "amdgpu of the kernel, ROCm 7.1.1"
+    assert checks["gpu 1"].detail == "AMD Radeon AI PRO R9700, gfx1201, 32.0 GiB, 1.0 GiB in use"
+    assert checks["kernel options"].detail == "PCI_P2PDMA=y, DMABUF_MOVE_NOTIFY=y, HSA_AMD_P2P=y"
+    assert checks["peer access"].detail == "over PCIe"
+
+
+def test_without_a_gpu_bandwidth_is_said_to_be_unmeasured(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    assert machine.check("bandwidth").detail == "between GPUs: unmeasured, there are not two"
+    assert machine.bad() == []
+
+
+def test_a_kernel_without_an_option_is_named_wherever_its_configuration_lies(amd: Machine) -> None:
+    text = "CONFIG_PCI_P2PDMA=y\nCONFIG_DMABUF_MOVE_NOTIFY=y\n# CONFIG_HSA_AMD_P2P is not set\n"
+    (amd.root / f"boot/config-{KERNEL}").unlink()
+    assert amd.check("kernel options").status == "warning"
+    for name, content in (
+        (f"/lib/modules/{KERNEL}/config", text.encode()),
+        ("/proc/config.gz", gzip.compress(text.encode())),
+    ):
+        amd.write(name, content)
+        found = amd.check("kernel options")
+        assert (found.status, found.detail) == ("warning", "PCI_P2PDMA=y, DMABUF_MOVE_NOTIFY=y, HSA_AMD_P2P=n")
+        assert "CONFIG_HSA_AMD_P2P" in (found.remedy or "")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "status"), [((), "ok"), (("identity",), "ok"), (("DMA-FQ",), "warning"), (("identity", "DMA"), "warning")]
+)
+def test_an_iommu_that_translates_is_a_warning_beside_two_gpus(
+    kinds: tuple[str, ...], status: str, nvidia: Machine
+) -> None:
+    for n, kind in enumerate(kinds):
+        nvidia.write(f"/sys/kernel/iommu_groups/{n}/type", f"{kind}\n")
+    assert nvidia.check("iommu").status == status
+
+
+@pytest.mark.parametrize(("control", "status"), [(None, "ok"), (0x01, "ok"), (0x1D, "warning")])
+def test_access_control_that_redirects_is_read_from_the_bridge_above_a_gpu(
+    control: int | None, status: str, nvidia: Machine
+) -> None:
+    nvidia.write("/sys/devices/pci0000:00/0000:00:03.1/config", config(control))
+    found = nvidia.check("pcie acs")
+    assert found.status == status
+    assert ("0000:00:03.1" in found.detail) is (status == "warning")
+
+
+def test_access_control_that_only_root_may_read_is_said(nvidia: Machine) -> None:
+    nvidia.write("/sys/devices/pci0000:00/0000:00:03.1/config", config(short=True))
+    assert "sudo fidelab doctor --system" in (nvidia.check("pcie acs").remedy or "")
+
+
+def test_a_card_with_fewer_lanes_than_it_has_is_a_warning_and_an_idle_link_is_not(nvidia: Machine) -> None:
+    nvidia.card("0000:01:00.0", "0x10de", current_link_width="4")
+    nvidia.card("0000:02:00.0", "0x10de", bridge="0000:00:03.1", current_link_speed="2.5 GT/s PCIe")
+    first, second = (check for check in nvidia.checks() if check.name == "pcie link")
+    assert (first.status, first.detail) == ("warning", "0000:01:00.0: x4 of x16, 32.0 GT/s of 32.0 GT/s")
+    assert (second.status, "slower while idle" in second.detail) == ("ok", True)
+
+
+def test_gpus_that_do_not_reach_each_other_are_a_warning(nvidia: Machine) -> None:
+    nvidia.tool("nvidia-smi", SMI.replace("\\tOK", "\\tCNS"))
+    assert "chipset" in nvidia.check("peer access").detail
+
+
+def test_amd_gpus_without_links_go_through_host_memory(amd: Machine) -> None:
+    for file in (amd.root / "sys/class/kfd").rglob("p2p_links/0/properties"):
+        file.unlink()
+    assert "host memory" in amd.check("peer access").detail
+
+
+def test_a_gpu_without_its_driver_is_bad(tmp_path: Path) -> None:
+    for vendor, module in (("0x10de", "nvidia"), ("0x1002", "amdgpu")):
+        machine = Machine(tmp_path / module)
+        machine.card("0000:01:00.0", vendor)
+        [bad] = machine.bad()
+        assert bad.name == "driver"
+        assert f"modprobe {module}" in (bad.remedy or "")
+
+
+def test_a_fabric_manager_of_another_version_is_bad(nvidia: Machine) -> None:
+    nvidia.tool("nv-fabricmanager", "echo 'Fabric Manager version is : 570.86.15'")
+    assert [check.name for check in nvidia.bad()] == ["fabric manager"]
+    nvidia.tool("nv-fabricmanager", "echo 'Fabric Manager version is : 580.65.06'")
+    assert nvidia.bad() == []
+
+
+# -------------------------------------------------------------------------------------------------- what is measured
+
+
+def test_transports_are_counted_from_the_log_of_nccl() -> None:
+    assert transports(NCCL_LOG) == {"P2P/CUMEM/read": 2, "SHM/direct/direct": 1, "NET/Socket": 1}
+
+
+def test_an_all_reduce_that_never_ends_is_bad_and_keeps_what_was_measured(
+    nvidia: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(system, "_PROBE_LIMIT", 2.0)
+    nvidia.measure("echo 'copy [0, 1, 11.0, true]'; echo reducing; exec sleep 600")
+    assert [check.name for check in nvidia.bad()] == ["transport"]
+    assert "11.0" in nvidia.check("bandwidth").detail
+
+
+def test_a_measurement_that_fails_says_why(nvidia: Machine) -> None:
+    nvidia.measure("echo 'RuntimeError: no kernel image is available' >&2; exit 1")
+    found = nvidia.check("bandwidth")
+    assert (found.status, "no kernel image" in found.detail) == ("warning", True)
+
+
+def test_variables_of_nccl_are_shown(nvidia: Machine) -> None:
+    nvidia.environ = {"NCCL_P2P_DISABLE": "1", "HOME": "/root"}
+    assert nvidia.check("variables").detail == "NCCL_P2P_DISABLE=1"
+
+
+# -------------------------------------------------------------------------------------------------- versions
+
+
+def test_a_driver_older_than_the_cuda_of_torch_is_bad_in_the_environment_that_has_it(nvidia: Machine) -> None:
+    nvidia.write("/proc/driver/nvidia/version", NVRM.format("575.51.03"))
+    nvidia.package("sglang", "torch-2.9.0", "nvidia_cuda_runtime_cu12-12.8.90")
+    [bad] = nvidia.bad()
+    assert bad.detail.startswith("CUDA of torch 13.0 with NVIDIA driver 575.51.03 in vllm: torch cannot use the GPU")
+    assert "580" in (bad.remedy or "")
+
+
+def test_a_torch_without_kernels_for_the_gpu_is_bad(nvidia: Machine) -> None:
+    nvidia.package("old", "torch-2.7.0", "nvidia_cuda_runtime_cu12-12.6.77")
+    assert [check.detail.partition(":")[0] for check in nvidia.bad()] == [
+        "compute capability 12.0 with CUDA of torch 12.6.77 in old"
+    ]
+
+
+def test_rocm_whose_rccl_hangs_on_rdna4_is_bad_unless_its_protocol_is_set(amd: Machine) -> None:
+    amd.write("/opt/rocm/.info/version", "7.2.4-99\n")
+    [bad] = amd.bad()
+    assert "NCCL_PROTO=Simple" in (bad.remedy or "")
+    assert bad.detail.startswith("2 GPUs with gfx1201 with ROCm 7.2.4")
+    assert "unmeasured" in amd.check("bandwidth").detail  # it might hang the machine
+    amd.environ = {"NCCL_PROTO": "simple"}
+    assert amd.bad() == []
+
+
+def test_what_reports_disagree_about_is_a_warning_and_not_bad(nvidia: Machine) -> None:
+    nvidia.package("new", "nvidia_nccl_cu13-2.30.7")
+    assert nvidia.bad() == []
+    [warned] = [check for check in nvidia.checks() if check.name == "known bad"]
+    assert (warned.status, "NCCL 2.30.7" in warned.detail) == ("warning", True)
+
+
+def test_llama_cpp_that_gcc_12_built_with_amx_is_bad(tmp_path: Path) -> None:
+    machine = Machine(tmp_path)
+    machine.write("/proc/cpuinfo", "flags\t\t: fpu amx_tile amx_bf16\n")
+    machine.package("llamacpp", "llama_cpp_python-0.3.16")
+    library = "envs/llamacpp/site-packages/llama_cpp/lib/libggml-cpu.so"
+    machine.write(library, b"\0ggml_backend_amx_mul_mat\0GCC: (Debian 12.2.0-14) 12.2.0\0")
+    assert [check.name for check in machine.bad()] == ["known bad"]
+    machine.write(library, b"\0ggml_backend_amx_mul_mat\0GCC: (Debian 14.2.0-1) 14.2.0\0")
+    assert machine.bad() == []
+
+
+@pytest.mark.parametrize("pair", KNOWN_BAD, ids=lambda pair: " ".join(pair.conditions.values()))
+def test_a_row_of_the_table_holds_at_its_versions_and_not_without_one_of_them(pair: object) -> None:
+    assert isinstance(pair, Pair)
+    facts: dict[str, tuple[str, ...]] = {}
+    for name, condition in pair.conditions.items():
+        first = condition.split(",")[0]
+        facts[name] = ("0.1" if first.startswith("<") else first.lstrip(">="),)
+    assert pair.found(facts, {})
+    assert pair.source
+    assert pair.remedy
+    for name in facts:
+        assert not pair.found({**facts, name: ()}, {})
+    if pair.variable:
+        assert not pair.found(facts, dict([pair.variable]))
+
+
+# -------------------------------------------------------------------------------------------------- the command
+
+
+def test_no_line_is_longer_than_80_columns_and_each_finding_says_what_to_do(amd: Machine) -> None:
+    amd.write(f"/boot/config-{KERNEL}", "CONFIG_PCI_P2PDMA=y\n")
+    amd.write("/opt/rocm/.info/version", "6.3.1\n")
+    checks = amd.checks()
+    assert {check.status for check in checks} == {"ok", "warning", "broken"}
+    assert all(check.remedy for check in checks if check.status != "ok")
+    shown = lines(Diagnosis(tuple(checks), good="well"), 80)
+    assert max(map(len, shown)) <= 80
+    assert shown[-1].startswith("not ready: known bad: gfx1201 with ROCm 6.3.1")
+
+
+def test_the_command_exits_with_1_where_something_is_known_to_be_bad(
+    amd: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command() -> tuple[int, Mapping[str, object]]:
+        done = cli("doctor", "--system", "--json", cwd=tmp_path)
+        return done.code, json.loads(done.out)
+
+    monkeypatch.setattr(system, "System", lambda: System(amd.root, amd.packages, amd.python, {}))
+    code, record = command()
+    assert (code, record["ready"], record["reasons"]) == (0, True, [])
+    amd.write("/opt/rocm/.info/version", "6.3.1\n")
+    code, record = command()
+    assert (code, record["ready"]) == (1, False)
+
+
+def test_it_needs_the_standard_library_alone(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-m", "fidelab.doctor", "--system"]
+    env = {"PYTHONPATH": str(ROOT / "src"), "PATH": "/usr/bin:/bin"}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "known bad" in done.stdout, done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+    assert done.returncode in (0, 1)
+
+
+def test_a_fault_of_its_own_keeps_what_was_found(nvidia: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(system, "_iommu", lambda _system: 1 / 0)
+    checks = nvidia.checks()
+    assert checks[-1].group == "fidelab"
+    assert {"driver", "gpu 1", "pcie link"} <= {check.name for check in checks}
