@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -51,16 +52,27 @@ class Served:
     per_event: int = 1
     adds_bos: bool = False
     cache_dtype: str | None = None
+    remembers: bool = False
     about: Mapping[str, Any] = field(default_factory=dict)  # what SGLang's says of itself, too
     key: str | None = None
     trouble: list[int | str] = field(default_factory=list)
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     port: int = 0
+    read: list[tuple[str, list[int]]] = field(default_factory=list)  # salt and tokens of each prompt
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def found(self, prompt: list[int], body: Mapping[str, Any], most: int | None = None) -> int:
+        """Tokens of a prompt that it remembers; from then on, all of them."""
+        salt = str(body.get("cache_salt"))
+        before = [tokens for other, tokens in self.read if other == salt]
+        self.read.append((salt, prompt))
+        equal = (takewhile(lambda pair: pair[0] == pair[1], zip(one, prompt, strict=False)) for one in before)
+        longest = max((len([*pairs]) for pairs in equal), default=0)
+        return min(longest, len(prompt) - 1 if most is None else most)
 
     # ---------------------------------------------------------------------------------------- the model
 
@@ -177,6 +189,7 @@ class _Handler(BaseHTTPRequestHandler):
                 about = {"version": "8.8", "attention_backend": "triton", "disable_radix_cache": True}
                 self._json({**about, **kv, **served.about})
             case "/flush_cache" if served.owner == "sglang":
+                served.read.clear()
                 self._send(b"Cache flushed.", "text/plain")
             case _:
                 self._json({"detail": "Not Found"}, 404)
@@ -237,7 +250,9 @@ class _Handler(BaseHTTPRequestHandler):
             choice["prompt_logprobs"] = [None, *named]
         if served.returns_ids and body.get("return_token_ids"):
             choice["token_ids"] = ids if served.names_end else shown
-        usage = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        usage: dict[str, Any] = {"prompt_tokens": len(prompt), "completion_tokens": len(ids)}
+        if served.remembers:
+            usage["prompt_tokens_details"] = {"cached_tokens": served.found(prompt, body)}
         self._json({"object": "text_completion", "choices": [choice], "usage": usage})
 
     def _logprobs(self, prompt: list[int], ids: list[int], top: int, echoed: list[int]) -> dict[str, Any]:
@@ -282,7 +297,7 @@ class _Handler(BaseHTTPRequestHandler):
         meta: dict[str, Any] = {
             "prompt_tokens": len(prompt),
             "completion_tokens": len(ids),
-            "cached_tokens": 0,
+            "cached_tokens": served.found(prompt, body, body.get("logprob_start_len")) if served.remembers else 0,
             "finish_reason": {"type": "stop", "matched": EOS} if EOS in ids else {"type": "length"},
         }
         if top := body.get("return_logprob") and body.get("top_logprobs_num"):
@@ -292,9 +307,9 @@ class _Handler(BaseHTTPRequestHandler):
             own = [[row[token], token, None] for row, token in zip(rows, whole, strict=True)]
             n = len(prompt)
             meta |= {"output_token_logprobs": own[n:], "output_top_logprobs": entries[n:]}
-            if body.get("logprob_start_len") == 0:
-                meta |= {"input_token_logprobs": [[None, prompt[0], None], *own[1:n]]}
-                meta |= {"input_top_logprobs": [None, *entries[1:n]]}
+            if (at := body.get("logprob_start_len", -1)) >= 0:
+                meta |= {"input_token_logprobs": [[None, prompt[at], None], *own[at + 1 : n]]}
+                meta |= {"input_top_logprobs": [None, *entries[at + 1 : n]]}
         if body.get("stream"):
             self._events(
                 {"output_ids": ids[:made], "meta_info": {**meta, "completion_tokens": made}}

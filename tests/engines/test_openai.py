@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from fidelab.captures.requests import Forced, Generate, Prefill, Timed, Tokens
+from fidelab.captures.requests import Served as Asked
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer
 from fidelab.engines.openai import http as openai_http
@@ -464,3 +465,48 @@ def test_the_module_needs_no_network_to_be_asked() -> None:
     assert "as-served" in known.kv_names()
     assert known.versions() == {"openai": "1"}
     assert os.environ.get("OPENAI_API_KEY") is None
+
+
+# -------------------------------------------------------------------------------------- as servers compute
+
+
+def way(engine: OpenAIEngine, name: str, size: int = 0, others: tuple[Tokens, ...] = ()) -> tuple[Answers, Answer]:
+    sink = Answers()
+    last = len(WINDOW) - 2
+    return sink, engine.answer(Asked(f"paths.{name}", (WINDOW,), max(1, size), last, name, size, others), sink)
+
+
+@pytest.mark.parametrize("owner", ["vllm", "sglang"])
+def test_a_hit_is_proven_by_the_servers_own_count(folder: Path, owner: str) -> None:
+    with serving(Served(owner=owner, remembers=True)) as served:
+        engine = opened(folder, served)
+        for name, others in (("prefix", ()), ("prefix-other", (PROMPTS[0],))):
+            sink, answer = way(engine, name, 8, others)
+            assert answer.facts["engaged"] == {"hit tokens": 8}
+            assert row(sink, 0, 0) == pytest.approx(row(prefill(engine, first=8)[0], 0, 0), abs=1e-5)
+        assert way(engine, "cold")[1].facts["engaged"] == {"sent at once": 1}
+
+
+def test_without_a_count_a_hit_is_not_engaged(folder: Path, served: Served) -> None:
+    answer = way(opened(folder, served), "prefix", 8)[1]
+    assert answer.facts["not_engaged"].startswith("the server does not say that it found a prefix")
+    assert "engaged" not in answer.facts
+
+
+def test_a_batch_is_sent_at_once(folder: Path) -> None:
+    together = threading.Barrier(4, timeout=30)
+
+    class Gathering(Served):
+        def found(self, prompt: list[int], body: Mapping[str, Any], most: int | None = None) -> int:
+            together.wait()
+            return 0
+
+    with serving(Gathering()) as served:
+        engine = opened(folder, served)
+        served.remembers = True
+        answer = way(engine, "batch", others=PROMPTS)[1]
+    assert answer.facts["engaged"] == {"sent at once": 4}
+
+
+def test_ways_that_no_client_brings_about_are_not_offered() -> None:
+    assert not {"chunked", "decode", "prefix-generated", "evicted"} & OpenAIEngine.ways

@@ -53,6 +53,14 @@ class Contract:
     def test_a_window_may_fill_the_context(self, said: Said) -> None:
         assert len(said["full.0.hidden"]) == 11
 
+    def test_a_prefix_cache_for_ways_of_serving_changes_no_other_answer(self, said: Said, run: Run) -> None:
+        serving = run(("prefill", "generate", "served"))
+        assert serving.plain["facts"]["served"]["engaged"] == {"forwards": 4, "largest forward": 32}
+        for item in range(3):
+            assert torch.equal(serving[f"prefill.{item}.hidden"], said[f"prefill.{item}.hidden"])
+            assert torch.equal(serving[f"generate.{item}.hidden"], said[f"generate.{item}.hidden"])
+            torch.testing.assert_close(serving[f"served.{item}.hidden"], said[f"prefill.{item}.hidden"])
+
     # ------------------------------------------------------------------------------------------- decoding
 
     def test_greedy_tokens_are_the_engines_own(self, said: Said) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fidelab import compare
 from fidelab.captures.container import to_float32
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, request_record
+from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Served, Timed, request_record
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.hf.adapter import HFEngine
 from fidelab.environments.environment import Environment, locate
@@ -70,6 +70,7 @@ PROBES: dict[str, Request] = {
     "full": Prefill("kld", (tokens(512, 1),), 500, 510, ((0,) * 11,)),
     "long": Prefill("kld", (tokens(600, 1),), 10, 598, ((0,) * 589,)),
 }
+SERVED = Served("paths.chunked", WINDOWS, 10, 98, "chunked", 32)  # not of PROBES: it has the engine launched otherwise
 OWN = {"prompts": PROMPTS, "max_tokens": 12, "window": WINDOWS[0], "vocabulary": VOCAB}
 
 
@@ -287,3 +288,45 @@ def planted_fault(folder: Path) -> Path:
         "[vllm.general_plugins]\nplanted = planted:vllm\n[sglang.srt.plugins]\nplanted = planted:sglang\n"
     )
     return folder
+
+
+def ways_that_part(
+    engine: dict[str, Any], arms: Sequence[Mapping[str, Any]], folder: Path, options: Mapping[str, str]
+) -> dict[str, set[str]]:
+    """By name of an arm the ways that axis ``paths`` finds to part in it; each way but the partial hit was proven."""
+    report = compare(
+        "smollm2-135m",
+        engine=engine,
+        engine_args=dict(options),
+        reference="auto",
+        candidates=[dict(arm) for arm in arms],
+        axes={"paths": {"windows": 2, "n_ctx": 128, "others": [7]}},
+        floor=False,
+        device="cpu",
+        threads=1,
+        output_dir=str(folder),
+    )
+    found = {}
+    for candidate in report.candidates:
+        assert candidate.status == "ok", candidate.reason
+        cells = candidate.axes["paths"].cells
+        unproven = {cell.at["way"] for cell in cells if cell.status != "ok"}
+        assert unproven <= {"prefix-partial"}, [cell.reason for cell in cells]
+        assert len(cells) == 8
+        found[candidate.name] = {str(cell.at["way"]) for cell in cells if cell.flags}
+    return found
+
+
+def names_the_faults(found: Mapping[str, set[str]]) -> None:
+    """Each planted fault is found, and only in ways that it concerns.
+
+    What was generated differs in last bits, under which a small fault of a hit may hide.
+    """
+    for fault in ("stale", "position", "scale"):
+        assert {"prefix", "prefix-other"} <= found[fault] <= {"prefix", "prefix-other", "prefix-generated"}, fault
+    assert {"decode"} <= found["format"] <= {"decode", "prefix-generated"}
+
+
+def planted(kv: str, fault: str) -> dict[str, Any]:
+    """An arm with one of :data:`tests.real.faults.FAULTS`."""
+    return {"kv": kv, "name": fault, "env": {"FAULT": fault}}

@@ -15,11 +15,14 @@ import torch
 from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
-from tests.real import harness
+from fidelab.models import Model
+from tests.real import faults, harness
 from tests.real.contract import Contract
 from tests.real.harness import (
     GENERATE,
     PREFILL,
+    ROOT,
+    SERVED,
     STANDINS,
     VOCAB,
     Run,
@@ -28,7 +31,10 @@ from tests.real.harness import (
     asking,
     faulty_layer,
     installed,
+    names_the_faults,
+    planted,
     tokens,
+    ways_that_part,
 )
 
 PROBES = {
@@ -47,7 +53,7 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return asking(environment, checkpoint, PROBES, tmp_path_factory, max_total_tokens="2048")
+    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, max_total_tokens="2048")
 
 
 @pytest.fixture(scope="module")
@@ -126,3 +132,15 @@ def test_formats_that_cpus_have_not_are_refused_before_anything_runs(
         for kv in ("auto", "bf16", "bfloat16"):
             assert engine.supports(arm("sglang", checkpoint, kv)).ok
         assert not engine.supports(arm("sglang", checkpoint, "fp8_e5m2")).ok
+
+
+@pytest.mark.model
+def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
+    environment: Environment, smollm2: Model, tmp_path: Path
+) -> None:
+    shims = (faults.shim("sglang", tmp_path / "shim"), STANDINS, ROOT)
+    engine = {"name": "sglang", "pythonpath": [str(folder) for folder in shims]}
+    arms = [{"kv": "k16v8", "name": "k16v8"}, *(planted("auto", fault) for fault in faults.FAULTS)]
+    found = ways_that_part(engine, arms, tmp_path / "runs", {})
+    assert found["k16v8"] == set()
+    names_the_faults(found)

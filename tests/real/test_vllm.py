@@ -13,9 +13,23 @@ from fidelab.captures.requests import Timed
 from fidelab.environments.answers import ask
 from fidelab.environments.environment import Environment
 from fidelab.models import Model
-from tests.real import harness
+from tests.real import faults, harness
 from tests.real.contract import Contract
-from tests.real.harness import PREFILL, Run, Said, arm, asking, faulty_layer, installed, tokens
+from tests.real.harness import (
+    PREFILL,
+    ROOT,
+    SERVED,
+    Run,
+    Said,
+    arm,
+    asking,
+    faulty_layer,
+    installed,
+    names_the_faults,
+    planted,
+    tokens,
+    ways_that_part,
+)
 
 PROBES = {**harness.PROBES, "crowd": Timed("timing", (tokens(9, 30),) * 17, n=6, batch=17)}
 MISREAD = ["int8_per_token_head", "fp8_per_token_head", "int4_per_token_head", "turboquant_k8v4", "nvfp4", "float16"]
@@ -30,7 +44,7 @@ def environment() -> Environment:
 
 @pytest.fixture(scope="module")
 def run(environment: Environment, checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return asking(environment, checkpoint, PROBES, tmp_path_factory, kv_cache_memory="32M")
+    return asking(environment, checkpoint, {**PROBES, "served": SERVED}, tmp_path_factory, kv_cache_memory="32M")
 
 
 @pytest.fixture(scope="module")
@@ -144,3 +158,21 @@ def test_a_run_measures_what_works_and_says_why_the_rest_does_not(smollm2: Model
     assert 0.001 < (fp8.axes["kld"].value("mean") or 0) < 0.2
     assert broken.status == "not_supported"
     assert "CPU_ATTN reads auto, fp8, fp8_e4m3, fp8_e5m2, not int8_per_token_head" in (broken.reason or "")
+
+
+@pytest.mark.model
+def test_every_planted_fault_of_the_cache_is_named_and_sound_formats_are_not(
+    environment: Environment, smollm2: Model, tmp_path: Path
+) -> None:
+    engine = {"name": "vllm", "pythonpath": [str(faults.shim("vllm", tmp_path / "shim")), str(ROOT)]}
+    arms = [
+        {"kv": "fp8_e4m3", "name": "sound"},
+        {"kv": "k16v8", "name": "k16v8"},
+        planted("auto", "stale"),
+        planted("auto", "position"),
+        planted("fp8_e4m3", "scale"),
+        planted("auto", "format"),
+    ]
+    found = ways_that_part(engine, arms, tmp_path / "runs", {"block-size": "32"})
+    assert (found["sound"], found["k16v8"]) == (set(), set())
+    names_the_faults(found)

@@ -16,6 +16,7 @@ from tests.real.answers import answering
 def main() -> None:
     engine = VLLMEngine()
     with answering() as (job, said):
+        engine.foreseen = frozenset(record["kind"] for record in job["requests"].values())
         engine.open(Arm.from_record(job["arm"]))
         said.plain |= {"ids": engine.tokenize("w5 w6 w7"), "phases": list(engine.phases)}
         said.put(engine, job["requests"], engine._model, "tokens")

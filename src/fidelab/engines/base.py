@@ -215,6 +215,7 @@ class Engine(ABC):
 
     ``phases``: seconds that opening took, by phase and in order: ``import``, ``weights``, ``warm-up``; see
     docs/metrics.md#start-up-time.  Time that an engine cannot attribute counts for the later phase.
+    ``foreseen``: kinds of the requests that are known before opening; some want the engine launched otherwise.
     """
 
     name: ClassVar[str]
@@ -239,6 +240,7 @@ class Engine(ABC):
 
     def __init__(self) -> None:
         self.phases: dict[str, float] = {}
+        self.foreseen: frozenset[str] = frozenset()
         self._marked = time.monotonic()
 
     def mark(self, phase: str, **of_others: float) -> None:

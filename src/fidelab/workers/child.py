@@ -143,6 +143,7 @@ def _work(job: Job, outbox: _Outbox, further: Further) -> None:
     cls: type[Engine] = ENGINES.load(arm.engine)
     variables = variables_of(cls, os.environ)  # before the engine sets some of its own
     engine = cls()
+    engine.foreseen = frozenset(str(task.request["kind"]) for task in job.tasks)
     adapter = time.monotonic() - started
     engine.open(arm)
     engine.mark("warm-up")  # what it did not tell apart

@@ -14,13 +14,18 @@ ids where the server takes them).
 - **Text instead of ids**: a server that takes or returns only text has it tokenized again; ``ran`` says so, and such
   generated ids are not compared with a server's own.
 - **Forced requests** are one prefill: the API feeds no token by itself.  ``facts`` says so.
-- Whether a prefix came from the server's cache is not controlled; what the server reports about it is in ``facts``.
+- **Windows as the server computes them**, as far as a client can bring it about: alone through an empty cache, after a
+  prefix that it remembers, in a batch.  Its own counts of the tokens that it did not compute prove a hit; that requests
+  were computed together no server tells, so what counts is that all were sent before the first was answered.
+- Otherwise, whether a prefix came from the server's cache is not controlled; what the server reports about it is in
+  ``facts``.
 """
 
 from __future__ import annotations
 
 import platform
 import time
+import uuid
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,7 +37,7 @@ from numpy.typing import NDArray
 
 from fidelab.captures.check import why_no_distribution
 from fidelab.captures.container import Array
-from fidelab.captures.requests import Forced, Generate, Prefill, Request, Timed, Tokens
+from fidelab.captures.requests import Forced, Generate, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.openai.completions import Completions
@@ -42,8 +47,9 @@ from fidelab.engines.openai.server import identify
 from fidelab.engines.openai.sglang import SGLangGenerate
 from fidelab.engines.openai.words import Words
 from fidelab.engines.options import NAME, TOKENS, Value, check_options, is_count, one_of
+from fidelab.engines.served import other_prompt
 from fidelab.engines.timing import groups
-from fidelab.errors import EngineError, UsageError
+from fidelab.errors import EngineError, NotSupportedError, UsageError
 
 __all__ = ["OpenAIEngine"]
 
@@ -90,6 +96,8 @@ class OpenAIEngine(Engine):
     separate_kv: ClassVar[bool] = False
     is_server: ClassVar[bool] = True
     start_seconds: ClassVar[float] = 2.0
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"served"}
+    ways: ClassVar[frozenset[str]] = frozenset(("cold", "prefix", "prefix-partial", "prefix-other", "batch"))
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -182,6 +190,8 @@ class OpenAIEngine(Engine):
                 facts = self._generate(request, sink)
             case Forced():
                 facts = self._forced(request, sink)
+            case Served():
+                facts = self._understood(partial(self._served, request, sink))
             case Timed():
                 facts = self._timed(request, sink)
         return answer_with_head(request, Estimator.TOPK, facts, began, head=None)
@@ -273,6 +283,47 @@ class OpenAIEngine(Engine):
             **({"prompts_read_otherwise": reread} if self._dialect.sends == "text" else {}),
         }
 
+    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        if not self._dialect.top:
+            raise NotSupportedError(f"{self._client.root} {self._dialect.why_not}")
+        faults: list[str] = []
+        counts: list[int] = []
+        for index, window in enumerate(request.windows):
+            tops, count, fault = self._as_asked(request, window)
+            sink.add(index, _rows(_checked(tops[request.first : request.last + 1])))
+            sink.progress(len(window))
+            counts.append(count)
+            faults += [fault] if fault else []
+        if faults:
+            return {"not_engaged": faults[0]}
+        name = "hit tokens" if request.way.startswith("prefix") else "sent at once"
+        return {"tokens": sum(map(len, request.windows)), "engaged": {name: min(counts)}}
+
+    def _as_asked(self, request: Served, window: Tokens) -> tuple[Sequence[Top], int, str]:
+        """What is reported of a window, the count that proves the way, and why it does not; empty where it does."""
+        way, size, salt = request.way, request.size, uuid.uuid4().hex
+        crowd = request.others if way == "batch" else ()
+        self._dialect.forget()
+        if way.startswith("prefix"):
+            before = other_prompt(request, window) if way == "prefix-other" else window[:size]
+            self._dialect.scored(before, len(before) - 1, salt)
+        sent, answered = [], []
+
+        def ask(prompt: Tokens) -> tuple[Sequence[Top], int | None]:
+            sent.append(time.monotonic())
+            found = self._dialect.scored(prompt, request.first if prompt is window else len(prompt) - 1, salt)
+            answered.append(time.monotonic())
+            return found
+
+        with ThreadPoolExecutor(1 + len(crowd)) as pool:
+            tops, cached = next(iter(list(pool.map(ask, (window, *crowd)))))
+        if not way.startswith("prefix"):
+            fault = f"the server found {cached} tokens of the window in its prefix cache" if cached else ""
+            if max(sent) > min(answered):
+                fault = f"the first of {len(sent)} requests was answered before all were sent"
+            return tops, len(sent), fault
+        return tops, cached or 0, _no_hit(way, size, cached, self._server.facts.get("block_size"))
+
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
         prompt_groups = groups(request)
 
@@ -337,6 +388,17 @@ class OpenAIEngine(Engine):
                 pool.shutdown(wait=False, cancel_futures=True)
         if refused and len(refused) == n:
             raise EngineError(f"none of {n} items was answered, first: {refused[0]}")
+
+
+def _no_hit(way: str, size: int, cached: int | None, block: Any) -> str:
+    """Why a server's count of tokens that it did not compute proves no hit of ``size``; empty where it does."""
+    if cached is None:
+        return "the server does not say that it found a prefix in its cache, or computes what it scores anew"
+    if way == "prefix-partial" and isinstance(block, int) and size % block == 0:
+        return f"a hit of {size} tokens ends with a whole block of {block}"
+    if not 0 < cached <= size or (way == "prefix-partial" and cached != size):
+        return f"the server found {cached} of {size} tokens in its prefix cache"
+    return ""
 
 
 def _times(events: Sequence[tuple[float, int]], n: int) -> list[float]:

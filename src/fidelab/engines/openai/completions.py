@@ -84,14 +84,14 @@ class Completions(Dialect):
         generated = returned_ids if returned_ids is not None else self._words.encode(_text_of(choice))
         ids = ended(generated, stop, choice.get("finish_reason") == "stop", self._words)
         tops = self._aligned(ids, choice, exact=returned_ids is not None) if rows else None
-        cached = mapping(usage, "prompt_tokens_details")
-        return Completed(ids, tops, number(usage, "prompt_tokens"), number(cached, "cached_tokens") or 0)
+        return Completed(ids, tops, number(usage, "prompt_tokens"), _cached(answer) or 0)
 
-    def score(self, ids: Tokens) -> list[Top]:
+    def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
+        fields = {"cache_salt": salt} if salt and self._additions else {}
         if self._mode == "prompt_logprobs":
-            _, choice = self._post(ids, max_tokens=1, prompt_logprobs=self.top, logprobs=self.top)
-            return self._from_prompt_logprobs(ids, choice)
-        _, choice = self._post(ids, max_tokens=1, echo=True, logprobs=self.top)
+            answer, choice = self._post(ids, max_tokens=1, prompt_logprobs=self.top, logprobs=self.top, **fields)
+            return self._from_prompt_logprobs(ids, choice), _cached(answer)
+        answer, choice = self._post(ids, max_tokens=1, echo=True, logprobs=self.top, **fields)
         reported, texts = self._tops(choice)
         positions = self._positions(ids, texts)
         shift = self._shift(ids, positions, reported)
@@ -99,7 +99,7 @@ class Completions(Dialect):
         for position, top in zip((*positions, len(ids)), reported, strict=False):
             if 0 <= position - 1 + shift < len(ids):
                 rows[position - 1 + shift] = top
-        return rows
+        return rows, _cached(answer)
 
     def stream(self, prompt: Tokens, n: int) -> Iterator[tuple[float, int]]:
         body = self._body(prompt, max_tokens=n, stream=True)
@@ -267,6 +267,11 @@ class Completions(Dialect):
 def _gap(one: Top, other: Top) -> float:
     """The largest difference (nats) over the tokens that both report; 1 where there is none."""
     return max((abs(one[token] - other[token]) for token in one.keys() & other.keys()), default=1.0)
+
+
+def _cached(answer: Mapping[str, Any]) -> int | None:
+    """Tokens of the prompt that the server says it found in its prefix cache."""
+    return number(mapping(mapping(answer, "usage"), "prompt_tokens_details"), "cached_tokens")
 
 
 def _own_ids(choice: Mapping[str, Any]) -> list[int] | None:

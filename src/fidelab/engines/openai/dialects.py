@@ -67,9 +67,17 @@ class Dialect(ABC):
     def complete(self, prompt: Tokens, max_tokens: int, stop: Tokens, rows: bool) -> Completed:
         """A greedy continuation; with ``rows``, what was reported at its positions."""
 
-    @abstractmethod
     def score(self, ids: Tokens) -> list[Top]:
         """Per position [n] what is reported of the distribution that follows it."""
+        return self.scored(ids)[0]
+
+    @abstractmethod
+    def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
+        """:meth:`score`, of which the rows from ``first`` on count, and how many tokens the server did not compute.
+
+        The number is ``None`` where it does not tell.  ``salt``: requests of the same share the prefix cache; servers
+        that know no such thing are told to :meth:`forget`.
+        """
 
     def forget(self) -> None:  # noqa: B027  (most servers are told with each request)
         """Clear the server's prefix cache, where :meth:`stream` does not bypass it by itself."""

@@ -45,12 +45,14 @@ class SGLangGenerate(Dialect):
         aligned = [*tops, *({} for _ in range(missing))] if rows and missing in (0, 1) else None
         return Completed(ids, aligned, number(meta, "prompt_tokens"), number(meta, "cached_tokens") or 0)
 
-    def score(self, ids: Tokens) -> list[Top]:
-        _, meta = self._post(ids, 1, return_logprob=True, logprob_start_len=0, top_logprobs_num=self.top)
+    def scored(self, ids: Tokens, first: int = 0, salt: str = "") -> tuple[list[Top], int | None]:
+        # The server computes all tokens from logprob_start_len on, whatever it remembers of them.
+        _, meta = self._post(ids, 1, return_logprob=True, logprob_start_len=first, top_logprobs_num=self.top)
         rows = _from_sglang(meta, "input")
-        if len(rows) != len(ids):
-            raise Refused(f"the server scored {len(rows)} tokens of a prompt that has {len(ids)}")
-        return [*rows[1:], *_from_sglang(meta, "output")[:1]]
+        if len(rows) != len(ids) - first:
+            raise Refused(f"the server scored {first + len(rows)} tokens of a prompt that has {len(ids)}")
+        scored = [*[{}] * first, *rows[1:], *_from_sglang(meta, "output")[:1]]
+        return scored, number(meta, "cached_tokens")
 
     def forget(self) -> None:
         self._client.text("/flush_cache")

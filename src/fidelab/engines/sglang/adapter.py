@@ -12,6 +12,8 @@ Engine options (``--engine-arg``), named as SGLang's own: ``tp``, ``attention-ba
   scheduling (it samples while the next step runs) and, unless asked for, chunked prefill and CUDA graphs.
 - **A prefill in one piece need not read the cache**: backends on CUDA may compute it from the keys and values at hand.
   ``chunked-prefill-size`` lets later pieces read what earlier ones stored.  ``torch_native``, on CPUs, reads the cache.
+- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, of which
+  other requests have a part of their own each.
 - **Forced** continuations go token by token through the cache: the hook replaces what was sampled.
 - **Speculation** (``speculative-algorithm`` and SGLang's further options of that name): a verification computes rows
   for a tree of drafts, of which none is kept, so generated text has no rows and forced text is not measurable.
@@ -27,7 +29,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from fidelab.captures.container import Array, BFloat16
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed, Tokens
+from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed, Tokens
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import is_installed, unknown_architecture
@@ -52,6 +54,7 @@ from fidelab.engines.sglang.launch import (
 )
 from fidelab.engines.sglang.read_back import ran
 from fidelab.engines.sglang.session import Response, SGLangRequest, SGLangSession
+from fidelab.engines.sglang.ways import answer_served
 from fidelab.engines.speculation import speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError
@@ -80,7 +83,8 @@ class SGLangEngine(Engine):
     controlled: ClassVar[Mapping[str, str]] = CONTROLLED
     aliases: ClassVar[Mapping[str, str]] = {"tp-size": "tp", "tensor-parallel-size": "tp"}
     start_seconds: ClassVar[float] = 20.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
+    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -135,8 +139,10 @@ class SGLangEngine(Engine):
         ranks = int(self._options.get("tp", "1"))
         prepare(arm, ranks)
         self._context = context(arm)
-        passed = {**arguments(arm), "context_length": self._context + SPARE}
-        self._session = SGLangSession(passed, self.mark, logprobs=self._estimator is Estimator.LOGPROBS)
+        serving = "served" in self.foreseen
+        passed = {**arguments(arm, serving=serving), "context_length": self._context + SPARE}
+        logprobs = self._estimator is Estimator.LOGPROBS
+        self._session = SGLangSession(passed, self.mark, logprobs=logprobs, serving=serving)
         try:
             self._try_out(ranks)
         except BaseException:
@@ -173,6 +179,8 @@ class SGLangEngine(Engine):
                 facts = self._generate(request, sink)
             case Forced():
                 facts = self._forced(request, sink)
+            case Served():
+                facts = self._served(request, sink)
             case Timed():
                 for group in request.groups():
                     self._together(group, 1 + request.n)
@@ -261,6 +269,19 @@ class SGLangEngine(Engine):
                 add_sequence(sink, index, continuation, self._stored(responses[index].rows, len(continuation)))
                 sink.progress(len(request.prompts[index]) + len(continuation), decoded=len(continuation))
         return {"tokens": sum(map(len, request.items())), "token_by_token": True}
+
+    def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        def ask(requests: Sequence[SGLangRequest]) -> list[Response]:
+            self._together([one.prompt for one in requests], max(one.max_tokens for one in requests))
+            sink.progress(
+                sum(len(one.prompt) + one.max_tokens - 1 for one in requests), decoded=requests[0].max_tokens - 1
+            )
+            return self._ask(requests)
+
+        def add(index: int, response: Response) -> None:
+            sink.add(index, self._stored(response.rows, request.n_rows))
+
+        return answer_served(request, ask, self._session.forget, add, int(self._about["page_size"]))
 
     def _batches(self, sizes: Sequence[tuple[int, int]], tokens: int, most: int = 1 << 20) -> Iterator[list[int]]:
         """Split items of (prompt, new) tokens into batches that fit the cache, so that SGLang retracts none."""

@@ -14,12 +14,18 @@ without that file pass untouched::
     force   token ids that replace the sampled ones, in order
     about   describe model, cache and head as well
     layers  keep the residual stream behind every layer, too
+    counted whether its steps and its places in the cache are noted
+    chunk   tokens of its prompt that are computed at once; 0: what the launch says
+    squeeze whether it finds the cache full, so that what lies there unused makes room for it
+
+The last three are for an SGLang that was started with ``FIDELAB_SERVING``.
 
 Answers are files, too, complete before SGLang hands out the token that follows: ``RID.rows`` (one after another, in the
 type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
 ``RID.nan`` (index of the first generated token whose logits held NaN), ``RID.states`` ([1 + layers, n, d], of the
-prompt from ``first`` on), ``about.json``, ``head-RANK.weight`` and ``.bias``.  Rank 0 writes; under tensor parallelism
-all ranks hold the same states.
+prompt from ``first`` on), ``RID.steps`` (a line for each forward: tokens in the cache before, tokens computed,
+sequences), ``RID.places`` (int64, of its tokens in the cache), ``about.json``, ``head-RANK.weight`` and ``.bias``.
+Rank 0 writes; under tensor parallelism all ranks hold the same states.
 """
 
 from __future__ import annotations
@@ -39,11 +45,13 @@ from fidelab.engines.written import watched
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["FOLDER", "PREFIX", "register"]
+__all__ = ["FOLDER", "LOGPROBS", "PREFIX", "SERVING", "register"]
 
 FOLDER = "FIDELAB_CAPTURE"  # environment variable: where instructions and answers lie; unset: nothing is done
 LOGPROBS = "FIDELAB_LOGPROBS"  # environment variable: keep log-probabilities instead of states
+SERVING = "FIDELAB_SERVING"  # environment variable: heed the instructions about the ways of serving
 PREFIX = "fidelab-"  # of the requests that may have instructions
+_SPARE = 16  # free tokens that a request finds in a cache that is called full
 _CHUNK = 256  # rows of log-probabilities at a time
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 
@@ -62,6 +70,9 @@ def register() -> None:
         (f"{_RUNNER}.sample", capture.sample, HookType.AFTER),
     ):
         HookRegistry.register(target, hook, kind)
+    if os.environ.get(SERVING):
+        arrived = "sglang.srt.managers.scheduler.Scheduler.handle_generate_request"
+        HookRegistry.register(arrived, capture.arrived, HookType.BEFORE)
 
 
 class _Capture:
@@ -75,6 +86,8 @@ class _Capture:
         self._chunks: dict[str, list[Tensor]] = {}  # request → states behind its layers, by forward
         self._unfilled: list[str] | None = None
         self._scales: list[str] = []
+        self._chunk: Any = None
+        self._withheld: tuple[Any, Tensor] | None = None  # the allocator of places and those that it is to get back
         self._asked = lru_cache(maxsize=4096)(self._read)
 
     # ------------------------------------------------------------------------------------------- hooks
@@ -95,9 +108,31 @@ class _Capture:
 
     def forward(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a forward and capture the rows that its requests ask for."""
+        if self._withheld is not None:
+            self._give_back(*self._withheld)
         if runner.is_draft_worker or not any(self._requests(batch)):
             return self._noted(original, runner, batch, *args, **kwargs)
         return self._noted(self._captured, original, runner, batch, *args, **kwargs)
+
+    def arrived(self, scheduler: Any, request: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Set the chunks and the free places of the cache as a request has it before it is scheduled."""
+        if self._chunk is None:
+            self._chunk = (scheduler.chunked_prefill_size,)
+        rid = request.rid if isinstance(request.rid, str) else ""
+        asked = self._asked(rid) if rid.startswith(PREFIX) else {}
+        scheduler.chunked_prefill_size = asked.get("chunk") or self._chunk[0]
+        if asked.get("squeeze") and self._withheld is None:
+            allocator, page = scheduler.token_to_kv_pool_allocator, scheduler.page_size
+            missing = len(request.input_ids) + _SPARE - int(scheduler.tree_cache.evictable_size())
+            left = -(-max(_SPARE, missing) // page) + 1  # else it would wait for ever
+            self._withheld = allocator, allocator.free_pages[left:]
+            allocator.free_pages = allocator.free_pages[:left]
+
+    def _give_back(self, allocator: Any, pages: Tensor) -> None:
+        import torch
+
+        self._withheld = None
+        allocator.free_pages = torch.cat((allocator.free_pages, pages))
 
     def sample(self, tokens: Tensor, runner: Any, output: Any, batch: Any) -> None:
         """Put the forced tokens in place of the sampled ones."""
@@ -133,10 +168,13 @@ class _Capture:
         for index, rid, instructions in self._requests(batch):
             end = _end(batch, index)
             rows = states[starts[index] : starts[index] + lengths[index]]
-            self._rows(runner, batch, rid, instructions, end - len(rows), rows)
+            if instructions["first"] is not None:
+                self._rows(runner, batch, rid, instructions, end - len(rows), rows)
             if passed is not None and instructions.get("layers"):
                 tokens = slice(starts[index], starts[index] + lengths[index])
                 self._states(rid, instructions, end, passed[:, tokens])
+            if instructions["counted"]:
+                self._count(runner, batch, index, rid, (end - len(rows), len(rows), len(lengths)))
             if end >= instructions["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
                 self._logits(rid, instructions, end, logits[index], broken[index])
         if stored is not None:
@@ -167,6 +205,14 @@ class _Capture:
             whole = torch.cat(self._chunks.pop(rid), dim=1)
             if _is_first_rank():
                 write_states(self._folder / f"{rid}.states", whole)
+
+    def _count(self, runner: Any, batch: Any, index: int, rid: str, step: tuple[int, int, int]) -> None:
+        """Note a step of a request, and its places in the cache after it."""
+        if _is_first_rank():
+            with (self._folder / f"{rid}.steps").open("a") as file:
+                file.write("{} {} {}\n".format(*step))
+            places = runner.req_to_token_pool.req_to_token[batch.req_pool_indices[index], : step[0] + step[1]]
+            (self._folder / f"{rid}.places").write_bytes(raw_bytes(places.long()))
 
     def _logits(self, rid: str, asked: Mapping[str, Any], end: int, logits: Tensor, broken: bool) -> None:
         if broken and _is_first_rank() and not (self._folder / f"{rid}.nan").exists():

@@ -230,8 +230,8 @@ def k16v8_cannot(arm: Arm) -> str:
     return ""
 
 
-def arguments(arm: Arm) -> dict[str, Any]:
-    """Arguments of ``sglang.Engine``; what an option names replaces ours."""
+def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
+    """Arguments of ``sglang.Engine``; what an option names replaces ours.  ``serving``: with a prefix cache."""
     options = dict(arm.options)
     device, _, number = arm.device.partition(":")
     paired = is_pair(arm.kv)
@@ -244,7 +244,7 @@ def arguments(arm: Arm) -> dict[str, Any]:
         "trust_remote_code": trusts_code(arm),
         "enable_return_hidden_states": True,
         "sleep_on_idle": True,  # else schedulers that are not asked burn a core
-        "disable_radix_cache": True,
+        "disable_radix_cache": not serving,
         "disable_overlap_schedule": True,
         "disable_cuda_graph": not switched(options.get("cuda-graph", "off")),
         "chunked_prefill_size": -1,

@@ -13,7 +13,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,18 +24,23 @@ from fidelab.captures.container import Array, BFloat16
 from fidelab.captures.requests import Tokens
 from fidelab.engines.base import one_line
 from fidelab.engines.layer_states import read_states
-from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX
+from fidelab.engines.sglang.capture import FOLDER, LOGPROBS, PREFIX, SERVING
 from fidelab.engines.speculation import Drafts
 from fidelab.errors import EngineError
 
 __all__ = ["Response", "SGLangRequest", "SGLangSession"]
 
+_INSTRUCTIONS = ("first", "live", "force", "about", "layers", "counted", "chunk", "squeeze")
+_AT_ONCE = "SGLANG_ENABLE_COLOCATED_BATCH_GEN"  # prompts that are sent together are scheduled together
 _NUMPY = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 
 
 @dataclass(frozen=True)
 class SGLangRequest:
-    """A prompt and its instructions: ``first``, ``live``, ``force``, ``about`` and ``layers`` as in the plug-in."""
+    """A prompt and its instructions, as in the plug-in from ``first`` on.
+
+    ``salt``: requests of one salt share the prefix cache, where there is one; one without has it alone.
+    """
 
     prompt: Tokens
     max_tokens: int = 1
@@ -45,36 +50,56 @@ class SGLangRequest:
     force: Tokens = ()
     about: bool = False
     layers: bool = False
+    counted: bool = False
+    chunk: int = 0
+    squeeze: bool = False
+    salt: str = ""
+
+    @property
+    def instructions(self) -> dict[str, Any]:
+        """What the plug-in is told."""
+        return {key: getattr(self, key) for key in _INSTRUCTIONS} | {"tokens": len(self.prompt)}
 
 
 @dataclass(frozen=True)
 class Response:
     """``rows`` [n, d] states or [n, V] log-probabilities; ``live`` [m, V] float32 logits of the first sampled rows;
-    ``states`` [1 + layers, n, d]."""
+    ``states`` [1 + layers, n, d].
+
+    ``cached``: tokens that SGLang found in its prefix cache.  Where they were to be counted: ``steps`` as of
+    :class:`~fidelab.engines.served.Counted`, and the ``places`` of the tokens in the cache.
+    """
 
     ids: list[int]
     rows: Array | None
     live: Array | None
     failed: str | None
     states: Array | None = None
+    cached: int = 0
+    steps: tuple[tuple[int, int, int], ...] = ()
+    places: frozenset[int] = frozenset()
 
 
 class SGLangSession:
-    """Starts SGLang; ``mark`` is called at the end of each phase of that.
+    """Starts SGLang; ``mark`` is called at the end of each phase of that.  ``serving``: it has a prefix cache.
 
     Raises:
         EngineError: it does not start, or the plug-in is not at work in it.
     """
 
-    def __init__(self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], mark: Callable[..., None], *, logprobs: bool, serving: bool = False
+    ) -> None:
         self._mark = mark
         self._folder = Path(tempfile.mkdtemp(prefix="fidelab-sglang-"))
         self._logprobs = logprobs
-        self._sent = 0
+        self._serving = serving
+        self._sent = self._salts = 0
         self.drafts = Drafts()  # as SGLang counts them of each request
         self._engine: Any = None
         os.environ[FOLDER] = str(self._folder)
         os.environ.update({LOGPROBS: "1"} if logprobs else {})
+        os.environ.update({SERVING: "1", _AT_ONCE: "1"} if serving else {})
         try:
             self._engine = self._start(arguments)
         except BaseException:
@@ -152,8 +177,11 @@ class SGLangSession:
         prompts: Any = [list(prompt) for prompt in group] if len(group) > 1 else list(group[0])
         ids: list[list[int]] = [[] for _ in group]
         n_yielded = 0
+        salts: Any = [self._own_salt() for _ in group] if len(group) > 1 else self._own_salt()
         try:
-            for chunk in self._alive().generate(input_ids=prompts, sampling_params=parameters, stream=True):
+            for chunk in self._alive().generate(
+                input_ids=prompts, sampling_params=parameters, stream=True, **self._salted(salts)
+            ):
                 ids[chunk.get("index", 0)] = chunk["output_ids"]
                 if chunk["meta_info"].get("finish_reason"):
                     self.drafts += _counted(chunk["meta_info"])
@@ -162,6 +190,13 @@ class SGLangSession:
                 n_yielded = n_known
         except Exception as error:
             raise self._failed(error) from error
+
+    def forget(self) -> None:
+        """Empty the prefix cache, as soon as the scheduler has nothing else to do."""
+        engine = self._alive()
+        emptied = engine.loop.run_until_complete(engine.tokenizer_manager.flush_cache(timeout_s=_IDLE))
+        if not emptied.success:
+            raise EngineError("SGLang does not empty its prefix cache")
 
     def close(self) -> None:
         """End the processes and remove the folder."""
@@ -194,24 +229,30 @@ class SGLangSession:
             return EngineError("SGLang's scheduler has ended: see the log")
         return error if isinstance(error, EngineError) else EngineError(f"SGLang refuses: {one_line(error)}")
 
-    def _send(self, requests: Sequence[SGLangRequest]) -> tuple[Sequence[SGLangRequest], list[str], list[list[int]]]:
+    def _send(self, requests: Sequence[SGLangRequest]) -> tuple[Sequence[SGLangRequest], list[str], list[Any]]:
         names = [f"{PREFIX}{self._sent + i}" for i in range(len(requests))]
         self._sent += len(requests)
         for name, request in zip(names, requests, strict=True):
-            if request.first is not None:
-                instructions = {key: getattr(request, key) for key in ("first", "live", "force", "about", "layers")}
-                text = json.dumps({"tokens": len(request.prompt), **instructions})
-                (self._folder / f"{name}.json").write_text(text, "utf-8")
+            if request.first is not None or request.counted or request.force:
+                (self._folder / f"{name}.json").write_text(json.dumps(request.instructions), "utf-8")
         try:
             answers = self._alive().generate(
                 input_ids=[list(request.prompt) for request in requests],
                 sampling_params=[self._parameters(request) for request in requests],
                 rid=names,
+                **self._salted([request.salt or self._own_salt() for request in requests]),
             )
         except Exception as error:
             raise self._failed(error) from error
         self.drafts = sum((_counted(answer["meta_info"]) for answer in answers), self.drafts)
-        return requests, names, [list(answer["output_ids"]) for answer in answers]
+        return requests, names, answers
+
+    def _salted(self, salts: str | list[str]) -> dict[str, Any]:
+        return {"cache_salt": salts} if self._serving else {}
+
+    def _own_salt(self) -> str:
+        self._salts += 1
+        return f"alone-{self._salts}"
 
     def _parameters(self, request: SGLangRequest) -> dict[str, Any]:
         """Sampling parameters; SGLang also stops at the model's stop tokens unless it ignores all."""
@@ -220,9 +261,24 @@ class SGLangSession:
         return {**_GREEDY, "max_new_tokens": request.max_tokens, **stop}
 
     def _collect(
-        self, requests: Sequence[SGLangRequest], names: Sequence[str], ids: Sequence[list[int]]
+        self, requests: Sequence[SGLangRequest], names: Sequence[str], answers: Sequence[Any]
     ) -> list[Response]:
-        return [self._response(*item) for item in zip(requests, names, ids, strict=True)]
+        return [
+            replace(
+                self._response(request, name, list(answer["output_ids"])),
+                cached=int(answer["meta_info"].get("cached_tokens") or 0),
+                **(self._counted(name) if request.counted else {}),
+            )
+            for request, name, answer in zip(requests, names, answers, strict=True)
+        ]
+
+    def _counted(self, name: str) -> dict[str, Any]:
+        """Steps and places of a request that has ended."""
+        steps, places = self._folder / f"{name}.steps", self._folder / f"{name}.places"
+        return {
+            "steps": tuple(tuple(map(int, line.split())) for line in steps.read_text().splitlines()),
+            "places": frozenset(np.fromfile(places, dtype=np.int64).tolist()),
+        }
 
     def _response(self, request: SGLangRequest, name: str, ids: list[int]) -> Response:
         if request.force and tuple(ids) != request.force:
@@ -230,6 +286,7 @@ class SGLangSession:
         end = next((i for i, token in enumerate(ids) if token in request.stop), len(ids))
         ids = ids[: end + 1]  # up to the first stop token, included
         if request.first is None:
+            (self._folder / f"{name}.json").unlink(missing_ok=True)
             return Response(ids, None, None, None)
         kept = len(request.prompt) + len(ids) - 1
         rows = self._read(f"{name}.rows", self._dtype, self._width)
@@ -258,6 +315,7 @@ class SGLangSession:
 
 
 _COUNTED = ("verify_ct", "num_proposed_drafts", "num_correct_drafts")
+_IDLE = 10.0  # seconds after its last answer, at most
 _GREEDY: Mapping[str, Any] = {"temperature": 0.0}
 
 

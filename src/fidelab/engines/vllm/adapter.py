@@ -14,6 +14,8 @@ and whatever else ``vllm serve --help`` names, checked by vLLM's own parser.
 - **Forced** continuations go through the decode path: each sampled token is replaced by the given one.
 - **Speculation**: rows of drafts, and of tokens that were rejected, are in no capture.  Forced continuations reject all
   drafts.  A prefill and a timed request run as they are.
+- **Windows as a server computes them** (``ways.py``): an arm that is asked so is launched with a prefix cache, which no
+  other request reads.
 - **Timed groups** are in the engine at once, scheduled as vLLM does: where one exceeds ``max-num-batched-tokens``, the
   prompts that were read first decode while the rest is read.
 - **Pairs** (``bf16/int8``, ``int8/int4[skip-layers=0]``, k16v8, …) are a backend of the package k16v8, as are ``int8``
@@ -30,7 +32,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from fidelab.captures.requests import Forced, Generate, Layerwise, Prefill, Request, Timed
+from fidelab.captures.requests import WAYS, Forced, Generate, Layerwise, Prefill, Request, Served, Timed
 from fidelab.core import Arm, Estimator, KVSpec, Speculation
 from fidelab.engines.base import Answer, Engine, RuntimeInfo, Sink, Support, add_sequence, answer_with_head
 from fidelab.engines.installed import unknown_architecture
@@ -53,6 +55,7 @@ from fidelab.engines.vllm.launch import (
 )
 from fidelab.engines.vllm.model import SEQUENCES, VLLMModel, VLLMRequest, size_in_bytes
 from fidelab.engines.vllm.read_back import ran
+from fidelab.engines.vllm.ways import answer_served
 from fidelab.errors import EngineError, NotSupportedError
 
 __all__ = ["VLLMEngine"]
@@ -120,7 +123,8 @@ class VLLMEngine(Engine):
         "kv-cache-memory-bytes": "kv-cache-memory",
     }
     start_seconds: ClassVar[float] = 20.0
-    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise"}
+    kinds: ClassVar[frozenset[str]] = Engine.kinds | {"layerwise", "served"}
+    ways: ClassVar[frozenset[str]] = frozenset(WAYS)
 
     @classmethod
     def versions(cls) -> dict[str, str]:
@@ -166,7 +170,7 @@ class VLLMEngine(Engine):
         self._hidden = dict(arm.options).get("estimator") != "logprobs"
         prepare(arm)
         self._backend = backend_for(arm)
-        self._model = VLLMModel(arm, self.mark)
+        self._model = VLLMModel(arm, self.mark, serving="served" in self.foreseen)
         requested, running = dict(arm.options).get("attention-backend"), self.ran().attention
         if requested and running != requested:
             raise EngineError(f"attention-backend={requested} was asked for, vLLM runs {running}")
@@ -186,6 +190,8 @@ class VLLMEngine(Engine):
                 facts = self._generate(request, sink)
             case Forced():
                 facts = self._forced(request, sink)
+            case Served():
+                facts = answer_served(self._model, request, sink)
             case Timed():
                 facts = time_prompts(request, sink, lambda group: self._model.tokens(group, 1 + request.n))
             case Layerwise():

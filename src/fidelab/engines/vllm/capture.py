@@ -13,6 +13,7 @@ Requests carry their instructions as ``SamplingParams.extra_args["fidelab"]``::
     live    number of first rows whose live logits are kept as well
     force   token ids that replace the sampled ones, in order
     layers  keep the residual stream behind every layer instead of rows, from ``first`` to ``last``
+    counted whether its steps are counted, see :meth:`FidelabWorker.fidelab_counted`
 
 A step of a speculating engine computes rows for the drafted tokens, too.  Rows are kept when it is known which of
 these were accepted, and then those alone that a decoding without drafts would compute: up to the last accepted one.
@@ -155,6 +156,15 @@ class FidelabWorker:
         """Put hooks on the decoder layers, for requests with ``layers`` that run alone, or take them away."""
         self._fidelab.hook_layers(on)
 
+    def fidelab_counted(self) -> dict[str, dict[str, Any]]:
+        """What the requests did that were to be counted since the last call, by key.
+
+        ``steps``: (tokens in the cache before, tokens, sequences) of each forward that it took part in; ``blocks``: the
+        blocks of the cache that it had in the last of them.
+        """
+        counted, self._fidelab.counted = self._fidelab.counted, {}
+        return counted
+
     def fidelab_watch(self) -> None:
         """In the next request with rows, compare keys and values of a layer, of a pair all layers, with the cache."""
         self._fidelab.watch()
@@ -174,6 +184,7 @@ class _Hook:
         self.read_back: dict[str, Any] = {}
         self._layers: LayerStates | None = None
         self._chunks: list[Tensor] = []  # states of the request that is computed, by step
+        self.counted: dict[str, dict[str, Any]] = {}
         self._sample_tokens: Callable[..., Any] = runner.sample_tokens
         self._sample: Callable[..., Any] = runner._sample
         runner.sample_tokens = self.sample_tokens
@@ -256,6 +267,10 @@ class _Hook:
             offset = int(self._runner.query_start_loc.np[index])
             n_rejected = max(0, 1 + n_drafted - sampled[index])
             states = state.hidden_states[offset : offset + scheduled[request] - n_rejected]
+            if instructions.get("counted"):
+                counts = self.counted.setdefault(instructions["key"], {"steps": []})
+                counts["steps"].append((start, len(states), len(scheduled)))
+                counts["blocks"] = list(record.block_ids[0])
             if "layers" in instructions:
                 self._states(instructions, start, slice(offset, offset + scheduled[request]))
             elif "first" in instructions:

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["SEQUENCES", "VLLMModel", "VLLMRequest", "size_in_bytes"]
 
 SEQUENCES = 16  # in one batch, unless told otherwise
+_SERVED = 64  # the same where requests are answered as servers do
 _WORKER = "fidelab.engines.vllm.capture.FidelabWorker"
 _SENTINEL_ROWS = 8
 _TRIED = 8  # tokens whose keys and values are read back
@@ -49,7 +50,8 @@ class VLLMRequest:
 
     ``first`` … ``last``: positions (``first`` ``None``: no rows; ``last`` ``None``: to the end); ``sentinel``: the
     replay is checked on the first of them; ``force``: token ids in place of the sampled ones; ``layers``: of these
-    positions the residual stream is kept, and no rows.
+    positions the residual stream is kept, and no rows.  ``counted``: see ``fidelab_counted``; ``reuse``: it may find
+    its first tokens in the prefix cache.
     """
 
     prompt: Sequence[int]
@@ -59,6 +61,8 @@ class VLLMRequest:
     sentinel: bool = False
     force: Sequence[int] = field(default=())
     layers: bool = False
+    counted: bool = False
+    reuse: bool = False
 
     def instructions(self, key: str) -> dict[str, Any]:
         """``SamplingParams.extra_args`` for the capture in the worker."""
@@ -69,20 +73,27 @@ class VLLMRequest:
             instructions["last"] = self.last
         if self.layers:
             instructions["layers"] = True
+        if self.counted:
+            instructions["counted"] = True
         return instructions | ({"force": list(self.force)} if self.force else {})
 
 
 class VLLMModel:
     """One ``vllm.LLM`` with fidelab's capture in its workers.  ``mark`` is called at the end of each phase of opening.
 
+    ``serving``: with a prefix cache, which only requests that say so read, and room for a batch of a server's size.
+    ``cached``: by key of a finished request, how many of its tokens vLLM says that it found in the prefix cache.
+
     Raises:
         EngineError: vLLM cannot load it, leaves parameters unfilled, or other logits than its own are replayed.
         NotSupportedError: vLLM's kernels cannot do what the arm asks, or the model keeps no keys and values.
     """
 
-    def __init__(self, arm: Arm, mark: Callable[[str], None]) -> None:
+    def __init__(self, arm: Arm, mark: Callable[[str], None], *, serving: bool = False) -> None:
         self._arm = arm
         self._mark = mark
+        self._serving = serving
+        self.cached: dict[str, int] = {}
         self._options = dict(arm.options)
         self._hidden = self._options.get("estimator") != "logprobs"
         self._count = 0
@@ -125,10 +136,10 @@ class VLLMModel:
             "kv_cache_dtype": "auto" if paired else self._arm.kv.k.name,
             "enforce_eager": bool(switched(options.get("enforce-eager", "yes"))),
             "trust_remote_code": trusts_code(self._arm),
-            "enable_prefix_caching": False,
+            "enable_prefix_caching": self._serving,
             "async_scheduling": False,
             "generation_config": "vllm",
-            "max_num_seqs": int(options.get("max-num-seqs", SEQUENCES)),
+            "max_num_seqs": int(options.get("max-num-seqs", _SERVED if self._serving else SEQUENCES)),
             "tensor_parallel_size": tp,
             "distributed_executor_backend": "uni" if tp == 1 else "mp",
             "worker_extension_cls": _WORKER,
@@ -226,6 +237,8 @@ class VLLMModel:
                 progress(len(running), len(running))
                 for output in finished:
                     key, ids = output.request_id, list(output.outputs[0].token_ids)
+                    if self._serving:
+                        self.cached[key] = output.num_cached_tokens or 0
                     index = running.pop(key)
                     left = len(ids) - steps.pop(key)
                     progress(len(requests[index].prompt) + left, max(0, left))
@@ -265,6 +278,7 @@ class VLLMModel:
             detokenize=False,
             output_kind=kind or self._kinds.FINAL_ONLY,
             extra_args={KEY: request.instructions(key)} if kind is None else None,
+            **({"skip_reading_prefix_cache": not request.reuse} if self._serving else {}),
         )
         self._engine.add_request(key, self._input(list(request.prompt)), params)
         return key
@@ -291,6 +305,50 @@ class VLLMModel:
                 f"{len(sizes)} sequences need {needed * block:,} places of the cache, which has "
                 f"{cache['blocks'] * block:,}: raise kv-cache-memory"
             )
+
+    # --------------------------------------------------------------------------------------- as servers do
+
+    def counted(self) -> dict[str, dict[str, Any]]:
+        """:meth:`FidelabWorker.fidelab_counted` of the first rank."""
+        counted: dict[str, dict[str, Any]] = self.llm.collective_rpc("fidelab_counted")[0]
+        return counted
+
+    def forget(self) -> None:
+        """Empty the prefix cache."""
+        if not self.llm.reset_prefix_cache():
+            raise EngineError("vLLM does not empty its prefix cache")
+
+    @contextmanager
+    def chunks(self, size: int) -> Iterator[None]:
+        """Have the scheduler compute at most ``size`` tokens per step."""
+        scheduler = self._scheduler
+        most = scheduler.max_num_scheduled_tokens
+        scheduler.max_num_scheduled_tokens = min(size, most)
+        try:
+            yield
+        finally:
+            scheduler.max_num_scheduled_tokens = most
+
+    @contextmanager
+    def pool(self, tokens: int) -> Iterator[None]:
+        """Leave of the cache the blocks that were freed last, as many as ``tokens`` tokens need."""
+        pool = self._scheduler.kv_cache_manager.block_pool
+        kept = -(-tokens // self.block_size)
+        taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - kept))
+        try:
+            yield
+        finally:
+            pool.free_blocks(taken)
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block of the prefix cache."""
+        return int(self._scheduler.block_size)
+
+    @property
+    def _scheduler(self) -> Any:
+        """vLLM's scheduler, which runs in this process."""
+        return self._engine.engine_core.engine_core.scheduler
 
     # -------------------------------------------------------------------------------------------- rows
 

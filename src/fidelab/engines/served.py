@@ -1,0 +1,87 @@
+"""What the ways of servers have in common: the prompts that go before, counts, and what they prove."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import dropwhile
+from typing import Any
+
+from fidelab.captures.requests import Served, Tokens
+
+__all__ = ["Counted", "other_prompt", "proof"]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What happened to the request whose rows are a window's answer.
+
+    Attributes:
+        steps: of each forward that it took part in: its tokens that were in the cache before, its tokens that were
+            computed, and the sequences that were computed together.
+        cached: tokens that the engine says it found in its prefix cache.
+        lost: tokens of the window, in whole blocks, whose places in the cache others got before.
+    """
+
+    steps: Sequence[tuple[int, int, int]]
+    cached: int
+    lost: int = 0
+
+
+def other_prompt(request: Served, window: Tokens) -> Tokens:
+    """The prompt of another request that shares the prefix of a window to be hit, and not one token more."""
+    tail = dropwhile(lambda token: token == window[request.size], request.others[0])
+    return (*window[: request.size], *tail)
+
+
+def proof(request: Served, windows: Sequence[Counted], block: int) -> dict[str, Any]:
+    """``engaged`` with the counts of the window that shows least of the way, or ``not_engaged``: why.
+
+    ``block``: tokens that the prefix cache keeps together.
+    """
+    if why := next((why for counted in windows if (why := _fault(request, counted, block))), ""):
+        return {"not_engaged": why}
+    way = request.way
+    counts = {
+        "forwards": min(len(counted.steps) for counted in windows),
+        "largest forward": max(tokens for counted in windows for _, tokens, _ in counted.steps),
+    }
+    if way.startswith("prefix"):
+        counts |= {"hit tokens": min(counted.cached for counted in windows)}
+    elif way in ("batch", "decode"):
+        counts |= {"sequences": min(sequences for counted in windows for _, _, sequences in counted.steps)}
+    elif way == "evicted":
+        counts |= {"tokens lost": min(counted.lost for counted in windows)}
+    return {"engaged": counts}
+
+
+def _fault(request: Served, counted: Counted, block: int) -> str:
+    """Why a window was not answered in the way that was asked for; empty where it was."""
+    way, size, crowd = request.way, request.size, 1 + len(request.others)
+    before, tokens, sequences = zip(*counted.steps, strict=True)
+    if before[0] != counted.cached:
+        return f"the engine counts {counted.cached} tokens of a hit, and {before[0]} were not computed"
+    if not way.startswith("prefix") and counted.cached:
+        return f"{counted.cached} tokens were found in the prefix cache"
+    match way:
+        case "cold" | "evicted" if len(tokens) > 1:
+            return f"the window was read in {len(tokens)} pieces of at most {max(tokens)} tokens"
+        case "cold" if max(sequences) > 1:
+            return f"{max(sequences)} sequences were computed together"
+        case "chunked" if len(tokens) == 1 or max(tokens) > size:
+            return f"the window was read in {len(tokens)} pieces of at most {max(tokens)} tokens, not {size}"
+        case "decode" if tokens[1:].count(1) < request.last + 1 - size:
+            return f"{tokens[1:].count(1)} of {request.last + 1 - size} tokens were fed one by one"
+        case "prefix-partial" if size % block == 0:
+            return f"a hit of {size} tokens ends with a whole block of {block}"
+        case "prefix-partial" if counted.cached != size:
+            return f"the engine reuses whole blocks of {block} tokens alone: {counted.cached} of {size} were hit"
+        case "prefix" | "prefix-other" | "prefix-generated" if (
+            not counted.cached or counted.cached != size // block * block
+        ):
+            return f"{counted.cached} of {size} tokens were found in the prefix cache, which keeps blocks of {block}"
+        case "batch" if min(sequences) != crowd:
+            return f"{min(sequences)} sequences were computed together, not {crowd}"
+        case "evicted" if not counted.lost:
+            return "no token of the window lost its place in the cache"
+    return ""
