@@ -207,8 +207,6 @@ def _pasted(
         "engine": {**given["engine"], "name": served.engine},
         "engine_args": {**own["engine_args"], **given["engine_args"]},
     }
-    for words, reason in served.said.ignored.items():
-        note(f"fidelab: --serve: {words} goes into no arm: {reason}")
     return data, [read_change(text, served, controlled) for text in changes], served.secrets
 
 
@@ -287,6 +285,8 @@ def launch(
         from fidelab.cli.dry_run import show_plan
 
         show_plan(experiment, as_json)
+        for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
+            note(f"fidelab: of the pasted command, in no arm: {words} ({reason})")
         return
     command = command_line()
     for secret in secrets:

@@ -163,7 +163,6 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "threads": "@threads",
             "cache-type-k": "@k",
             "cache-type-v": "@v",
-            "ctx-size": "n-ctx",
             "batch-size": "n-batch",
             "ubatch-size": "n-ubatch",
             "gpu-layers": "n-gpu-layers",
@@ -200,6 +199,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "context-shift": "no window is longer than the context",
             "defrag-thold": "llama.cpp itself ignores it",
             "threads-batch": "arms compute with one number of threads, that of --threads",
+            "ctx-size": "an arm's context is as long as what it is asked",
             "fit": "an arm's context is as long as what it is asked",
             "mmproj": "only text is asked",
         },
@@ -403,7 +403,7 @@ def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
     secret = False
     for n, word in enumerate(command):  # a secret is dropped; what it is named after need not exist here
         name, _, value = word.lstrip("-").partition("=")
-        is_secret = secret or _SECRET.fullmatch(name) is not None or name in _SECRET_FLAGS
+        is_secret = secret or name in _SECRET_FLAGS or (name.isidentifier() and _SECRET.fullmatch(name) is not None)
         command[n] = word if is_secret else _expanded(word, where)
         secret = word.startswith("-") and name in _SECRET_FLAGS and not value
     return assigned, command
