@@ -96,7 +96,8 @@ def test_variables_before_a_command_are_the_arms_and_threads_are_threads() -> No
 def test_a_container_gives_its_image_its_mounts_and_its_variables(tmp_path: Path) -> None:
     found = settings(
         f"docker run --gpus all --rm -v {tmp_path}:/models -e VLLM_A=1 -e HF_TOKEN=secret -p 80:8000 "
-        'vllm/vllm-openai:v1 --model /models/m --speculative-config \'{"model": "/models/draft"}\' --chat-template /models/x'
+        "vllm/vllm-openai:v1 "
+        '--model /models/m --speculative-config \'{"model": "/models/draft"}\' --chat-template /models/x'
     )
     assert (found["model"], found["env"]) == (f"{tmp_path}/m", {"VLLM_A": "1"})
     assert found["engine_args"]["speculative-config"] == f'{{"model": "{tmp_path}/draft"}}'

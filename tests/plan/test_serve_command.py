@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,15 @@ from fidelab.models import resolve
 from fidelab.plan.arms import inherited_kv, native_kv, resolve_arm, serve_command, with_kv
 
 VLLM = (
-    "VLLM_A=1 OMP_NUM_THREADS=2 vllm serve /models/m --host 0.0.0.0 --port 8001 --max-model-len 4096 "
-    '--enable-auto-tool-choice --tool-call-parser hermes --speculative-config \'{"method": "ngram"}\' --dtype bfloat16'
+    "VLLM_A=1 vllm serve /models/m --host 0.0.0.0 --port 8001 --max-model-len 4096 --enable-auto-tool-choice "
+    '--tool-call-parser hermes --dtype bfloat16 --speculative-config \'{"method": "ngram"}\''
 )
 SGLANG = (
     "python3 -m sglang.launch_server --model-path /models/m --kv-cache-dtype fp8_e5m2 --disable-cuda-graph --tp 2 "
     "--port 1 --enable-metrics --dtype bfloat16"
 )
 LLAMA = "llama-server -m /models/m.gguf -ctk q8_0 -ctv q8_0 -c 4096 -b 256 -ub 64 -fa on --no-mmap -np 4 --jinja -t 2"
-DOCKER = (
-    "docker run --gpus all -v /models:/in -e VLLM_A=1 -e HF_TOKEN vllm/vllm-openai:v1 --model /in/m --dtype bfloat16"
-)
+DOCKER = "docker run --gpus all -v /models:/in -e VLLM_A=1 -e HF_TOKEN vllm/vllm-openai:v1 --model /in/m"
 
 
 def pasted(command: str, *changes: str) -> Experiment:
@@ -37,8 +36,6 @@ def pasted(command: str, *changes: str) -> Experiment:
 
 def arms(experiment: Experiment) -> list[Arm]:
     """The reference and the candidates, of a model that is not on this machine."""
-    from dataclasses import replace
-
     reference = with_kv(experiment.reference, native_kv(experiment.engine))
     configs = [reference, *(with_kv(arm, inherited_kv(arm, reference, experiment)) for arm in experiment.candidates)]
     model = resolve("fake")
@@ -86,8 +83,9 @@ def test_what_a_change_takes_back_is_left_away() -> None:
 def test_a_containers_command_has_its_own_folders_and_variables() -> None:
     before, after = commands(pasted(DOCKER, "VLLM_B=2"))
     assert before.startswith(
-        "docker run --gpus all -v /models:/in -e HF_TOKEN -e VLLM_A=1 vllm/vllm-openai:v1 --model /in/m"
+        "docker run --gpus all -v /models:/in -e HF_TOKEN -e VLLM_A=1 vllm/vllm-openai:v1 --model "
     )
+    assert "--model /in/m --dtype" in before
     assert "-e VLLM_A=1 -e VLLM_B=2 vllm/vllm-openai:v1" in after
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.results.measurement import Measurement
 
-__all__ = ["serve", "sweep"]
+__all__ = ["capacity", "serve", "sweep"]
 
 
 class _ServerOptions(Options, panel="Server"):
@@ -241,6 +242,55 @@ def sweep(
     _gate(serving)
 
 
+class _CapacityOptions(Options, panel="Load"):
+    """What is tried."""
+
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
+    ] = None
+    most: Annotated[int, typer.Option(min=1, help="Requests at once that are tried at most.")] = 256
+    random_output_len: Annotated[str, typer.Option(help="Tokens of each answer.")] = "64"
+    prompts: Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")] = "auto"
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have all their tokens.")] = True
+
+    def settings(self) -> dict[str, Any]:
+        named = {"prompts": self.prompts, "ignore_eos": self.ignore_eos}
+        return {**named, "output": _single("--random-output-len", self.random_output_len), "warmup": 0}
+
+
+@expand_options
+def capacity(
+    *,
+    server: _ServerOptions,
+    load: _CapacityOptions,
+    figures: _FigureOptions,
+    run: _RunOptions,
+    as_json: Json = False,
+) -> None:
+    r"""Find the longest context and the most requests at once that a server takes, and what stops it.
+
+    Beyond is what is rejected, fails, is preempted, waits for room, or misses the targets of --goodput; beside it stands
+    what the size of the server's cache predicts.
+
+    [bold]Examples[/bold]
+
+      fidelab bench capacity --base-url http://host:8000
+
+      fidelab bench capacity --base-url http://host:8000 --contexts 1k,8k --goodput ttft:2000 tpot:50
+    """
+    from fidelab.bench.serving import measure_capacity, reach
+
+    contexts = () if load.contexts is None else counts("--contexts", load.contexts)
+
+    def measure(settings: ServingSettings, key: str | None, keeper: Keeper) -> Measurement:
+        contact = reach(settings, key)
+        keeper.reached(contact)
+        return measure_capacity(contact, contexts, load.most, watch=keeper)
+
+    _, found = _run(server, load, figures, run, as_json, "capacity", measure)
+    exit_on([found.reason] if found.reason else [])
+
+
 # ----------------------------------------------------------------------------------------- flags → settings
 
 
@@ -290,8 +340,15 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 
 
 def _run(
-    server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool
+    server: _ServerOptions,
+    load: _LoadOptions | _CapacityOptions,
+    figures: _FigureOptions,
+    run: _RunOptions,
+    as_json: bool,
+    bench: str = "serving",
+    measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None = None,
 ) -> tuple[Keeper, Measurement]:
+    """Measure and report; ``measure``: the bench, where it is not the load itself."""
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
     from fidelab.engines.openai.http import read_key
@@ -302,8 +359,8 @@ def _run(
     try:
         key = key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**options)
-        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv)
-        serving = _measure(settings, key, keeper)
+        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv, bench=bench)
+        serving = _measure(settings, key, keeper, measure)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
         raise type(error)(_in_flags(str(error))) from None
     report = keeper.keep(serving)
@@ -313,15 +370,22 @@ def _run(
     return keeper, serving
 
 
-def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Measurement:
+def _measure(
+    settings: ServingSettings,
+    key: str | None,
+    keeper: Keeper,
+    measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None,
+) -> Measurement:
     """The load; on any exception the finished cells are kept."""
     from fidelab.bench.serving import measure_serving
 
     try:
+        if measure is not None:
+            return measure(settings, key, keeper)
         return measure_serving(settings, key, watch=keeper)
     except BaseException:
         keeper.close()
-        if keeper.report is not None:
+        if keeper.report is not None and keeper.folder is not None:
             keeper.finish()
             note(f"fidelab: the cells so far are in {keeper.folder.path}")
         raise
