@@ -33,6 +33,7 @@ __all__ = [
     "finite",
     "read_file",
     "slug",
+    "state_dir",
     "strict_json",
     "usable_cores",
 ]
@@ -79,6 +80,14 @@ def slug(text: str) -> str:
     """A file name for a text: of an absolute path the last part, ``_`` for other characters, at most 60 characters."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "_", Path(text).name if Path(text).is_absolute() else text).strip("_") or "x"
     return name if len(name) <= _LONGEST_SLUG else f"{name[: _LONGEST_SLUG - 9]}-{digest(text)[:8]}"
+
+
+def state_dir() -> Path:
+    """``fidelab`` in ``$XDG_STATE_HOME``, else in ``~/.local/state``: what is remembered for this user alone.
+
+    The cache may be a folder that several users share.
+    """
+    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "fidelab"
 
 
 def finite(value: Any) -> Any:

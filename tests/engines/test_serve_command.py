@@ -73,6 +73,11 @@ def test_sglang_has_no_flags_that_switch_off() -> None:
     assert one.endswith("--device cuda --disable-cuda-graph --disable-radix-cache --tp-size 2")
 
 
+def test_k16v8_runs_without_graphs_on_sglangs_server() -> None:
+    assert "--disable-cuda-graph" in words(arm("sglang", "k16v8"))
+    assert "--disable-cuda-graph" not in words(arm("sglang"))
+
+
 def test_llama_server_has_names_of_its_own() -> None:
     one = words(arm("llamacpp", "q8_0", n_ctx="2048", n_batch="256", use_mmap="no", flash_attn="on"))
     assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")

@@ -22,9 +22,11 @@ from fidelab.cli import (
     extensions,
     formats,
     imports,
+    launch,
     layer_diff,
     models,
     phases,
+    presets,
     repeat,
     runs,
     sample_size,
@@ -74,13 +76,14 @@ app = Commands(
 for _panel, _commands in {
     _COMPARE: (compare.compare, compare.run, layer_diff.bisect, repeat.repeat, sample_size.plan_size),
     _RESULTS: (runs.report, runs.charts, runs.rescore, phases.capture, phases.score, baseline.diff),
+    _SPEED: (launch.launch, launch.stop),
     _MACHINE: (doctor.doctor, formats.formats),
 }.items():
     for _command in _commands:
         app.command(rich_help_panel=_panel)(_command)
 for _name, _group, _panel in (
     *(("baseline", baseline.baseline, _RESULTS), ("import", imports.app, _RESULTS), ("bench", bench.app, _SPEED)),
-    *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, captures)),
+    *((module.__name__.rpartition(".")[2], module.app, _MACHINE) for module in (models, engines, presets, captures)),
 ):
     app.add_typer(_group, name=_name, rich_help_panel=_panel)
 extensions.register(app, {"bench": bench.app}, panel=_SPEED)

@@ -71,8 +71,12 @@ class _MeasureOptions(options.Options, panel=options.MEASURED):
 @app.command(_DEFAULT)
 @options.expand_options
 def offline(
+    context: typer.Context,
     *,
-    model: options.Model,
+    model: Annotated[
+        str | None, typer.Argument(help="smollm2-135m, a hub id, a folder, or a .gguf file.", show_default=False)
+    ] = None,
+    preset: options.Preset = None,
     kv: Annotated[
         list[str] | None,
         typer.Option(
@@ -89,6 +93,7 @@ def offline(
     engine: options.ServableEngineOptions,
     runs: options.RunsOptions,
     as_json: options.Json = False,
+    trusted: options.Trusted = None,
 ) -> None:
     r"""Measure arms without comparing what they say.
 
@@ -99,7 +104,15 @@ def offline(
       fidelab bench m.gguf --engine llamacpp --kv f16 --kv q8_0 --depths 0,4096
 
       fidelab bench ./my-model --batch 1,4 --benches prefill,decode --json
+
+      fidelab bench --preset smollm2-cpu --benches decode
     """
+    from fidelab.config.trust import Trust, check_presets
+    from fidelab.errors import UsageError
+
+    if model is None and preset is None:
+        raise UsageError("name a model: fidelab bench MODEL --kv FORMAT (or --preset NAME)")
+    check_presets(filter(None, (preset and f"preset={preset}", *(candidate or []))), Trust(trusted or []))
     data: dict[str, Any] = {
         "model": model,
         **engine.settings(),
@@ -110,4 +123,5 @@ def offline(
         **measure.settings(),
         **runs.settings(),
     }
+    data = options.begin_from_preset(preset, context, data)
     launch(experiment_from(data, "bench", overrides or []), as_json)

@@ -108,6 +108,7 @@ class _OneLoadOptions(_LoadOptions):
             "dataset": self.dataset_name,
             "dataset_path": self.dataset_path,
             "dataset_output": self.sharegpt_output_len,
+            "fit": False,  # who asks for one load gets it
             "trace": self.trace,
             "trace_unit": self.trace_unit,
         }
@@ -118,11 +119,15 @@ class _ManyLoadsOptions(_LoadOptions):
 
     concurrency: Annotated[str, typer.Option(help="Requests in flight: 1,2,4,8.")] = "1,2,4,8"
     contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k.")] = "1k"
+    fit: Annotated[
+        bool, typer.Option(help="Leave out cells whose requests the server's cache cannot hold together.")
+    ] = True
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
             "contexts": counts("--contexts", self.contexts),
             "concurrency": counts("--concurrency", self.concurrency),
+            "fit": self.fit,
         }
 
 
@@ -269,8 +274,8 @@ def capacity(
 ) -> None:
     r"""Find the longest context and the most requests at once that a server takes, and what stops it.
 
-    Beyond is what is rejected, fails, is preempted, waits for room, or misses the targets of --goodput; beside it stands
-    what the size of the server's cache predicts.
+    Beyond is what is rejected, fails, is preempted, waits for room, or misses the targets of --goodput.  Beside it
+    stands what the size of the server's cache predicts.
 
     [bold]Examples[/bold]
 

@@ -29,6 +29,7 @@ def compare(
     model: Annotated[
         str | None, typer.Argument(help="smollm2-135m, a hub id with optional @revision, a folder, or a .gguf file.")
     ] = None,
+    preset: options.Preset = None,
     reference: options.Reference = None,
     kv: Annotated[
         list[str] | None,
@@ -41,7 +42,7 @@ def compare(
     candidate: Annotated[
         list[str] | None,
         typer.Option(
-            help="Candidate as KEY=VALUE,…: kv, name, engine, model, dtype, python, or an engine's option; "
+            help="Candidate as KEY=VALUE,…: kv, name, preset, engine, model, dtype, python, or an engine's option; "
             "may be repeated.",
             rich_help_panel=options.ARMS,
         ),
@@ -136,8 +137,11 @@ def compare(
 
       fidelab compare --serve 'vllm serve owner/model --max-model-len 32768' --change '--kv-cache-dtype fp8_e4m3'
 
+      fidelab compare --preset smollm2-cpu --engine vllm --kv fp8_e4m3
+
       fidelab compare --resume runs/20260101-120000-smollm2-135m
     """
+    from fidelab.config.trust import Trust, check_presets
     from fidelab.errors import UsageError
 
     if resume_dir is not None:
@@ -145,15 +149,23 @@ def compare(
         options.refuse_beside_resume(context, "run", ("fail_under", "as_json", "plot", "trusted", *named))
         _go_on(resume_dir, _trust(trusted, engine, axes), fail_under, as_json, plot)
         return
-    if trusted:
-        raise UsageError("--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR")
+    levels = [word.removeprefix("preset=") for word in vary or [] if word.startswith("preset=")]
+    varied = (f"preset={name}" for names in levels for name in names.split(","))
+    written = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
+    presets = check_presets(filter(None, written), Trust(trusted or []))
+    if trusted and not presets:
+        raise UsageError(
+            "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "
+            "file of a preset"
+        )
     secrets: tuple[str, ...] = ()
     if serve is not None:
         arms, changes, secrets = _pasted(serve, change or [], context, engine)
     elif change:
         raise UsageError("--change is a change of a server's command line: give that with --serve COMMAND")
-    elif model is None:
-        raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --serve COMMAND, or --resume RUN_DIR)")
+    elif model is None and preset is None:
+        ways = "--serve COMMAND, or --preset NAME, or --resume RUN_DIR"
+        raise UsageError(f"name a model: fidelab compare MODEL --kv FORMAT (or {ways})")
     else:
         arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
         changes = []
@@ -173,6 +185,8 @@ def compare(
         "fail_under": fail_under,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
     }
+    if serve is None:
+        data = options.begin_from_preset(preset, context, data)
     launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot, secrets)
 
 
@@ -190,20 +204,21 @@ def _pasted(
     from fidelab.engines import ENGINES
     from fidelab.errors import UsageError
 
-    for name, flag in (("model", "MODEL"), ("engine", "--engine"), ("reference", "--reference")):
+    said = {"model": "MODEL", "engine": "--engine", "reference": "--reference", "preset": "--preset"}
+    for name, flag in said.items():
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
-            raise UsageError(f"the command of --serve says the {name}: leave out {flag}")
+            raise UsageError(f"the command of --serve says what the reference is: leave out {flag}")
 
     def controlled(name: str) -> Mapping[str, str]:
         return dict(getattr(ENGINES.load(name), "controlled", {}))
 
     served = read_served(command, controlled)
     own, given = served.settings(), flags.settings()
-    said = {key: value for key, value in given.items() if value not in (None, "auto")}
+    flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
     data = {
         **own,
-        **said,
+        **flagged,
         "engine": {**given["engine"], "name": served.engine},
         "engine_args": {**own["engine_args"], **given["engine_args"]},
     }

@@ -33,6 +33,7 @@ __all__ = [
     "Options",
     "Overrides",
     "Plot",
+    "Preset",
     "Reference",
     "RunDir",
     "RunsOptions",
@@ -43,7 +44,9 @@ __all__ = [
     "TextOptions",
     "Trusted",
     "WouldRemove",
+    "begin_from_preset",
     "complete_kv",
+    "complete_preset",
     "expand_options",
     "find_run",
     "refuse_beside_resume",
@@ -137,6 +140,39 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
             raise UsageError(f"--resume takes the {owner}'s own settings: leave out {flag}")
 
 
+def begin_from_preset(name: str | None, context: typer.Context, data: dict[str, Any]) -> dict[str, Any]:
+    """The settings of an experiment whose arms begin from a preset; what the command line says goes before it.
+
+    Raises:
+        FidelabError: there is no such preset, or it is of another engine than the one that was named.
+    """
+    if name is None:
+        return data
+    from fidelab.config.presets import experiment_of, find_preset, load_preset
+    from fidelab.errors import UsageError
+
+    def given(parameter: str) -> bool:
+        source = context.get_parameter_source(parameter)
+        return source is not None and source.name == "COMMANDLINE"
+
+    engine = data["engine"]["name"] if given("engine") else None
+    preset = load_preset(find_preset(name, engine))
+    if engine not in (None, preset.engine_name):
+        raise UsageError(f"--engine {engine}: preset {preset.name} is of engine {preset.engine_name}")
+    base = experiment_of(preset)
+    place = preset.engine.model_dump(mode="json")
+    place = {"name": place} if isinstance(place, str) else place
+    return {
+        **data,
+        "model": data["model"] or base["model"],
+        "engine": {**data["engine"], **place, **{key: x for key, x in data["engine"].items() if x and key != "name"}},
+        "engine_args": {**base.get("engine_args", {}), **data["engine_args"]},
+        "env": {**base.get("env", {}), **data.get("env", {})},
+        "dtype": data["dtype"] if given("dtype") else base.get("dtype", data["dtype"]),
+        "reference": data.get("reference", base["reference"]),
+    }
+
+
 # --------------------------------------------------------------------------------- single options and arguments
 
 ARMS, MEASURED, ENGINE, SCORING = "Arms", "What is measured", "Engine", "Scoring"  # panels of --help
@@ -163,6 +199,13 @@ def complete_kv(context: typer.Context, incomplete: str) -> list[str]:
 
     before, slash, begun = incomplete.rpartition("/")
     return [f"{before}{slash}{name}" for name in ("k16v8", *FORMATS.names()) if name.startswith(begun)]
+
+
+def complete_preset(incomplete: str) -> list[str]:
+    """Names of presets."""
+    from fidelab.config.presets import listing
+
+    return [name for name in listing() if name.startswith(incomplete)]
 
 
 def _runs(incomplete: str) -> list[str]:
@@ -196,6 +239,17 @@ Reference = Annotated[
         help="KV format of the reference, or KEY=VALUE,… as for --candidate. \\[default: the engine's native one]",
         show_default=False,
         autocompletion=complete_kv,
+        rich_help_panel=ARMS,
+    ),
+]
+Preset = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Preset that all arms begin from, by name or file: model, engine, options. The reference is the preset "
+        "itself unless --reference says otherwise.",
+        show_default=False,
+        autocompletion=complete_preset,
         rich_help_panel=ARMS,
     ),
 ]

@@ -1,6 +1,7 @@
 """One arm in one line: a KV format, or ``key=value`` pairs such as ``kv=fp8_e4m3,tp=2,attention-backend=triton``.
 
-``env.NAME=value`` sets an environment variable for that arm alone.  A value may be JSON: ``speculative-config={…}``.
+``preset=NAME`` begins from a preset; ``env.NAME=value`` sets an environment variable for that arm alone.  A value may
+be JSON: ``speculative-config={…}``.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 __all__ = ["arm_fields", "split_commas"]
 
 _PAIRS = re.compile(r"[A-Za-z][\w.-]*=")
-_OWN = ("kv", "name", "engine", "model", "dtype")  # of the arm; everything else is the engine's
+_OWN = ("kv", "name", "engine", "model", "dtype", "preset")  # of the arm; everything else is the engine's
 _OF_ENGINE = ("python", "prefix", "pythonpath")
 _ENV = "env."
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -23,9 +24,9 @@ from pydantic import (
 from fidelab.config.arms import arm_fields
 from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, parse_vary
 from fidelab.core import KVSpec
-from fidelab.errors import UsageError
+from fidelab.errors import FidelabError, UsageError
 
-__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options", "ServeConfig"]
+__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options", "Preset", "ServeConfig", "merged_fields"]
 
 _STRICT = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -109,6 +110,18 @@ class ArmConfig(BaseModel):
         default=(), description="options of the experiment's engine_args that this arm alone goes without"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _from_preset(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "preset" not in value:
+            return value
+        from fidelab.config.presets import arm_of  # which reads files by this schema
+
+        try:
+            return arm_of(value)
+        except FidelabError as error:
+            raise ValueError(str(error)) from None
+
 
 class ServeConfig(BaseModel):
     """What the command line of a server says besides the arms: it stands again in the commands of the report."""
@@ -121,6 +134,34 @@ class ServeConfig(BaseModel):
     words: tuple[str, ...] = Field(default=(), description="flags that go into no arm")
     mounts: dict[str, str] = Field(default_factory=dict, description="folder in the image → folder here")
     ignored: dict[str, str] = Field(default_factory=dict, description="words that go into no arm → the reason")
+
+
+class Preset(ArmConfig):
+    """An arm in a file of its own, which a server can be started from, too."""
+
+    engine: EngineConfig = Field(description="engine of the arm")
+    model: str = Field(description="checkpoint of the arm")
+    about: str = Field(default="", description="what it is, in one line")
+    serve: Options = Field(default_factory=dict, description="options that its server alone gets: template, parsers …")
+
+    @property
+    def engine_name(self) -> str:
+        """The engine's name."""
+        return self.engine.name
+
+    def arm_fields(self) -> dict[str, Any]:
+        """What of it a comparison sees, as fields of an arm."""
+        return self.model_dump(mode="json", exclude={"about", "serve"}, exclude_defaults=True)
+
+
+def merged_fields(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields of an arm with other values for some; options and variables are replaced one by one."""
+    maps = {
+        key: {**fields[key], **value}
+        for key, value in changes.items()
+        if isinstance(value, dict) and isinstance(fields.get(key), dict) and key != "engine"
+    }
+    return {**fields, **changes, **maps}
 
 
 class Experiment(BaseModel):

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shlex
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,17 +24,20 @@ import yaml
 from fidelab.config.arms import arm_fields
 from fidelab.config.cross import CrossEngine
 from fidelab.config.load import apply_overrides, expand, read_yaml
-from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import digest
+from fidelab.config.presets import find_preset, load_preset
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, Preset
+from fidelab.core import digest, state_dir
 from fidelab.errors import ConfigError, InputError, UsageError
 
-__all__ = ["Demand", "Trust", "check_trust", "demands", "load_trusted", "remember"]
+__all__ = ["Demand", "Trust", "check_presets", "check_trust", "demands", "load_trusted", "remember"]
 
 Settings = TypeVar("Settings", Experiment, CrossEngine, Experiment | CrossEngine)
+Asking = Experiment | CrossEngine | Preset
 
-_MEMORY = "fidelab/trusted-files"  # below the user's state: per line a hash and the file that had it
+_MEMORY = "trusted-files"  # in the user's state: per line a hash and the file that had it
 _COMMANDS = ("prefix", "python", "pythonpath")
 _KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
+_CODE = re.compile(r"plugin|middleware|-cls$|logits-processor|trust-remote-code|custom-")  # options of servers
 _NAMES = {"text": ("default", "wikitext-2"), "prompts": ("default",)}  # values that are no files
 
 
@@ -67,9 +71,7 @@ class Trust:
     exact: bool = False
 
 
-def check_trust(
-    settings: Experiment | CrossEngine, written: Mapping[str, Any], file: Path, trust: Trust | None = None
-) -> None:
+def check_trust(settings: Asking, written: Mapping[str, Any], file: Path, trust: Trust | None = None) -> None:
     """Refuse what a file asks for unasked; nothing of it has been run or read before.
 
     Args:
@@ -99,6 +101,26 @@ def check_trust(
         f"{file} asks for what a file may not do unasked: {listed}. Nothing was run or read; "
         f"if you trust it, add --trust {shlex.quote(str(file))}, or give the same flags"
     )
+
+
+def check_presets(arms: Iterable[str], trust: Trust) -> int:
+    """Refuse what presets that arms name by their files ask for unasked; how many such files there are.
+
+    Args:
+        arms: each in one line, as flags have it.
+        trust: what the person said.
+
+    Raises:
+        ConfigError: as :func:`check_trust`; or there is no such file, or it is no preset.
+    """
+    files = 0
+    for text in arms:
+        with contextlib.suppress(ValueError):  # said when the arm is read
+            name = arm_fields(text).get("preset")
+            if name is not None and not (found := find_preset(str(name))).own:
+                check_trust(load_preset(found), read_yaml(found.path), found.path, trust)
+                files += 1
+    return files
 
 
 def load_trusted(
@@ -152,9 +174,16 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
 # ----------------------------------------------------------------------------------------- what a file asks for
 
 
-def demands(settings: Experiment | CrossEngine) -> list[Demand]:
-    """Programs, shims, code of a hub, keys and files that these settings name, each once."""
+def demands(settings: Asking) -> list[Demand]:
+    """Programs, shims, code of a hub, keys and files that these settings name, each once; a preset's variables, too."""
     found: list[Demand] = []
+    if isinstance(settings, Preset):
+        variables = (f"{name}={value}" for name, value in settings.env.items())
+        found += [Demand("env", text, "is an environment variable that would be set") for text in variables]
+        for key, value in {**settings.engine_args, **settings.serve}.items():
+            if _CODE.search(key) and value not in ("no", "false", "off"):
+                found.append(Demand(key, value, "is code that its server would run"))
+            found += _file(key, value, Path.is_file)
     for engine, options in _arms(settings):
         found += _programs(engine)
         if engine.name == "hf" and "/" in options.get(_ATTENTION, ""):
@@ -163,23 +192,26 @@ def demands(settings: Experiment | CrossEngine) -> list[Demand]:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
     for key, names in _NAMES.items():
-        value = getattr(settings, key)
+        value = getattr(settings, key, names[0])
         if value not in names:
             found += _file(key, value)
-    for values in ((settings.axes or {}).values(), getattr(settings, "benches", {}).values()):
+    for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
-    serve = getattr(settings, "serve", None)
+    serve = settings.serve if isinstance(settings, Experiment) else None
     if serve is not None:
         words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
         found.append(Demand("serve", words, "would stand in the commands that the report shows"))
     return list(dict.fromkeys(found))
 
 
-def _arms(settings: Experiment | CrossEngine) -> Iterator[tuple[EngineConfig, Mapping[str, str]]]:
+def _arms(settings: Asking) -> Iterator[tuple[EngineConfig, Mapping[str, str]]]:
     """Engine and options of every arm."""
     if isinstance(settings, CrossEngine):
         yield from ((line.engine, line.engine_args) for line in settings.engines)
+        return
+    if isinstance(settings, Preset):
+        yield settings.engine, settings.engine_args
         return
     control = [settings.control] if isinstance(settings.control, ArmConfig) else []
     for arm in (ArmConfig(), settings.reference, *control, *settings.candidates, *settings.cells()):
@@ -237,8 +269,7 @@ def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
 
 
 def _memory() -> Path:
-    """In the user's own state: the cache may be a folder that several users share."""
-    return Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / _MEMORY
+    return state_dir() / _MEMORY
 
 
 def _known() -> set[str]:

@@ -109,6 +109,18 @@ _CAUSES: tuple[tuple[str, str], ...] = (
     ),
     # engines' own limits
     (
+        r"greater than the derived max_model_len|longer than the derived (context )?length",
+        "the context is longer than the model's own: lower max-model-len or context-length",
+    ),
+    (
+        r"error: (unrecognized arguments|invalid argument)|unknown argument|error: argument --",
+        "the server does not take one of its options: look for its name in the line, and correct the arm",
+    ),
+    (
+        r"No module named '(fastapi|uvicorn|sse_starlette|starlette_context|pydantic_settings)'",
+        "the engine is installed without its server's packages: pip install 'llama-cpp-python[server]' there",
+    ),
+    (
         r"CPU FP8 KV cache requires Intel AMX",
         "SGLang's FP8 cache wants AMX on CPUs, and a build with kernels for it: use auto or bfloat16",
     ),

@@ -7,7 +7,6 @@ requests of a load are sent at once and have prompts of their own, so that no pr
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from fidelab.bench.load.exchange import Exchange, Load, ServerRefusedError
 from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.load_pool import Drive
 from fidelab.bench.serving.conduct import ServingWatch
-from fidelab.bench.serving.contact import Contact
+from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.core import Status
 from fidelab.engines.openai.http import split_url
 from fidelab.engines.openai.server import identify
@@ -28,7 +27,7 @@ from fidelab.metrics.serving import count_good
 from fidelab.results.measurement import Cell, Coordinates, Definition, Flag, Measurement, Metric
 from fidelab.results.plots import TablePlot
 
-__all__ = ["MOST", "cache_room", "measure_capacity"]
+__all__ = ["MOST", "measure_capacity"]
 
 TITLE = "How much does its server take?"
 MOST = 256  # requests at once that are tried, unless told
@@ -40,9 +39,9 @@ _ATTAINED = 0.9  # of the requests are to meet every target
 _MEMORY = re.compile(r"out of memory|\bOOM\b|cudaMalloc|hipMalloc|alloc", re.IGNORECASE)
 
 CAPACITY = Definition(
-    "requests at once", "count", "higher", "Most requests that are at work at once, none rejected, preempted or late."
+    "requests at once", "", "higher", "Most requests that are at work at once, none rejected, preempted or late."
 )
-PREDICTED = Definition("by the cache's size", "count", None, "Tokens of the cache over those of a request.", exact=True)
+PREDICTED = Definition("by the cache's size", "", None, "Tokens of the cache over those of a request.", exact=True)
 LARGEST = Definition("longest context", "tokens", "higher", "Longest prompt that is answered, with one request.")
 
 
@@ -52,15 +51,6 @@ class _Border:
 
     kind: str
     why: str
-
-
-def cache_room(contact: Contact, tokens: int) -> int | None:
-    """Requests of so many tokens that the server's cache holds together; ``None`` where it does not tell its size."""
-    size, block = contact.server.facts.get("cache_tokens"), contact.server.facts.get("block_size")
-    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
-        return None
-    block = block if isinstance(block, int) and 0 < block <= size else 1
-    return size // (math.ceil(tokens / block) * block)
 
 
 def measure_capacity(
@@ -155,7 +145,7 @@ class _Search:
         return min(n + 1 if n == room else 2 * n, self._most)
 
     def _try(self, context: int, n: int) -> _Border | None:
-        """Send ``n`` requests at once; what is wrong with that.  A queue is looked at twice: readings can miss a peak."""
+        """What is wrong with ``n`` requests at once.  A queue is looked at twice: readings can miss a peak."""
         title = f"context {context:,}, {n} at once"
         found = self._load(context, n, title)
         if found is not None and found.kind == "queued":
@@ -178,6 +168,8 @@ class _Search:
             return _refusal(error.status, error.said or str(error))
         except InputError as error:
             return self._lost(str(error))
+        finally:
+            self._watch.close()
         self._watch.driven(number, 0, driven)
         return self._judge(driven, n)
 
@@ -233,6 +225,7 @@ class _Search:
         if room is not None:
             metrics.append(PREDICTED(room, cell=at))
         self._cells.append(CellResult(cell, tuple(metrics)))
+        self._watch.begin(f"context {context:,}", 1)
         self._watch.measured(self._cells[-1], self._measurement(self._gone))
 
     def _measurement(self, reason: str) -> Measurement:

@@ -11,11 +11,12 @@ from fidelab.engines.openai.dialects import mapping
 from fidelab.engines.openai.http import Client, Refused
 from fidelab.errors import EngineError
 
-__all__ = ["Server", "identify"]
+__all__ = ["Server", "cache_labels", "identify", "optional_object"]
 
 _KINDS = {"vllm": "vllm", "sglang": "sglang", "llamacpp": "llama-server", "me": "llama_cpp.server"}  # by owned_by
 _CACHE_INFO = re.compile(r"^vllm:cache_config_info\{(.*)\}", re.MULTILINE)
 _LABEL = re.compile(r'\b(\w++)="((?:[^"\\]++|\\.)*+)"')  # possessive: linear in whatever a server sends
+_SPECULATED = "vllm:spec_decode_num_drafts"
 _NAME = 200  # characters of a model's name
 _LABELS = 1 << 14  # characters of them that are looked at
 
@@ -73,13 +74,22 @@ def _is_name(text: str, client: Client) -> bool:
     return 0 < len(text) <= _NAME and text.isprintable() and "\ufffd" not in text and not client.holds_key(text)
 
 
-def _vllm(client: Client, model: str) -> Server:
-    about = _optional(client, "/version")
+def cache_labels(client: Client) -> tuple[dict[str, str], bool]:
+    """What vLLM's metrics say about its cache, by vLLM's names; and whether they count speculated tokens.
+
+    Nothing where there are no metrics.
+    """
     try:
-        match = _CACHE_INFO.search(client.text("/metrics"))
+        text = client.text("/metrics")
     except EngineError:
-        match = None
-    labels = dict(_LABEL.findall(match[1][:_LABELS])) if match else {}
+        return {}, False
+    match = _CACHE_INFO.search(text)
+    return dict(_LABEL.findall(match[1][:_LABELS])) if match else {}, _SPECULATED in text
+
+
+def _vllm(client: Client, model: str) -> Server:
+    about = optional_object(client, "/version")
+    labels, _ = cache_labels(client)
     kv = _text(client, labels, "cache_dtype")
     return Server(
         model,
@@ -98,7 +108,7 @@ def _vllm(client: Client, model: str) -> Server:
 
 
 def _sglang(client: Client, model: str) -> Server:
-    about = _optional(client, "/server_info") or _optional(client, "/get_server_info")
+    about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
     kv = _text(client, about, "kv_cache_dtype")
     attention, cache_off = _text(client, about, "attention_backend"), about.get("disable_radix_cache")
     return Server(
@@ -121,13 +131,13 @@ def _sglang(client: Client, model: str) -> Server:
 
 
 def _llama_server(client: Client, model: str) -> Server:
-    about = _optional(client, "/props")
+    about = optional_object(client, "/props")
     both = {**mapping(about, "default_generation_settings"), **about}
     k, v = (_text(client, both, f"cache_type_{side}") for side in "kv")  # builds that tell; most do not
     return Server(model, "llama-server", _text(client, about, "build_info"), (k, v) if k and v else None)
 
 
-def _optional(client: Client, path: str) -> dict[str, Any]:
+def optional_object(client: Client, path: str) -> dict[str, Any]:
     """The JSON object at a path, or ``{}`` where there is none."""
     try:
         return client.get(path, api=False)

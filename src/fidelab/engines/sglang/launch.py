@@ -188,7 +188,8 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     for name in needed:  # without them it does not start on a CPU, on that GPU, or with this pair of formats
         if (flag := name.replace("_", "-")) not in options and name in own:
             words += [f"--{flag}", str(own[name])]
-    graphs = ["--disable-cuda-graph"] if switched(options.pop("cuda-graph", "on")) is False else []
+    on = switched(options.pop("cuda-graph", "off" if k16v8_of(arm.kv) else "on"))  # k16v8 runs without graphs
+    graphs = ["--disable-cuda-graph"] if on is False else []
     return [*words, *graphs, *flags(sorted(options.items()), _SERVED_AS, negates=False)]
 
 

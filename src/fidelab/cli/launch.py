@@ -1,0 +1,273 @@
+"""``fidelab launch`` and ``fidelab stop``: a preset's own server, and what it says about its settings."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fidelab.cli import options
+from fidelab.cli.output import note, open_console
+
+if TYPE_CHECKING:
+    from fidelab.config.schema import Preset
+    from fidelab.engines.served import Finding
+    from fidelab.runs.launch import Launched
+
+__all__ = ["PresetOptions", "TrustedPreset", "faults_of", "launch", "show_findings", "stop"]
+
+
+def _running(incomplete: str) -> list[str]:
+    from fidelab.environments.servers import records
+
+    return [server.name for server in records() if server.name.startswith(incomplete)]
+
+
+Name = Annotated[
+    str, typer.Argument(help="A preset: its name, or the path of its file.", autocompletion=options.complete_preset)
+]
+TrustedPreset = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--trust",
+        metavar="FILE",
+        help="A preset's file that may set variables, start programs and name files; remembered.",
+        show_default=False,
+    ),
+]
+
+
+class PresetOptions(options.Options, panel="Preset"):
+    """A preset with other values for some of its fields."""
+
+    engine: Annotated[
+        str | None,
+        typer.Option(help="Its engine, where NAME stands for several: NAME-vllm, …", show_default=False),
+    ] = None
+    changes: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Another value, as for --candidate: kv=fp8_e4m3; may be repeated."
+        ),
+    ] = None
+    python: Annotated[
+        str | None, typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False)
+    ] = None
+    prefix: Annotated[
+        str | None, typer.Option(help="Command before it: 'docker run …', 'srun …'.", show_default=False)
+    ] = None
+    pythonpath: Annotated[
+        list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
+    ] = None
+    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")] = "auto"
+    threads: Annotated[
+        int | None, typer.Option(help="CPU threads. \\[default: all usable cores]", min=1, show_default=False)
+    ] = None
+
+    def preset(self, name: str, trusted: Sequence[Path]) -> Preset:
+        """The preset with these values.
+
+        Raises:
+            ConfigError: it is not what it should be, or its file asks for what a file may not do unasked.
+            UsageError: a value that cannot be.
+        """
+        from fidelab.config.arms import arm_fields
+        from fidelab.config.load import read_yaml
+        from fidelab.config.presets import find_preset, load_preset
+        from fidelab.config.trust import Trust, check_trust
+        from fidelab.errors import UsageError
+
+        found = find_preset(name, self.engine)
+        changes: dict[str, Any] = {}
+        for text in self.changes or []:
+            try:
+                fields = arm_fields(text)
+            except ValueError as error:
+                raise UsageError(f"--set {text!r}: {error}") from None
+            if "=" not in text or not {"preset", "engine"}.isdisjoint(fields):
+                raise UsageError(f"--set {text!r}: write KEY=VALUE, and another engine by --engine")
+            changes = _merged(changes, fields)
+        preset = load_preset(found, changes)
+        if self.engine not in (None, preset.engine_name):
+            raise UsageError(f"--engine {self.engine}: preset {preset.name} is of engine {preset.engine_name}")
+        given = {"python": self.python, "prefix": self.prefix, "pythonpath": self.pythonpath}
+        place = {key: value for key, value in given.items() if value}
+        if place:
+            preset = preset.model_copy(update={"engine": preset.engine.model_copy(update={**place, **_folders(place)})})
+        if not found.own:
+            words = {(key, str(value)) for key, value in place.items() if isinstance(value, str)}
+            words |= {("pythonpath", folder) for folder in self.pythonpath or []}
+            words |= {("env", f"{key}={value}") for key, value in changes.get("env", {}).items()}
+            words |= set(changes.get("engine_args", {}).items())
+            check_trust(preset, read_yaml(found.path), found.path, Trust(trusted, words))
+        return preset
+
+
+def _folders(place: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
+    return {"pythonpath": tuple(place["pythonpath"])} if "pythonpath" in place else {}
+
+
+def _merged(fields: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    maps = {key: {**fields.get(key, {}), **value} for key, value in more.items() if isinstance(value, dict)}
+    return {**fields, **more, **maps}
+
+
+@options.expand_options
+def launch(
+    *,
+    name: Name,
+    preset: PresetOptions,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int | None, typer.Option(help="Port. \\[default: a free one]", min=1, show_default=False)] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds until it must answer; a first start may compile.")] = 1800.0,
+    force: Annotated[bool, typer.Option("--force", help="Start what the engine is known to run wrongly, too.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Leave it running; fidelab stop ends it.")] = False,
+    as_json: options.Json = False,
+    trusted: TrustedPreset = None,
+) -> None:
+    r"""Start the server of a preset, and check that it runs as declared.
+
+    It listens on this machine alone unless told otherwise. When it answers, its own settings (KV type, context,
+    attention backend, pool size, speculation, and whatever the preset names) are compared with the preset; where
+    they differ, it is ended, and the exit code is 1. Ctrl-C ends it.
+
+    [bold]Examples[/bold]
+
+      fidelab launch smollm2-cpu
+
+      fidelab launch smollm2-cpu --engine vllm --set kv=fp8_e4m3 --detach
+
+      fidelab launch ./preset.yaml --port 8000 --dry-run
+    """
+    from fidelab.runs.launch import arm_of, check, plan
+    from fidelab.runs.launch import launch as start
+
+    chosen = preset.preset(name, trusted or [])
+    arm = arm_of(chosen, device=preset.device, threads=preset.threads)
+    environment = None if dry_run or force else check(chosen, arm)
+    planned = plan(chosen, arm, host, port, environment)
+    if dry_run:
+        about = {"preset": arm.name, "url": planned.url, "shown": planned.shown, "command": list(planned.command)}
+        print(json.dumps(about, indent=2) if as_json else f"{planned.shown}\n# here: {shlex.join(planned.command)}")
+        return
+    with _ended_by_signals(), start(planned, timeout, note) as launched:
+        faults = faults_of(launched.findings)
+        if as_json:
+            print(json.dumps(_record(launched, faults), indent=2), flush=True)
+        else:
+            _show(launched, detach and not faults)
+        if faults:
+            note(f"fidelab: {arm.name} does not run as declared ({'; '.join(faults)}); it was ended")
+            raise typer.Exit(1)
+        if not detach:
+            _wait(launched)
+
+
+@contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """What ends this process ends the server, too."""
+
+    def stop(number: int, _frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, stop) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _wait(launched: Launched) -> None:
+    """Until the server ends, which is a fault."""
+    from fidelab.environments.servers import died
+
+    note("Ctrl-C ends it")
+    code = launched.process.wait()
+    launched.server.forget()
+    note(f"fidelab: {died(launched.server, code, note)}")
+    raise typer.Exit(1)
+
+
+def stop(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="What was started: its preset's name. \\[default: the only one]", autocompletion=_running),
+    ] = None,
+    everything: Annotated[bool, typer.Option("--all", help="Every server that fidelab started.")] = False,
+) -> None:
+    """End servers that fidelab launch has started; never a process that merely has the same number."""
+    from fidelab.environments.servers import end, records
+    from fidelab.errors import UnknownNameError, UsageError
+
+    running = records()
+    if everything and name is not None:
+        raise UsageError("--all is for every server: leave the name out")
+    if name is not None:
+        running = [server for server in running if server.name == name]
+        if not running:
+            raise UnknownNameError("running server", name, [server.name for server in records()])
+    elif len(running) > 1 and not everything:
+        raise UsageError(f"several servers run: name one of {', '.join(s.name for s in running)}, or pass --all")
+    for server in running:
+        print(f"{server.name} {'ended' if end(server) else 'had ended before'} (process {server.pid}, {server.url})")
+    if not running:
+        print("no server runs that fidelab started")
+
+
+# ------------------------------------------------------------------------------------------------------- output
+
+
+def faults_of(found: Sequence[Finding]) -> list[str]:
+    """The differences, in words."""
+    return [f"{one.what}: declared {one.declared or 'none'}, runs {one.effective}" for one in found if one.differs]
+
+
+def show_findings(found: Sequence[Finding]) -> None:
+    """Declared and effective settings as a table."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in ("", "declared", "runs", ""):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        more = "" if one.effective and one.more.replace(",", "").startswith(f"{one.effective} ") else one.more
+        runs = ", ".join(filter(None, (one.effective, more))) or "not told"
+        mark = "differs" if one.differs else "" if one.declared is None or one.effective is None else "as declared"
+        table.add_row(*map(Text, (one.what, one.declared or "–", runs, mark)))
+    open_console().print(table)
+
+
+def _show(launched: Launched, detached: bool) -> None:
+    server = launched.server
+    show_findings(launched.findings)
+    compiled = f", {launched.compiled:.0f} s of them compilation" if launched.compiled else ""
+    which = "first start" if not launched.earlier else f"start {len(launched.earlier) + 1} of this command"
+    print(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}{compiled})")
+    print(f"settings read and compared in {launched.checked:.2f} s; log: {server.log}", flush=True)
+    if detached:
+        print(f"it goes on running as process {server.pid}; end it with: fidelab stop {server.name}", flush=True)
+
+
+def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "server": asdict(launched.server),
+        "seconds": launched.seconds,
+        "first_start": not launched.earlier,
+        "compilation_seconds": launched.compiled,
+        "checked_seconds": launched.checked,
+        "findings": [asdict(one) for one in launched.findings],
+        "differences": list(faults),
+    }

@@ -1,0 +1,306 @@
+"""What a running server of an engine says about its own settings, beside what an arm declares.
+
+Nothing is inferred from how it answers.  Sources, by engine:
+
+- ``vllm``: the metric ``cache_config_info``, ``/v1/models``, and of the log the line with all settings;
+- ``sglang``: ``/server_info``, ``/v1/models``, and of the log the line about the cache;
+- ``llamacpp``: ``/props`` (of ``llama-server``), and of the log what the context prints.
+
+A log is only there for servers that fidelab started.  Without it less is told, which is not a difference.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fidelab.core import Arm
+from fidelab.engines.openai.http import Client
+from fidelab.engines.openai.server import cache_labels, optional_object
+from fidelab.engines.options import switched
+from fidelab.errors import EngineError
+
+__all__ = ["KV", "Finding", "compilation_seconds", "findings"]
+
+KV, CONTEXT, BACKEND, POOL, SPECULATION = "KV type", "context", "attention backend", "pool size", "speculation"
+_NONE = "none"
+_OWN = ("estimator", "force")  # options of fidelab's own
+_UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+# One type under several names.
+_TYPES = {
+    **dict.fromkeys(("fp8", "float8_e4m3fn", "float8_e4m3fnuz", "fp8_e4m3"), "fp8_e4m3"),
+    **dict.fromkeys(("float8_e5m2", "fp8_e5m2"), "fp8_e5m2"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+    **dict.fromkeys(("f16", "float16", "half"), "float16"),
+    **dict.fromkeys(("f32", "float32", "float"), "float32"),
+}
+# Options by which an engine declares what every report of a launch has.
+_STANDARD: Mapping[str, Mapping[str, str]] = {
+    "vllm": {
+        CONTEXT: "max-model-len",
+        BACKEND: "attention-backend",
+        POOL: "kv-cache-memory",
+        SPECULATION: "speculative-config",
+    },
+    "sglang": {
+        CONTEXT: "context-length",
+        BACKEND: "attention-backend",
+        POOL: "max-total-tokens",
+        SPECULATION: "speculative-algorithm",
+    },
+    "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "draft-model"},
+}
+_COMPILED = re.compile(r"(?:torch\.compile took|torch\.compile takes|[Gg]raph capturing finished in|"
+                       r"[Cc]apture cuda graph end\. Time elapsed:) *([0-9.]+) *s")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One setting.  ``declared`` is ``None`` where the arm leaves it open, ``effective`` where the server is silent.
+
+    ``more``: what else the server says about it.
+    """
+
+    what: str
+    declared: str | None
+    effective: str | None
+    differs: bool = False
+    more: str = ""
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What a server told: settings by the arm's names for them, K and V types, and remarks by what they are about."""
+
+    settings: Mapping[str, str]
+    kv: tuple[str, str] | None
+    more: Mapping[str, str]
+
+
+def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
+    """Every setting that an arm declares, beside what its server says; and what every server should say.
+
+    Args:
+        arm: what was declared.
+        client: of the server.
+        log: what it has printed, where that is known.
+
+    Raises:
+        EngineError: the server cannot be reached, or is none of this engine.
+    """
+    read = _READERS.get(arm.engine)
+    if read is None:
+        raise EngineError(f"engine {arm.engine} has no server whose settings can be read")
+    said = read(client, log)
+    if said is None:
+        raise EngineError(f"{client.root} is no server of engine {arm.engine}: look what listens there")
+    found = [_kv_finding(arm, said)]
+    standard = _STANDARD[arm.engine]
+    options = {key: value for key, value in arm.options if key not in _OWN}
+    for what, key in standard.items():
+        declared, effective = options.pop(key, None), said.settings.get(key)
+        if what == SPECULATION:
+            declared, effective = _speculation(declared), _speculation(effective)
+            differs = effective is not None and (declared or _NONE) != effective
+        else:
+            differs = _differ(declared, effective)
+        found.append(Finding(what, declared, effective, differs, said.more.get(what, "")))
+    if POOL not in standard:
+        found.append(Finding(POOL, None, None, more=said.more.get(POOL, "")))
+    if arm.dtype != "auto" and "dtype" in said.settings:
+        options = {"dtype": arm.dtype, **options}
+    for key, declared in options.items():
+        effective = said.settings.get(key)
+        found.append(Finding(key, declared, effective, _differ(declared, effective)))
+    return found
+
+
+def compilation_seconds(log: str) -> float | None:
+    """Seconds that the engine says it compiled and captured graphs for; ``None``: it says nothing of it."""
+    found = [float(match[1]) for match in _COMPILED.finditer(log)]
+    return sum(found) if found else None
+
+
+# ------------------------------------------------------------------------------------------------- comparison
+
+
+def _kv_finding(arm: Arm, said: _Said) -> Finding:
+    """The types of keys and values; ``auto`` is the type that the server computes in, where it tells that."""
+    computed = _type(said.settings.get("dtype", "auto"))
+    declared = tuple(_type(side.name) for side in (arm.kv.k, arm.kv.v))
+    if said.kv is None:
+        return Finding(KV, arm.kv.label, None)
+    effective = tuple(map(_type, said.kv))
+    resolved = [tuple(computed if name == "auto" else name for name in pair) for pair in (declared, effective)]
+    return Finding(KV, arm.kv.label, _pair(said.kv), resolved[0] != resolved[1], said.more.get(KV, ""))
+
+
+def _pair(kv: tuple[str, str]) -> str:
+    return kv[0] if kv[0] == kv[1] else "/".join(kv)
+
+
+def _type(name: str) -> str:
+    return _TYPES.get(name.removeprefix("torch."), name.removeprefix("torch."))
+
+
+def _differ(declared: str | None, effective: str | None) -> bool:
+    """Whether both are known and mean different things."""
+    if declared is None or effective is None or declared in ("auto", "-1"):
+        return False
+    return bool(_plain(declared) != _plain(effective))
+
+
+def _plain(text: str) -> Any:
+    """A value as it is compared: switches, numbers with and without units, types, other words in lower case."""
+    text = text.strip()
+    if (on := {"enabled": True, "disabled": False}.get(text.lower(), switched(text))) is not None:
+        return on
+    number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "")
+    try:
+        return float(number) * _UNITS.get(unit, 1)
+    except ValueError:
+        return _type(text.lower())
+
+
+def _speculation(text: str | None) -> str | None:
+    """Method and number of tokens of a declared or reported speculation."""
+    if text is None or text.lower() in ("none", "null"):
+        return text and _NONE
+    try:
+        config = json.loads(text)
+    except ValueError:
+        return text
+    if not isinstance(config, dict):
+        return text
+    return ", ".join(str(config[key]) for key in ("method", "num_speculative_tokens") if key in config)
+
+
+# ---------------------------------------------------------------------------------------------------- engines
+
+
+_SETTING = re.compile(r"\b([a-z]\w*)=('[^']*'|[\w./:-]+)")
+_VLLM_CONFIG = re.compile(r"Initializing a V1 LLM engine .*? with config: (.*)")
+_VLLM_GIVEN = re.compile(r"non-default args: (\{.*\})")
+_VLLM_SPECULATION = re.compile(r"speculative_config=(None|SpeculativeConfig\(([^)]*)\))")
+_VLLM_BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?(\w+) (?:attention )?backend")
+_VLLM_POOL = re.compile(r"KV cache size: ([\d,]+) tokens")
+_VLLM_NAMES = {"kv-cache-memory-bytes": "kv-cache-memory", "tensor-parallel-size": "tp"}
+_VLLM_NAMES |= {"enable-chunked-prefill": "chunked-prefill"}
+_VLLM_K16V8 = re.compile(r"\] k16v8: .*, pages of \d+ tokens")  # the package's backend, when it is made
+
+
+def _vllm(client: Client, log: str) -> _Said | None:
+    listed = _models(client)
+    if listed.get("owned_by") != "vllm":
+        return None
+    labels, speculates = cache_labels(client)
+    config = found[-1] if (found := _VLLM_CONFIG.findall(log)) else ""
+    given = found[-1] if (found := _VLLM_GIVEN.findall(log)) else "{}"
+    settings = {
+        **{_dashed(name): str(value) for name, value in _literal(given).items()},
+        **{_dashed(name): value.strip("'") for name, value in _SETTING.findall(config)},
+    }
+    settings |= {_dashed(name): value for name, value in labels.items() if value != "None"}
+    settings = {_VLLM_NAMES.get(name, name): value for name, value in settings.items()}
+    if "dtype" in settings:
+        settings["dtype"] = _type(settings["dtype"])
+    if isinstance(length := listed.get("max_model_len"), int):
+        settings["max-model-len"] = str(length)
+    settings.pop("speculative-config", None)
+    if match := _VLLM_SPECULATION.search(config):
+        details = dict(_SETTING.findall(match[2] or ""))
+        method = {"method": details.get("method", "").strip("'")}
+        number = {"num_speculative_tokens": int(details["num_spec_tokens"])} if "num_spec_tokens" in details else {}
+        settings["speculative-config"] = _NONE if match[1] == "None" else json.dumps(method | number)
+    elif labels and not speculates:
+        settings["speculative-config"] = _NONE
+    if backends := _VLLM_BACKEND.findall(log):
+        settings["attention-backend"] = backends[-1]
+    tokens = next(iter(_VLLM_POOL.findall(log)), None) or labels.get("kv_cache_size_tokens")
+    kv, pair = settings.get("cache-dtype"), None
+    if _VLLM_K16V8.search(log):
+        pair = (settings.get("dtype", "bfloat16"), "fp8_e4m3")
+    return _Said(settings, pair if pair else None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
+
+
+_SGLANG_CACHE = re.compile(r"KV Cache is allocated\. dtype: torch\.(\w+), #tokens: (\d+)")
+
+
+def _sglang(client: Client, log: str) -> _Said | None:
+    listed = _models(client)
+    about = optional_object(client, "/server_info") or optional_object(client, "/get_server_info")
+    if listed.get("owned_by") != "sglang" or not about:
+        return None
+    settings = {_dashed(name): str(value) for name, value in about.items() if isinstance(value, str | int | float)}
+    settings["tp"] = settings.get("tp-size", "1")
+    settings["speculative-algorithm"] = str(about.get("speculative_algorithm") or _NONE)
+    if isinstance(length := listed.get("max_model_len"), int):
+        settings["context-length"] = str(length)
+    tokens = settings.get("max-total-num-tokens")
+    kv, allocated = settings.get("kv-cache-dtype"), _SGLANG_CACHE.search(log)
+    if allocated:
+        kv, tokens = allocated[1], tokens or allocated[2]
+    if tokens is not None:
+        settings["max-total-tokens"] = tokens
+    if settings.get("attention-backend") == "k16v8":
+        return _Said(settings, ("bfloat16", "fp8_e4m3"), {POOL: _tokens(tokens)})
+    return _Said(settings, None if kv is None else (kv, kv), {POOL: _tokens(tokens)})
+
+
+_LLAMA_SETTING = re.compile(r"^llama_context: (\w+) += (\S+)", re.MULTILINE)
+_LLAMA_CACHE = re.compile(r"llama_kv_cache\w*: size = .*\( *(\d+) cells.*\), K \((\w+)\):.*, V \((\w+)\):")
+_LLAMA_LAYERS = re.compile(r"offloaded (\d+)/\d+ layers to GPU")
+
+
+def _llamacpp(client: Client, log: str) -> _Said | None:
+    owner = _models(client).get("owned_by")
+    if owner not in ("llamacpp", "me"):
+        return None
+    about = optional_object(client, "/props") if owner == "llamacpp" else {}
+    general = about.get("default_generation_settings")
+    both = {**(general if isinstance(general, dict) else {}), **about}
+    settings = {_dashed(name): str(value) for name, value in both.items() if isinstance(value, str | int | float)}
+    # A draft model's context, or one that tries out how much memory is needed, may follow in the log.
+    settings |= {_dashed(name): value for name, value in reversed(_LLAMA_SETTING.findall(log))}
+    if match := _LLAMA_LAYERS.search(log):
+        settings["n-gpu-layers"] = match[1]
+    k, v, tokens = settings.get("cache-type-k"), settings.get("cache-type-v"), None
+    if match := _LLAMA_CACHE.search(log):
+        tokens, k, v = match[1], match[2], match[3]
+    return _Said(settings, (k, v) if k and v else None, {POOL: _tokens(tokens)})
+
+
+_READERS: Mapping[str, Callable[[Client, str], _Said | None]] = {
+    "vllm": _vllm,
+    "sglang": _sglang,
+    "llamacpp": _llamacpp,
+}
+
+
+def _models(client: Client) -> dict[str, Any]:
+    """The first model of ``/v1/models``; raises EngineError where the server is gone."""
+    listed = client.get("/models").get("data")
+    models = [model for model in listed if isinstance(model, dict)] if isinstance(listed, list) else []
+    return models[0] if models else {}
+
+
+def _literal(text: str) -> dict[str, Any]:
+    """A Python mapping as a log prints it; empty where it is none."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return {}
+    return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _dashed(name: str) -> str:
+    return name.replace("_", "-")
+
+
+def _tokens(count: str | None) -> str:
+    digits = (count or "").replace(",", "")
+    return f"{int(digits):,} tokens" if digits.isascii() and digits.isdecimal() and len(digits) < 19 else ""

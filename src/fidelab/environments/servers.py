@@ -1,0 +1,318 @@
+"""Servers that were started here: their processes, and the records by which they are found and ended again.
+
+A server is the leader of a process group of its own.  Its record (in the user's state, one file each) has its pid with
+the time at which that process began: a pid alone may be another process' by now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fidelab.core import digest, read_file, slug, state_dir, strict_json
+from fidelab.engines.openai.http import Client, Refused
+from fidelab.errors import EngineError, OutputError
+from fidelab.workers.causes import explain, explain_exit
+
+__all__ = ["Served", "Starts", "died", "end", "first_answer", "records", "start", "wait_until_healthy", "written_log"]
+
+_GRACE = 15.0  # seconds between asking a server to end and killing its group
+_PAUSE = 0.2  # seconds between two looks whether it answers
+_REMIND = 30.0  # seconds between two lines about a server that does not answer yet
+_TAIL = 12  # lines of a log that are shown
+_MOST_LOG = 4 << 20  # bytes of a log that are read from its beginning, where servers print their settings
+_MOST_RECORD = 1 << 20
+_KEPT_STARTS = 5
+_PROC = Path("/proc")
+# The last line of a traceback, behind what engines put before each line of their processes.
+_EXCEPTION = re.compile(r"(?:\(\w+ pid=\d+\) )?(?:ERROR [^\]]*\] +)?((?:\w+\.)*\w*(?:Error|Exception): .+)")
+
+
+@dataclass(frozen=True)
+class Served:
+    """A server that was started here.
+
+    ``begun``: when its process began, as the system counts (another one for a pid that is used again).  ``arm``: what
+    was declared, as :meth:`Arm.record` has it.
+    """
+
+    name: str
+    url: str
+    pid: int
+    begun: str
+    log: str
+    command: tuple[str, ...]
+    arm: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def alive(self) -> bool:
+        """Whether this very process runs; another one that has its pid does not count."""
+        return _begun(self.pid) == self.begun
+
+    def keep(self) -> None:
+        """Write the record.
+
+        Raises:
+            OutputError: it cannot be written.
+        """
+        try:
+            _write(_folder() / f"{self.name}.json", asdict(self))
+        except OSError as error:
+            raise OutputError(f"cannot write {error.filename or _folder()} ({error.strerror or error})") from error
+
+    def forget(self) -> None:
+        """Remove the record, if it is still this server's."""
+        if any(record == self for record in _read_records()):
+            (_folder() / f"{self.name}.json").unlink(missing_ok=True)
+
+
+def records() -> list[Served]:
+    """The servers that run, sorted by name; records of those that are gone are removed."""
+    alive = []
+    for record in _read_records():
+        if record.alive:
+            alive.append(record)
+        else:
+            record.forget()
+    return sorted(alive, key=lambda server: server.name)
+
+
+@contextmanager
+def start(
+    name: str, command: Sequence[str], variables: Mapping[str, str], url: str, arm: Mapping[str, Any]
+) -> Iterator[tuple[Served, subprocess.Popen[bytes]]]:
+    """Start a server; on any exception inside, Ctrl-C included, it is ended and its record removed.
+
+    Args:
+        name: of the preset; the record's name, with a number where one of that name runs.
+        command, variables: as for ``subprocess``; the variables are set on top of this process' own.
+        url: where it will answer.
+        arm: what was declared.
+
+    Raises:
+        EngineError: it cannot be started.
+        OutputError: its log or its record cannot be written.
+    """
+    taken = {record.name for record in records()}
+    plain = slug(name)
+    free = next(one for n in range(1, 10_000) if (one := plain if n == 1 else f"{plain}-{n}") not in taken)
+    log = _folder() / f"{free}.log"
+    try:
+        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)  # commands and logs may hold what is secret
+        out = log.open("wb")
+    except OSError as error:
+        raise OutputError(f"cannot write {error.filename or log} ({error.strerror or error})") from error
+    with out:
+        try:
+            process = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                env={**os.environ, **variables},
+                start_new_session=True,  # Ctrl-C reaches us alone; we end the whole group
+            )
+        except OSError as error:
+            raise EngineError(f"the server cannot be started: {error.strerror} ({command[0]})") from None
+    server = Served(free, url, process.pid, _begun(process.pid) or "", str(log), tuple(command), arm)
+    try:
+        server.keep()
+        yield server, process
+    except BaseException:
+        _end_group(process.pid, lambda: process.poll() is not None)
+        server.forget()
+        raise
+
+
+def wait_until_healthy(
+    server: Served, process: subprocess.Popen[bytes], limit: float, say: Callable[[str], None]
+) -> float:
+    """Wait until the server answers; seconds that it took.  ``say`` gets a line from time to time.
+
+    Raises:
+        EngineError: it ended, with its last lines and a likely cause; or it does not answer within ``limit`` seconds.
+    """
+    client = Client(f"{server.url}/v1", None, 5.0)
+    began = time.monotonic()
+    said = began
+    while not _is_healthy(client):
+        seconds = time.monotonic() - began
+        if process.poll() is not None:
+            raise EngineError(died(server, process.returncode, say))
+        if seconds > limit:
+            _tell_last_lines(server, say)
+            raise EngineError(f"the server did not answer within {limit:g} s: raise --timeout; log: {server.log}")
+        if time.monotonic() - said > _REMIND:
+            said = time.monotonic()
+            say(f"still starting after {seconds:.0f} s; log: {server.log}")
+        time.sleep(_PAUSE)
+    return time.monotonic() - began
+
+
+def first_answer(server: Served, limit: float, say: Callable[[str], None]) -> None:
+    """Ask for one token: only now some engines make their attention kernels, and name them in their log.
+
+    Raises:
+        EngineError: it gives none.  ``say`` gets its last lines.
+    """
+    client = Client(f"{server.url}/v1", None, limit)
+    try:
+        model = client.get("/models")["data"][0]["id"]
+        client.post("/completions", {"model": model, "prompt": "The", "max_tokens": 1, "temperature": 0})
+    except (EngineError, LookupError, TypeError) as error:
+        why = str(error) if isinstance(error, EngineError) else "it lists no model"
+        _tell_last_lines(server, say)
+        raise EngineError(f"the server answers, and completes nothing ({why}); log: {server.log}") from None
+
+
+def died(server: Served, returncode: int, say: Callable[[str], None]) -> str:
+    """Why a server ended by itself: its exit status and the likely cause.  ``say`` gets its last lines."""
+    lines = written_log(server.log, last=True).splitlines()
+    _tell_last_lines(server, say)
+    what = explain_exit(returncode).replace("worker", "server")
+    cause = explain(lines) or next((match[1] for line in lines if (match := _EXCEPTION.match(line))), None)
+    if cause is None:
+        return f"{what}; log: {server.log}"
+    return f"{what.partition(' (')[0]}: {' '.join(cause.split())[:300]}; log: {server.log}"
+
+
+def end(server: Served) -> bool:
+    """End a server's process group; ``False``: it had ended before, and nothing was done."""
+    alive = server.alive
+    if alive:
+        _end_group(server.pid, lambda: not server.alive)
+    server.forget()
+    return alive
+
+
+def written_log(path: str, *, last: bool = False) -> str:
+    """What a server has printed: the beginning, or the ``last`` part; empty where that cannot be read."""
+    try:
+        with Path(path).open("rb") as file:
+            if last:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - (_MOST_LOG >> 4)))
+            return file.read(_MOST_LOG).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return ""
+
+
+class Starts:
+    """How long earlier starts of one command in one environment took: the first may compile.
+
+    Args:
+        parts: what makes it another command: its words without the address, the engine's versions.
+    """
+
+    def __init__(self, *parts: str) -> None:
+        self._key = digest(*parts)
+        self._path = _folder() / "starts"
+        self._all = _object(self._path)
+        seconds = self._all.get(self._key)
+        self.earlier = [float(x) for x in seconds if isinstance(x, int | float)] if isinstance(seconds, list) else []
+
+    def add(self, seconds: float) -> None:
+        """Keep one more; where that cannot be written, the next one counts as the first again."""
+        everything = {**_object(self._path), self._key: [*self.earlier, round(seconds, 2)][-_KEPT_STARTS:]}
+        with contextlib.suppress(OSError):
+            _write(self._path, everything)
+
+
+# ----------------------------------------------------------------------------------------------------- inside
+
+
+def _is_healthy(client: Client) -> bool:
+    """Whether it answers ``/health``, or lists its models where it has no such address."""
+    try:
+        client.text("/health")
+        return True
+    except Refused as error:
+        if error.status != 404:
+            return False
+    except EngineError:
+        return False
+    try:
+        return bool(client.get("/models").get("data"))
+    except EngineError:
+        return False
+
+
+def _tell_last_lines(server: Served, say: Callable[[str], None]) -> None:
+    lines = [line.rstrip() for line in written_log(server.log, last=True).splitlines() if line.strip()]
+    for line in lines[-_TAIL:]:
+        say(f"  | {line[:300]}")
+
+
+def _end_group(pid: int, gone: Callable[[], bool]) -> None:
+    """Ask a process group to end, and kill what is left of it."""
+
+    def wait() -> None:
+        deadline = time.monotonic() + _GRACE
+        while not gone() and time.monotonic() < deadline:
+            time.sleep(_PAUSE / 4)
+
+    try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGTERM)
+            wait()
+    finally:  # a second Ctrl-C does not leave it behind
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(pid, signal.SIGKILL)
+    wait()
+
+
+def _begun(pid: int) -> str | None:
+    """When a process began, in ticks since the machine's start; ``None`` of one that does not run."""
+    try:
+        fields = (_PROC / str(pid) / "stat").read_text("utf-8", errors="replace").rpartition(")")[2].split()
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text("utf-8").strip()
+        return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
+    except (OSError, IndexError):
+        if _PROC.joinpath("self").exists():
+            return None
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+        return None if process.status() == psutil.STATUS_ZOMBIE else str(process.create_time())
+    except psutil.Error:
+        return None
+
+
+def _folder() -> Path:
+    return state_dir() / "servers"
+
+
+def _read_records() -> list[Served]:
+    found = []
+    for path in sorted(_folder().glob("*.json")):
+        with contextlib.suppress(TypeError, ValueError, KeyError):  # another version's, or no record
+            fields = _object(path)
+            kinds = {"name": str, "url": str, "pid": int, "begun": str, "log": str, "command": list, "arm": dict}
+            if all(type(fields[name]) is kind for name, kind in kinds.items()) and fields["pid"] > 1:
+                found.append(Served(**{**fields, "command": tuple(map(str, fields["command"]))}))
+    return found
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        value = strict_json(read_file(path, _MOST_RECORD))
+    except (OSError, ValueError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(content, indent=2) + "\n", "utf-8")
+    part.replace(path)

@@ -1,0 +1,328 @@
+"""``fidelab launch``, ``stop`` and ``presets``, with a small real server in place of llama.cpp's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+import pytest
+import yaml
+
+from fidelab.environments.servers import records
+from tests.runs.harness import Done, cli
+
+SERVER = Path(__file__).parents[1] / "environments" / "small_llama_server.py"
+DEADLINE = 60.0  # seconds: a guard against hangs
+
+
+@pytest.fixture(autouse=True)
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Folders of the user's own, and a ``llama-server`` on PATH; what a test leaves running is ended."""
+    program = tmp_path / "bin" / "llama-server"
+    program.parent.mkdir()
+    program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{SERVER}" "$@"\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    yield
+    for server in records():
+        os.killpg(server.pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a preset into the user's folder, or into another one."""
+
+    def write(name: str = "mine", folder: Path | None = None, **changes: Any) -> Path:
+        model = tmp_path / "model.gguf"
+        model.write_bytes(b"GGUF")
+        data = {
+            "about": "a preset of a test",
+            "engine": {"name": "llamacpp", "python": sys.executable},
+            "model": str(model),
+            "kv": "q8_0",
+            "engine_args": {"flash-attn": "on"},
+            "serve": {"n-ctx": 1024},
+            **changes,
+        }
+        path = (folder or tmp_path / "config" / "fidelab" / "presets") / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(yaml.safe_dump(data))
+        return path
+
+    return write
+
+
+def launched(tmp_path: Path, *words: object) -> Done:
+    return cli("launch", "mine", "--force", "--detach", *words, cwd=tmp_path)
+
+
+def url_of(done: Done) -> str:
+    return str(json.loads(done.out)["server"]["url"])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def gone(pid: int) -> bool:
+    """Whether a process ends soon."""
+    deadline = time.monotonic() + DEADLINE
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def until(found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + DEADLINE
+    while not (value := found()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return value
+
+
+# ------------------------------------------------------------------------------------------------------- launch
+
+
+def test_a_detached_server_goes_on_answering(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    done = launched(tmp_path, "--json")
+    assert done.code == 0, done.err
+    body = json.dumps({"prompt": "The capital of France is", "max_tokens": 2}).encode()
+    request = Request(f"{url_of(done)}/v1/completions", body, {"Content-Type": "application/json"})
+    with urlopen(request, timeout=10) as answer:
+        assert json.load(answer)["choices"][0]["text"] == " Paris."
+
+
+def test_every_declared_setting_is_compared_with_what_runs(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    found = {one["what"]: one for one in json.loads(launched(tmp_path, "--json").out)["findings"]}
+    shown = {what: (one["declared"], one["effective"], one["differs"]) for what, one in found.items()}
+    assert shown["KV type"] == ("q8_0", "q8_0", False)
+    assert shown["context"] == ("1024", "1024", False)
+    assert shown["attention backend"] == ("on", "enabled", False)
+    assert found["pool size"]["more"] == "1,024 tokens"
+
+
+def test_a_server_with_another_kv_type_is_ended_and_the_difference_said(
+    tmp_path: Path, own: Callable[..., Path]
+) -> None:
+    own(env={"SMALL_KV": "f16", "SMALL_CHILD": str(tmp_path / "child")})
+    done = launched(tmp_path)
+    assert done.code == 1
+    assert "KV type: declared q8_0, runs f16" in done.err
+    assert records() == []
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+def test_a_server_that_dies_while_it_starts_leaves_its_last_lines_and_a_cause(
+    tmp_path: Path, own: Callable[..., Path]
+) -> None:
+    own(env={"SMALL_DIES": "error: CUDA_ERROR_OUT_OF_MEMORY in ggml"})
+    done = launched(tmp_path)
+    assert done.code == 2
+    assert "the server exited with status 1: out of device memory" in done.err
+    assert "  | error: CUDA_ERROR_OUT_OF_MEMORY in ggml\n" in done.err
+    assert records() == []
+
+
+def test_a_server_that_never_answers_is_ended(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(env={"SMALL_DEAF": "1", "SMALL_CHILD": str(tmp_path / "child")})
+    done = launched(tmp_path, "--timeout", "3")
+    assert done.code == 2
+    assert "the server did not answer within 3 s" in done.err
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_ends_the_command_ends_its_server(tmp_path: Path, own: Callable[..., Path], number: int) -> None:
+    own(env={"SMALL_CHILD": str(tmp_path / "child")})
+    words = [sys.executable, "-m", "fidelab.cli", "launch", "mine", "--force"]
+    script = "import sys; sys.argv[0] = 'fidelab'; from fidelab.cli import main; main()"
+    process = subprocess.Popen([sys.executable, "-c", script, *words[3:]], cwd=tmp_path, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert any(b"answers at" in line for line in process.stdout)
+    process.send_signal(number)
+    assert process.wait(DEADLINE) == (130 if number == signal.SIGINT else 128 + number)
+    assert gone(int((tmp_path / "child").read_text()))
+    assert records() == []
+    process.stdout.close()
+
+
+def test_the_first_start_is_told_from_later_ones(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    first = launched(tmp_path)
+    cli("stop", cwd=tmp_path)
+    second = launched(tmp_path)
+    assert "(first start)" in first.out
+    assert "the first start of this command here, which may compile" in first.err
+    assert "(start 2 of this command)" in second.out
+    assert "earlier starts took" in second.err
+
+
+def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    done = cli("launch", "mine", "--dry-run", "--port", "18999", cwd=tmp_path)
+    assert done.code == 0
+    assert done.out.startswith("llama-server --model ")
+    assert "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on --ctx-size 1024" in done.out
+    assert not (tmp_path / "state").exists()
+
+
+def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = launched(tmp_path, "--port", port)
+    assert done.code == 2
+    assert f"--port {port}: Address already in use; name another" in done.err
+    assert not (tmp_path / "state").exists()
+
+
+# -------------------------------------------------------------------------------------------------------- check
+
+
+def test_presets_check_fails_where_a_running_server_differs(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    url = url_of(launched(tmp_path, "--json"))
+    same = cli("presets", "check", "mine", cwd=tmp_path)
+    other = cli("presets", "check", "mine", "--set", "kv=f16", cwd=tmp_path)
+    log = next((tmp_path / "state").rglob("*.log"))
+    remote = cli("presets", "check", "mine", "--base-url", url, "--log", log, "--set", "n-batch=64", cwd=tmp_path)
+    assert same.code == 0, same.err
+    assert (other.code, other.err) == (1, "fidelab: KV type: declared f16, runs q8_0\n")
+    assert (remote.code, remote.err) == (1, "fidelab: n-batch: declared 64, runs 512\n")
+
+
+def test_presets_check_claims_nothing_where_a_server_does_not_tell(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    url = url_of(launched(tmp_path, "--json"))
+    done = cli("presets", "check", "mine", "--base-url", url, cwd=tmp_path)
+    assert done.code == 1
+    assert "KV type: the server does not tell it; --log names what it printed" in done.err
+
+
+def test_presets_check_of_another_engines_server_says_so(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    url = url_of(launched(tmp_path, "--json"))
+    done = cli("presets", "check", "smollm2-cpu-vllm", "--base-url", url, cwd=tmp_path)
+    assert done.code == 2
+    assert f"{url} is no server of engine vllm: look what listens there" in done.err
+
+
+# --------------------------------------------------------------------------------------------------------- stop
+
+
+def test_stop_ends_the_whole_group(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(env={"SMALL_CHILD": str(tmp_path / "child")})
+    launched(tmp_path)
+    (server,) = records()
+    done = cli("stop", cwd=tmp_path)
+    assert done.out.startswith(f"mine ended (process {server.pid}")
+    assert gone(server.pid)
+    assert gone(int((tmp_path / "child").read_text()))
+    assert cli("stop", cwd=tmp_path).out == "no server runs that fidelab started\n"
+
+
+def test_stop_leaves_another_process_with_the_recorded_pid_alone(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    launched(tmp_path)
+    (file,) = (tmp_path / "state").rglob("mine.json")
+    record = json.loads(file.read_text())
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True) as bystander:
+        file.write_text(json.dumps({**record, "pid": bystander.pid}))
+        done = cli("stop", cwd=tmp_path)
+        assert done.out == "no server runs that fidelab started\n"
+        assert bystander.poll() is None
+        bystander.kill()
+    os.killpg(record["pid"], signal.SIGKILL)
+
+
+def test_stop_asks_which_of_several(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    launched(tmp_path)
+    launched(tmp_path)
+    done = cli("stop", cwd=tmp_path)
+    assert done.code == 2
+    assert "several servers run: name one of mine, mine-2, or pass --all" in done.err
+    assert cli("stop", "mine-2", cwd=tmp_path).out.startswith("mine-2 ended")
+    wrong = cli("stop", "mine-2", cwd=tmp_path)
+    assert (wrong.code, "unknown running server 'mine-2'" in wrong.err) == (2, True)
+    assert cli("stop", "--all", cwd=tmp_path).out.startswith("mine ended")
+
+
+# -------------------------------------------------------------------------------------------------------- trust
+
+
+@pytest.mark.parametrize(
+    ("changes", "shown"),
+    [
+        ({"env": {"LD_PRELOAD": "x.so"}}, "env 'LD_PRELOAD=x.so' is an environment variable that would be set"),
+        ({"engine": {"name": "vllm", "prefix": "sh wrap.sh"}}, "prefix 'sh wrap.sh' is a command"),
+        ({"serve": {"tool-parser-plugin": "parser.py"}}, "tool-parser-plugin 'parser.py' is code that its server"),
+    ],
+)
+def test_a_strangers_preset_is_shown_and_asked_for(
+    tmp_path: Path, own: Callable[..., Path], changes: dict[str, Any], shown: str
+) -> None:
+    changes = {"engine": "llamacpp", **changes}
+    file = own("foreign", tmp_path / "elsewhere", **changes)
+    for words in (("launch", file, "--dry-run"), ("presets", "show", file), ("compare", "--preset", file, "--kv", "x")):
+        done = cli(*words, cwd=tmp_path)
+        assert done.code == 2
+        assert shown in done.err
+        assert f"add --trust {file}" in done.err
+
+
+def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]) -> None:
+    file = own("foreign", tmp_path / "elsewhere", env={"A": "1"}, engine="llamacpp")
+    words = ("presets", "show", file)
+    assert cli(*words, "--trust", file, cwd=tmp_path).code == 0
+    assert cli(*words, cwd=tmp_path).code == 0
+    own("foreign", tmp_path / "elsewhere", env={"A": "2"}, engine="llamacpp")
+    assert cli(*words, cwd=tmp_path).code == 2
+
+
+def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(env={"A": "1"})
+    assert cli("presets", "show", "mine", cwd=tmp_path).code == 0
+
+
+# ------------------------------------------------------------------------------------------------------ listing
+
+
+def test_presets_list_has_ones_own_beside_those_of_the_package(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    rows = {row["name"]: row for row in json.loads(cli("presets", "list", "--json", cwd=tmp_path).out)["presets"]}
+    assert rows["mine"]["whose"] == "yours"
+    lab = {"devstral", "coder-30b", "coder-next", "coder-next-ream", "gemma4", "gemma4-31b", "qwen35", "qwen35-moe"}
+    assert lab <= rows.keys()
+    assert {f"smollm2-cpu-{engine}" for engine in ("llamacpp", "sglang", "vllm")} <= rows.keys()
+
+
+def test_a_preset_that_is_broken_does_not_hide_the_others(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own("broken", kvv="q8_0")
+    done = cli("presets", "list", cwd=tmp_path)
+    assert done.code == 1
+    assert "unknown key 'kvv'; did you mean 'kv'?" in done.err
+    assert "devstral" in done.out
+
+
+def test_an_unknown_preset_is_said_with_the_nearest(tmp_path: Path) -> None:
+    done = cli("launch", "devstrall", cwd=tmp_path)
+    assert (done.code, "unknown preset 'devstrall'; did you mean 'devstral'?" in done.err) == (2, True)

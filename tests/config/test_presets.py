@@ -1,0 +1,120 @@
+"""Presets: arms by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fidelab.config.load import validate
+from fidelab.config.presets import experiment_of, find_preset, listing, load_preset, own_folder
+from fidelab.config.schema import Experiment
+from fidelab.engines import ENGINES
+from fidelab.errors import ConfigError, UnknownNameError
+
+
+@pytest.fixture(autouse=True)
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+
+
+def write(folder: Path, name: str, **fields: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump({"engine": "vllm", "model": "owner/m", **fields}))
+    return path
+
+
+def experiment(**fields: Any) -> Experiment:
+    return validate({"model": "smollm2-135m", "candidates": ["x"], **fields}, "test")
+
+
+@pytest.mark.parametrize("name", listing())
+def test_every_preset_of_the_package_is_one(name: str) -> None:
+    preset = load_preset(find_preset(name))
+    assert preset.about
+    assert preset.engine_name in ENGINES.names()
+
+
+def test_an_arm_may_begin_from_a_preset() -> None:
+    (arm,) = experiment(candidates=["preset=devstral"]).candidates
+    assert (arm.name, arm.model) == ("devstral", "mattbucci/Devstral-24B-AWQ")
+    assert arm.engine is not None
+    assert arm.engine.name == "sglang"
+    assert arm.kv is not None
+    assert arm.kv.label == "fp8_e4m3"
+    assert arm.engine_args["context-length"] == "131072"
+
+
+def test_what_an_arm_says_goes_before_its_preset() -> None:
+    (arm,) = experiment(candidates=["preset=devstral,kv=auto,context-length=4096,env.A=1"]).candidates
+    assert arm.kv is not None
+    assert arm.kv.label == "auto"
+    assert arm.engine_args == {"tp": "2", "context-length": "4096", "attention-backend": "triton"}
+    assert arm.env == {"A": "1"}
+    assert arm.name == "devstral auto context-length=4096 A=1"
+
+
+def test_options_of_the_server_alone_reach_no_comparison() -> None:
+    assert load_preset(find_preset("devstral")).serve
+    (arm,) = experiment(candidates=["preset=devstral"]).candidates
+    assert "tool-call-parser" not in arm.engine_args
+
+
+def test_a_run_is_repeated_without_the_presets_file(tmp_path: Path) -> None:
+    path = write(tmp_path / "other", "mine", kv="fp8_e4m3")
+    before = experiment(reference=f"preset={path}")
+    dumped = before.model_dump(mode="json")
+    path.unlink()
+    assert Experiment.model_validate(dumped) == before
+
+
+def test_an_experiment_may_begin_from_a_preset() -> None:
+    base = experiment_of(load_preset(find_preset("devstral")))
+    whole = validate({**base, "candidates": ["kv=auto"]}, "test")
+    assert (whole.model, whole.engine.name) == ("mattbucci/Devstral-24B-AWQ", "sglang")
+    assert whole.engine_args["tp"] == "2"
+    assert whole.reference.name == "devstral"
+
+
+def test_a_preset_may_vary() -> None:
+    cells = experiment(candidates=[], vary={"preset": ["smollm2-cpu-vllm", "smollm2-cpu-sglang"]}).cells()
+    assert [cell.engine.name for cell in cells if cell.engine] == ["vllm", "sglang"]
+
+
+def test_a_name_may_leave_the_engine_away() -> None:
+    assert find_preset("smollm2-cpu").name == "smollm2-cpu-llamacpp"
+    assert find_preset("smollm2-cpu", "vllm").name == "smollm2-cpu-vllm"
+    with pytest.raises(UnknownNameError, match="unknown preset 'smollm2-cpu of engine hf'"):
+        find_preset("smollm2-cpu", "hf")
+    with pytest.raises(UnknownNameError, match="unknown preset 'coder'"):  # coder-next is no engine of it
+        find_preset("coder")
+
+
+def test_ones_own_preset_hides_that_of_the_package() -> None:
+    write(own_folder(), "devstral", about="another")
+    assert load_preset(find_preset("devstral")).about == "another"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("preset=nope", "unknown preset 'nope'"),
+        ("preset=devstral,engine=vllm", "preset devstral is of engine sglang, not vllm"),
+        ("preset=./nowhere.yaml", "./nowhere.yaml does not exist; name a preset"),
+    ],
+)
+def test_what_is_wrong_with_a_preset_is_said_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        experiment(candidates=[text])
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_preset_needs_an_engine_and_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "half.yaml"
+    path.write_text("engine: vllm\n")
+    with pytest.raises(ConfigError, match=r"half.yaml: 'model' is missing"):
+        load_preset(find_preset(str(path)))

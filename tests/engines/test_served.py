@@ -1,0 +1,185 @@
+"""What servers say about their settings, from a small real HTTP server that answers as each engine's does."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from fidelab.core import Arm, KVSpec
+from fidelab.engines.openai.http import Client
+from fidelab.engines.served import Finding, compilation_seconds, findings
+from fidelab.errors import EngineError
+
+Serve = Callable[[Mapping[str, str]], Client]
+
+VLLM_LOG = (
+    "(APIServer pid=1) INFO [api.py:1] non-default args: {'model': 'm', 'max_num_seqs': 8, 'dtype': 'bfloat16'}\n"
+    "(EngineCore pid=2) INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m', "
+    "speculative_config=SpeculativeConfig(method='ngram', model=None, num_spec_tokens=3), dtype=torch.bfloat16, "
+    "max_seq_len=2048, tensor_parallel_size=1, quantization=None, enforce_eager=False, kv_cache_dtype=auto, "
+    "enable_prefix_caching=True, enable_chunked_prefill=True\n"
+    "(Worker pid=3) INFO [cuda.py:1] Using FLASH_ATTN attention backend out of potential backends: [...]\n"
+    "(EngineCore pid=2) INFO [kv_cache_utils.py:1] GPU KV cache size: 11,648 tokens\n"
+)
+VLLM = {
+    "/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 2048}]}),
+    "/metrics": 'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",enable_prefix_caching="True",'
+    'kv_cache_memory_bytes="268435456"} 1.0\nvllm:spec_decode_num_drafts_total{engine="0"} 0.0\n',
+}
+SGLANG = {
+    "/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "sglang", "max_model_len": 4096}]}),
+    "/server_info": json.dumps(
+        {
+            "kv_cache_dtype": "auto",
+            "dtype": "float16",
+            "attention_backend": "triton",
+            "max_total_tokens": None,
+            "max_total_num_tokens": 8192,
+            "speculative_algorithm": None,
+            "tp_size": 2,
+            "disable_radix_cache": False,
+        }
+    ),
+}
+
+
+@pytest.fixture
+def serve() -> Iterator[Serve]:
+    """Answers GET by path, each a text; other paths are 404."""
+    servers: list[ThreadingHTTPServer] = []
+
+    def start(answers: Mapping[str, str]) -> Client:
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                body = answers.get(self.path, "not here").encode()
+                self.send_response(200 if self.path in answers else 404)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None: ...
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        servers.append(server)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        return Client(f"http://127.0.0.1:{server.server_address[1]}", None, 10)
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def arm(engine: str, kv: str = "auto", dtype: str = "bfloat16", **options: str) -> Arm:
+    named = tuple(sorted((key.replace("_", "-"), value) for key, value in options.items()))
+    return Arm("x", engine, "m", "m", "", KVSpec.parse(kv), dtype, "cpu", 1, named)
+
+
+def by_name(found: list[Finding]) -> dict[str, Finding]:
+    return {one.what: one for one in found}
+
+
+def test_vllm_tells_by_its_metrics_and_its_log(serve: Serve) -> None:
+    declared = arm("vllm", max_model_len="2048", kv_cache_memory="256M", max_num_seqs="8", enforce_eager="no", tp="1")
+    found = by_name(findings(declared, serve(VLLM), VLLM_LOG))
+    assert {name for name, one in found.items() if one.differs} == {"speculation"}  # which was not declared
+    assert found["KV type"].effective == "auto"
+    assert found["attention backend"].effective == "FLASH_ATTN"
+    assert found["speculation"].effective == "ngram, 3"
+    assert (found["pool size"].effective, found["pool size"].more) == ("268435456", "11,648 tokens")
+    assert found["max-num-seqs"].effective == "8"
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("max_model_len", "4096"),
+        ("kv_cache_memory", "1G"),
+        ("attention_backend", "FLASHINFER"),
+        ("max_num_seqs", "16"),
+        ("enforce_eager", "yes"),
+        ("chunked_prefill", "no"),
+        ("tp", "2"),
+        ("block_size", "32"),
+        ("speculative_config", '{"method": "ngram", "num_speculative_tokens": 4}'),
+    ],
+)
+def test_each_setting_of_vllm_that_differs_is_found(serve: Serve, option: str, value: str) -> None:
+    named = {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 3}', option: value}
+    differing = [one for one in findings(arm("vllm", **named), serve(VLLM), VLLM_LOG) if one.differs]
+    assert len(differing) == 1
+    assert differing[0].declared is not None
+
+
+def test_without_a_log_less_is_told_and_nothing_differs_for_that(serve: Serve) -> None:
+    found = by_name(findings(arm("vllm", max_num_seqs="16", attention_backend="X"), serve({**VLLM, "/metrics": ""})))
+    assert not any(one.differs for one in found.values())
+    assert found["KV type"].effective is None
+    assert found["max-num-seqs"].effective is None
+
+
+def test_a_type_under_another_name_is_the_same(serve: Serve) -> None:
+    answers = {**VLLM, "/metrics": VLLM["/metrics"].replace('cache_dtype="auto"', 'cache_dtype="fp8"')}
+    assert not findings(arm("vllm", "fp8_e4m3"), serve(answers))[0].differs
+    assert findings(arm("vllm", "fp8_e5m2"), serve(answers))[0].differs
+    assert findings(arm("vllm"), serve(answers), VLLM_LOG)[0].differs  # auto is the type that it computes in
+
+
+def test_auto_is_the_type_that_a_server_computes_in(serve: Serve) -> None:
+    assert not findings(arm("vllm", "bfloat16"), serve(VLLM), VLLM_LOG)[0].differs
+    assert findings(arm("vllm", "float16"), serve(VLLM), VLLM_LOG)[0].differs
+
+
+def test_sglang_tells_by_its_server_info(serve: Serve) -> None:
+    declared = arm("sglang", dtype="float16", context_length="4096", max_total_tokens="8192", tp="2")
+    found = by_name(findings(declared, serve(SGLANG)))
+    assert not any(one.differs for one in found.values())
+    assert found["attention backend"].effective == "triton"
+    assert found["speculation"].effective == "none"
+    assert found["tp"].effective == "2"
+
+
+def test_sglang_with_a_smaller_pool_than_declared_differs(serve: Serve) -> None:
+    found = by_name(findings(arm("sglang", dtype="float16", max_total_tokens="65536"), serve(SGLANG)))
+    assert found["pool size"].differs
+
+
+def test_sglangs_log_names_the_type_that_was_allocated(serve: Serve) -> None:
+    log = "[x] KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 8192, K size: 0.04 GB, V size: 0.04 GB"
+    assert not findings(arm("sglang", "fp8_e4m3", "float16"), serve(SGLANG), log)[0].differs
+    assert findings(arm("sglang", "auto", "float16"), serve(SGLANG), log)[0].differs
+
+
+def test_llama_server_tells_its_context_without_a_log(serve: Serve) -> None:
+    models = json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]})
+    props = json.dumps({"default_generation_settings": {"n_ctx": 4096}})
+    found = by_name(findings(arm("llamacpp", "f16", n_ctx="2048"), serve({"/v1/models": models, "/props": props})))
+    assert found["context"].differs
+    assert (found["KV type"].effective, found["KV type"].differs) == (None, False)
+
+
+def test_a_server_of_another_engine_is_refused(serve: Serve) -> None:
+    with pytest.raises(EngineError, match="is no server of engine sglang: look what listens there"):
+        findings(arm("sglang"), serve(VLLM))
+
+
+def test_an_engine_without_a_server_has_no_settings_to_read(serve: Serve) -> None:
+    with pytest.raises(EngineError, match="engine hf has no server"):
+        findings(replace(arm("hf")), serve(VLLM))
+
+
+@pytest.mark.parametrize("answer", ["[]", "{}", '{"data": 3}', '{"data": [3]}', "<html>", '{"data": [{}]}'])
+def test_odd_answers_are_no_server_of_this_engine(serve: Serve, answer: str) -> None:
+    with pytest.raises(EngineError):
+        findings(arm("vllm"), serve({"/v1/models": answer}))
+
+
+def test_compilation_is_what_the_log_says() -> None:
+    log = "torch.compile took 12.5 s in total\nGraph capturing finished in 3 secs, took 0.1 GiB\n"
+    assert compilation_seconds(log) == 15.5
+    assert compilation_seconds("nothing of that") is None
