@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli.axes import counts
-from fidelab.cli.options import Json, Options, RunsOptions, expand_options
+from fidelab.cli.options import EngineOptions, Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
@@ -263,13 +263,48 @@ class _CapacityOptions(Options, panel="Load"):
         return {**named, "output": _single("--random-output-len", self.random_output_len), "warmup": 0}
 
 
+class _AnyServerOptions(_ServerOptions, panel="Server"):
+    """A server that runs, or none."""
+
+    base_url: Annotated[  # type: ignore[assignment]
+        str | None,
+        typer.Option(help="A server that runs, http://host:port. \\[default: MODEL's own is started]"),
+    ] = None
+
+
+class _TargetOptions(Options, panel="What is read"):
+    """When an answer is too late."""
+
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Targets in ms that nine of ten requests must meet: ttft:500,tpot:50,e2el:5000."),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {"goodput": _targets(self.goodput or [], [])}
+
+
+class _CapacityRunOptions(_RunOptions, panel="Run"):
+    """How requests are sent, and where the run is kept."""
+
+    kv: Annotated[  # type: ignore[assignment]
+        list[str] | None,
+        typer.Option(help="KV format of MODEL's server; the first is what others are compared with; may be repeated."),
+    ] = None
+
+
 @expand_options
 def capacity(
     *,
-    server: _ServerOptions,
+    started: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Start its own server for each --kv, on --engine.", show_default=False),
+    ] = None,
+    server: _AnyServerOptions,
     load: _CapacityOptions,
-    figures: _FigureOptions,
-    run: _RunOptions,
+    targets: _TargetOptions,
+    engine: EngineOptions,
+    run: _CapacityRunOptions,
     as_json: Json = False,
 ) -> None:
     r"""Find the longest context and the most requests at once that a server takes, and what stops it.
@@ -281,19 +316,72 @@ def capacity(
 
       fidelab bench capacity --base-url http://host:8000
 
-      fidelab bench capacity --base-url http://host:8000 --contexts 1k,8k --goodput ttft:2000 tpot:50
+      fidelab bench capacity --base-url http://host:8000 --contexts 1k,8k --goodput ttft:2000,tpot:50
+
+      fidelab bench capacity owner/model --engine vllm --kv auto --kv fp8_e4m3
     """
     from fidelab.bench.serving import measure_capacity, reach
+    from fidelab.errors import UsageError
 
     contexts = () if load.contexts is None else counts("--contexts", load.contexts)
+    if (started is None) == (server.base_url is None):
+        raise UsageError("name a MODEL whose server is started, or a server that runs with --base-url: one of both")
+    if started is not None:
+        _start_and_measure(started, engine, load, contexts, {**load.settings(), **targets.settings()}, run, as_json)
+        return
+    if len(run.kv or []) > 1:
+        raise UsageError("a server that runs has one KV format: give --kv once, as a label")
 
     def measure(settings: ServingSettings, key: str | None, keeper: Keeper) -> Measurement:
         contact = reach(settings, key)
         keeper.reached(contact)
         return measure_capacity(contact, contexts, load.most, watch=keeper)
 
-    _, found = _run(server, load, figures, run, as_json, "capacity", measure)
+    _, found = _run(server, load, targets, run, as_json, "capacity", measure)
     exit_on([found.reason] if found.reason else [])
+
+
+def _start_and_measure(
+    model: str,
+    engine: EngineOptions,
+    load: _CapacityOptions,
+    contexts: Sequence[int],
+    settings: dict[str, Any],
+    run: _CapacityRunOptions,
+    as_json: bool,
+) -> None:
+    """The servers of one model, one after the other."""
+    from fidelab.cli.bench_watch import watcher
+    from fidelab.cli.output import command_line, gate
+    from fidelab.config.load import validate_as
+    from fidelab.config.schema import Preset
+    from fidelab.runs.capacity import capacity_of_arms
+
+    given = engine.settings()
+    named = {"engine": given["engine"], "model": model, "engine_args": given["engine_args"]}
+    named |= {"dtype": engine.dtype} if engine.dtype != "auto" else {}
+    presets = [
+        validate_as(Preset, {**named, "name": kv or "native", **({"kv": kv} if kv else {})}, "bench capacity")
+        for kv in run.kv or [""]
+    ]
+    report, folder = capacity_of_arms(
+        presets,
+        {**settings, **run.settings(), "tokenizer": model},
+        contexts,
+        load.most,
+        device=engine.device,
+        threads=engine.threads,
+        patience=engine.deadline or _PATIENCE,
+        output_dir=run.output_dir,
+        command=command_line(),
+        watch=watcher(),
+        say=note,
+    )
+    show_report(report, as_json=as_json, folder=folder.path)
+    gate(report, None)
+
+
+_PATIENCE = 1800.0  # seconds until a server must answer: a first start may compile
 
 
 # ----------------------------------------------------------------------------------------- flags → settings
@@ -347,7 +435,7 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 def _run(
     server: _ServerOptions,
     load: _LoadOptions | _CapacityOptions,
-    figures: _FigureOptions,
+    figures: _FigureOptions | _TargetOptions,
     run: _RunOptions,
     as_json: bool,
     bench: str = "serving",
@@ -364,7 +452,7 @@ def _run(
     try:
         key = key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**options)
-        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv, bench=bench)
+        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=_label(run.kv), bench=bench)
         serving = _measure(settings, key, keeper, measure)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
         raise type(error)(_in_flags(str(error))) from None
@@ -373,6 +461,10 @@ def _run(
     assert keeper.folder is not None
     show_report(report, as_json=as_json, folder=keeper.folder.path)
     return keeper, serving
+
+
+def _label(kv: str | list[str] | None) -> str | None:
+    return kv[0] if isinstance(kv, list) and kv else None if isinstance(kv, list) else kv
 
 
 def _measure(

@@ -84,6 +84,6 @@ def _figures(cell: CellResult) -> str:
         if (value := cell.value(metric.name)) is not None
     ]
     if not parts:  # of another bench
-        parts = [f"{format_amount(metric.value)} {metric.name}" for metric in cell.metrics if metric.value is not None]
+        parts = [f"{metric.value:g} {metric.name}" for metric in cell.metrics if metric.value is not None]
     parts += [why] if (why := why_invalid(cell.cell)) else []
     return ", ".join(parts) or "no figures"

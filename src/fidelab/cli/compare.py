@@ -135,7 +135,7 @@ def compare(
 
       fidelab compare smollm2-135m --vary attention=sdpa,eager --vary kv=bf16,int8
 
-      fidelab compare --serve 'vllm serve owner/model --max-model-len 32768' --change '--kv-cache-dtype fp8_e4m3'
+      fidelab compare --serve 'llama-server -m m.gguf -fa on' --change '-ctk q8_0'
 
       fidelab compare --preset smollm2-cpu --engine vllm --kv fp8_e4m3
 

@@ -58,6 +58,8 @@ def measure_capacity(
 ) -> Measurement:
     """Find the longest context, and for each of some contexts how many requests the server takes at once.
 
+    See docs/metrics.md#capacity.
+
     Args:
         contact: the server, with the settings of the requests: ``output``, ``goodput``, ``seed``, ``timeout``.
         contexts: tokens of prompts; the longest and a quarter of it, unless told.
