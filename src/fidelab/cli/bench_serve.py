@@ -266,10 +266,10 @@ class _CapacityOptions(Options, panel="Load"):
 class _AnyServerOptions(_ServerOptions, panel="Server"):
     """A server that runs, or none."""
 
-    base_url: Annotated[  # type: ignore[assignment]
+    base_url: Annotated[
         str | None,
         typer.Option(help="A server that runs, http://host:port. \\[default: MODEL's own is started]"),
-    ] = None
+    ] = None  # type: ignore[assignment]
 
 
 class _TargetOptions(Options, panel="What is read"):
@@ -287,10 +287,10 @@ class _TargetOptions(Options, panel="What is read"):
 class _CapacityRunOptions(_RunOptions, panel="Run"):
     """How requests are sent, and where the run is kept."""
 
-    kv: Annotated[  # type: ignore[assignment]
+    kv: Annotated[
         list[str] | None,
         typer.Option(help="KV format of MODEL's server; the first is what others are compared with; may be repeated."),
-    ] = None
+    ] = None  # type: ignore[assignment]
 
 
 @expand_options

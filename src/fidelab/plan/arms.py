@@ -134,7 +134,7 @@ _HOST = "127.0.0.1"
 _ALIASES = ("--served-model-name", "--alias")
 
 
-def serve_command(experiment: Experiment, arm: Arm) -> str | None:
+def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
     """The command line that starts the engine's own server with what this arm says, to be copied into a shell.
 
     Where the experiment was made of such a command, what that says besides the arms stands in it again, and folders
@@ -142,9 +142,9 @@ def serve_command(experiment: Experiment, arm: Arm) -> str | None:
     """
     if arm.engine not in ENGINES.names():
         return None
-    cls, serve = engine_class(EngineConfig(name=arm.engine)), experiment.serve
-    if serve is None or arm.engine != experiment.engine.name:
-        serve = ServeConfig()
+    cls, serve = engine_class(EngineConfig(name=arm.engine)), ServeConfig()
+    if experiment is not None and experiment.serve is not None and arm.engine == experiment.engine.name:
+        serve = experiment.serve
     repository, _, revision = arm.model.partition("@")
     is_hub = "snapshots" in Path(arm.path).parts  # as huggingface_hub keeps them
     inside = {here: there for there, here in serve.mounts.items()}

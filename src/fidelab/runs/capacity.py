@@ -15,6 +15,7 @@ from fidelab.config.schema import Preset
 from fidelab.core import Arm, Status, slug
 from fidelab.environments.servers import end
 from fidelab.errors import FidelabError
+from fidelab.plan.arms import serve_command
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
@@ -91,7 +92,7 @@ def _measure(
     ran: RuntimeRecord | None = None
     try:
         planned = plan(preset, arm, _HOST, None, check(preset, arm))
-        shown = planned.shown
+        shown = serve_command(None, arm)
         with launch(planned, patience, say) as launched:
             try:
                 contact = reach(ServingSettings.of(**load, base_url=planned.url), None)

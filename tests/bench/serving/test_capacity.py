@@ -14,7 +14,10 @@ from fidelab.bench.serving import ServingSettings, measure_capacity, measure_ser
 from fidelab.bench.serving.contact import Contact, cache_room
 from fidelab.results.measurement import Measurement
 
-PACE = {"itl": 0.01, "ttft": 0.01}
+
+def paced(**more: Any) -> MockSettings:
+    """A server whose answers take long enough to be at work together."""
+    return MockSettings(itl=0.01, ttft=0.01, **more)
 
 
 def measured(
@@ -35,21 +38,21 @@ def stopped(found: Measurement) -> list[tuple[Any, ...]]:
 
 
 def test_the_most_requests_that_are_at_work_at_once_are_found() -> None:
-    found = measured(MockSettings(concurrency=5, **PACE), contexts=(64,))
+    found = measured(paced(concurrency=5), contexts=(64,))
     assert found.value("requests at once") == 5
     assert stopped(found) == [(64, "queued")]
     assert "5 of 6 were at work at once" in found.flags[-1].text
 
 
 def test_where_nothing_stops_it_the_most_that_was_tried_is_said() -> None:
-    found = measured(MockSettings(**PACE), contexts=(64,), most=3)
+    found = measured(paced(), contexts=(64,), most=3)
     assert found.value("requests at once") == 3
     assert stopped(found) == [(64, "most")]
 
 
 @pytest.mark.parametrize("told", [True, False], ids=["limit told", "limit not told"])
 def test_the_longest_prompt_that_is_not_rejected_is_found(told: bool) -> None:
-    found = measured(MockSettings(max_model_len=3000, **PACE), contexts=(64, 4000), most=1, told=told)
+    found = measured(paced(max_model_len=3000), contexts=(64, 4000), most=1, told=told)
     longest = found.value("longest context") or 0
     assert 0.98 * 2976 <= longest <= 2976
     assert stopped(found) == [(64, "most"), (4000, "limit")]
@@ -64,7 +67,7 @@ def test_missed_targets_of_the_goodput_are_a_limit() -> None:
 
 
 def test_what_the_caches_size_predicts_stands_beside_what_was_measured() -> None:
-    found = measured(MockSettings(concurrency=4, **PACE), (40,), facts={"cache_tokens": 320, "block_size": 16})
+    found = measured(paced(concurrency=4), (40,), facts={"cache_tokens": 320, "block_size": 16})
     assert found.value("by the cache's size") == 320 // (40 + 24)
     assert found.value("requests at once") == 4
 

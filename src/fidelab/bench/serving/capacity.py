@@ -39,9 +39,9 @@ _ATTAINED = 0.9  # of the requests are to meet every target
 _MEMORY = re.compile(r"out of memory|\bOOM\b|cudaMalloc|hipMalloc|alloc", re.IGNORECASE)
 
 CAPACITY = Definition(
-    "requests at once", "", "higher", "Most requests that are at work at once, none rejected, preempted or late."
+    "requests at once", "count", "higher", "Most requests that are at work at once, none rejected, preempted or late."
 )
-PREDICTED = Definition("by the cache's size", "", None, "Tokens of the cache over those of a request.", exact=True)
+PREDICTED = Definition("by the cache's size", "count", None, "Tokens of the cache over those of a request.", exact=True)
 LARGEST = Definition("longest context", "tokens", "higher", "Longest prompt that is answered, with one request.")
 
 
@@ -188,7 +188,7 @@ class _Search:
             return self._lost(border.why) if self._is_gone else border
         reading = driven.server
         if reading is not None and reading.preemptions:
-            return _Border("preempted", f"{reading.preemptions:,.0f} requests were preempted")
+            return _Border("preempted", f"at {n} at once, {reading.preemptions:,.0f} preempted")
         together = _together(driven.measured)
         working = reading.running_max if reading is not None else None
         if n > 1 and (together < n if working is None else max(working, together) < n):
@@ -221,7 +221,7 @@ class _Search:
         at: Coordinates = {"context": context, "output": self._settings.output}
         self._flags.append(Flag(kind=border.kind, text=f"context {context:,}: {border.why}"))
         status = Status.OK if good else Status.NOT_SUPPORTED
-        facts = {"stopped by": border.kind, "why": border.why, "predicted": room}
+        facts = {"stopped by": border.kind, "why": border.why}
         cell = Cell(status=status, reason=None if good else border.why, at=at, facts=facts)
         metrics = [CAPACITY(good, cell=at, headline=not self._cells)] if good else []
         if room is not None:
