@@ -210,6 +210,12 @@ def test_formats_of_llama_server_change_one_by_one() -> None:
     assert change("-ctk f16 -ctv f16", base) == {"kv": "f16"}
 
 
+def test_layers_without_the_format_are_part_of_it() -> None:
+    base = "vllm serve m --kv-cache-dtype fp8 --kv-cache-dtype-skip-layers 0 1 29 --enforce-eager"
+    assert settings(base)["reference"] == {"kv": "fp8[skip-layers=0,1,29]"}
+    assert change("--no-kv-cache-dtype-skip-layers", base) == {"kv": "fp8"}
+
+
 def test_a_format_can_be_taken_back() -> None:
     assert change("--no-kv-cache-dtype", "vllm serve m --kv-cache-dtype fp8") == {"kv": "auto"}
 

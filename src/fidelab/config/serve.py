@@ -80,10 +80,11 @@ _IGNORED: Sequence[tuple[re.Pattern[str], str]] = (
         _LOGS,
     ),
 )
-_FIELDS = ("kv", "k", "v", "dtype", "model", "revision", "device", "threads")
 _DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
 # Flags that may have several values.
-_MANY = re.compile(r"lora-(modules|paths)|served-model-name|api-key|cudagraph-capture-sizes|cuda-graph-bs-.*")
+_MANY = re.compile(
+    r"lora-(modules|paths)|kv-cache-dtype-skip-layers|served-model-name|api-key|cudagraph-capture-sizes|cuda-graph-bs-.*"
+)
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
 _ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
 _MODULES = {
@@ -122,6 +123,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "dtype": "@dtype",
             "device": "@device",
             "kv-cache-dtype": "@kv",
+            "kv-cache-dtype-skip-layers": "@skip",
             "tensor-parallel-size": "tp",
             "kv-cache-memory-bytes": "kv-cache-memory",
             "enable-chunked-prefill": "chunked-prefill",
@@ -332,7 +334,7 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
     dialect = _DIALECTS[engine]
     shared = {**dialect.unsaid, **base.options}
     fields: dict[str, Any] = {}
-    if {*change.fields, *change.unset} & {"kv", "k", "v"}:
+    if {*change.fields, *change.unset} & {"kv", "k", "v", "skip"}:
         kept = {key: value for key, value in base.fields.items() if key not in change.unset}
         kv = _kv(change.fields, kept, dialect) or dialect.native_kv
         if kv != (_kv(base.fields, {}, dialect) or dialect.native_kv):
@@ -361,9 +363,11 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
 
 def _kv(fields: Mapping[str, str], base: Mapping[str, str], dialect: _Dialect) -> str | None:
     """The KV format that fields name: one, or keys and values apart."""
+    merged = {**base, **fields}
+    if "skip" in merged:
+        return f"{merged.get('kv', dialect.native_kv)}[skip-layers={merged['skip']}]"
     if "kv" in fields:
         return fields["kv"]
-    merged = {**base, **fields}
     if "k" in merged or "v" in merged:
         k, v = merged.get("k", dialect.native_kv), merged.get("v", dialect.native_kv)
         return k if k == v else f"{k}/{v}"
@@ -663,6 +667,8 @@ def _say(
     head, _, inner = plain.partition(".")
     target = dialect.names.get(head, head)
     value = values[0] if values else "on" if plain == "flash-attn" else "yes"
+    if len(values) > 1:
+        value = ",".join(values) if target == "@skip" else json.dumps(values)
     option = target if isinstance(target, str) else target[0]
     reason = dialect.ignored.get(head) or controlled.get(option) or controlled.get(head) or _unimportant(head)
     if option.startswith("@"):
