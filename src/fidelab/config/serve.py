@@ -87,10 +87,7 @@ _MANY = re.compile(
 )
 _NUMBER = re.compile(r"-\d+(\.\d+)?$")
 _ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
-_MODULES = {
-    "vllm.entrypoints.openai.api_server": "vllm",
-    "sglang.launch_server": "sglang",
-}
+_MODULES = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")
 
 Target = str | tuple[str, str, str]
 """An option of an arm, ``@`` and a field of it, or an option with its values where the flag is given and negated."""
@@ -114,6 +111,12 @@ class _Dialect:
     unsaid: Mapping[str, str] = field(default_factory=dict)
 
 
+def _pairs(words: str) -> dict[str, str]:
+    """``-m model -t threads`` → each flag's long name."""
+    flags = words.split()
+    return dict(zip(flags[::2], flags[1::2], strict=True))
+
+
 _DIALECTS: Mapping[str, _Dialect] = {
     "vllm": _Dialect(
         native_kv="auto",
@@ -129,13 +132,12 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "enable-chunked-prefill": "chunked-prefill",
             "device-memory-utilization": "gpu-memory-utilization",
         },
-        short={
-            **{"-tp": "tensor-parallel-size", "-pp": "pipeline-parallel-size", "-dp": "data-parallel-size"},
-            **{"-ep": "enable-expert-parallel", "-q": "quantization", "-sc": "speculative-config"},
-            **{"-cc": "compilation-config", "-ac": "attention-config", "-asc": "api-server-count"},
-            **{"-dcp": "decode-context-parallel-size", "-pcp": "prefill-context-parallel-size"},
-            "-O": "optimization-level",
-        },
+        short=_pairs(
+            "-tp tensor-parallel-size -pp pipeline-parallel-size -dp data-parallel-size "
+            "-ep enable-expert-parallel -q quantization -sc speculative-config -cc compilation-config "
+            "-ac attention-config -asc api-server-count -dcp decode-context-parallel-size "
+            "-pcp prefill-context-parallel-size -O optimization-level"
+        ),
         switches=re.compile(
             r"(?!disable-access-log-for)(enable|disable|no|skip|use|return|trust)-.*|enforce-eager|async-scheduling"
             r"|headless|language-model-only|kv-sharing-fast-prefill|data-parallel-(hybrid|external)-lb|fully-sharded-loras"
@@ -155,7 +157,6 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "tensor-parallel-size": "tp",
             "disable-cuda-graph": ("cuda-graph", "off", "on"),
         },
-        short={},
         negates=False,
     ),
     "llamacpp": _Dialect(
@@ -172,26 +173,16 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "mmap": "use-mmap",
             "mlock": "use-mlock",
             "kv-offload": "offload-kqv",
-            "threads-batch": "n-threads-batch",
         },
-        short={
-            **{"-m": "model", "-t": "threads", "-tb": "threads-batch", "-c": "ctx-size", "-b": "batch-size"},
-            **{"-ub": "ubatch-size", "-ngl": "gpu-layers", "-fa": "flash-attn", "-ctk": "cache-type-k"},
-            **{"-ctv": "cache-type-v", "-sm": "split-mode", "-ts": "tensor-split", "-mg": "main-gpu"},
-            **{"-kvu": "kv-unified", "-nkvo": "no-kv-offload", "-kvo": "kv-offload", "-np": "parallel"},
-            **{"-cb": "cont-batching", "-nocb": "no-cont-batching", "-a": "alias", "-v": "verbose", "-lv": "verbosity"},
-            **{
-                "-n": "predict",
-                "-s": "seed",
-                "-to": "timeout",
-                "-hf": "hf-repo",
-                "-hfr": "hf-repo",
-                "-mu": "model-url",
-            },
-            **{"-hft": "hf-token", "-sps": "slot-prompt-similarity", "-dev": "device", "-md": "model-draft"},
-            **{"-cmoe": "cpu-moe", "-ncmoe": "n-cpu-moe", "-ot": "override-tensor", "-fit": "fit", "-j": "json-schema"},
-            **{"-cram": "cache-ram", "-ctxcp": "ctx-checkpoints", "-dt": "defrag-thold", "-mm": "mmproj"},
-        },
+        short=_pairs(
+            "-m model -t threads -tb threads-batch -c ctx-size -b batch-size -ub ubatch-size -ngl gpu-layers "
+            "-fa flash-attn -ctk cache-type-k -ctv cache-type-v -sm split-mode -ts tensor-split -mg main-gpu "
+            "-kvu kv-unified -nkvo no-kv-offload -kvo kv-offload -np parallel -cb cont-batching "
+            "-nocb no-cont-batching -a alias -v verbose -lv verbosity -n predict -s seed -to timeout "
+            "-hf hf-repo -hfr hf-repo -mu model-url -hft hf-token -sps slot-prompt-similarity -dev device "
+            "-md model-draft -cmoe cpu-moe -ncmoe n-cpu-moe -ot override-tensor -fit fit -j json-schema "
+            "-cram cache-ram -ctxcp ctx-checkpoints -dt defrag-thold -mm mmproj"
+        ),
         switches=re.compile(r"no-.*|mlock|kv-unified|swa-full|cont-batching|jinja|metrics|slots|props|verbose|cpu-moe"),
         ignored={
             "cache-prompt": "windows and prompts start with an empty cache",
