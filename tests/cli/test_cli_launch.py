@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
@@ -18,7 +19,7 @@ import pytest
 import yaml
 
 from fidelab.environments.servers import records
-from tests.runs.harness import Done, cli
+from tests.runs.harness import Done, cli, write_inputs
 
 SERVER = Path(__file__).parents[1] / "environments" / "small_llama_server.py"
 DEADLINE = 60.0  # seconds: a guard against hangs
@@ -86,14 +87,6 @@ def gone(pid: int) -> bool:
     return not alive(pid)
 
 
-def until(found: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + DEADLINE
-    while not (value := found()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return value
-
-
 # ------------------------------------------------------------------------------------------------------- launch
 
 
@@ -147,19 +140,37 @@ def test_a_server_that_never_answers_is_ended(tmp_path: Path, own: Callable[...,
     assert gone(int((tmp_path / "child").read_text()))
 
 
+@contextmanager
+def in_foreground(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """``fidelab launch mine``, whose server answers."""
+    script = "import sys; sys.argv[0] = 'fidelab'; from fidelab.cli import main; main()"
+    command = [sys.executable, "-c", script, "launch", "mine", "--force"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=tmp_path, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None
+        assert any("answers at" in line for line in process.stdout)
+        yield process
+        process.kill()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_what_ends_the_command_ends_its_server(tmp_path: Path, own: Callable[..., Path], number: int) -> None:
     own(env={"SMALL_CHILD": str(tmp_path / "child")})
-    words = [sys.executable, "-m", "fidelab.cli", "launch", "mine", "--force"]
-    script = "import sys; sys.argv[0] = 'fidelab'; from fidelab.cli import main; main()"
-    process = subprocess.Popen([sys.executable, "-c", script, *words[3:]], cwd=tmp_path, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert any(b"answers at" in line for line in process.stdout)
-    process.send_signal(number)
-    assert process.wait(DEADLINE) == (130 if number == signal.SIGINT else 128 + number)
+    with in_foreground(tmp_path) as process:
+        process.send_signal(number)
+        assert process.wait(DEADLINE) == (130 if number == signal.SIGINT else 128 + number)
     assert gone(int((tmp_path / "child").read_text()))
     assert records() == []
-    process.stdout.close()
+
+
+def test_a_server_that_ends_later_is_a_fault(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    with in_foreground(tmp_path) as process:
+        os.kill(records()[0].pid, signal.SIGKILL)
+        assert process.wait(DEADLINE) == 1
+        assert process.stderr is not None
+        assert "fidelab: the server was ended by SIGKILL" in process.stderr.read()
+    assert records() == []
 
 
 def test_the_first_start_is_told_from_later_ones(tmp_path: Path, own: Callable[..., Path]) -> None:
@@ -180,6 +191,39 @@ def test_a_dry_run_prints_the_command_and_starts_nothing(tmp_path: Path, own: Ca
     assert done.out.startswith("llama-server --model ")
     assert "--cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on --ctx-size 1024" in done.out
     assert not (tmp_path / "state").exists()
+
+
+def test_flags_change_what_the_preset_says(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own()
+    changes = ("--set", "kv=f16", "--set", "n-ctx=64", "--set", "n-batch=32", "--set", "serve.parallel=2")
+    done = cli("launch", "mine", "--dry-run", *changes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    shown = done.out.splitlines()[0]
+    assert "--cache-type-k f16" in shown
+    for flags in ("--ctx-size 64", "--batch-size 32", "--parallel 2", "--flash-attn on"):
+        assert shown.count(flags) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("--set", "kv"), "write KEY=VALUE"),
+        (("--set", "engine=vllm"), "another engine by --engine"),
+        (("--set", "dtype=int3"), "dtype: Input should be"),
+        (("--engine", "vllm"), "--engine vllm: preset mine is of engine llamacpp"),
+        (("--port", "70000"), "--port 70000: ports go to 65535"),
+        (("--host", "no.such.host.invalid"), "--host no.such.host.invalid: "),
+        (("--set", "model=./nowhere.gguf"), "nowhere.gguf is no file here"),
+    ],
+)
+def test_what_cannot_be_launched_is_said_in_one_line(
+    tmp_path: Path, own: Callable[..., Path], words: tuple[str, ...], message: str
+) -> None:
+    own()
+    done = cli("launch", "mine", "--dry-run", *words, cwd=tmp_path)
+    assert done.code == 2
+    assert message in done.err
+    assert done.err.count("\n") == 1
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts(tmp_path: Path, own: Callable[..., Path]) -> None:
@@ -301,6 +345,41 @@ def test_a_trusted_preset_is_remembered(tmp_path: Path, own: Callable[..., Path]
 def test_ones_own_preset_is_not_asked_for(tmp_path: Path, own: Callable[..., Path]) -> None:
     own(env={"A": "1"})
     assert cli("presets", "show", "mine", cwd=tmp_path).code == 0
+
+
+# ------------------------------------------------------------------------------------------ compare and bench
+
+
+def test_a_comparison_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={"port": 1}, env={"A": "1"})
+    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+    write_inputs(tmp_path)
+    done = cli("compare", "--preset", "mine", "--kv", "tilt", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert (resolved["model"], resolved["engine"], resolved["env"]) == ("fake", "fake", {"A": "1"})
+    assert (done.arm("reference")["name"], done.arm("reference")["kv"]["k"]) == ("mine", "exact")
+    assert "preset" not in resolved["reference"]
+
+
+def test_what_the_command_line_says_goes_before_the_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="other", kv="tilt", engine_args={}, serve={})
+    write_inputs(tmp_path)
+    sizes = ("--axes", "kld", "--windows", 4, "--n-ctx", 16, "--text", "text.txt", "--control", "none", "--no-floor")
+    done = cli("compare", "fake", "--preset", "mine", "--reference", "exact", "--kv", "tilt", *sizes, cwd=tmp_path)
+    assert done.code == 0, done.err
+    resolved = yaml.safe_load((done.folder / "config.resolved.yaml").read_text())
+    assert (resolved["model"], resolved["reference"]["kv"]) == ("fake", "exact")
+    refused = cli("compare", "--preset", "mine", "--engine", "vllm", "--kv", "tilt", cwd=tmp_path)
+    assert refused.code == 2
+    assert "--engine vllm: preset mine is of engine fake" in refused.err
+
+
+def test_a_bench_begins_from_a_preset(tmp_path: Path, own: Callable[..., Path]) -> None:
+    own(engine="fake", model="fake", kv="exact", engine_args={}, serve={})
+    small = ("--benches", "decode", "--depths", 0, "--decode-tokens", 2, "--repeats", 1)
+    done = cli("bench", "--preset", "mine", *small, cwd=tmp_path)
+    assert done.report["reference"]["name"] == "mine", done.err
 
 
 # ------------------------------------------------------------------------------------------------------ listing

@@ -28,18 +28,31 @@ from fidelab.errors import UsageError
 KERNELS = ("bench kernels", "kernels gate", "kernels compile", "kernels audit")
 
 # Option → command → why that command's option of this name is not that of the others.
+_PRESET = ("launch", "presets show", "presets check")
 OTHERS = {
-    "--base-url": {"bench serve": "required, of any server", "bench sweep": "required, of any server"},
+    "--all": {"stop": "servers, not metrics"},
+    "--base-url": {
+        "bench serve": "required, of any server",
+        "bench sweep": "required, of any server",
+        "presets check": "what is checked, of any server",
+    },
     "--benches": {"bench offline": "benches are what it is for: never none"},
     "--candidate": {
         "bisect": "exactly one",
         "bench offline": "one arm of several; none is the reference",
     },
     "--concurrency": {"bench calibrate": "one number, of streams from the mock server"},
-    "--dry-run": {"captures gc": "what would be removed", "models gc": "what would be removed"},
-    "--engine": {"bisect": "engines that pass on the states behind layers"},
+    "--dry-run": {
+        "captures gc": "what would be removed",
+        "models gc": "what would be removed",
+        "launch": "a command, not a plan",
+    },
+    "--engine": {
+        "bisect": "engines that pass on the states behind layers",
+        **dict.fromkeys(_PRESET, "the preset's own"),
+    },
     "--floor": {"bisect": "captures all again, not a quarter"},
-    "--force": {"baseline save": "replaces a baseline"},
+    "--force": {"baseline save": "replaces a baseline", "launch": "starts a server"},
     "--kv": {
         "bisect": "exactly one candidate",
         "capture": "the only arm",
@@ -81,8 +94,13 @@ OTHERS = {
         "bench sweep": "of prompts and arrivals",
         "bench calibrate": "of the mock server's jitter",
     },
-    "--set": {"run": "any setting: there are no flags for them", "repeat": "any setting: there are no flags for them"},
+    "--set": {
+        "run": "any setting: there are no flags for them",
+        "repeat": "any setting: there are no flags for them",
+        **dict.fromkeys(_PRESET, "of an arm, not of an experiment"),
+    },
     "--stride": {"import kld-dumps": "what the dumps were made with"},
+    "--timeout": {"launch": "of a start, not of a request"},
     "--windows": {"bisect": "few windows"},
     "--workers": {"bench calibrate": "always given; no load to choose by"},
 }

@@ -83,6 +83,13 @@ def test_llama_server_has_names_of_its_own() -> None:
     assert one.endswith("--flash-attn on --batch-size 256 --ctx-size 2048 --no-mmap")
 
 
+def test_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
+    assert "--n-gpu-layers" not in words(arm("llamacpp", "f16"))
+    assert "--n-gpu-layers 999 --flash-attn" in words(arm("llamacpp", "f16", device="cuda"))
+    assert "--n-gpu-layers 999 --split-mode none --main-gpu 1" in words(arm("llamacpp", "f16", device="cuda:1"))
+    assert words(arm("llamacpp", "f16", device="cuda", n_gpu_layers="7")).count("--n-gpu-layers") == 1
+
+
 def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
     one = " ".join(python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no"), "127.0.0.1", 8000))
     assert one.startswith("python -m llama_cpp.server --model owner/m --model_alias owner/m --host 127.0.0.1")

@@ -12,7 +12,7 @@ import pytest
 
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.openai.http import Client
-from fidelab.engines.served import Finding, compilation_seconds, findings
+from fidelab.engines.served import Finding, findings, preparation_seconds
 from fidelab.errors import EngineError
 
 Serve = Callable[[Mapping[str, str]], Client]
@@ -163,6 +163,31 @@ def test_llama_server_tells_its_context_without_a_log(serve: Serve) -> None:
     assert (found["KV type"].effective, found["KV type"].differs) == (None, False)
 
 
+def test_what_an_engine_rounds_is_no_difference(serve: Serve) -> None:
+    props = json.dumps({"default_generation_settings": {"n_ctx": 2048}})
+    llama = {"/v1/models": json.dumps({"data": [{"id": "m", "owned_by": "llamacpp"}]}), "/props": props}
+    for declared, differs in (("2000", False), ("1792", True), ("2049", True)):
+        assert by_name(findings(arm("llamacpp", "f16", n_ctx=declared), serve(llama)))["context"].differs is differs
+    paged = {**SGLANG, "/server_info": json.dumps({**json.loads(SGLANG["/server_info"]), "page_size": 64})}
+    for declared, differs in (("8200", False), ("8256", True), ("8191", True)):
+        found = findings(arm("sglang", dtype="float16", max_total_tokens=declared), serve(paged))
+        assert by_name(found)["pool size"].differs is differs
+
+
+def test_values_of_vllm_that_are_lists_or_json_are_compared_as_such(serve: Serve) -> None:
+    log = (
+        "non-default args: {'served_model_name': ['m'], 'hf_overrides': {'a': 1}, 'reasoning_parser': 'qwen3'}\n"
+        "Initializing a V1 LLM engine (v0) with config: dtype=torch.bfloat16, "
+        "structured=StructuredOutputsConfig(backend='auto', nested=X(reasoning_parser='')), seed=0\n"
+    )
+    named = {"served_model_name": "m", "hf_overrides": '{"a":1}', "reasoning_parser": "qwen3", "seed": "0"}
+    found = by_name(findings(arm("vllm", **named), serve(VLLM), log))
+    assert all(found[name.replace("_", "-")].effective is not None for name in named)
+    assert not any(one.differs for name, one in found.items() if name != "speculation")
+    other = findings(arm("vllm", hf_overrides='{"a":2}'), serve(VLLM), log)
+    assert by_name(other)["hf-overrides"].differs
+
+
 def test_a_server_of_another_engine_is_refused(serve: Serve) -> None:
     with pytest.raises(EngineError, match="is no server of engine sglang: look what listens there"):
         findings(arm("sglang"), serve(VLLM))
@@ -179,7 +204,9 @@ def test_odd_answers_are_no_server_of_this_engine(serve: Serve, answer: str) -> 
         findings(arm("vllm"), serve({"/v1/models": answer}))
 
 
-def test_compilation_is_what_the_log_says() -> None:
-    log = "torch.compile took 12.5 s in total\nGraph capturing finished in 3 secs, took 0.1 GiB\n"
-    assert compilation_seconds(log) == 15.5
-    assert compilation_seconds("nothing of that") is None
+def test_preparation_is_what_the_log_says() -> None:
+    parts = "torch.compile took 12.5 s in total\nGraph capturing finished in 3 secs, took 0.1 GiB\n"
+    whole = "init engine (profile, create kv cache, warmup model) took 46.96 s (compilation: 12.5 s)\n"
+    assert preparation_seconds(parts) == 15.5
+    assert preparation_seconds(parts + whole) == 46.96
+    assert preparation_seconds("nothing of that") is None

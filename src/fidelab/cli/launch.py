@@ -20,7 +20,9 @@ if TYPE_CHECKING:
     from fidelab.engines.served import Finding
     from fidelab.runs.launch import Launched
 
-__all__ = ["PresetOptions", "TrustedPreset", "faults_of", "launch", "show_findings", "stop"]
+_SERVE = "serve."  # before an option of the server alone
+
+__all__ = ["PresetOptions", "faults_of", "launch", "show_findings", "stop"]
 
 
 def _running(incomplete: str) -> list[str]:
@@ -31,15 +33,6 @@ def _running(incomplete: str) -> list[str]:
 
 Name = Annotated[
     str, typer.Argument(help="A preset: its name, or the path of its file.", autocompletion=options.complete_preset)
-]
-TrustedPreset = Annotated[
-    list[Path] | None,
-    typer.Option(
-        "--trust",
-        metavar="FILE",
-        help="A preset's file that may set variables, start programs and name files; remembered.",
-        show_default=False,
-    ),
 ]
 
 
@@ -53,22 +46,17 @@ class PresetOptions(options.Options, panel="Preset"):
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="Another value, as for --candidate: kv=fp8_e4m3; may be repeated."
+            "--set",
+            metavar="KEY=VALUE",
+            help="Another value, as for --candidate: kv=fp8_e4m3; serve.KEY=VALUE: an option of its server alone; may "
+            "be repeated.",
         ),
     ] = None
-    python: Annotated[
-        str | None, typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False)
-    ] = None
-    prefix: Annotated[
-        str | None, typer.Option(help="Command before it: 'docker run …', 'srun …'.", show_default=False)
-    ] = None
-    pythonpath: Annotated[
-        list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
-    ] = None
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")] = "auto"
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads. \\[default: all usable cores]", min=1, show_default=False)
-    ] = None
+    python: options.Python = None
+    prefix: options.Prefix = None
+    pythonpath: options.PythonPath = None
+    device: options.Device = "auto"
+    threads: options.Threads = None
 
     def preset(self, name: str, trusted: Sequence[Path]) -> Preset:
         """The preset with these values.
@@ -80,6 +68,7 @@ class PresetOptions(options.Options, panel="Preset"):
         from fidelab.config.arms import arm_fields
         from fidelab.config.load import read_yaml
         from fidelab.config.presets import find_preset, load_preset
+        from fidelab.config.schema import merged_fields
         from fidelab.config.trust import Trust, check_trust
         from fidelab.errors import UsageError
 
@@ -92,8 +81,8 @@ class PresetOptions(options.Options, panel="Preset"):
                 raise UsageError(f"--set {text!r}: {error}") from None
             if "=" not in text or not {"preset", "engine"}.isdisjoint(fields):
                 raise UsageError(f"--set {text!r}: write KEY=VALUE, and another engine by --engine")
-            changes = _merged(changes, fields)
-        preset = load_preset(found, changes)
+            changes = merged_fields(changes, fields)
+        preset = load_preset(found, _for_server(changes, load_preset(found)))
         if self.engine not in (None, preset.engine_name):
             raise UsageError(f"--engine {self.engine}: preset {preset.name} is of engine {preset.engine_name}")
         given = {"python": self.python, "prefix": self.prefix, "pythonpath": self.pythonpath}
@@ -113,9 +102,13 @@ def _folders(place: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
     return {"pythonpath": tuple(place["pythonpath"])} if "pythonpath" in place else {}
 
 
-def _merged(fields: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
-    maps = {key: {**fields.get(key, {}), **value} for key, value in more.items() if isinstance(value, dict)}
-    return {**fields, **more, **maps}
+def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
+    """Changed options where the preset has them: those of its server alone, and ``serve.KEY``, go there."""
+    options, own = dict(changes.get("engine_args", {})), {}
+    for key in list(options):
+        if key.startswith(_SERVE) or key in preset.serve:
+            own[key.removeprefix(_SERVE)] = options.pop(key)
+    return {**changes, **({"engine_args": options} if options else {}), **({"serve": own} if own else {})}
 
 
 @options.expand_options
@@ -130,7 +123,7 @@ def launch(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the command; start nothing.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="Leave it running; fidelab stop ends it.")] = False,
     as_json: options.Json = False,
-    trusted: TrustedPreset = None,
+    trusted: options.Trusted = None,
 ) -> None:
     r"""Start the server of a preset, and check that it runs as declared.
 
@@ -251,9 +244,9 @@ def show_findings(found: Sequence[Finding]) -> None:
 def _show(launched: Launched, detached: bool) -> None:
     server = launched.server
     show_findings(launched.findings)
-    compiled = f", {launched.compiled:.0f} s of them compilation" if launched.compiled else ""
+    prepared = f", {launched.prepared:.0f} s of them compilation and warm-up" if launched.prepared else ""
     which = "first start" if not launched.earlier else f"start {len(launched.earlier) + 1} of this command"
-    print(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}{compiled})")
+    print(f"{server.name} answers at {server.url}/v1 after {launched.seconds:.1f} s ({which}{prepared})")
     print(f"settings read and compared in {launched.checked:.2f} s; log: {server.log}", flush=True)
     if detached:
         print(f"it goes on running as process {server.pid}; end it with: fidelab stop {server.name}", flush=True)
@@ -266,7 +259,7 @@ def _record(launched: Launched, faults: Sequence[str]) -> dict[str, Any]:
         "server": asdict(launched.server),
         "seconds": launched.seconds,
         "first_start": not launched.earlier,
-        "compilation_seconds": launched.compiled,
+        "preparation_seconds": launched.prepared,
         "checked_seconds": launched.checked,
         "findings": [asdict(one) for one in launched.findings],
         "differences": list(faults),

@@ -25,6 +25,7 @@ __all__ = [
     "AxesOptions",
     "Benches",
     "CapturedRunsOptions",
+    "Device",
     "DryRun",
     "EngineOptions",
     "FailUnder",
@@ -33,7 +34,10 @@ __all__ = [
     "Options",
     "Overrides",
     "Plot",
+    "Prefix",
     "Preset",
+    "Python",
+    "PythonPath",
     "Reference",
     "RunDir",
     "RunsOptions",
@@ -42,6 +46,7 @@ __all__ = [
     "ServableEngineOptions",
     "Set",
     "TextOptions",
+    "Threads",
     "Trusted",
     "WouldRemove",
     "begin_from_preset",
@@ -293,6 +298,22 @@ FailUnder = Annotated[
     ),
 ]
 
+Python = Annotated[
+    str | None,
+    typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False),
+]
+Prefix = Annotated[
+    str | None,
+    typer.Option(help="Command before that interpreter: 'docker run …', 'ssh host', 'srun …'.", show_default=False),
+]
+PythonPath = Annotated[
+    list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
+]
+Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")]
+Threads = Annotated[
+    int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
+]
+
 # -------------------------------------------------------------------------------------- parts of an experiment
 
 
@@ -302,23 +323,13 @@ class EngineOptions(Options, panel=ENGINE):
     engine: Annotated[
         str, typer.Option(help="Engine that runs all arms.", autocompletion=_of_table("fidelab.engines", "ENGINES"))
     ] = "hf"
-    python: Annotated[
-        str | None,
-        typer.Option(help="Interpreter of the engine's environment; found by itself.", show_default=False),
-    ] = None
-    prefix: Annotated[
-        str | None,
-        typer.Option(help="Command before that interpreter: 'docker run …', 'ssh host', 'srun …'.", show_default=False),
-    ] = None
-    pythonpath: Annotated[
-        list[str] | None, typer.Option(help="Folder of modules that go before the engine's own; may be repeated.")
-    ] = None
+    python: Python = None
+    prefix: Prefix = None
+    pythonpath: PythonPath = None
     engine_arg: Annotated[list[str] | None, typer.Option(help="Engine option K=V; may be repeated.")] = None
     dtype: Annotated[str, typer.Option(help="Compute type: auto, float32, bfloat16, float16.")] = "auto"
-    device: Annotated[str, typer.Option(help="cpu, cuda, cuda:0 … or auto.")] = "auto"
-    threads: Annotated[
-        int | None, typer.Option(help="CPU threads of a worker. \\[default: all usable cores]", show_default=False)
-    ] = None
+    device: Device = "auto"
+    threads: Threads = None
     deadline: Annotated[
         float | None,
         typer.Option(help="Seconds for one arm, model load included. \\[default: 14400]", show_default=False),

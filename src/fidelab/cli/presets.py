@@ -11,7 +11,7 @@ import typer
 
 from fidelab.cli import options
 from fidelab.cli.commands import Commands
-from fidelab.cli.launch import Name, PresetOptions, TrustedPreset, faults_of, show_findings
+from fidelab.cli.launch import Name, PresetOptions, faults_of, show_findings
 from fidelab.cli.output import note, open_console
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def list_presets(as_json: options.Json = False) -> None:
 
 @app.command()
 @options.expand_options
-def show(*, name: Name, preset: PresetOptions, trusted: TrustedPreset = None) -> None:
+def show(*, name: Name, preset: PresetOptions, trusted: options.Trusted = None) -> None:
     """Print a preset as YAML, and the command of its engine's own server."""
     import shlex
 
@@ -96,7 +96,7 @@ def check_preset(
     ] = None,
     log: Annotated[Path | None, typer.Option(help="What that server printed, where you have it.")] = None,
     as_json: options.Json = False,
-    trusted: TrustedPreset = None,
+    trusted: options.Trusted = None,
 ) -> None:
     r"""Compare a running server's settings with a preset; without a server, ask the engine whether it can run it.
 

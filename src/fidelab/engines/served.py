@@ -18,16 +18,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fidelab.core import Arm
+from fidelab.core import Arm, canonical_json
 from fidelab.engines.openai.http import Client
 from fidelab.engines.openai.server import cache_labels, optional_object
 from fidelab.engines.options import switched
 from fidelab.errors import EngineError
 
-__all__ = ["KV", "Finding", "compilation_seconds", "findings"]
+__all__ = ["KV", "Finding", "findings", "preparation_seconds"]
 
 KV, CONTEXT, BACKEND, POOL, SPECULATION = "KV type", "context", "attention backend", "pool size", "speculation"
 _NONE = "none"
+_LLAMA_CELLS = 256  # llama.cpp makes caches of whole multiples
 _OWN = ("estimator", "force")  # options of fidelab's own
 _UNITS = {"k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 # One type under several names.
@@ -54,8 +55,12 @@ _STANDARD: Mapping[str, Mapping[str, str]] = {
     },
     "llamacpp": {CONTEXT: "n-ctx", BACKEND: "flash-attn", SPECULATION: "draft-model"},
 }
-_COMPILED = re.compile(r"(?:torch\.compile took|torch\.compile takes|[Gg]raph capturing finished in|"
-                       r"[Cc]apture cuda graph end\. Time elapsed:) *([0-9.]+) *s")  # fmt: skip
+# What engines log about compilation, graphs and warm-up; vLLM's line covers all of them.
+_PREPARED = re.compile(r"init engine \([^)]*\) took *([0-9.]+) s")
+_COMPILED = re.compile(
+    r"(?:torch\.compile takes|torch\.compile took|[Gg]raph capturing finished in|"
+    r"[Cc]apture cuda graph end\. Time elapsed:) *([0-9.]+) *s"
+)
 
 
 @dataclass(frozen=True)
@@ -107,7 +112,7 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
             declared, effective = _speculation(declared), _speculation(effective)
             differs = effective is not None and (declared or _NONE) != effective
         else:
-            differs = _differ(declared, effective)
+            differs = _differ(declared, effective) and not _rounded(arm.engine, what, declared, effective, said)
         found.append(Finding(what, declared, effective, differs, said.more.get(what, "")))
     if POOL not in standard:
         found.append(Finding(POOL, None, None, more=said.more.get(POOL, "")))
@@ -119,10 +124,11 @@ def findings(arm: Arm, client: Client, log: str = "") -> list[Finding]:
     return found
 
 
-def compilation_seconds(log: str) -> float | None:
-    """Seconds that the engine says it compiled and captured graphs for; ``None``: it says nothing of it."""
-    found = [float(match[1]) for match in _COMPILED.finditer(log)]
-    return sum(found) if found else None
+def preparation_seconds(log: str) -> float | None:
+    """Seconds that the engine says it compiled, captured graphs and warmed up for; ``None``: it says nothing of it."""
+    found = [float(match[1]) for match in _PREPARED.finditer(log)]
+    parts = found[-1:] or [float(match[1]) for match in _COMPILED.finditer(log)]
+    return sum(parts) if parts else None
 
 
 # ------------------------------------------------------------------------------------------------- comparison
@@ -154,14 +160,29 @@ def _differ(declared: str | None, effective: str | None) -> bool:
     return bool(_plain(declared) != _plain(effective))
 
 
+def _rounded(engine: str, what: str, declared: str | None, effective: str | None, said: _Said) -> bool:
+    """Whether a number of tokens is what the engine makes of the declared one: whole cells of a cache, or pages."""
+    asked, has = (_plain(text or "") for text in (declared, effective))
+    if not (isinstance(asked, float) and isinstance(has, float)):
+        return False
+    if (engine, what) == ("llamacpp", CONTEXT):
+        return 0 <= has - asked < _LLAMA_CELLS
+    return (engine, what) == ("sglang", POOL) and 0 <= asked - has < int(said.settings.get("page-size", "1"))
+
+
 def _plain(text: str) -> Any:
-    """A value as it is compared: switches, numbers with and without units, types, other words in lower case."""
+    """A value as it is compared: switches, numbers with and without units, JSON, types, words in lower case."""
     text = text.strip()
+    if text[:1] in ("{", "["):
+        try:
+            return canonical_json(json.loads(text))
+        except ValueError:
+            return text
     if (on := {"enabled": True, "disabled": False}.get(text.lower(), switched(text))) is not None:
         return on
     number, unit = (text[:-1], text[-1]) if text[-1:] in _UNITS else (text, "")
     try:
-        return float(number) * _UNITS.get(unit, 1)
+        return float(float(number) * _UNITS.get(unit, 1))
     except ValueError:
         return _type(text.lower())
 
@@ -182,6 +203,7 @@ def _speculation(text: str | None) -> str | None:
 # ---------------------------------------------------------------------------------------------------- engines
 
 
+_NESTED = re.compile(r"\([^()]*\)|\{[^{}]*\}|\[[^\[\]]*\]")
 _SETTING = re.compile(r"\b([a-z]\w*)=('[^']*'|[\w./:-]+)")
 _VLLM_CONFIG = re.compile(r"Initializing a V1 LLM engine .*? with config: (.*)")
 _VLLM_GIVEN = re.compile(r"non-default args: (\{.*\})")
@@ -201,8 +223,8 @@ def _vllm(client: Client, log: str) -> _Said | None:
     config = found[-1] if (found := _VLLM_CONFIG.findall(log)) else ""
     given = found[-1] if (found := _VLLM_GIVEN.findall(log)) else "{}"
     settings = {
-        **{_dashed(name): str(value) for name, value in _literal(given).items()},
-        **{_dashed(name): value.strip("'") for name, value in _SETTING.findall(config)},
+        **{_dashed(name): text for name, value in _literal(given).items() if (text := _text(value)) is not None},
+        **{_dashed(name): value.strip("'") for name, value in _SETTING.findall(_flat(config))},
     }
     settings |= {_dashed(name): value for name, value in labels.items() if value != "None"}
     settings = {_VLLM_NAMES.get(name, name): value for name, value in settings.items()}
@@ -295,6 +317,25 @@ def _literal(text: str) -> dict[str, Any]:
     except (ValueError, SyntaxError, MemoryError, RecursionError):
         return {}
     return {str(key): item for key, item in value.items()} if isinstance(value, dict) else {}
+
+
+def _text(value: Any) -> str | None:
+    """A value of that mapping as an option has it; ``None`` where it has no such form."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, dict | list):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError):
+            return None
+    return str(value)
+
+
+def _flat(config: str) -> str:
+    """Settings as vLLM prints them, without what stands inside others."""
+    while (shorter := _NESTED.sub("", config)) != config:
+        config = shorter
+    return config
 
 
 def _dashed(name: str) -> str:

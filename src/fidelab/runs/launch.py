@@ -19,7 +19,7 @@ from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
-from fidelab.engines.served import Finding, compilation_seconds, findings
+from fidelab.engines.served import Finding, findings, preparation_seconds
 from fidelab.environments.environment import Environment, locate, read_marker
 from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.errors import InputError, NotSupportedError, UsageError
@@ -53,15 +53,16 @@ class Plan:
 class Launched:
     """A server that answers, and what it says about its settings.
 
-    ``seconds``: until it answered; ``earlier``: those of earlier starts of the same command; ``compiled``: seconds of
-    compilation that its log names; ``checked``: seconds from then, and one completion, to the last finding.
+    ``seconds``: until it answered; ``earlier``: those of earlier starts of the same command; ``prepared``: seconds of
+    compilation, graphs and warm-up that its log names; ``checked``: seconds from then, and one completion, to the last
+    finding.
     """
 
     server: Served
     process: subprocess.Popen[bytes]
     seconds: float
     earlier: tuple[float, ...]
-    compiled: float | None
+    prepared: float | None
     checked: float
     findings: tuple[Finding, ...] = field(default=())
 
@@ -171,7 +172,7 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
             process,
             seconds,
             tuple(starts.earlier),
-            compilation_seconds(log),
+            preparation_seconds(log),
             time.monotonic() - answered,
             tuple(found),
         )

@@ -23,6 +23,7 @@ _FLAGS: Mapping[str, str] = {
     "use-mlock": "mlock",
     "offload-kqv": "kv-offload",
 }
+_ALL_LAYERS = "999"  # more than any model has
 _WORDS = ("flash-attn",)  # on, off and auto are its values
 # Fields of an arm that the server of llama-cpp-python has under the same names.
 _SETTINGS = (
@@ -50,8 +51,11 @@ def serve_command(arm: Arm, host: str, port: int) -> list[str]:
         words += ["--alias", arm.model]
     words += ["--cache-type-k", arm.kv.k.name, "--cache-type-v", arm.kv.v.name]
     options = dict(arm.options)
+    gpu, colon, number = arm.device.partition(":")
+    if gpu != "cpu" and "n-gpu-layers" not in options:  # as in a comparison
+        words += ["--n-gpu-layers", _ALL_LAYERS, *(["--split-mode", "none", "--main-gpu", number] if colon else [])]
     if "flash-attn" not in options:
-        words += ["--flash-attn", "on"]  # as in a comparison
+        words += ["--flash-attn", "on"]
     return [*words, *flags(arm.options, _FLAGS, _WORDS)]
 
 
@@ -72,6 +76,7 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
         "type_v": str(GGML_TYPES[arm.kv.v.name][0]),
         "flash_attn": "true",
         "interrupt_requests": "false",  # else a request ends the one before it
+        **({} if arm.device == "cpu" else {"n_gpu_layers": "-1"}),
     }
     for key, value in arm.options:
         name, on = key.replace("-", "_"), switched(value)
