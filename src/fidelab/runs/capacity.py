@@ -13,6 +13,7 @@ import fidelab
 from fidelab.bench.serving import Requests, ServingSettings, ServingWatch, measure_capacity, reach
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, Status, slug
+from fidelab.engines import ENGINES
 from fidelab.environments.servers import end
 from fidelab.errors import FidelabError
 from fidelab.plan.arms import serve_command
@@ -54,6 +55,8 @@ def capacity_of_arms(
         KeyboardInterrupt: stopped; the server is ended, and the arms so far are in the folder's report.
     """
     arms = [arm_of(preset, device=device, threads=threads) for preset in presets]
+    for arm in arms:
+        ENGINES.load(arm.engine).serve_command(arm, _HOST, 0)  # refuses an engine that has no server
     settings = {"arms": [preset.arm_fields() for preset in presets], "load": dict(load)}
     folder = RunFolder.create(output_dir, f"capacity-{slug(presets[0].model)}", yaml.safe_dump(settings))
     created, records = datetime.now(UTC).replace(microsecond=0), list[ArmRecord]()
