@@ -77,6 +77,10 @@ def test_flags_of_sglang_are_options(program: str) -> None:
     assert found["engine_args"] == {"tp": "2", "cuda-graph": "off"}
 
 
+def test_sglang_captures_graphs_unless_it_is_told_not_to() -> None:
+    assert settings("sglang serve --model-path m")["engine_args"] == {"cuda-graph": "on"}
+
+
 def test_flags_of_llama_server_are_options() -> None:
     found = settings("llama-server -m m.gguf -ctk q8_0 -c 4096 -ngl -1 -fa -b 256 -ub 64 --no-mmap -t 2 -np 4 --jinja")
     assert (found["engine"], found["model"], found["threads"]) == ("llamacpp", "m.gguf", "2")

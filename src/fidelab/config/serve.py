@@ -158,6 +158,7 @@ _DIALECTS: Mapping[str, _Dialect] = {
             "disable-cuda-graph": ("cuda-graph", "off", "on"),
         },
         negates=False,
+        unsaid={"cuda-graph": "on"},  # on CPUs SGLang has none, whatever it is told
     ),
     "llamacpp": _Dialect(
         native_kv="f16",
