@@ -49,6 +49,13 @@ def refused(*words: object, cwd: Path) -> str:
     ("words", "said"),
     [
         ((*FAKE, "--kv", "tlit", *SIZES), "did you mean 'tilt'? There are: tilt, "),
+        (("compare", "--serve", "vllm serve m; reboot", "--change", "-q x"), "--serve: ';' is for a shell"),
+        (("compare", "--serve", "vllm serve m", "--change", "--port 1"), "changes nothing that is compared"),
+        (("compare", "--serve", "vllm serve m"), "name at least one candidate"),
+        (("compare", "m", "--serve", "vllm serve m", "--change", "-q x"), "leave out MODEL"),
+        (("compare", "m", "--change", "-q x"), "give that with --serve COMMAND"),
+        (("bench", "capacity"), "name a MODEL whose server is started"),
+        (("bench", "capacity", "smollm2-135m", "--engine", "hf"), "engine hf has no server of its own"),
         ((*HF, "--kv", "fp8_e4m2"), "did you mean 'fp8_e4m3'? There are: fp8_e4m3, "),
         ((*HF, "--kv", "q9"), "There are: q"),
         ((*HF, "--kv", "f32/nope"), "unknown KV format of engine hf 'nope'"),

@@ -106,6 +106,11 @@ def test_a_kernel_of_a_hub_is_code_too(room: Path) -> None:
     refused(cli("run", file, "--dry-run", cwd=room), "attention 'evil/kernel' is code of a hub")
 
 
+def test_words_that_a_report_would_tell_people_to_run_are_asked_for(room: Path) -> None:
+    file = write(room, serve={"wrapper": ["docker", "run", "-v", "/:/host", "evil"], "words": ["--port", "1"]})
+    refused(cli("run", file, "--dry-run", cwd=room), "docker run -v /:/host evil", "would stand in the commands")
+
+
 def test_trust_lets_a_file_run_and_is_remembered(room: Path, memory: Path) -> None:
     file = write(room, engine=fake(**PREFIX))
     first = cli("run", file, "--trust", file, cwd=room)

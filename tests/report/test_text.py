@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from markupsafe import escape
 from rich.cells import cell_len
 from rich.console import Console
 
 from fidelab.core import Status
+from fidelab.report.html import render_html
 from fidelab.report.text import render_text, wrap_name
 from fidelab.results.measurement import Definition, Measurement
 from fidelab.results.record import Report, Verdict
@@ -51,6 +53,20 @@ def test_no_line_exceeds_the_width(report: Report, width: int) -> None:
 def test_every_outcome_is_printed(width: int, word: str) -> None:
     text = printed(sample_report(), width)
     assert word in text or (width == 80 and all(part in text for part in word.split()))  # on two lines
+
+
+def test_the_command_of_an_arms_server_is_one_line_and_what_is_in_no_arm_is_said() -> None:
+    command = f"vllm serve m --kv-cache-dtype fp8 --x '<a b>' {'--long-option-name value ' * 5}".strip()
+    ignored = {"--port 1": "only concerns serving", "--host h": "only concerns serving", "image": "not used"}
+    report = sample_report(candidates=(arm("fp8", serve_command=command),), settings={"serve": {"ignored": ignored}})
+    text = printed(report, 80)
+    assert f"  fp8:\n    {command}\n" in text
+    said = "of the pasted command, in no arm: --port 1, --host h (only concerns serving); image (not used)"
+    assert said in " ".join(text.split())
+    page = render_html(report)
+    assert f'<pre class="command">{escape(command)}</pre>' in page
+    assert said in page
+    assert "to serve an arm" not in printed(sample_report())
 
 
 @pytest.mark.parametrize("width", [80, 100])

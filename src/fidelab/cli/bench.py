@@ -33,6 +33,7 @@ app = Commands(
 
 app.command("serve")(bench_serve.serve)
 app.command("sweep")(bench_serve.sweep)
+app.command("capacity")(bench_serve.capacity)
 app.command("calibrate")(bench_calibrate.calibrate)
 app.command("speculation")(bench_speculation.speculation)
 

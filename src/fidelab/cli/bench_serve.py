@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from fidelab.cli.axes import counts
-from fidelab.cli.options import Json, Options, RunsOptions, expand_options
+from fidelab.cli.options import EngineOptions, Json, Options, RunsOptions, expand_options
 from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.results.measurement import Measurement
 
-__all__ = ["serve", "sweep"]
+__all__ = ["capacity", "serve", "sweep"]
 
 
 class _ServerOptions(Options, panel="Server"):
@@ -107,6 +108,7 @@ class _OneLoadOptions(_LoadOptions):
             "dataset": self.dataset_name,
             "dataset_path": self.dataset_path,
             "dataset_output": self.sharegpt_output_len,
+            "fit": False,  # who asks for one load gets it
             "trace": self.trace,
             "trace_unit": self.trace_unit,
         }
@@ -117,11 +119,15 @@ class _ManyLoadsOptions(_LoadOptions):
 
     concurrency: Annotated[str, typer.Option(help="Requests in flight: 1,2,4,8.")] = "1,2,4,8"
     contexts: Annotated[str, typer.Option(help="Tokens of prompts: 128,1k,4k.")] = "1k"
+    fit: Annotated[
+        bool, typer.Option(help="Leave out cells whose requests the server's cache cannot hold together.")
+    ] = True
 
     def settings(self) -> dict[str, Any]:
         return super().settings() | {
             "contexts": counts("--contexts", self.contexts),
             "concurrency": counts("--concurrency", self.concurrency),
+            "fit": self.fit,
         }
 
 
@@ -241,6 +247,143 @@ def sweep(
     _gate(serving)
 
 
+class _CapacityOptions(Options, panel="Load"):
+    """What is tried."""
+
+    contexts: Annotated[
+        str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
+    ] = None
+    most: Annotated[int, typer.Option(min=1, help="Requests at once that are tried at most.")] = 256
+    random_output_len: Annotated[str, typer.Option(help="Tokens of each answer.")] = "64"
+    prompts: Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")] = "auto"
+    ignore_eos: Annotated[bool, typer.Option(help="Answers have all their tokens.")] = True
+
+    def settings(self) -> dict[str, Any]:
+        named = {"prompts": self.prompts, "ignore_eos": self.ignore_eos}
+        return {**named, "output": _single("--random-output-len", self.random_output_len), "warmup": 0}
+
+
+class _AnyServerOptions(_ServerOptions, panel="Server"):
+    """A server that runs, or none."""
+
+    base_url: Annotated[
+        str | None,
+        typer.Option(help="A server that runs, http://host:port. \\[default: MODEL's own is started]"),
+    ] = None  # type: ignore[assignment]
+
+
+class _TargetOptions(Options, panel="What is read"):
+    """When an answer is too late."""
+
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(help="Targets in ms that nine of ten requests must meet: ttft:500,tpot:50,e2el:5000."),
+    ] = None
+
+    def settings(self) -> dict[str, Any]:
+        return {"goodput": _targets(self.goodput or [], [])}
+
+
+class _CapacityRunOptions(_RunOptions, panel="Run"):
+    """How requests are sent, and where the run is kept."""
+
+    kv: Annotated[
+        list[str] | None,
+        typer.Option(help="KV format of MODEL's server; the first is what others are compared with; may be repeated."),
+    ] = None  # type: ignore[assignment]
+
+
+@expand_options
+def capacity(
+    *,
+    started: Annotated[
+        str | None,
+        typer.Argument(metavar="[MODEL]", help="Start its own server for each --kv, on --engine.", show_default=False),
+    ] = None,
+    server: _AnyServerOptions,
+    load: _CapacityOptions,
+    targets: _TargetOptions,
+    engine: EngineOptions,
+    run: _CapacityRunOptions,
+    as_json: Json = False,
+) -> None:
+    r"""Find the longest context and the most requests at once that a server takes, and what stops it.
+
+    Beyond is what is rejected, fails, is preempted, waits for room, or misses the targets of --goodput.  Beside it
+    stands what the size of the server's cache predicts.
+
+    [bold]Examples[/bold]
+
+      fidelab bench capacity --base-url http://host:8000
+
+      fidelab bench capacity --base-url http://host:8000 --contexts 1k,8k --goodput ttft:2000,tpot:50
+
+      fidelab bench capacity owner/model --engine vllm --kv auto --kv fp8_e4m3
+    """
+    from fidelab.bench.serving import measure_capacity, reach
+    from fidelab.errors import UsageError
+
+    contexts = () if load.contexts is None else counts("--contexts", load.contexts)
+    if (started is None) == (server.base_url is None):
+        raise UsageError("name a MODEL whose server is started, or a server that runs with --base-url: one of both")
+    if started is not None:
+        _start_and_measure(started, engine, load, contexts, {**load.settings(), **targets.settings()}, run, as_json)
+        return
+    if len(run.kv or []) > 1:
+        raise UsageError("a server that runs has one KV format: give --kv once, as a label")
+
+    def measure(settings: ServingSettings, key: str | None, keeper: Keeper) -> Measurement:
+        contact = reach(settings, key)
+        keeper.reached(contact)
+        return measure_capacity(contact, contexts, load.most, watch=keeper)
+
+    _, found = _run(server, load, targets, run, as_json, "capacity", measure)
+    exit_on([found.reason] if found.reason else [])
+
+
+def _start_and_measure(
+    model: str,
+    engine: EngineOptions,
+    load: _CapacityOptions,
+    contexts: Sequence[int],
+    settings: dict[str, Any],
+    run: _CapacityRunOptions,
+    as_json: bool,
+) -> None:
+    """The servers of one model, one after the other."""
+    from fidelab.cli.bench_watch import watcher
+    from fidelab.cli.output import command_line, gate
+    from fidelab.config.load import validate_as
+    from fidelab.config.schema import Preset
+    from fidelab.runs.capacity import capacity_of_arms
+
+    given = engine.settings()
+    named = {"engine": given["engine"], "model": model, "engine_args": given["engine_args"]}
+    named |= {"dtype": engine.dtype} if engine.dtype != "auto" else {}
+    presets = [
+        validate_as(Preset, {**named, "name": kv or "native", **({"kv": kv} if kv else {})}, "bench capacity")
+        for kv in run.kv or [""]
+    ]
+    report, folder = capacity_of_arms(
+        presets,
+        {**settings, **run.settings(), "tokenizer": model},
+        contexts,
+        load.most,
+        device=engine.device,
+        threads=engine.threads,
+        patience=engine.deadline or _PATIENCE,
+        output_dir=run.output_dir,
+        command=command_line(),
+        watch=watcher(),
+        say=note,
+    )
+    show_report(report, as_json=as_json, folder=folder.path)
+    gate(report, None)
+
+
+_PATIENCE = 1800.0  # seconds until a server must answer: a first start may compile
+
+
 # ----------------------------------------------------------------------------------------- flags → settings
 
 
@@ -290,8 +433,15 @@ def _targets(goodput: list[str], more: list[str]) -> dict[str, float]:
 
 
 def _run(
-    server: _ServerOptions, load: _LoadOptions, figures: _FigureOptions, run: _RunOptions, as_json: bool
+    server: _ServerOptions,
+    load: _LoadOptions | _CapacityOptions,
+    figures: _FigureOptions | _TargetOptions,
+    run: _RunOptions,
+    as_json: bool,
+    bench: str = "serving",
+    measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None = None,
 ) -> tuple[Keeper, Measurement]:
+    """Measure and report; ``measure``: the bench, where it is not the load itself."""
     from fidelab.bench.serving import Keeper, ServingSettings
     from fidelab.cli.bench_watch import watcher
     from fidelab.engines.openai.http import read_key
@@ -302,8 +452,8 @@ def _run(
     try:
         key = key or read_key(server.base_url, server.api_key_env)
         settings = ServingSettings.of(**options)
-        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=run.kv)
-        serving = _measure(settings, key, keeper)
+        keeper = Keeper(run.output_dir, _command(key), watcher(), name=run.name, kv=_label(run.kv), bench=bench)
+        serving = _measure(settings, key, keeper, measure)
     except (EngineError, UsageError) as error:  # words of engine openai, which has other flags
         raise type(error)(_in_flags(str(error))) from None
     report = keeper.keep(serving)
@@ -313,15 +463,26 @@ def _run(
     return keeper, serving
 
 
-def _measure(settings: ServingSettings, key: str | None, keeper: Any) -> Measurement:
+def _label(kv: str | list[str] | None) -> str | None:
+    return kv[0] if isinstance(kv, list) and kv else None if isinstance(kv, list) else kv
+
+
+def _measure(
+    settings: ServingSettings,
+    key: str | None,
+    keeper: Keeper,
+    measure: Callable[[ServingSettings, str | None, Keeper], Measurement] | None,
+) -> Measurement:
     """The load; on any exception the finished cells are kept."""
     from fidelab.bench.serving import measure_serving
 
     try:
+        if measure is not None:
+            return measure(settings, key, keeper)
         return measure_serving(settings, key, watch=keeper)
     except BaseException:
         keeper.close()
-        if keeper.report is not None:
+        if keeper.report is not None and keeper.folder is not None:
             keeper.finish()
             note(f"fidelab: the cells so far are in {keeper.folder.path}")
         raise

@@ -83,5 +83,7 @@ def _figures(cell: CellResult) -> str:
         for words, metric in figures.items()
         if (value := cell.value(metric.name)) is not None
     ]
+    if not parts:  # of another bench
+        parts = [f"{metric.value:g} {metric.name}" for metric in cell.metrics if metric.value is not None]
     parts += [why] if (why := why_invalid(cell.cell)) else []
     return ", ".join(parts) or "no figures"

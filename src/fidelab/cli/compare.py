@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -44,6 +44,26 @@ def compare(
         typer.Option(
             help="Candidate as KEY=VALUE,…: kv, name, preset, engine, model, dtype, python, or an engine's option; "
             "may be repeated.",
+            rich_help_panel=options.ARMS,
+        ),
+    ] = None,
+    serve: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND",
+            help="The reference as a server's command line: vllm serve …, python -m sglang.launch_server …, "
+            "llama-server …, docker run … IMAGE …, or @FILE.",
+            show_default=False,
+            rich_help_panel=options.ARMS,
+        ),
+    ] = None,
+    change: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FLAGS",
+            help="Candidate: what it changes in the command of --serve, as '--kv-cache-dtype fp8', NAME=VALUE, or "
+            "--no-FLAG; may be repeated.",
+            show_default=False,
             rich_help_panel=options.ARMS,
         ),
     ] = None,
@@ -115,6 +135,8 @@ def compare(
 
       fidelab compare smollm2-135m --vary attention=sdpa,eager --vary kv=bf16,int8
 
+      fidelab compare --serve 'llama-server -m m.gguf -fa on' --change '-ctk q8_0'
+
       fidelab compare --preset smollm2-cpu --engine vllm --kv fp8_e4m3
 
       fidelab compare --resume runs/20260101-120000-smollm2-135m
@@ -129,23 +151,31 @@ def compare(
         return
     levels = [word.removeprefix("preset=") for word in vary or [] if word.startswith("preset=")]
     varied = (f"preset={name}" for names in levels for name in names.split(","))
-    arms = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
-    presets = check_presets(filter(None, arms), Trust(trusted or []))
+    written = (preset and f"preset={preset}", reference, control, *(candidate or []), *varied)
+    presets = check_presets(filter(None, written), Trust(trusted or []))
     if trusted and not presets:
         raise UsageError(
             "--trust is for a run of somebody else that is gone on with: it goes with --resume RUN_DIR, or with the "
             "file of a preset"
         )
-    if model is None and preset is None:
-        raise UsageError("name a model: fidelab compare MODEL --kv FORMAT (or --preset NAME, or --resume RUN_DIR)")
-    if not kv and not candidate and not vary:
-        raise UsageError("name at least one candidate: --kv FORMAT, --candidate KEY=VALUE,…, or --vary KEY=A,B,…")
+    secrets: tuple[str, ...] = ()
+    if serve is not None:
+        arms, changes, secrets = _pasted(serve, change or [], context, engine)
+    elif change:
+        raise UsageError("--change is a change of a server's command line: give that with --serve COMMAND")
+    elif model is None and preset is None:
+        ways = "--serve COMMAND, or --preset NAME, or --resume RUN_DIR"
+        raise UsageError(f"name a model: fidelab compare MODEL --kv FORMAT (or {ways})")
+    else:
+        arms = {"model": model, **engine.settings(), **({} if reference is None else {"reference": reference})}
+        changes = []
+    if not kv and not candidate and not vary and not changes:
+        ways = "--kv FORMAT, --candidate KEY=VALUE,…, --vary KEY=A,B,…, or --change FLAGS beside --serve"
+        raise UsageError(f"name at least one candidate: {ways}")
     data: dict[str, Any] = {
-        "model": model,
-        **engine.settings(),
-        **({} if reference is None else {"reference": reference}),
+        **arms,
         "control": control,
-        "candidates": [*(kv or []), *(candidate or [])],
+        "candidates": [*changes, *(kv or []), *(candidate or [])],
         "vary": list(vary or []),
         "force": force,
         **axes.settings(),
@@ -155,8 +185,44 @@ def compare(
         "fail_under": fail_under,
         **({} if floor else {"floor": 0.0, "twins": 0.0}),
     }
-    data = options.begin_from_preset(preset, context, data)
-    launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot)
+    if serve is None:
+        data = options.begin_from_preset(preset, context, data)
+    launch(experiment_from(data, "compare", overrides or []), as_json, dry_run, plot, secrets)
+
+
+def _pasted(
+    command: str, changes: Sequence[str], context: typer.Context, flags: options.ServableEngineOptions
+) -> tuple[dict[str, Any], list[dict[str, Any]], tuple[str, ...]]:
+    """The arms of a pasted command: settings, candidates, and secrets that the record must not hold.
+
+    What ``flags`` say of the engine goes before the command's own words.
+
+    Raises:
+        UsageError: it cannot be read, or a flag says what the command itself says.
+    """
+    from fidelab.config.serve import read_change, read_served
+    from fidelab.engines import ENGINES
+    from fidelab.errors import UsageError
+
+    said = {"model": "MODEL", "engine": "--engine", "reference": "--reference", "preset": "--preset"}
+    for name, flag in said.items():
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise UsageError(f"the command of --serve says what the reference is: leave out {flag}")
+
+    def controlled(name: str) -> Mapping[str, str]:
+        return dict(getattr(ENGINES.load(name), "controlled", {}))
+
+    served = read_served(command, controlled)
+    own, given = served.settings(), flags.settings()
+    flagged = {key: value for key, value in given.items() if value not in (None, "auto")}
+    data = {
+        **own,
+        **flagged,
+        "engine": {**given["engine"], "name": served.engine},
+        "engine_args": {**own["engine_args"], **given["engine_args"]},
+    }
+    return data, [read_change(text, served, controlled) for text in changes], served.secrets
 
 
 def run(
@@ -220,8 +286,13 @@ def experiment_from(data: dict[str, Any], where: str, overrides: Sequence[str] =
     return validate(data, where)
 
 
-def launch(experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False) -> None:
-    """Run an experiment from flags: report on standard output, gate, exit code."""
+def launch(
+    experiment: Experiment, as_json: bool, dry_run: bool = False, plot: bool = False, secrets: Sequence[str] = ()
+) -> None:
+    """Run an experiment from flags: report on standard output, gate, exit code.
+
+    ``secrets``: what stands in the flags and is kept out of the record.
+    """
     from fidelab.cli.progress import watcher
     from fidelab.runs.conduct import execute
 
@@ -229,8 +300,13 @@ def launch(experiment: Experiment, as_json: bool, dry_run: bool = False, plot: b
         from fidelab.cli.dry_run import show_plan
 
         show_plan(experiment, as_json)
+        for words, reason in (experiment.serve.ignored if experiment.serve else {}).items():
+            note(f"fidelab: of the pasted command, in no arm: {words} ({reason})")
         return
-    report, folder = execute(experiment, command=command_line(), listener=watcher())
+    command = command_line()
+    for secret in secrets:
+        command = command.replace(secret, "…")
+    report, folder = execute(experiment, command=command, listener=watcher())
     show_report(report, as_json=as_json, folder=folder.path, plot=plot)
     gate(report, experiment.fail_under)
 

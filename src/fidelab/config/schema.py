@@ -27,7 +27,7 @@ from fidelab.config.grid import cell_fields, check_vary, levels_of, option_key, 
 from fidelab.core import KVSpec
 from fidelab.errors import FidelabError, UsageError
 
-__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options", "Preset", "merged_fields"]
+__all__ = ["ArmConfig", "EngineConfig", "Experiment", "KVFormat", "Options", "Preset", "ServeConfig", "merged_fields"]
 
 _IMAGE = re.compile(r"[A-Za-z0-9][\w./:@-]*")  # a dash at its start would be a flag of docker
 
@@ -124,6 +124,9 @@ class ArmConfig(BaseModel):
     dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
     engine_args: Options = Field(default_factory=dict, description="engine options of this arm alone")
     env: Options = Field(default_factory=dict, description="environment variables of this arm's process alone")
+    without: tuple[str, ...] = Field(
+        default=(), description="options of the experiment's engine_args that this arm alone goes without"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -136,6 +139,19 @@ class ArmConfig(BaseModel):
             return arm_of(value)
         except FidelabError as error:
             raise ValueError(str(error)) from None
+
+
+class ServeConfig(BaseModel):
+    """What the command line of a server says besides the arms: it stands again in the commands of the report."""
+
+    model_config = _STRICT
+
+    program: tuple[str, ...] = Field(default=(), description="words before the flags; none: an image starts by itself")
+    wrapper: tuple[str, ...] = Field(default=(), description="docker run … IMAGE, where the server runs in a container")
+    model_flag: str = Field(default="", description="flag that names the model; empty: a word of its own")
+    words: tuple[str, ...] = Field(default=(), description="flags that go into no arm")
+    mounts: dict[str, str] = Field(default_factory=dict, description="folder in the image → folder here")
+    ignored: dict[str, str] = Field(default_factory=dict, description="words that go into no arm → the reason")
 
 
 class Preset(ArmConfig):
@@ -177,6 +193,9 @@ class Experiment(BaseModel):
     )
     engine_args: Options = Field(default_factory=dict, description="engine options of all arms")
     env: Options = Field(default_factory=dict, description="environment variables of all arms' processes")
+    serve: ServeConfig | None = Field(
+        default=None, description="what a pasted server command says besides the arms; written by compare --serve"
+    )
     reference: ArmConfig = Field(default_factory=ArmConfig, description="the arm all others are compared with")
     control: ArmConfig | Literal["auto", "full", "none"] = Field(
         default="auto", description="arm that should cost nothing; full: also what tells format loss from kernel loss"

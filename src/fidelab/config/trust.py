@@ -198,6 +198,10 @@ def demands(settings: Asking) -> list[Demand]:
     for values in ((getattr(settings, "axes", None) or {}).values(), getattr(settings, "benches", {}).values()):
         for key, value in (leaf for owner in values for leaf in _leaves("", owner)):
             found += _file(key, value, Path.is_file)
+    serve = settings.serve if isinstance(settings, Experiment) else None
+    if serve is not None:
+        words = shlex.join([*serve.wrapper, *serve.program, *serve.words])
+        found.append(Demand("serve", words, "would stand in the commands that the report shows"))
     return list(dict.fromkeys(found))
 
 

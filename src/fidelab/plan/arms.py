@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
+from fidelab.config.schema import ArmConfig, EngineConfig, Experiment, ServeConfig
+from fidelab.config.serve import PORTS, move_folders
 from fidelab.core import Arm, KVSpec
-from fidelab.engines import k16v8
+from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.variables import check_env
 from fidelab.environments.answers import EngineAnswers
-from fidelab.errors import UnknownNameError
+from fidelab.errors import NotSupportedError, UnknownNameError
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.plan.deploy import engine_class
@@ -29,6 +31,7 @@ __all__ = [
     "other_attention",
     "resolve_arm",
     "same_attention",
+    "serve_command",
     "served_name",
     "twins_of",
     "with_kv",
@@ -52,7 +55,7 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
         path, weights = model.gguf, file_sha256(model.gguf)
     dtype = config.dtype or dtype
     shared = experiment.engine_args if engine.name == experiment.engine.name else {}
-    options = {**shared, **config.engine_args}
+    options = {key: value for key, value in shared.items() if key not in config.without} | config.engine_args
     env = {**experiment.env, **config.env}
     check_env(env)
     options = _one_spelling(options, engine_class(engine).aliases)
@@ -100,6 +103,7 @@ def _name(config: ArmConfig) -> str:
         config.dtype,
         *(_host(value) if key == "base-url" else f"{key}={value}" for key, value in config.engine_args.items()),
         *(f"{key}={value}" for key, value in config.env.items()),
+        *(f"without {key}" for key in config.without),
     ]
     return " ".join(filter(None, differences))
 
@@ -133,6 +137,65 @@ def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswer
     for fmt in (config.kv.k, config.kv.v):
         if fmt.name not in known:
             raise UnknownNameError(f"KV format of engine {engine.name}", fmt.name, known)
+
+
+# ------------------------------------------------------------------------------------------- its server
+
+_HOST = "127.0.0.1"
+_ALIASES = ("--served-model-name", "--alias")
+
+
+def serve_command(experiment: Experiment | None, arm: Arm) -> str | None:
+    """The command line that starts the engine's own server with what this arm says, to be copied into a shell.
+
+    Where the experiment was made of such a command, what that says besides the arms stands in it again, and folders
+    are those of its image.  ``None`` where the engine has no server, or its server cannot be told this.
+    """
+    if arm.engine not in ENGINES.names():
+        return None
+    cls, serve = engine_class(EngineConfig(name=arm.engine)), ServeConfig()
+    if experiment is not None and experiment.serve is not None and arm.engine == experiment.engine.name:
+        serve = experiment.serve
+    repository, _, revision = arm.model.partition("@")
+    is_hub = "snapshots" in Path(arm.path).parts  # as huggingface_hub keeps them
+    inside = {here: there for there, here in serve.mounts.items()}
+    path = repository if is_hub else move_folders(arm.path, inside)
+    options = tuple((key, move_folders(value, inside)) for key, value in arm.options)
+    pasted = bool(serve.program or serve.wrapper)
+    named = replace(arm, path=path, model=path if pasted else arm.model, options=options)
+    try:
+        words = cls.serve_command(named, _HOST, PORTS.get(arm.engine, 8000))
+        variables = {name: move_folders(value, inside) for name, value in cls.serve_variables(named).items()}
+    except (NotSupportedError, ImportError):
+        return None
+    if is_hub and revision:
+        words += ["--revision", revision]
+    if pasted:
+        words = _as_pasted(words, path, serve)
+    elif is_hub or Path(arm.model).is_absolute():  # the path says the same
+        words = _without_pair(words, *_ALIASES)
+    if serve.wrapper:
+        given = [word for name, value in variables.items() for word in ("-e", f"{name}={value}")]
+        return " ".join(map(_quoted, [*serve.wrapper[:-1], *given, serve.wrapper[-1], *words]))
+    return " ".join([*(f"{name}={_quoted(value)}" for name, value in variables.items()), *map(_quoted, words)])
+
+
+def _as_pasted(words: Sequence[str], path: str, serve: ServeConfig) -> list[str]:
+    """The words of an engine's server with the program, the host and what else goes into no arm as they were pasted."""
+    at = words.index(path)
+    rest = _without_pair(words[at + 1 :], "--host", "--port")
+    return [*serve.program, *([serve.model_flag] if serve.model_flag else []), path, *rest, *serve.words]
+
+
+def _without_pair(words: Sequence[str], *flags: str) -> list[str]:
+    """The words without some flags and the values behind them."""
+    return [word for n, word in enumerate(words) if word not in flags and (n == 0 or words[n - 1] not in flags)]
+
+
+def _quoted(word: str) -> str:
+    """A word as a shell reads it back; the user's home, which no report needs, as ``~``."""
+    home = f"{Path.home()}/"
+    return f"~/{shlex.quote(word.removeprefix(home))}" if word.startswith(home) else shlex.quote(word)
 
 
 # ------------------------------------------------------------------------------------------- twins

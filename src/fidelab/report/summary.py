@@ -316,7 +316,7 @@ def bench_headlines(arms: Sequence[tuple[ReportArm, ArmRecord]]) -> tuple[str, .
         first = next(metric for metric in metrics if metric is not None)
         at = f" at {one_line(label(first.cell))}" if first.cell else ""
         mib = any(metric is not None and _in_mib(metric) for metric in metrics)
-        unit = "MiB" if mib else first.unit
+        unit = "MiB" if mib else "" if first.unit == "count" else first.unit
         figures = [
             f"{arm.name} {format_figure(metric.value, metric.unit, mib=mib)} {unit}".rstrip()
             + _against(metric, metrics[0] if n else None)

@@ -113,6 +113,13 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line(view.truth)
     if view.ranking:
         line(view.ranking)
+    if view.ignored:
+        line(view.ignored)
+    if view.serve_commands:
+        line("to serve an arm:")
+    for name, command in view.serve_commands:
+        console.print(literal(f"  {name}:", console))
+        console.print(literal(f"    {command}", console), soft_wrap=True)  # one line, to be copied
     if lacking:
         line(f"narrow terminal: {joined(lacking)} are left out")
     if plot:

@@ -182,6 +182,10 @@ class View:
     run_details: tuple[tuple[str, str], ...]
     settings: str
     command: str
+    serve_commands: tuple[tuple[str, str], ...]
+    """Reference and candidates whose engines have servers: name, and the command line of that server."""
+    ignored: str
+    """What of a pasted command went into no arm, with the reasons; empty where there is nothing."""
     compared: str
     text: str
     reference: FrontierPoint | None
@@ -264,6 +268,12 @@ def build_view(report: Report) -> View:
         run_details=tuple(_run_details(report)),
         settings=json.dumps(report.settings, indent=2, ensure_ascii=False, allow_nan=False),
         command=report.command,
+        serve_commands=tuple(
+            (one_line(arm.name), one_line(arm.serve_command))
+            for arm in (report.reference, *report.candidates)
+            if arm.serve_command
+        ),
+        ignored=_ignored(report),
         compared=_compared(report, performance, fidelity),
         text=_text(report),
         reference=None
@@ -278,6 +288,18 @@ def build_view(report: Report) -> View:
 
 def _present(*tables: TextTable | None) -> tuple[TextTable, ...]:
     return tuple(table for table in tables if table is not None)
+
+
+def _ignored(report: Report) -> str:
+    serve = report.settings.get("serve")
+    reasons = serve.get("ignored") if isinstance(serve, dict) else None
+    if not isinstance(reasons, dict) or not reasons:
+        return ""
+    by_reason: dict[str, list[str]] = {}
+    for words, reason in reasons.items():
+        by_reason.setdefault(one_line(str(reason)), []).append(one_line(str(words)))
+    said = "; ".join(f"{', '.join(words)} ({reason})" for reason, words in by_reason.items())
+    return f"of the pasted command, in no arm: {said}"
 
 
 def _row(role: str, arm: ArmRecord, reference: ArmRecord, saving: str) -> ArmRow:

@@ -187,6 +187,8 @@ class ArmRecord(Outcome):
     """The model as the user knows it."""
     kv: KVFormats
     """What was asked."""
+    serve_command: str | None = None
+    """Command line of the engine's own server with this arm, to be copied; null where it has none."""
     ran: RuntimeRecord | None = None
     """What ran; null where nothing was opened."""
     axes: dict[str, Measurement] = Field(default_factory=dict)

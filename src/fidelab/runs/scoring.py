@@ -19,6 +19,7 @@ from fidelab.engines import ENGINES
 from fidelab.engines.base import one_line
 from fidelab.metrics.composite import Band, composite, cost_alike, verdict
 from fidelab.metrics.composite import Ruling as Ruling
+from fidelab.plan.arms import serve_command
 from fidelab.plan.resolve import CONTROL, TRUTH
 from fidelab.results.measurement import Measurement, Metric
 from fidelab.results.numbers import counted
@@ -105,7 +106,7 @@ def score_run(experiment: Experiment, facts: RunFacts, results: Sequence[ArmResu
         environment=dict(facts.environment),
         settings=experiment.model_dump(mode="json"),
         comparability_key={**scorer.comparability(), **_bench_keys(experiment, facts, reference)},
-        reference=_bare_record(replace(reference, status=status, reason=reason)),
+        reference=_bare_record(experiment, replace(reference, status=status, reason=reason)),
         control=None if control is None else summary.record(control),
         controls=tuple(summary.record(result) for result in controls),
         candidates=tuple(summary.record(candidate) for candidate in candidates),
@@ -156,7 +157,7 @@ class _Summary:
         if "trajectory" in axes:
             others = [measured.result for measured in self.measured.values()]
             axes["trajectory"] = with_forecast(axes["trajectory"], result, self.reference, others)
-        base = _bare_record(result)
+        base = _bare_record(self.experiment, result)
         return base.model_copy(
             update={
                 "status": status,
@@ -387,7 +388,7 @@ def _truth(experiment: Experiment, reference: ArmResult, diagnostics: Sequence[A
         return None
     arm = measure_truth(experiment, reference, truth)
     axes = _Summary(experiment, {TRUTH: arm}, reference, {}).axes(arm)
-    return _bare_record(truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
+    return _bare_record(experiment, truth).model_copy(update={"status": arm.status, "reason": arm.reason, "axes": axes})
 
 
 def _kernel(result: ArmResult) -> str | None:
@@ -420,7 +421,7 @@ def _native_keys(kv: KVSpec) -> str:
     return "k16v8" if kv.v.name.startswith("fp8") else f"bf16/{kv.v}"
 
 
-def _bare_record(result: ArmResult) -> ArmRecord:
+def _bare_record(experiment: Experiment, result: ArmResult) -> ArmRecord:
     return ArmRecord(
         status=result.status,
         reason=result.reason,
@@ -428,6 +429,7 @@ def _bare_record(result: ArmResult) -> ArmRecord:
         engine=result.arm.engine,
         model=result.arm.model,
         kv=KVFormats.from_spec(result.arm.kv),
+        serve_command=None if result.status is Status.NOT_SUPPORTED else serve_command(experiment, result.arm),
         ran=None if result.ran is None else RuntimeRecord.model_validate(dict(result.ran)),
         benches={name: Measurement.model_validate(found) for name, found in result.benches.items()},
         timing=Timing.model_validate(dict(result.timing)) if result.timing else None,

@@ -65,6 +65,8 @@ class ServerReading:
     waiting_max: float | None = None
     samples: int = 0
     speculation: SpeculationReading | None = None
+    preemptions: float | None = None
+    """Requests that lost their place in the cache and were computed again."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,7 @@ class _Names:
     drafted: tuple[str, ...] = ()
     accepted: tuple[str, ...] = ()
     drafts: tuple[str, ...] = ()
+    preempted: tuple[str, ...] = ()
     rate: tuple[str, ...] = ()  # gauge, tok/s
     length: tuple[str, ...] = ()  # gauge, tokens per verification; 0 without speculation
     accepted_share: tuple[str, ...] = ()  # gauge, accepted / drafted
@@ -98,6 +101,7 @@ _KINDS: Mapping[str, _Names] = {
         drafted=("vllm:spec_decode_num_draft_tokens",),
         accepted=("vllm:spec_decode_num_accepted_tokens",),
         drafts=("vllm:spec_decode_num_drafts",),
+        preempted=("vllm:num_preemptions",),
     ),
     "sglang": _Names(
         generated=("sglang:generation_tokens",),
@@ -105,6 +109,7 @@ _KINDS: Mapping[str, _Names] = {
         running=("sglang:num_running_reqs",),
         waiting=("sglang:num_queue_reqs",),
         drafts=("sglang:spec_verify_calls",),
+        preempted=("sglang:num_retracted_requests",),
         rate=("sglang:gen_throughput",),
         length=("sglang:spec_accept_length",),
         accepted_share=("sglang:spec_accept_rate",),
@@ -265,6 +270,7 @@ def understand(texts: Sequence[tuple[float, bytes]], started: float, ended: floa
         waiting_max=max(_told(sample.total(names.waiting) for sample in within), default=None),
         samples=len(within),
         speculation=_speculation(samples, within, names, started, ended),
+        preemptions=_increase(samples, names, names.preempted, started, ended),
     )
 
 

@@ -1,8 +1,19 @@
 """Load on a server somebody started: what it is, what it is asked, what came of it (``fidelab bench serve``)."""
 
+from fidelab.bench.serving.capacity import MOST, measure_capacity
 from fidelab.bench.serving.conduct import ServingWatch, measure_serving
 from fidelab.bench.serving.contact import Contact, reach
 from fidelab.bench.serving.record import Keeper, Requests
 from fidelab.bench.serving.settings import ServingSettings
 
-__all__ = ["Contact", "Keeper", "Requests", "ServingSettings", "ServingWatch", "measure_serving", "reach"]
+__all__ = [
+    "MOST",
+    "Contact",
+    "Keeper",
+    "Requests",
+    "ServingSettings",
+    "ServingWatch",
+    "measure_capacity",
+    "measure_serving",
+    "reach",
+]

@@ -21,7 +21,7 @@ from fidelab.bench.load.exchange import Load, LoadRequest, ServerRefusedError
 from fidelab.bench.load.server_metrics import Scraper
 from fidelab.bench.load_cell import Drive, LoadAsked, compare_counts, count_by_finish, load_cell
 from fidelab.bench.load_figures import serving_measurement
-from fidelab.bench.serving.contact import Asked, Contact, reach
+from fidelab.bench.serving.contact import Asked, Contact, cache_room, reach
 from fidelab.bench.serving.settings import ServingSettings
 from fidelab.core import Status
 from fidelab.engines.openai.http import split_url
@@ -197,10 +197,21 @@ class _Sweep:
 
     def _beyond(self, asked: LoadAsked) -> str | None:
         limit, tokens = self._contact.limit, (asked.context or 0) + (asked.output or 0)
-        if limit is None or tokens <= limit:
+        if not tokens:
+            return None  # a mixture of lengths
+        if limit is not None and tokens > limit:
+            return (
+                f"{tokens:,} tokens ({asked.context:,} + {asked.output:,}) are beyond the server's "
+                f"max_model_len {limit:,}"
+            )
+        room, wanted = cache_room(self._contact, tokens), asked.concurrency
+        if not self._settings.fit or asked.arrival != "closed" or room is None or wanted is None:
+            return None
+        if wanted <= max(1, room):
             return None
         return (
-            f"{tokens:,} tokens ({asked.context:,} + {asked.output:,}) are beyond the server's max_model_len {limit:,}"
+            f"{wanted} requests of {tokens:,} tokens do not fit the server's cache of "
+            f"{self._contact.server.facts['cache_tokens']:,} tokens, which holds {room}: the others would wait"
         )
 
     # ------------------------------------------------------------------------------------------ records

@@ -7,6 +7,7 @@ calibrate the number of tokens per word.  A server whose streams carry no usage 
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +33,7 @@ from fidelab.models import Model, listing, resolve
 from fidelab.models.embedded import NAMES
 from fidelab.models.hub import first_line
 
-__all__ = ["Contact", "reach"]
+__all__ = ["Contact", "cache_room", "reach"]
 
 Asked = tuple[Tokens | str, int, int]  # a prompt, its tokens as the server counts, and those of its answer
 Form = Literal["ids", "text", "words"]
@@ -194,6 +195,15 @@ class Contact:
         if self.form == "ids":
             return mixed_prompts(len(self.tokenizer.pieces()), self.tokenizer.special_ids(), units, seed)
         return text_prompts(self.tokenizer, units, seed, chat=self.settings.endpoint == "chat")
+
+
+def cache_room(contact: Contact, tokens: int) -> int | None:
+    """Requests of so many tokens that the server's cache holds together; ``None`` where it does not tell its size."""
+    size, block = contact.server.facts.get("cache_tokens"), contact.server.facts.get("block_size")
+    if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+        return None
+    block = block if isinstance(block, int) and 0 < block <= size else 1
+    return size // (math.ceil(tokens / block) * block)
 
 
 def reach(settings: ServingSettings, key: str | None) -> Contact:

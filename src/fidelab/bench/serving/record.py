@@ -47,13 +47,21 @@ class Keeper(ServingWatch):
     """Makes the run folder when the server answers, and keeps it up to date; everything is passed on to ``shown``."""
 
     def __init__(
-        self, output_dir: Path, command: str, shown: ServingWatch, *, name: str | None = None, kv: str | None = None
+        self,
+        output_dir: Path,
+        command: str,
+        shown: ServingWatch,
+        *,
+        name: str | None = None,
+        kv: str | None = None,
+        bench: str = "serving",
     ) -> None:
         self._output_dir = output_dir
         self._command = command
         self._shown = shown
         self._name = name
         self._kv = kv
+        self._bench = bench
         self._created = datetime.now(UTC).replace(microsecond=0)
         self._contact: Contact | None = None
         self._drives: list[Drive] = []
@@ -135,7 +143,7 @@ class Keeper(ServingWatch):
                     **dict(server.facts),
                 }
             ),
-            benches={"serving": serving},
+            benches={self._bench: serving},
         )
         return Report(
             run_id=self.folder.run_id,
@@ -143,8 +151,8 @@ class Keeper(ServingWatch):
             fidelab_version=fidelab.__version__,
             command=self._command,
             environment=_environment(),
-            settings={"benches": {"serving": settings.model_dump(mode="json")}},
-            comparability_key={"benches.serving": comparability(self._contact)},
+            settings={"benches": {self._bench: settings.model_dump(mode="json")}},
+            comparability_key={f"benches.{self._bench}": comparability(self._contact)},
             reference=arm,
         )
 

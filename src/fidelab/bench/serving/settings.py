@@ -59,6 +59,7 @@ class ServingSettings(BaseModel):
     seed: int = Field(default=0, ge=0)
     timeout: float = Field(default=600.0, gt=0)
     ignore_eos: bool = True
+    fit: bool = Field(default=True, description="cells whose requests the cache cannot hold together are left out")
     temperature: float = Field(default=0.0, ge=0)
     workers: int | None = Field(default=None, ge=1)
 

@@ -1,0 +1,709 @@
+"""The command line of a server that somebody runs already → the settings of an experiment.
+
+``vllm serve …``, ``python -m vllm.entrypoints.openai.api_server …``, ``python -m sglang.launch_server …``, ``sglang
+serve …``, ``llama-server …``, the same behind ``NAME=value`` or ``docker run … IMAGE``, or a file with such a command.
+It is split into words as a POSIX shell does, and never run by one: what a shell would do besides is refused.
+
+The command is the reference; each change, flags and variables as on that command line, is a candidate.  Flags that
+only concern serving, and options that fidelab has to control itself, go into no arm: they are listed with the reason,
+and stand again in the commands that the report shows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fidelab.config.load import read_text
+from fidelab.errors import UsageError
+
+__all__ = ["PORTS", "Pasted", "move_folders", "read_change", "read_served", "split_command"]
+
+Controlled = Callable[[str], Mapping[str, str]]
+"""Engine → option → why fidelab has to set that option itself."""
+
+_ONLY_SERVING = "only concerns serving"
+_CHATS = "concerns how the server reads and writes chats; prompts are rendered with the checkpoint's own template"
+_GREEDY = "answers here are greedy"
+_LOGS = "concerns logs and metrics"
+_SECRET_REASON = "a secret, which no report may hold; it is left out of the commands that the report shows"
+_SECRET = re.compile(r"(?i).*(_KEYS?|_TOKEN|_PASSWORD|_PASSWD|_SECRET|_CREDENTIALS?|API_?KEY.*)")
+_SECRET_FLAGS = ("api-key", "admin-api-key", "hf-token", "ssl-keyfile-password")
+
+# What several servers call alike; first match counts.
+_IGNORED: Sequence[tuple[re.Pattern[str], str]] = (
+    (re.compile("|".join(_SECRET_FLAGS)), _SECRET_REASON),
+    (
+        re.compile(
+            r"host|port|uds|root-path|path|api-prefix|api-key-file|ssl-.*|enable-ssl-refresh|uvicorn-.*|middleware|h11-.*"
+            r"|(disable-)?uvicorn-access-log|disable-access-log-for-endpoints|allow-credentials|allowed-.*|cors-.*"
+            r"|served-model-name|alias|tags|headless|api-server-count|(data-parallel-supervisor|grpc|sidecar)-port"
+            r"|grpc|grpc-mode|fastapi-root-path|disable-fastapi-docs|enable-offline-docs|enable-request-id-headers"
+            r"|enable-server-load-tracking|enable-tokenizer-info-endpoint|enable-force-include-usage|tokenizer-worker-num"
+            r"|enable-prompt-tokens-details|sse-.*|return-tokens-as-token-ids|disable-frontend-multiprocessing"
+            r"|skip-server-warmup|warmups|warmup|watchdog-timeout|soft-watchdog-timeout|enable-http2|http2-.*"
+            r"|shutdown-timeout|timeout|threads-http|slots|props|slot-.*|webui.*|ui.*|media-path|tools.*|mcp-.*|agent"
+            r"|parallel|cont-batching|reuse-port|sleep-idle-seconds|weight-version|file-storage-path|max-queued-requests"
+            r"|max-num-queued-(reqs|tokens)|stream-interval|perf|offline"
+        ),
+        _ONLY_SERVING,
+    ),
+    (
+        re.compile(
+            r"chat-template.*|trust-request-.*|default-chat-template-kwargs|response-role|tool-.*|enable-auto-tool-choice"
+            r"|exclude-tools-when-tool-choice-none|reasoning.*|completion-template|hf-chat-template-name|jinja|skip-chat-.*"
+            r"|prefill-assistant|strip-thinking-cache|enable-strict-thinking|structured-outputs-config|grammar-backend"
+            r"|constrained-json-.*|cohere-.*|anthropic-.*"
+        ),
+        _CHATS,
+    ),
+    (
+        re.compile(
+            r"seed|random-seed|generation-config|override-generation-config|sampling-defaults|preferred-sampling-params"
+            r"|samplers|sampl(er|ing)-seq|temp|temperature|top-k|top-p|min-p|top-n-?sigma|xtc-.*|typical(-p)?|repeat-.*"
+            r"|presence-penalty|frequency-penalty|dry-.*|mirostat.*|dynatemp-.*|predict|n-predict|ignore-eos|keep"
+        ),
+        _GREEDY,
+    ),
+    (
+        re.compile(
+            r"(disable-|enable-)?log-.*|log|(disable|enable)-log-.*|max-log-len|verbose|verbosity|otlp-.*|show-.*metrics.*"
+            r"|collect-detailed-traces|(enable-)?[a-z-]*metrics(-.*)?|decode-log-interval|show-time-cost|enable-trace"
+            r"|enable-cache-report|kv-events-config|aggregate-engine-logging|crash-dump-folder|uvicorn-access-log-.*"
+        ),
+        _LOGS,
+    ),
+)
+_DTYPES = {"half": "float16", "float": "float32", "fp16": "float16", "fp32": "float32", "bf16": "bfloat16"}
+# Flags that may have several values.
+_MANY = re.compile(
+    r"lora-(modules|paths)|kv-cache-dtype-skip-layers|served-model-name|api-key|cudagraph-capture-sizes|cuda-graph-bs-.*"
+)
+_NUMBER = re.compile(r"-\d+(\.\d+)?$")
+_ASSIGNMENT = re.compile(r"(?s)([A-Za-z_]\w*)=(.*)")
+_MODULES = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")
+
+Target = str | tuple[str, str, str]
+"""An option of an arm, ``@`` and a field of it, or an option with its values where the flag is given and negated."""
+
+
+@dataclass(frozen=True)
+class _Dialect:
+    """How one server's flags are said as options of an arm.
+
+    ``short``: flags of one dash → their long names.  ``names``: long names → what they mean, where that has another
+    name in an arm.  ``switches``: flags that never take a value.  ``negates``: whether ``--no-NAME`` is a flag.
+    ``unsaid``: what the server does where nothing is said, and an arm does not.
+    """
+
+    native_kv: str
+    names: Mapping[str, Target]
+    short: Mapping[str, str] = field(default_factory=dict)
+    switches: re.Pattern[str] = re.compile(r"(?!disable-access-log-for)(enable|disable)-.*")
+    ignored: Mapping[str, str] = field(default_factory=dict)
+    negates: bool = True
+    unsaid: Mapping[str, str] = field(default_factory=dict)
+
+
+def _pairs(words: str) -> dict[str, str]:
+    """``-m model -t threads`` → each flag's long name."""
+    flags = words.split()
+    return dict(zip(flags[::2], flags[1::2], strict=True))
+
+
+_DIALECTS: Mapping[str, _Dialect] = {
+    "vllm": _Dialect(
+        native_kv="auto",
+        names={
+            "model": "@model",
+            "revision": "@revision",
+            "dtype": "@dtype",
+            "device": "@device",
+            "kv-cache-dtype": "@kv",
+            "kv-cache-dtype-skip-layers": "@skip",
+            "tensor-parallel-size": "tp",
+            "kv-cache-memory-bytes": "kv-cache-memory",
+            "enable-chunked-prefill": "chunked-prefill",
+            "device-memory-utilization": "gpu-memory-utilization",
+        },
+        short=_pairs(
+            "-tp tensor-parallel-size -pp pipeline-parallel-size -dp data-parallel-size "
+            "-ep enable-expert-parallel -q quantization -sc speculative-config -cc compilation-config "
+            "-ac attention-config -asc api-server-count -dcp decode-context-parallel-size "
+            "-pcp prefill-context-parallel-size -O optimization-level"
+        ),
+        switches=re.compile(
+            r"(?!disable-access-log-for)(enable|disable|no|skip|use|return|trust)-.*|enforce-eager|async-scheduling"
+            r"|headless|language-model-only|kv-sharing-fast-prefill|data-parallel-(hybrid|external)-lb|fully-sharded-loras"
+        ),
+        unsaid={"enforce-eager": "no"},
+    ),
+    "sglang": _Dialect(
+        native_kv="auto",
+        names={
+            "model": "@model",
+            "model-path": "@model",
+            "revision": "@revision",
+            "dtype": "@dtype",
+            "device": "@device",
+            "kv-cache-dtype": "@kv",
+            "tp-size": "tp",
+            "tensor-parallel-size": "tp",
+            "disable-cuda-graph": ("cuda-graph", "off", "on"),
+        },
+        negates=False,
+        unsaid={"cuda-graph": "on"},  # on CPUs SGLang has none, whatever it is told
+    ),
+    "llamacpp": _Dialect(
+        native_kv="f16",
+        names={
+            "model": "@model",
+            "threads": "@threads",
+            "cache-type-k": "@k",
+            "cache-type-v": "@v",
+            "batch-size": "n-batch",
+            "ubatch-size": "n-ubatch",
+            "gpu-layers": "n-gpu-layers",
+            "rope-scaling": "rope-scaling-type",
+            "mmap": "use-mmap",
+            "mlock": "use-mlock",
+            "kv-offload": "offload-kqv",
+        },
+        short=_pairs(
+            "-m model -t threads -tb threads-batch -c ctx-size -b batch-size -ub ubatch-size -ngl gpu-layers "
+            "-fa flash-attn -ctk cache-type-k -ctv cache-type-v -sm split-mode -ts tensor-split -mg main-gpu "
+            "-kvu kv-unified -nkvo no-kv-offload -kvo kv-offload -np parallel -cb cont-batching "
+            "-nocb no-cont-batching -a alias -v verbose -lv verbosity -n predict -s seed -to timeout "
+            "-hf hf-repo -hfr hf-repo -mu model-url -hft hf-token -sps slot-prompt-similarity -dev device "
+            "-md model-draft -cmoe cpu-moe -ncmoe n-cpu-moe -ot override-tensor -fit fit -j json-schema "
+            "-cram cache-ram -ctxcp ctx-checkpoints -dt defrag-thold -mm mmproj"
+        ),
+        switches=re.compile(r"no-.*|mlock|kv-unified|swa-full|cont-batching|jinja|metrics|slots|props|verbose|cpu-moe"),
+        ignored={
+            "cache-prompt": "windows and prompts start with an empty cache",
+            "cache-reuse": "windows and prompts start with an empty cache",
+            "cache-ram": "windows and prompts start with an empty cache",
+            "ctx-checkpoints": "windows and prompts start with an empty cache",
+            "context-shift": "no window is longer than the context",
+            "defrag-thold": "llama.cpp itself ignores it",
+            "threads-batch": "arms compute with one number of threads, that of --threads",
+            "ctx-size": "an arm's context is as long as what it is asked",
+            "fit": "an arm's context is as long as what it is asked",
+            "mmproj": "only text is asked",
+        },
+    ),
+}
+PORTS: Mapping[str, int] = {"vllm": 8000, "sglang": 30000, "llamacpp": 8080}
+"""Engine → the port on which its server listens where nothing is said."""
+
+_REFUSED = {
+    "config": "reads options from a file; write them on the command line",
+    "hf-repo": "names a file of a hub; fetch it and name it with -m FILE.gguf",
+    "hf-file": "names a file of a hub; fetch it and name it with -m FILE.gguf",
+    "model-url": "names a file of a server; fetch it and name it with -m FILE.gguf",
+}
+
+
+@dataclass
+class _Said:
+    """What flags and variables say: fields and options of an arm, and what goes into none.
+
+    ``words``: what is ignored, as it stands there, without secrets; ``unset``: options and fields that ``--no-NAME``
+    takes back.
+    """
+
+    fields: dict[str, str] = field(default_factory=dict)
+    options: dict[str, str] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    unset: list[str] = field(default_factory=list)
+    ignored: dict[str, str] = field(default_factory=dict)
+    words: list[str] = field(default_factory=list)
+    secrets: list[str] = field(default_factory=list)
+    model_flag: str = ""
+
+
+@dataclass(frozen=True)
+class Pasted:
+    """A server's command, read.
+
+    ``program``: its words before the flags, none where an image starts by itself; ``wrapper``: ``docker run … IMAGE``;
+    ``mounts``: folder in the image → folder here; ``secrets``: values that no record may hold.
+    """
+
+    engine: str
+    said: _Said
+    program: tuple[str, ...]
+    wrapper: tuple[str, ...] = ()
+    mounts: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Values of keys and tokens in the command."""
+        return tuple(filter(None, self.said.secrets))
+
+    def settings(self) -> dict[str, Any]:
+        """Plain data of an experiment whose reference this command is; without candidates."""
+        fields, dialect = self.said.fields, _DIALECTS[self.engine]
+        revision = fields.get("revision")
+        kv = _kv(fields, {}, dialect)
+        return {
+            "model": fields["model"] + (f"@{revision}" if revision else ""),
+            "engine": self.engine,
+            "engine_args": {**dialect.unsaid, **self.said.options},
+            "env": dict(self.said.env),
+            **({"reference": {"kv": kv}} if kv else {}),
+            **{key: fields[key] for key in ("dtype", "device", "threads") if key in fields},
+            "serve": {
+                "program": list(self.program),
+                "wrapper": list(self.wrapper),
+                "model_flag": self.said.model_flag,
+                "words": list(self.said.words),
+                "mounts": dict(self.mounts),
+                "ignored": dict(self.said.ignored),
+            },
+        }
+
+
+def read_served(text: str, controlled: Controlled) -> Pasted:
+    """A server's command line; ``@FILE`` or the path of a file: what stands there.
+
+    Raises:
+        UsageError: no command of a server that fidelab knows, something that only a shell can do, or no model.
+        ConfigError: the file cannot be read.
+    """
+    file = text.removeprefix("@").strip()
+    where = "--serve"
+    if text.startswith("@") or ("\n" not in file and " " not in file and Path(file).expanduser().is_file()):
+        text, where = read_text(Path(file).expanduser()), file
+    assigned, words = split_command(text, where)
+    program, rest, starter = _program(words, where)
+    run = _container(starter, rest, where) if starter else _Container([], {}, {}, {}, [], [])
+    wrapper, mounts, image, notes, outer = run.wrapper, run.mounts, "", run.ignored, _Said()
+    if wrapper:
+        image = wrapper[-1]
+        assigned = {**assigned, **run.env}
+        program, rest, nested = _program([*run.entry, *run.words], where, image)
+        if nested:
+            raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
+        notes[image] = "arms run in the engine's installed environment, not in this image"
+    engine = _engine_of(program, image, where)
+    _variables(outer, assigned, "-e " if wrapper else "")
+    said = _flags(engine, rest, controlled(engine), where, {}, positional=True)
+    for key, value in said.options.items():
+        said.options[key] = move_folders(value, mounts)
+    if "model" not in said.fields:
+        raise UsageError(f"{where}: the command names no model; it is what arms load")
+    said.fields["model"] = move_folders(said.fields["model"], mounts)
+    said.env = {name: move_folders(value, mounts) for name, value in outer.env.items()}
+    said.fields = {**outer.fields, **said.fields}
+    said.ignored = {**notes, **outer.ignored, **said.ignored}
+    said.secrets += outer.secrets
+    return Pasted(engine, said, tuple(program[len(run.entry) :]), tuple(wrapper), mounts)
+
+
+def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, Any]:
+    """A candidate's settings: flags and variables that replace or add to the pasted command's.
+
+    ``NAME=value`` sets a variable, ``--no-NAME`` takes a flag back.
+
+    Raises:
+        UsageError: nothing that an arm could differ in, or no flags.
+    """
+    where = f"--change {text!r}"
+    assigned, words = split_command(text, where)
+    stray = next((word for word in words[:1] if not word.startswith("-")), None)
+    if stray is not None:
+        raise UsageError(f"{where}: {stray!r} is neither a flag nor NAME=value; write as on the server's command line")
+    engine, base = pasted.engine, pasted.said
+    change = _flags(engine, words, controlled(engine), where, base.options, positional=False)
+    _variables(change, assigned, "")
+    dialect = _DIALECTS[engine]
+    shared = {**dialect.unsaid, **base.options}
+    fields: dict[str, Any] = {}
+    if {*change.fields, *change.unset} & {"kv", "k", "v", "skip"}:
+        kept = {key: value for key, value in base.fields.items() if key not in change.unset}
+        kv = _kv(change.fields, kept, dialect) or dialect.native_kv
+        if kv != (_kv(base.fields, {}, dialect) or dialect.native_kv):
+            fields["kv"] = kv
+    dtype = change.fields.get("dtype", "auto" if "dtype" in change.unset else base.fields.get("dtype", "auto"))
+    if dtype != base.fields.get("dtype", "auto"):
+        fields["dtype"] = dtype
+    if "model" in change.fields:
+        revision = change.fields.get("revision")
+        fields["model"] = move_folders(change.fields["model"], pasted.mounts) + (f"@{revision}" if revision else "")
+    for key in ("device", "threads"):
+        if key in change.fields:
+            raise UsageError(f"{where}: {key} is one for all arms; change the command itself")
+    options = {key: move_folders(value, pasted.mounts) for key, value in change.options.items()}
+    options = {key: value for key, value in options.items() if shared.get(key) != value}
+    env = {key: value for key, value in change.env.items() if base.env.get(key) != value}
+    without = [name for name in change.unset if name in base.options]
+    fields |= {"engine_args": options} if options else {}
+    fields |= {"env": env} if env else {}
+    fields |= {"without": without} if without else {}
+    if not fields:
+        reasons = "; ".join(f"{words} ({reason})" for words, reason in change.ignored.items())
+        raise UsageError(f"{where} changes nothing that is compared: {reasons or 'the pasted command says the same'}")
+    return {"name": " ".join(text.split()), **fields}
+
+
+def _kv(fields: Mapping[str, str], base: Mapping[str, str], dialect: _Dialect) -> str | None:
+    """The KV format that fields name: one, or keys and values apart."""
+    merged = {**base, **fields}
+    if "skip" in merged:
+        return f"{merged.get('kv', dialect.native_kv)}[skip-layers={merged['skip']}]"
+    if "kv" in fields:
+        return fields["kv"]
+    if "k" in merged or "v" in merged:
+        k, v = merged.get("k", dialect.native_kv), merged.get("v", dialect.native_kv)
+        return k if k == v else f"{k}/{v}"
+    return merged.get("kv")
+
+
+# ------------------------------------------------------------------------------------------------- words
+
+
+def split_command(text: str, where: str) -> tuple[dict[str, str], list[str]]:
+    """Variables before a command, and the command's words, as a POSIX shell would split them.
+
+    Comments and line ends behind a backslash are left out; lines before the command may set variables (``export
+    NAME=value``) and options of the shell (``set -e``).  ``$NAME`` is replaced by this process's variable.
+
+    Raises:
+        UsageError: operators, substitutions, several commands, or a quote that is not closed.
+    """
+    assigned: dict[str, str] = {}
+    command: list[str] = []
+    for line in _logical_lines(text, where):
+        try:
+            words = shlex.split(line)
+        except ValueError as error:
+            raise UsageError(f"{where}: the command cannot be split into words: {str(error).lower()}") from None
+        while words and words[0] in ("export", "exec", "nohup", "env", "sudo"):
+            words = words[1:]
+        if not words or words[0] == "set":
+            continue
+        if command:
+            raise UsageError(f"{where}: more than one command: {words[0]!r} comes after {command[0]!r}; paste one")
+        while words and (match := _ASSIGNMENT.fullmatch(words[0])):
+            assigned[match[1]] = match[2]
+            words = words[1:]
+        command = words
+    assigned = {name: value if _SECRET.fullmatch(name) else _expanded(value, where) for name, value in assigned.items()}
+    secret = False
+    for n, word in enumerate(command):  # a secret is dropped; what it is named after need not exist here
+        name, _, value = word.lstrip("-").partition("=")
+        is_secret = secret or name in _SECRET_FLAGS or (name.isidentifier() and _SECRET.fullmatch(name) is not None)
+        command[n] = word if is_secret else _expanded(word, where)
+        secret = word.startswith("-") and name in _SECRET_FLAGS and not value
+    return assigned, command
+
+
+def _logical_lines(text: str, where: str) -> list[str]:
+    """The lines of a command, those that a backslash continues joined, without comments.
+
+    Raises:
+        UsageError: something outside of quotes that a shell would act on.
+    """
+    lines, line, quote, at = list[str](), "", "", 0
+    text = text.replace("\r\n", "\n")
+    while at < len(text):
+        sign, after = text[at], text[at : at + 2]
+        if after == "\\\n":
+            line, at = line + " ", at + 2
+            continue
+        if sign == "\\" and quote != "'":
+            line, at = line + after, at + 2
+            continue
+        if quote != "'" and (sign == "`" or after == "$("):
+            raise UsageError(f"{where}: {sign if sign == '`' else '$(…)'} runs a command; write its result instead")
+        if sign in "'\"" and quote in ("", sign):
+            quote = "" if quote else sign
+        elif not quote and sign in ";|&<>()":
+            raise UsageError(
+                f"{where}: {sign!r} is for a shell, and no shell runs this; paste the server's command alone, "
+                "with quotes around values that hold such signs"
+            )
+        elif not quote and sign == "#" and (not line or line[-1].isspace()):
+            end = text.find("\n", at)
+            at = len(text) if end < 0 else end
+            if line.strip() and at < len(text) and _continued(text[:at], line):
+                at += 1  # a comment between continued lines
+            continue
+        elif not quote and sign == "\n":
+            lines.append(line)
+            line, at = "", at + 1
+            continue
+        line, at = line + sign, at + 1
+    return [line for line in (*lines, line) if line.strip()]
+
+
+def _continued(before: str, line: str) -> bool:
+    """Whether a comment stands on a line of its own, in the middle of a command."""
+    return not before.rpartition("\n")[2].partition("#")[0].strip() and bool(line.strip())
+
+
+def _expanded(word: str, where: str) -> str:
+    """A word with ``~`` and ``$NAME`` replaced as a shell does.
+
+    Raises:
+        UsageError: the variable is not set, or holds a secret.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1] or match[2]
+        if _SECRET.fullmatch(name):
+            raise UsageError(f"{where}: ${name} is a secret, which would stand in the report; leave that flag out")
+        if name not in os.environ:
+            raise UsageError(f"{where}: ${name} is not set here; write its value")
+        return os.environ[name]
+
+    word = re.sub(r"\$(?:\{(\w+)\}|([A-Za-z_]\w*))", value, word)
+    return re.sub(r"(^|(?<==))~(?=/|$)", lambda _: str(Path.home()), word)
+
+
+# ----------------------------------------------------------------------------------------------- programs
+
+
+def _program(words: Sequence[str], where: str, image: str = "") -> tuple[list[str], list[str], list[str]]:
+    """The words of the program, those behind it, and ``docker run`` where it is that."""
+    match [Path(word).name if n == 0 else word for n, word in enumerate(words)]:
+        case ["docker" | "podman" | "nerdctl", "run", *_]:
+            return list(words[:2]), list(words[2:]), list(words[:2])
+        case ["vllm" | "sglang", "serve", *_]:
+            return list(words[:2]), list(words[2:]), []
+        case ["llama-server" | "server", *_] if Path(words[0]).name == "llama-server" or image:
+            return list(words[:1]), list(words[1:]), []
+        case [python, "-m", "vllm.entrypoints.cli.main", "serve", *_] if python.startswith("python"):
+            return list(words[:4]), list(words[4:]), []
+        case [python, "-m", module, *_] if python.startswith("python") and module in _MODULES:
+            return list(words[:3]), list(words[3:]), []
+        case ["sh" | "bash", *_]:
+            raise UsageError(
+                f"{where}: {words[0]} is a shell, and no shell runs this; paste the server's command alone"
+            )
+        case [first, *_] if image and first.startswith("-"):
+            return [], list(words), []
+        case [] if image:
+            return [], [], []
+    known = "vllm serve, python -m vllm.entrypoints.openai.api_server, python -m sglang.launch_server, sglang serve, "
+    raise UsageError(
+        f"{where}: {shlex.join(words[:3]) or 'nothing'} is no server that fidelab knows; it reads {known}llama-server, "
+        "and docker run with one of them"
+    )
+
+
+def _engine_of(program: Sequence[str], image: str, where: str) -> str:
+    words = " ".join([Path(program[0]).name, *program[1:]]) if program else image
+    found = next((engine for mark, engine in _MARKS.items() if mark in words.lower()), None)
+    if found is None:
+        raise UsageError(f"{where}: image {image} does not say which server it starts; write its command behind it")
+    return found
+
+
+_MARKS = {"sglang": "sglang", "vllm": "vllm", "llama": "llamacpp"}
+_CONTAINER_SWITCHES = re.compile(
+    r"-[ditPq]+|--(detach|rm|interactive|tty|init|privileged|read-only|no-healthcheck|oom-kill-disable|publish-all|quiet"
+    r"|sig-proxy|replace)"
+)
+
+
+@dataclass(frozen=True)
+class _Container:
+    """``docker run`` and its flags: words up to the image, what they say, and the words behind it."""
+
+    wrapper: list[str]
+    mounts: dict[str, str]
+    env: dict[str, str]
+    ignored: dict[str, str]
+    entry: list[str]
+    words: list[str]
+
+
+def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Container:
+    mounts: dict[str, str] = {}
+    env: dict[str, str] = {}
+    notes: dict[str, str] = {}
+    kept, rest, entry = list(wrapper), list(words), list[str]()
+    while rest and rest[0].startswith("-"):
+        flag, equals, value = rest.pop(0).partition("=")
+        if not equals and not _CONTAINER_SWITCHES.fullmatch(flag):
+            if flag[:2] in ("-v", "-e", "-p") and len(flag) > 2 and not flag.startswith("--"):
+                flag, value = flag[:2], flag[2:]
+            elif rest:
+                value = rest.pop(0)
+        given = [flag, value] if value else [flag]
+        if flag in ("-e", "--env"):
+            name, written, text = value.partition("=")
+            if _SECRET.fullmatch(name):
+                kept += ["-e", name]  # its value is then that of the environment in which the command is given
+            if written or name in os.environ:
+                env[name] = text if written else os.environ[name]
+            continue
+        if flag == "--env-file":
+            raise UsageError(f"{where}: {flag} reads variables from a file; write those that matter with -e")
+        if flag in ("-v", "--volume"):
+            source, _, target = value.partition(":")
+            if target and source.startswith(("/", ".", "~")):
+                mounts[target.partition(":")[0].rstrip("/") or "/"] = str(Path(source).expanduser().absolute())
+        elif flag == "--mount":
+            parts = dict(part.partition("=")[::2] for part in value.split(","))
+            source, target = (
+                parts.get("source") or parts.get("src", ""),
+                parts.get("target") or parts.get("dst") or parts.get("destination", ""),
+            )
+            if parts.get("type", "volume") == "bind" and source and target:
+                mounts[target.rstrip("/")] = str(Path(source).expanduser().absolute())
+        elif flag == "--entrypoint":
+            entry = [value]
+        elif flag not in ("--rm", "-d", "--detach", "-i", "-t", "-it", "-ti"):
+            notes[" ".join(given)] = "concerns the container"
+        kept += given
+    if not rest:
+        raise UsageError(f"{where}: {wrapper[0]} run names no image")
+    return _Container([*kept, rest[0]], mounts, env, notes, entry, rest[1:])
+
+
+def move_folders(text: str, folders: Mapping[str, str]) -> str:
+    """A path, or a text with paths in it, with some folders replaced by others: those of an image by those here."""
+    if not folders:
+        return text
+    names = "|".join(re.escape(folder) for folder in sorted(folders, key=len, reverse=True))
+    return re.sub(rf"(?<![\w./-])({names})(?=/|\"|$)", lambda match: folders[match[1]], text)
+
+
+# ------------------------------------------------------------------------------------------- flags and variables
+
+
+def _variables(said: _Said, assigned: Mapping[str, str], mark: str) -> None:
+    for name, value in assigned.items():
+        if _SECRET.fullmatch(name):
+            said.ignored[f"{mark}{name}"] = _SECRET_REASON
+            said.secrets += [] if value.startswith("$") else [value]
+        elif name == "OMP_NUM_THREADS" and value.isdecimal() and int(value) > 0:
+            said.fields["threads"] = value
+        else:
+            said.env[name] = value
+
+
+def _flags(
+    engine: str,
+    words: Sequence[str],
+    controlled: Mapping[str, str],
+    where: str,
+    base: Mapping[str, str],
+    *,
+    positional: bool,
+) -> _Said:
+    """What the flags of an engine's server say; ``base``: options of the command that they change."""
+    dialect, said = _DIALECTS[engine], _Said()
+    reasons = {name.replace("_", "-"): reason for name, reason in controlled.items()}
+    for flag, name, values in _split_flags(words, dialect):
+        if not flag:
+            if not positional or engine != "vllm" or "model" in said.fields:
+                raise UsageError(f"{where}: {values[0]!r} belongs to no flag; put quotes around values with blanks")
+            said.fields["model"] = values[0]
+            continue
+        if name in _REFUSED:
+            raise UsageError(f"{where}: {flag} {_REFUSED[name]}")
+        _say(said, dialect, reasons, base, flag, name, values)
+    return said
+
+
+def _split_flags(words: Sequence[str], dialect: _Dialect) -> Iterator[tuple[str, str, list[str]]]:
+    """Each flag as it is written, its long name, and its values; no flag: a word that belongs to none."""
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith("-") or _NUMBER.match(word):
+            yield "", "", [word]
+            continue
+        flag, equals, value = word.partition("=")
+        values = [value] if equals else []
+        if not flag.startswith("--"):
+            if (packed := re.fullmatch(r"(-O)(\d)", flag)) is not None:
+                flag, values = packed[1], [packed[2]]
+            head, dot, tail = flag.partition(".")
+            name = dialect.short.get(head, head.lstrip("-")) + dot + tail
+        else:
+            name = flag.removeprefix("--")
+        head, dot, tail = name.partition(".")
+        name = head.replace("_", "-") + dot + tail
+        if not values and not dialect.switches.fullmatch(name):
+            many = _MANY.fullmatch(name) is not None
+            while rest and (not rest[0].startswith("-") or _NUMBER.match(rest[0])):
+                values.append(rest.pop(0))
+                if not many:
+                    break
+        yield flag, name, values
+
+
+def _say(
+    said: _Said,
+    dialect: _Dialect,
+    controlled: Mapping[str, str],
+    base: Mapping[str, str],
+    flag: str,
+    name: str,
+    values: list[str],
+) -> None:
+    """Enter one flag where it belongs."""
+    negated = name.startswith("no-") and not values
+    plain = name.removeprefix("no-") if negated else name
+    head, _, inner = plain.partition(".")
+    target = dialect.names.get(head, head)
+    value = values[0] if values else "on" if plain == "flash-attn" else "yes"
+    if len(values) > 1:
+        value = ",".join(values) if target == "@skip" else json.dumps(values)
+    option = target if isinstance(target, str) else target[0]
+    reason = dialect.ignored.get(head) or controlled.get(option) or controlled.get(head) or _unimportant(head)
+    if option.startswith("@"):
+        key = option[1:]
+        if negated:
+            said.unset.append(key)
+        elif key == "dtype":
+            said.fields[key] = _DTYPES.get(value, value)
+        elif value != "auto" or key not in ("kv", "device"):
+            said.fields[key] = value
+        elif key == "kv":
+            said.fields[key] = dialect.native_kv
+        if key == "model" and not negated:
+            said.model_flag = flag
+    elif reason is not None:
+        secret = head in _SECRET_FLAGS
+        said.ignored[flag if secret else " ".join([flag, *values])] = reason
+        said.secrets += values if secret else []
+        said.words += [] if secret else [flag, *values]
+    elif not isinstance(target, str):
+        said.options[option] = target[2] if negated else target[1]
+    elif inner:
+        said.options[option] = _with_leaf(said.options.get(option, base.get(option, "{}")), inner, value)
+    elif negated and option in base and (base[option] not in ("yes", "no") or not dialect.negates):
+        said.unset.append(option)
+    else:
+        said.options[option] = "no" if negated else value
+
+
+def _unimportant(name: str) -> str | None:
+    return next((reason for pattern, reason in _IGNORED if pattern.fullmatch(name)), None)
+
+
+def _with_leaf(text: str, place: str, value: str) -> str:
+    """JSON with one more value: ``--speculative-config.method ngram``."""
+    try:
+        data = json.loads(text)
+        leaf: Any = json.loads(value)
+    except ValueError:
+        data, leaf = (json.loads(text) if text.startswith("{") else {}), value
+    node = data
+    *parents, last = place.replace("-", "_").split(".")
+    for parent in parents:
+        node = node.setdefault(parent, {})
+    node[last] = leaf
+    return json.dumps(data)
