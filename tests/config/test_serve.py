@@ -109,15 +109,18 @@ def test_a_container_gives_its_image_its_mounts_and_its_variables(tmp_path: Path
     assert serve["mounts"] == {"/models": str(tmp_path)}
     assert serve["words"] == ["--chat-template", "/models/x"]
     assert serve["wrapper"][-3:] == ["-p", "80:8000", "vllm/vllm-openai:v1"]
-    assert "not in this image" in serve["ignored"]["vllm/vllm-openai:v1"]
+    assert found["engine"] == {"name": "vllm", "image": "vllm/vllm-openai:v1"}
     assert "secret" not in str(serve["wrapper"])
 
 
 def test_an_image_may_be_told_the_whole_command() -> None:
     found = settings("podman run --ipc=host lmsysorg/sglang:latest python3 -m sglang.launch_server --model-path a/b")
-    assert (found["engine"], found["model"]) == ("sglang", "a/b")
+    assert (found["engine"], found["model"]) == ({"name": "sglang", "image": "lmsysorg/sglang:latest"}, "a/b")
     found = settings("docker run --entrypoint vllm any/image serve a/b")
-    assert (found["engine"], found["serve"]["program"]) == ("vllm", ["serve"])
+    assert (found["engine"]["name"], found["serve"]["program"]) == ("vllm", ["serve"])
+    found = settings("docker run ghcr.io/ggml-org/llama.cpp:server -m /m.gguf")
+    assert found["engine"] == "llamacpp"
+    assert "have no Python" in found["serve"]["ignored"]["ghcr.io/ggml-org/llama.cpp:server"]
 
 
 @pytest.mark.parametrize("mark", ["", "@"])

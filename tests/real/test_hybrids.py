@@ -165,3 +165,19 @@ def test_vllm_keeps_k16v8_pairs_in_a_hybrids_attention_layers(qwen3_next: Path, 
     ran = done.arm("k16v8")["ran"]
     assert (ran["k_format"], ran["v_format"], ran["cache_bytes_per_token"]) == ("bf16", "fp8_e4m3", 2 * 64 * 3)
     assert ran["proof"]["stored"] == "shown"
+
+
+def test_the_type_of_recurrent_state_is_a_factor_like_any_other(qwen3_next: Path, tmp_path: Path) -> None:
+    installed("vllm")
+    flags = ("--engine", "vllm", "--axes", "kld,forced", "--windows", 2, "--n-ctx", 64, "--no-floor")
+    done = cli("compare", qwen3_next, "--vary", "mamba-ssm-cache-dtype=float32,bfloat16", *flags, cwd=tmp_path)
+    assert done.code == 0, done.err
+    wide, narrow = done.report["candidates"]
+    matrices = 4 * 128 * 128
+    wide_bytes, narrow_bytes = (arm["ran"]["state_bytes_per_sequence"] for arm in (wide, narrow))
+    assert wide_bytes - narrow_bytes == matrices * 2
+    assert wide["status"] == "identical"
+    growth = {metric["name"]: metric["value"] for metric in narrow["axes"]["forced"]["metrics"]}
+    assert growth["mean KL"] > 0
+    assert growth["KL growth in 1,000 tokens"] is not None
+    assert "rest is recurrent state" in narrow["verdict"]["sentence"]

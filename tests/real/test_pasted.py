@@ -68,13 +68,14 @@ def test_the_command_of_llama_cpp_in_the_report_starts_the_server_that_was_compa
     smollm2: Model, tmp_path: Path
 ) -> None:
     python = installed("llamacpp").python
-    command = f"llama-server -m {smollm2.gguf} -c 256 -b 128 -ub 64 -fa on --alias served --port 1 -t 1"
+    unrotated = {"LLAMA_ATTN_ROT_DISABLE": "1"}
+    command = f"LLAMA_ATTN_ROT_DISABLE=1 llama-server -m {smollm2.gguf} -c 256 -b 128 -ub 64 -fa on --alias served --port 1 -t 1"
     done = pasted(command, "-ctk q8_0 -ctv q4_0", tmp_path)
     ran = done.arm("-ctk q8_0 -ctv q4_0")["ran"]
-    assert (ran["k_dtype"], ran["v_dtype"]) == ("q8_0", "q4_0")
+    assert (ran["k_dtype"], ran["v_dtype"], ran["k_rotated"]) == ("q8_0", "q4_0", False)
     shown = done.arm("-ctk q8_0 -ctv q4_0")["serve_command"]
     variables, words = words_of(shown)
-    assert (variables, words[0]) == ({}, "llama-server")
+    assert (variables, words[0]) == (unrotated, "llama-server")
     assert "-c 256 --alias served --port 1" in shown
     # The package brings a server with other flags: it is told what the command says once it is read again.
     served = read_served(" ".join(map(shlex.quote, words)), lambda engine: {})

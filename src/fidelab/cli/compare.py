@@ -219,8 +219,9 @@ def _pasted(
     data = {
         **own,
         **flagged,
-        "engine": {**given["engine"], "name": served.engine},
+        "engine": {**given["engine"], "image": given["engine"]["image"] or served.image, "name": served.engine},
         "engine_args": {**own["engine_args"], **given["engine_args"]},
+        "env": {**own["env"], **given["env"]},
     }
     return data, [read_change(text, served, controlled) for text in changes], served.secrets
 

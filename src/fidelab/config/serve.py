@@ -92,6 +92,8 @@ _MODULES = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")
 Target = str | tuple[str, str, str]
 """An option of an arm, ``@`` and a field of it, or an option with its values where the flag is given and negated."""
 
+_RUN_IN_IMAGE = ("vllm", "sglang")  # engines whose published images have the Python in which arms run
+
 
 @dataclass(frozen=True)
 class _Dialect:
@@ -247,6 +249,11 @@ class Pasted:
         """Values of keys and tokens in the command."""
         return tuple(filter(None, self.said.secrets))
 
+    @property
+    def image(self) -> str | None:
+        """The image in which the arms run; ``None`` for the installed engine."""
+        return self.wrapper[-1] if self.wrapper and self.engine in _RUN_IN_IMAGE else None
+
     def settings(self) -> dict[str, Any]:
         """Plain data of an experiment whose reference this command is; without candidates."""
         fields, dialect = self.said.fields, _DIALECTS[self.engine]
@@ -254,7 +261,7 @@ class Pasted:
         kv = _kv(fields, {}, dialect)
         return {
             "model": fields["model"] + (f"@{revision}" if revision else ""),
-            "engine": self.engine,
+            "engine": {"name": self.engine, "image": self.image} if self.image else self.engine,
             "engine_args": {**dialect.unsaid, **self.said.options},
             "env": dict(self.said.env),
             **({"reference": {"kv": kv}} if kv else {}),
@@ -291,8 +298,9 @@ def read_served(text: str, controlled: Controlled) -> Pasted:
         program, rest, nested = _program([*run.entry, *run.words], where, image)
         if nested:
             raise UsageError(f"{where}: a container inside of a container is not read; paste the inner command")
-        notes[image] = "arms run in the engine's installed environment, not in this image"
     engine = _engine_of(program, image, where)
+    if image and engine not in _RUN_IN_IMAGE:
+        notes[image] = "arms run in the engine's installed environment: this engine's images have no Python"
     _variables(outer, assigned, "-e " if wrapper else "")
     said = _flags(engine, rest, controlled(engine), where, {}, positional=True)
     for key, value in said.options.items():
