@@ -69,7 +69,8 @@ def test_the_command_of_llama_cpp_in_the_report_starts_the_server_that_was_compa
 ) -> None:
     python = installed("llamacpp").python
     unrotated = {"LLAMA_ATTN_ROT_DISABLE": "1"}
-    command = f"LLAMA_ATTN_ROT_DISABLE=1 llama-server -m {smollm2.gguf} -c 256 -b 128 -ub 64 -fa on --alias served --port 1 -t 1"
+    flags = "-c 256 -b 128 -ub 64 -fa on --alias served --port 1 -t 1"
+    command = f"LLAMA_ATTN_ROT_DISABLE=1 llama-server -m {smollm2.gguf} {flags}"
     done = pasted(command, "-ctk q8_0 -ctv q4_0", tmp_path)
     ran = done.arm("-ctk q8_0 -ctv q4_0")["ran"]
     assert (ran["k_dtype"], ran["v_dtype"], ran["k_rotated"]) == ("q8_0", "q4_0", False)
@@ -84,8 +85,8 @@ def test_the_command_of_llama_cpp_in_the_report_starts_the_server_that_was_compa
     log = tmp_path / "log"
     host = python_server(arm, "127.0.0.1", 1)
     at = host.index("--host")
-    flags = [*host[1:at], *host[at + 4 :], "--n_ctx", "256", "--verbose", "true"]
-    with serving([python, *flags], log, {}) as url:
+    settings = [*host[1:at], *host[at + 4 :], "--n_ctx", "256", "--verbose", "true"]
+    with serving([python, *settings], log, {}) as url:
         found = json.loads(answered(url, "/v1/completions", prompt="One, two,", max_tokens=4))
         assert found["usage"]["completion_tokens"] == 4
     assert re.search(r"K \(q8_0\).*V \(q4_0\)", log.read_text(errors="replace"))
