@@ -439,7 +439,7 @@ def test_a_wrong_key_is_not_repeated(folder: Path, monkeypatch: pytest.MonkeyPat
         ({"base-url": "http://host", "api-key-env": "UNSET_VARIABLE"}, "UNSET_VARIABLE .* is not set"),
         ({"base-url": "http://host", "concurrency": "0"}, "concurrency='0' is not a number of requests"),
         ({"base-url": "http://host", "timeout": "inf"}, "not a number of seconds"),
-        ({"base-url": "http://host", "baseurl": "x"}, "no option 'baseurl'; it has: base-url, model"),
+        ({"base-url": "http://host", "baseurl": "x"}, "no option 'baseurl'; did you mean base-url"),
     ],
 )
 def test_an_impossible_option_is_named_and_a_secret_is_not_repeated(options: dict[str, str], said: str) -> None:

@@ -92,6 +92,8 @@ def test_the_resolved_file_names_the_format_that_was_inherited(tmp_path: Path) -
         "model": None,
         "dtype": None,
         "engine_args": None,
+        "env": {},
+        "without": [],
     }
     assert cli("run", done.folder / "config.resolved.yaml", cwd=tmp_path).code == 0
 

@@ -173,7 +173,7 @@ class _Capture:
             if passed is not None and instructions.get("layers"):
                 tokens = slice(starts[index], starts[index] + lengths[index])
                 self._states(rid, instructions, end, passed[:, tokens])
-            if instructions["counted"]:
+            if instructions.get("counted"):
                 self._count(runner, batch, index, rid, (end - len(rows), len(rows), len(lengths)))
             if end >= instructions["tokens"]:  # else a chunk of the prompt, after which nothing is sampled
                 self._logits(rid, instructions, end, logits[index], broken[index])

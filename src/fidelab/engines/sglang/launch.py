@@ -233,6 +233,13 @@ def k16v8_cannot(arm: Arm) -> str:
 def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
     """Arguments of ``sglang.Engine``; what an option names replaces ours.  ``serving``: with a prefix cache."""
     options = dict(arm.options)
+    ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
+    drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
+    return _defaults(arm, serving) | ours | drafted | engine_options(arm)
+
+
+def _defaults(arm: Arm, serving: bool) -> dict[str, Any]:
+    options = dict(arm.options)
     device, _, number = arm.device.partition(":")
     paired = is_pair(arm.kv)
     defaults: dict[str, Any] = {
@@ -265,14 +272,12 @@ def arguments(arm: Arm, *, serving: bool = False) -> dict[str, Any]:
         from k16v8.plugins.sglang.plugin import BACKEND, PAGES
 
         defaults |= {"attention_backend": BACKEND} | ({} if device == "cpu" else {"page_size": PAGES[0]})
-    ours = {name: kind(options[key]) for key, (name, kind) in _PASSED.items() if key in options}
-    drafted = {"speculative_draft_model_path": arm.draft} if arm.draft else {}
-    return defaults | ours | drafted | engine_options(arm)
+    return defaults
 
 
 def serve_command(arm: Arm, host: str, port: int) -> list[str]:
     """As :meth:`Engine.serve_command`: ``python -m sglang.launch_server``."""
-    own, options = arguments(arm), dict(arm.options)
+    own, options = _defaults(arm, serving=True), dict(arm.options)
     words = ["python", "-m", "sglang.launch_server", "--model-path", arm.path, "--host", host, "--port", str(port)]
     words += ["--dtype", arm.dtype]
     if arm.path != arm.model:
