@@ -30,8 +30,12 @@ KERNELS = ("bench kernels", "kernels gate", "kernels compile", "kernels audit")
 # Option → command → why that command's option of this name is not that of the others.
 _PRESET = ("launch", "presets show", "presets check")
 OTHERS = {
+    "--contexts": {"bench capacity": "where the server ends"},
+    "--goodput": {"bench capacity": "when a load is too much"},
+    "--random-output-len": {"bench capacity": "one number"},
     "--all": {"stop": "servers, not metrics"},
     "--base-url": {
+        "bench capacity": "instead of a model",
         "bench serve": "required, of any server",
         "bench sweep": "required, of any server",
         "presets check": "what is checked, of any server",
@@ -55,6 +59,7 @@ OTHERS = {
     "--floor": {"bisect": "captures all again, not a quarter"},
     "--force": {"baseline save": "replaces a baseline", "launch": "starts a server"},
     "--kv": {
+        "bench capacity": "formats of servers that are started",
         "bisect": "exactly one candidate",
         "capture": "the only arm",
         "bench offline": "the first is the reference",
@@ -64,6 +69,7 @@ OTHERS = {
     "--markdown": {"diff": "a table for a pull request"},
     "--older-than": {"models gc": "converted weights, not captures"},
     "--model": {
+        "bench capacity": "the model on the server",
         "formats": "the model whose cache is counted",
         "import kld-dumps": "a label",
         "bench serve": "the model on the server",
@@ -85,12 +91,17 @@ OTHERS = {
         "import kld-dumps": "no run was made, only its folder",
         "import throughput": "no run was made, only its folder",
     },
-    "--prompts": {"bench serve": "how prompts are sent", "bench sweep": "how prompts are sent"},
+    "--prompts": {
+        "bench capacity": "of a load",
+        "bench serve": "how prompts are sent",
+        "bench sweep": "how prompts are sent",
+    },
     "--python": {"engines install": "makes the environment"},
     "--pythonpath": {"engines install": "becomes part of the environment"},
     "--repeats": {"bench offline": "answers of a bench, not passes over loads"},
     "--resume": {"repeat": "a repeat's folder"},
     "--seed": {
+        "bench capacity": "of prompts and arrivals",
         "bench serve": "of prompts and arrivals",
         "bench sweep": "of prompts and arrivals",
         "bench calibrate": "of the mock server's jitter",

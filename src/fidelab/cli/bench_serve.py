@@ -55,11 +55,16 @@ class _ServerOptions(Options, panel="Server"):
         }
 
 
+_Prompts = Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")]
+_OutputTokens = Annotated[str, typer.Option(help="Tokens of each answer.")]
+_IgnoreEos = Annotated[bool, typer.Option(help="Answers have all their tokens.")]
+
+
 class _LoadOptions(Options, panel="Load"):
     """The requests that are sent, without how many at a time."""
 
-    prompts: Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")] = "auto"
-    random_output_len: Annotated[str, typer.Option(help="Tokens of each answer.")] = "128"
+    prompts: _Prompts = "auto"
+    random_output_len: _OutputTokens = "128"
     request_rate: Annotated[str, typer.Option(help="Requests per second; inf: closed loop.")] = "inf"
     arrival: Annotated[str, typer.Option(help="poisson or constant.")] = "poisson"
     num_prompts: Annotated[
@@ -69,7 +74,7 @@ class _LoadOptions(Options, panel="Load"):
     warmup: Annotated[int, typer.Option(help="Requests sent first and not measured, per cell.")] = 2
     ramp: Annotated[float, typer.Option(help="Seconds over which a closed loop reaches its concurrency.")] = 0.0
     repeats: Annotated[int, typer.Option(help="Passes over all cells, with fresh prompts.")] = 1
-    ignore_eos: Annotated[bool, typer.Option(help="Answers have all their tokens.")] = True
+    ignore_eos: _IgnoreEos = True
     temperature: Annotated[float, typer.Option(help="Of the sampling.")] = 0.0
 
     def settings(self) -> dict[str, Any]:
@@ -254,9 +259,9 @@ class _CapacityOptions(Options, panel="Load"):
         str | None, typer.Option(help="Tokens of prompts: 1k,8k. \\[default: the longest, and a quarter of it]")
     ] = None
     most: Annotated[int, typer.Option(min=1, help="Requests at once that are tried at most.")] = 256
-    random_output_len: Annotated[str, typer.Option(help="Tokens of each answer.")] = "64"
-    prompts: Annotated[str, typer.Option(help="ids, text, or auto: token ids where the server takes them.")] = "auto"
-    ignore_eos: Annotated[bool, typer.Option(help="Answers have all their tokens.")] = True
+    random_output_len: _OutputTokens = "64"
+    prompts: _Prompts = "auto"
+    ignore_eos: _IgnoreEos = True
 
     def settings(self) -> dict[str, Any]:
         named = {"prompts": self.prompts, "ignore_eos": self.ignore_eos}
