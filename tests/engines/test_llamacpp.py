@@ -83,7 +83,7 @@ def prefill(*windows: tuple[int, ...], first: int = 0) -> Prefill:
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ({"flash_atn": "on"}, "no option 'flash-atn'; did you mean flash-attn?"),
+        ({"flash_atn": "on"}, "no option 'flash-atn'; did you mean flash-attn"),
         ({"spec_type": "ngram-simpel"}, "spec-type 'ngram-simpel' is unknown; there are: ngram-simple"),
         ({"spec_type": "ngram-simple", "model_draft": "m"}, "model-draft and spec-type are two ways to draft"),
         ({"draft_max": "4"}, "draft-max is about drafts, and nothing drafts: give model-draft=MODEL"),

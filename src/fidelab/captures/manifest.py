@@ -18,7 +18,16 @@ from fidelab.captures.requests import KINDS, Request, request_hash
 from fidelab.core import Arm, Estimator, canonical_json, digest, read_file, slug, strict_json
 from fidelab.errors import CaptureError, OtherSchemaError, UsageError
 
-__all__ = ["MANIFEST", "PROBE", "SCHEMA", "capture_folder", "capture_key", "dump_manifest", "load_manifest"]
+__all__ = [
+    "MANIFEST",
+    "PROBE",
+    "SCHEMA",
+    "capture_folder",
+    "capture_key",
+    "dump_manifest",
+    "load_manifest",
+    "ran_faults",
+]
 
 SCHEMA = "fidelab.capture/0"
 MANIFEST = "manifest.json"
@@ -112,7 +121,7 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         time.strptime(manifest["created"], "%Y-%m-%dT%H:%M:%SZ")
     except (KeyError, TypeError, ValueError):
         yield "created"
-    yield from (f"ran.{field}" for field in _ran_faults(ran))
+    yield from (f"ran.{field}" for field in ran_faults(ran))
     files, items, head = manifest.get("files"), manifest.get("items"), manifest.get("head", "")
     if not (isinstance(files, list) and all(_is_file(file) and isinstance(file.get("name"), str) for file in files)):
         yield "files"
@@ -127,12 +136,13 @@ def _faults(manifest: Mapping[str, Any]) -> Iterator[str]:
         yield "head"
 
 
-def _ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
+def ran_faults(ran: Mapping[str, Any]) -> Iterator[str]:
     """What scoring and reports read of the record of what ran; engines may add fields of their own."""
     for field in ("k_format", "v_format", "k_dtype", "v_dtype", "attention", "device", "ids"):
         if not isinstance(ran.get(field), str | None):
             yield field
-    for field in ("cache_bytes_per_token", "expected_bytes_per_token", "k_changed", "v_changed"):
+    sizes = ("cache_bytes_per_token", "expected_bytes_per_token", "state_bytes_per_sequence")
+    for field in (*sizes, "k_changed", "v_changed"):
         if ran.get(field) is not None and not (_is_number(ran[field]) and ran[field] >= 0):
             yield field
     for field in ("versions", "proof"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fidelab.axes.base import Axis, AxisScore, part_name, parts_of
+from fidelab.captures.manifest import ran_faults
 from fidelab.captures.pair import Pair, comparability_key
 from fidelab.captures.reader import Capture, key_name
 from fidelab.config.schema import Experiment
@@ -77,6 +78,8 @@ class ArmResult:
         ran, timing, benches = record["ran"], record["timing"], _benches(record.get("benches", {}))
         if ran is not None:
             RuntimeRecord.model_validate(ran)
+            if fault := next(ran_faults(ran), None):
+                raise TypeError(f"{fault} of what ran is not what it should be")
         Timing.model_validate(timing)
         for bench in benches.values():
             Measurement.model_validate(bench)
