@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fidelab.config.schema import Experiment
+from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.config.trust import demands
 from fidelab.core import Arm, KVSpec
 from fidelab.engines.base import Engine
@@ -18,6 +18,8 @@ from fidelab.engines.sglang.adapter import SGLangEngine
 from fidelab.engines.variables import check_env
 from fidelab.engines.vllm.adapter import VLLMEngine
 from fidelab.errors import UsageError
+from fidelab.models import resolve
+from fidelab.plan.arms import resolve_arm
 
 
 def parser() -> argparse.ArgumentParser:
@@ -102,6 +104,22 @@ def test_generation_settings_of_transformers_are_refused_where_they_would_change
 def test_a_variable_that_fidelab_sets_itself_or_that_none_can_be_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"env.{name}"):
         check_env([name])
+
+
+def test_an_option_under_two_names_is_refused_and_an_arms_own_replaces_the_one_of_all_arms() -> None:
+    model = resolve("fake")
+    written = {
+        "model": "m",
+        "engine": "vllm",
+        "engine_args": {"tensor-parallel-size": "2"},
+        "candidates": ["kv=auto,tp=4"],
+    }
+    experiment = Experiment.model_validate(written)
+    arms = [resolve_arm(experiment, config, model) for config in (experiment.reference, *experiment.candidates)]
+    assert [dict(arm.options) for arm in arms] == [{"tp": "2"}, {"tp": "4"}]
+    twice = ArmConfig(engine_args={"tp": "2", "tensor_parallel_size": "4"})
+    with pytest.raises(UsageError, match="tp is given twice, also as tensor_parallel_size"):
+        resolve_arm(experiment, twice, model)
 
 
 def test_a_file_that_sets_variables_or_trusts_code_has_to_be_trusted(tmp_path: Path) -> None:

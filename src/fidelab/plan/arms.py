@@ -15,7 +15,7 @@ from fidelab.engines import ENGINES, k16v8
 from fidelab.engines.hf import kernels as hf_kernels
 from fidelab.engines.variables import check_env
 from fidelab.environments.answers import EngineAnswers
-from fidelab.errors import NotSupportedError, UnknownNameError
+from fidelab.errors import NotSupportedError, UnknownNameError, UsageError
 from fidelab.models import Model
 from fidelab.models.weights import file_sha256
 from fidelab.plan.deploy import engine_class
@@ -54,11 +54,15 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     if engine_class(engine).checkpoint_format == "gguf" and model.gguf:  # two files may convert to one folder
         path, weights = model.gguf, file_sha256(model.gguf)
     dtype = config.dtype or dtype
-    shared = experiment.engine_args if engine.name == experiment.engine.name else {}
-    options = {key: value for key, value in shared.items() if key not in config.without} | config.engine_args
+    aliases = engine_class(engine).aliases
+    shared, own = (
+        _one_spelling(engine.name, options, aliases)
+        for options in (experiment.engine_args if engine.name == experiment.engine.name else {}, config.engine_args)
+    )
+    without = _one_spelling(engine.name, dict.fromkeys(config.without, ""), aliases)
+    options = {key: value for key, value in shared.items() if key not in without} | own
     env = {**experiment.env, **config.env}
     check_env(env)
-    options = _one_spelling(options, engine_class(engine).aliases)
     if engine.name == _HF and options.get(ATTENTION) == k16v8.FORMER_NAME:
         options[ATTENTION] = k16v8.K16V8
     return Arm(
@@ -76,10 +80,20 @@ def resolve_arm(experiment: Experiment, config: ArmConfig, model: Model, dtype: 
     )
 
 
-def _one_spelling(options: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
-    """Options with dashes and under the names that fidelab has for them."""
-    dashed = ((key.replace("_", "-"), value) for key, value in options.items())
-    return {aliases.get(key, key): value for key, value in dashed}
+def _one_spelling(engine: str, options: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Options with dashes and under the names that fidelab has for them.
+
+    Raises:
+        UsageError: one is given twice, under two names.
+    """
+    found: dict[str, str] = {}
+    for key, value in options.items():
+        dashed = key.replace("_", "-")
+        name = aliases.get(dashed, dashed)
+        if name in found:
+            raise UsageError(f"engine {engine}: {name} is given twice, also as {key}; leave one of them out")
+        found[name] = value
+    return found
 
 
 def served_name(config: ArmConfig, engine: EngineConfig) -> ArmConfig:

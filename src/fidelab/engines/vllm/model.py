@@ -24,7 +24,7 @@ from fidelab.engines.layer_states import read_states
 from fidelab.engines.options import switched, trusts_code
 from fidelab.engines.speculation import Drafts
 from fidelab.engines.vllm.capture import FOLDER, KEY, register
-from fidelab.engines.vllm.launch import SPECULATIVE, engine_options, least_cache_bytes, speculation_of
+from fidelab.engines.vllm.launch import COMPILES, SPECULATIVE, engine_options, least_cache_bytes, speculation_of
 from fidelab.errors import EngineError, NotSupportedError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class VLLMModel:
         arguments: dict[str, Any] = {
             "dtype": self._arm.dtype,
             "kv_cache_dtype": "auto" if paired else self._arm.kv.k.name,
-            "enforce_eager": bool(switched(options.get("enforce-eager", "yes"))),
+            "enforce_eager": bool(switched(options.get("enforce-eager", "no" if COMPILES & {*options} else "yes"))),
             "trust_remote_code": trusts_code(self._arm),
             "enable_prefix_caching": self._serving,
             "async_scheduling": False,
