@@ -1,7 +1,7 @@
 """How often does axis ``paths`` find that a way parts in an arm that is sound?  And how long does it take beside KLD?
 
 python benchmarks/path_alarms.py [--runs 10] [--engine hf,fake,llamacpp] [--model NAME] [--windows 4]
-python benchmarks/path_alarms.py --time
+python benchmarks/path_alarms.py --time [--engine hf,vllm]
 
 Each run has another model of random weights, or with ``--model`` other windows of one model's text (``fake``: new
 noise).  An alarm is an arm of a run in which at least one way parts; the reference is an arm, too.
@@ -45,7 +45,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as room:
         if args.time:
-            print_times(Path(room))
+            for engine in args.engine.split(","):
+                print_times(Path(room) / engine, engine)
         else:
             print_alarms(Path(room), args)
 
@@ -113,17 +114,21 @@ def outcome(report: Report) -> dict[str, tuple[int, list[str]]]:
     return found
 
 
-def print_times(room: Path) -> None:
+def print_times(room: Path, engine: str) -> None:
     """Seconds of an arm's answers: axis kld as it is by default, and all ways of 4 windows of 256 tokens."""
     seconds = {}
+    native = ARMS[engine][0] if engine in ARMS else "auto"
     for axis in ("kld", "paths"):
-        words = ("smollm2-135m", "--kv", "bf16", "--axes", axis, "--threads", "1", "--output-dir", str(room / axis))
+        words = ("smollm2-135m", "--engine", engine, "--kv", native, "--axes", axis, "--threads", "1")
+        words = (*words, "--output-dir", str(room / axis))
         subprocess.run([sys.executable, "-m", "fidelab", "capture", *words], check=True, stdout=subprocess.DEVNULL)
         parts = {c.axis: float(c.manifest["facts"]["seconds"]) for c in map(Capture, find_captures(room / axis))}
         seconds[axis] = sum(parts.values())
         print(", ".join(f"{part} {spent:.1f} s" for part, spent in parts.items()))
     ratio = seconds["paths"] / seconds["kld"]
-    print(f"kld {seconds['kld']:.1f} s, paths {seconds['paths']:.1f} s: {ratio:.2f} times (goal: at most {GOAL:g})")
+    print(
+        f"{engine}: kld {seconds['kld']:.1f} s, paths {seconds['paths']:.1f} s: {ratio:.2f} times (goal: at most {GOAL:g})"
+    )
     print(json.dumps({**seconds, "ratio": ratio}))
 
 
