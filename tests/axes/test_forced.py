@@ -276,3 +276,14 @@ def test_coarser_caches_cost_more_on_the_references_own_text(smollm2: Model, tmp
     means = [arm.axes["forced"].value("mean KL") or 0.0 for arm in report.candidates]
     assert 0.0 < means[0] < 0.02
     assert means[1] > 5 * means[0]
+
+
+def test_prompts_of_other_lengths_do_not_lend_the_growth_their_mean(tmp_path: Path) -> None:
+    lengths = (60, 60, *(8,) * 9)
+    ref = [np.zeros((n, V)) for n in lengths]
+    tilted = np.zeros(V)
+    tilted[0] = 0.3  # the same KL everywhere
+    found = _values(_score(tmp_path, _forced(*lengths), ref, [x + tilted for x in ref]))
+    low, high = found[GROWTH].ci
+    assert found["mean KL"].value > 1e-3
+    assert -1e-3 < low <= high < 1e-3

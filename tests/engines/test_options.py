@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
 from fidelab.config.schema import ArmConfig, Experiment
 from fidelab.config.trust import demands
@@ -50,7 +51,6 @@ def test_values_are_those_that_the_engines_own_command_line_reads() -> None:
 )
 def test_switches_are_yes_or_no_in_any_spelling(text: str, value: bool) -> None:
     assert parsed(enable_dbo=text, disable_graphs=text) == {"enable_dbo": value, "disable_graphs": value}
-    assert parsed(no_enable_dbo=text) == {"enable_dbo": not value}
 
 
 @pytest.mark.parametrize("text", ["[1, 2, 4]", "1 2 4"])
@@ -65,6 +65,7 @@ def test_several_values_are_a_json_list_or_words(text: str) -> None:
         ({"moe_backend": "nonsense"}, "invalid choice: 'nonsense'"),
         ({"enable_dbo": "perhaps"}, "enable-dbo='perhaps' is not yes or no"),
         ({"max_modle_len": "3"}, "no option 'max-modle-len'; did you mean max-model-len"),
+        ({"no_enable_dbo": "no"}, "write enable-dbo=yes or enable-dbo=no"),
         ({"n_ubatch": "3"}, "no option 'n-ubatch'; engine llamacpp has"),
     ],
 )
@@ -100,7 +101,9 @@ def test_generation_settings_of_transformers_are_refused_where_they_would_change
         HFEngine.supports(arm)
 
 
-@pytest.mark.parametrize("name", ["PYTHONPATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "1X", "A B", ""])
+@pytest.mark.parametrize(
+    "name", ["PYTHONPATH", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_TOKEN", "K16V8", "1X", "A B", ""]
+)
 def test_a_variable_that_fidelab_sets_itself_or_that_none_can_be_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"env.{name}"):
         check_env([name])
@@ -118,7 +121,7 @@ def test_an_option_under_two_names_is_refused_and_an_arms_own_replaces_the_one_o
     arms = [resolve_arm(experiment, config, model) for config in (experiment.reference, *experiment.candidates)]
     assert [dict(arm.options) for arm in arms] == [{"tp": "2"}, {"tp": "4"}]
     twice = ArmConfig(engine_args={"tp": "2", "tensor_parallel_size": "4"})
-    with pytest.raises(UsageError, match="tp is given twice, also as tensor_parallel_size"):
+    with pytest.raises(UsageError, match="tp is given twice, also as tensor-parallel-size"):
         resolve_arm(experiment, twice, model)
 
 
@@ -130,3 +133,16 @@ def test_a_file_that_sets_variables_or_trusts_code_has_to_be_trusted(tmp_path: P
     }
     asked = {(demand.key, demand.value) for demand in demands(Experiment.model_validate(written))}
     assert asked == {("env.VLLM_X", "1"), ("env.LD_PRELOAD", "x.so"), ("trust-remote-code", "yes")}
+
+
+def test_underscores_hide_nothing_from_trust() -> None:
+    written = {"model": "m", "candidates": [{"kv": "int8", "engine_args": {"worker_extension_cls": "evil.Cls"}}]}
+    assert [demand.key for demand in demands(Experiment.model_validate(written))] == ["worker-extension-cls"]
+
+
+def test_a_strangers_preset_is_asked_for_wherever_it_is_read(tmp_path: Path) -> None:
+    file = tmp_path / "preset.yaml"
+    file.write_text("engine: {name: fake, python: ./evil.sh}\nmodel: fake\n")
+    for written in ({"reference": f"preset={file}", "candidates": ["tilt"]}, {"candidates": [{"preset": str(file)}]}):
+        with pytest.raises(ValidationError, match=r"evil\.sh"):
+            Experiment.model_validate({"model": "fake", "engine": "fake", **written})

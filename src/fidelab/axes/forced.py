@@ -184,7 +184,7 @@ def _growth(
     centred = at - at.mean() if len(at) else at
     if not centred.any():
         return None, None, None
-    items = RatioItems(centred * kl, centred**2, of)
+    items = RatioItems(centred * (kl - kl.mean()), centred**2, of)  # else prompts of other lengths lend it their mean
     slope = float(items.num.sum() / items.den.sum())
     start = float(kl.mean() - slope * at.mean())
     reach = 0.0 if start >= _LIMIT else (_LIMIT - start) / slope if slope > 0 else None

@@ -177,12 +177,13 @@ class Paths(Axis):
         proven = [part for part, why in unproven.items() if why is None]
         own = {part: _kl(test[_COLD], test[part]) for part in proven}
         twins = {}
-        if _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is no twin: its kernels are others
+        known = _unproven(ref[_COLD]) is None
+        if known and _engine(ref[_COLD]) == _engine(test[_COLD]):  # else it is no twin: its kernels are others
             twins = {part: self._reference(ref, part) for part in proven if _unproven(ref[part]) is None}
         theirs = _parts_at(twins, {}, 0.0)
         sound = {part: kl for part, kl in twins.items() if part not in theirs}
         cost = _kl(ref[_COLD], test[_COLD])
-        ends = _parts_at(own, sound, _tail(cost) if np.isfinite(cost).any() else math.inf)
+        ends = _parts_at(own, sound, _tail(cost) if known and np.isfinite(cost).any() else math.inf)
         first = {part: _request(test[part]).first for part in proven}
         rows = np.concatenate([*(kl.ravel() for kl in own.values()), np.empty(0)])
         windows = np.concatenate([*(_windows(kl) for kl in own.values()), np.empty(0, dtype=np.int64)])

@@ -363,7 +363,7 @@ def _start_and_measure(
     from fidelab.runs.capacity import capacity_of_arms
 
     given = engine.settings()
-    named = {"engine": given["engine"], "model": model, "engine_args": given["engine_args"]}
+    named = {"model": model, **{key: given[key] for key in ("engine", "engine_args", "env")}}
     named |= {"dtype": engine.dtype} if engine.dtype != "auto" else {}
     presets = [
         validate_as(Preset, {**named, "name": kv or "native", **({"kv": kv} if kv else {})}, "bench capacity")

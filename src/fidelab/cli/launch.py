@@ -92,8 +92,8 @@ class PresetOptions(options.Options, panel="Preset"):
         if not found.own:
             words = {(key, str(value)) for key, value in place.items() if isinstance(value, str)}
             words |= {("pythonpath", folder) for folder in self.pythonpath or []}
-            words |= {("env", f"{key}={value}") for key, value in changes.get("env", {}).items()}
-            words |= set(changes.get("engine_args", {}).items())
+            words |= {(f"env.{key}", value) for key, value in changes.get("env", {}).items()}
+            words |= {(key.removeprefix(_SERVE), value) for key, value in changes.get("engine_args", {}).items()}
             check_trust(preset, read_yaml(found.path), found.path, Trust(trusted, words))
         return preset
 
@@ -108,7 +108,7 @@ def _for_server(changes: Mapping[str, Any], preset: Preset) -> dict[str, Any]:
     for key in list(options):
         if key.startswith(_SERVE) or key in preset.serve:
             own[key.removeprefix(_SERVE)] = options.pop(key)
-    return {**changes, **({"engine_args": options} if options else {}), **({"serve": own} if own else {})}
+    return {**changes, "engine_args": options, **({"serve": own} if own else {})}
 
 
 @options.expand_options

@@ -66,6 +66,16 @@ class EngineConfig(BaseModel):
     def _name_alone(cls, value: Any) -> Any:
         return {"name": value} if isinstance(value, str) else value
 
+    def all_fields(self) -> dict[str, Any]:
+        """The fields as plain data, also where a bare name would do."""
+        return {
+            "name": self.name,
+            "python": self.python,
+            "image": self.image,
+            "prefix": self.prefix,
+            **({"pythonpath": list(self.pythonpath)} if self.pythonpath else {}),
+        }
+
     @model_serializer
     def _short(self) -> str | dict[str, Any]:
         environment = {
@@ -92,7 +102,20 @@ def _as_text(value: Any) -> str:
             return str(value)
 
 
-Options = Annotated[dict[str, str], BeforeValidator(_text_values)]
+def _dashed(value: Any) -> Any:
+    """Names with dashes, as command lines have them."""
+    if not isinstance(value, dict):
+        return value
+    names = [str(key).replace("_", "-") for key in value]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"{twice} is given twice, with dashes and with underscores")
+    return dict(zip(names, _text_values(value).values(), strict=True))
+
+
+Variables = Annotated[dict[str, str], BeforeValidator(_text_values)]
+"""Environment variables; files may hold numbers."""
+
+Options = Annotated[dict[str, str], BeforeValidator(_dashed)]
 """Engine options; files may hold numbers, booleans (``yes``, ``no``), and lists and mappings, which become JSON."""
 
 
@@ -123,7 +146,7 @@ class ArmConfig(BaseModel):
     model: str | None = Field(default=None, description="checkpoint of this arm alone, of the same tokenizer")
     dtype: Dtype | None = Field(default=None, description="compute type of this arm alone")
     engine_args: Options = Field(default_factory=dict, description="engine options of this arm alone")
-    env: Options = Field(default_factory=dict, description="environment variables of this arm's process alone")
+    env: Variables = Field(default_factory=dict, description="environment variables of this arm's process alone")
     without: tuple[str, ...] = Field(
         default=(), description="options of the experiment's engine_args that this arm alone goes without"
     )
@@ -192,7 +215,7 @@ class Experiment(BaseModel):
         default_factory=lambda: EngineConfig(name="hf"), description="which engine runs all arms"
     )
     engine_args: Options = Field(default_factory=dict, description="engine options of all arms")
-    env: Options = Field(default_factory=dict, description="environment variables of all arms' processes")
+    env: Variables = Field(default_factory=dict, description="environment variables of all arms' processes")
     serve: ServeConfig | None = Field(
         default=None, description="what a pasted server command says besides the arms; written by compare --serve"
     )

@@ -331,6 +331,8 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
     engine, base = pasted.engine, pasted.said
     change = _flags(engine, words, controlled(engine), where, base.options, positional=False)
     _variables(change, assigned, "")
+    if change.secrets or any(_SECRET.fullmatch(name) for name in change.env):
+        raise UsageError("--change: a key or a token is nothing that arms are compared in; set it for all of fidelab")
     dialect = _DIALECTS[engine]
     shared = {**dialect.unsaid, **base.options}
     fields: dict[str, Any] = {}
@@ -342,9 +344,10 @@ def read_change(text: str, pasted: Pasted, controlled: Controlled) -> dict[str, 
     dtype = change.fields.get("dtype", "auto" if "dtype" in change.unset else base.fields.get("dtype", "auto"))
     if dtype != base.fields.get("dtype", "auto"):
         fields["dtype"] = dtype
-    if "model" in change.fields:
+    if {"model", "revision"} & change.fields.keys():
         revision = change.fields.get("revision")
-        fields["model"] = move_folders(change.fields["model"], pasted.mounts) + (f"@{revision}" if revision else "")
+        model = move_folders(change.fields.get("model", base.fields["model"]), pasted.mounts)
+        fields["model"] = model + (f"@{revision}" if revision else "")
     for key in ("device", "threads"):
         if key in change.fields:
             raise UsageError(f"{where}: {key} is one for all arms; change the command itself")
@@ -540,7 +543,11 @@ def _container(wrapper: list[str], words: Sequence[str], where: str) -> _Contain
     notes: dict[str, str] = {}
     kept, rest, entry = list(wrapper), list(words), list[str]()
     while rest and rest[0].startswith("-"):
-        flag, equals, value = rest.pop(0).partition("=")
+        word = rest.pop(0)
+        if word.startswith("-e") and len(word) > 2:  # -eNAME=VALUE
+            rest.insert(0, word[2:])
+            word = "-e"
+        flag, equals, value = word.partition("=")
         if not equals and not _CONTAINER_SWITCHES.fullmatch(flag):
             if flag[:2] in ("-v", "-e", "-p") and len(flag) > 2 and not flag.startswith("--"):
                 flag, value = flag[:2], flag[2:]
@@ -705,13 +712,16 @@ def _unimportant(name: str) -> str | None:
 def _with_leaf(text: str, place: str, value: str) -> str:
     """JSON with one more value: ``--speculative-config.method ngram``."""
     try:
-        data = json.loads(text)
         leaf: Any = json.loads(value)
     except ValueError:
-        data, leaf = (json.loads(text) if text.startswith("{") else {}), value
-    node = data
-    *parents, last = place.replace("-", "_").split(".")
-    for parent in parents:
-        node = node.setdefault(parent, {})
-    node[last] = leaf
+        leaf = value
+    try:
+        data = json.loads(text) if text.startswith("{") else {}
+        node = data
+        *parents, last = place.replace("-", "_").split(".")
+        for parent in parents:
+            node = node.setdefault(parent, {})
+        node[last] = leaf
+    except (AttributeError, TypeError, ValueError):
+        raise UsageError(f"{place} cannot be set in {text[:60]!r}: that is no JSON object there") from None
     return json.dumps(data)

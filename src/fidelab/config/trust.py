@@ -39,6 +39,7 @@ _COMMANDS = ("prefix", "python", "image", "pythonpath")
 _KEY, _ADDRESS, _ATTENTION = "api-key-env", "base-url", "attention"
 # Options of engines and of their servers that name code, which they import and run.
 _CODE = re.compile(r"plugin|middleware|-cls$|logits-processor|custom-|-hooks$|kv-transfer|trust-remote-code")
+_TRUSTED: set[str] = set()  # presets that flags named, which are read once more when arms are made
 _NAMES = {"text": ("default", "wikitext-2"), "prompts": ("default",)}  # values that are no files
 
 
@@ -119,7 +120,9 @@ def check_presets(arms: Iterable[str], trust: Trust) -> int:
         with contextlib.suppress(ValueError):  # said when the arm is read
             name = arm_fields(text).get("preset")
             if name is not None and not (found := find_preset(str(name))).own:
-                check_trust(load_preset(found), read_yaml(found.path), found.path, trust)
+                preset, content = load_preset(found), read_yaml(found.path)
+                check_trust(preset, content, found.path, trust)
+                _TRUSTED.add(_hash(content, demands(preset)))
                 files += 1
     return files
 
@@ -154,7 +157,9 @@ def _words(overrides: Sequence[str]) -> set[tuple[str, str]]:
     pairs: set[tuple[str, str]] = set()
     for text in overrides:
         place, _, value = text.partition("=")
-        pairs.update(_leaves(place.rpartition(".")[2], yaml.safe_load(value)))
+        parent, _, name = place.rpartition(".")
+        is_variable = parent.rpartition(".")[2] == "env"
+        pairs.update(_leaves(f"env.{name}" if is_variable else name, yaml.safe_load(value)))
     return pairs
 
 
@@ -165,6 +170,8 @@ def _leaves(key: str, value: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for inner in value:
             yield from _leaves(key, inner)
+    elif isinstance(value, int | float) and key.startswith("env."):
+        yield key, str(value)
     elif isinstance(value, str):
         yield key, value
         with contextlib.suppress(ValueError):
@@ -186,8 +193,9 @@ def demands(settings: Asking) -> list[Demand]:
         found += (Demand(f"env.{name}", value, "is a variable that would be set") for name, value in env.items())
         for key, value in options.items():
             found += [*_code(key, value), *(_file(key, value, Path.is_file) if isinstance(settings, Preset) else ())]
-        if engine.name == "hf" and "/" in options.get(_ATTENTION, ""):
-            found.append(Demand(_ATTENTION, options[_ATTENTION], "is code of a hub that would be run"))
+        for key in (_ATTENTION, "attn-implementation"):
+            if engine.name == "hf" and "/" in options.get(key, ""):
+                found.append(Demand(key, options[key], "is code of a hub that would be run"))
         if _KEY in options:
             host = options.get(_ADDRESS, "no address")
             found.append(Demand(_KEY, options[_KEY], f"is a variable whose content would be sent to {host!r}", host))
@@ -272,7 +280,7 @@ def _place(path: Path) -> Path:
 
 
 def _hash(written: Mapping[str, Any], asked: Sequence[Demand]) -> str:
-    return digest(repr(dict(written)), *sorted(f"{demand.key} {demand.target}" for demand in asked))
+    return digest(repr(dict(written)), *sorted(f"{demand.key} {demand.value} {demand.target}" for demand in asked))
 
 
 def _memory() -> Path:
@@ -281,8 +289,9 @@ def _memory() -> Path:
 
 def _known() -> set[str]:
     with contextlib.suppress(OSError, RuntimeError):
-        return {line.partition(" ")[0] for line in _memory().read_text("utf-8", errors="replace").splitlines()}
-    return set()
+        lines = _memory().read_text("utf-8", errors="replace").splitlines()
+        return _TRUSTED | {line.partition(" ")[0] for line in lines}
+    return _TRUSTED
 
 
 def _note(known: str, file: Path) -> None:

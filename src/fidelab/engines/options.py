@@ -149,12 +149,13 @@ def parse_options(
     for key, value in options:
         if (action := actions.get(key)) is None:
             raise unknown_option(engine, key, [*known, *actions])
+        if (positive := key.removeprefix("no-")) != key and positive in actions:  # one name, one meaning
+            raise UsageError(f"engine {engine}: write {positive}=yes or {positive}=no, not {key}")
         words = [f"--{key}={value}"]
         if action.nargs == 0:
             if (on := switched(value)) is None:
                 raise UsageError(f"engine {engine}: {key}={value!r} is not yes or no")
-            opposite = key.removeprefix("no-") if key.startswith("no-") else f"no-{key}"
-            words = [f"--{key}"] if on else [f"--{opposite}"] if opposite in actions else []
+            words = [f"--{key}"] if on else [f"--no-{key}"] if f"no-{key}" in actions else []
         elif action.nargs is not None and action.nargs != "?":
             words = [f"--{key}", *_several(value)]
         try:
@@ -202,7 +203,7 @@ def flags(
         if not name:
             continue
         if on is None:
-            words += [f"--{name}", value]
+            words += [f"--{name}", *(_several(value) if value.startswith("[") else [value])]
         elif on:
             words.append(f"--{name}")
         elif negates:

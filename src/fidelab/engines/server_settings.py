@@ -134,6 +134,9 @@ def preparation_seconds(log: str) -> float | None:
 # ------------------------------------------------------------------------------------------------- comparison
 
 
+_NATIVE = ("bfloat16", "float16", "float32")  # types that "auto" may be
+
+
 def _kv_finding(arm: Arm, said: _Said) -> Finding:
     """The types of keys and values; ``auto`` is the type that the server computes in, where it tells that."""
     computed = _type(said.settings.get("dtype", "auto"))
@@ -142,7 +145,8 @@ def _kv_finding(arm: Arm, said: _Said) -> Finding:
         return Finding(KV, arm.kv.label, None)
     effective = tuple(map(_type, said.kv))
     resolved = [tuple(computed if name == "auto" else name for name in pair) for pair in (declared, effective)]
-    return Finding(KV, arm.kv.label, _pair(said.kv), resolved[0] != resolved[1], said.more.get(KV, ""))
+    differs = any(a != b and not (a == "auto" and b in _NATIVE) for a, b in zip(*resolved, strict=True))
+    return Finding(KV, arm.kv.label, _pair(said.kv), differs, said.more.get(KV, ""))
 
 
 def _pair(kv: tuple[str, str]) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from fidelab.engines.base import Engine
 from fidelab.errors import UsageError
 
-__all__ = ["check_env", "is_secret", "thread_variables", "variables_of"]
+__all__ = ["check_env", "thread_variables", "variables_of"]
 
 # What all engines compute with: thread pools, BLAS, torch, compilers, drivers, and libraries loaded before others.
 _COMMON = (
@@ -73,6 +73,14 @@ _CONTROLLED = {
     **dict.fromkeys(_THREADS, "pass --threads"),
     **dict.fromkeys(("PYTHONPATH", "PYTHONHOME", "PYTHONSAFEPATH"), "name folders with --pythonpath"),
     "CUDA_VISIBLE_DEVICES": "pass --device, or set it for all of fidelab",
+    **dict.fromkeys(("K16V8", "FIDELAB_K16V8"), "write the pair as kv=K/V"),
+    **dict.fromkeys(
+        (
+            *("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_USE_V2_MODEL_RUNNER", "NUMBA_NUM_THREADS"),
+            *("FIDELAB_CAPTURE", "FIDELAB_SERVING", "FIDELAB_LOGPROBS"),
+        ),
+        "the capture needs its own value",
+    ),
 }
 
 
@@ -85,13 +93,10 @@ def check_env(names: Iterable[str]) -> None:
     for name in names:
         if name in _CONTROLLED:
             raise UsageError(f"env.{name} cannot be set for an arm: {_CONTROLLED[name]}")
+        if _SECRET.fullmatch(name):
+            raise UsageError(f"env.{name} cannot be set for an arm: keys and tokens are set for all of fidelab")
         if not _NAME.fullmatch(name):
             raise UsageError(f"env.{name}: that is no name of an environment variable")
-
-
-def is_secret(name: str) -> bool:
-    """Whether a variable's content belongs into no report and no key."""
-    return _SECRET.fullmatch(name) is not None
 
 
 def thread_variables(threads: int) -> dict[str, str]:

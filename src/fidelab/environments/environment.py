@@ -112,7 +112,8 @@ class Environment:
             return None
         link = link_folder()
         code = [str(link), *(str(package.resolve()) for package in link.iterdir() if package.is_symlink())]
-        named = [arm.path, *named_paths(value for _, value in arm.options)] if arm else []
+        named = [arm.path, *filter(None, [arm.draft])] if arm else []
+        named += named_paths(value for _, value in (*arm.options, *arm.env)) if arm else []
         there = [path for path in (*named, *files, *self.pythonpath) if Path(path).exists()]
         seen = [file for path in there for file in seen_through(path)]
         if store is not None:

@@ -473,6 +473,8 @@ def parting(kl: Floats, allowed: float, span: int = 16) -> int | None:
     ``span`` rows that begin with it (in all rows where there are fewer).  So no single row makes it, nor does noise of
     which less than half lies above.  See docs/metrics.md#paths.
     """
+    if np.isinf(allowed):
+        return None
     share = (~(kl <= allowed)).mean(axis=0)
     span = min(span, len(share))
     if not span:

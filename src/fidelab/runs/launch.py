@@ -20,6 +20,7 @@ from fidelab.engines.base import Engine
 from fidelab.engines.llamacpp import serve as llamacpp_serve
 from fidelab.engines.openai.http import Client
 from fidelab.engines.server_settings import Finding, findings, preparation_seconds
+from fidelab.engines.variables import check_env
 from fidelab.environments.environment import Environment, locate, read_marker
 from fidelab.environments.servers import Served, Starts, first_answer, start, wait_until_healthy, written_log
 from fidelab.errors import InputError, NotSupportedError, UsageError
@@ -75,6 +76,7 @@ def arm_of(preset: Preset, *, device: str = "auto", threads: int | None = None) 
         FidelabError: the model or the format is not what it should be.
     """
     cls = engine_class(preset.engine)
+    check_env(preset.env)
     kv = preset.kv or native_kv(preset.engine)
     native = "f16" if preset.dtype == "float16" else "bf16"
     return Arm(
@@ -100,6 +102,8 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
         EngineError: the engine is not installed, or has no server.
     """
     cls, engine = engine_class(preset.engine), preset.engine
+    if engine.image:
+        raise NotSupportedError("a server is started in the installed engine, not in an image: leave image out")
     port = _port(host, port)
     words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
     if environment is None:

@@ -64,8 +64,8 @@ def find_preset(name: str, engine: str | None = None) -> Found:
     if name in known:
         return known[name]
     family = [one for one in known if one.startswith(f"{name}-") and "-" not in one.removeprefix(f"{name}-")]
-    engines = {validate(known[one], read_yaml(known[one].path)).engine_name: one for one in family}
-    family = [one for key, one in sorted(engines.items()) if one == f"{name}-{key}" and engine in (None, key)]
+    engines = {one: validate(known[one], read_yaml(known[one].path)).engine_name for one in family}
+    family = [one for one, key in sorted(engines.items()) if one == f"{name}-{key}" and engine in (None, key)]
     if not family:
         raise UnknownNameError("preset", name if engine is None else f"{name} of engine {engine}", known)
     return known[family[0]]
@@ -92,11 +92,20 @@ def arm_of(fields: Mapping[str, Any]) -> dict[str, Any]:
     """
     own = {key: value for key, value in fields.items() if key != "preset"}
     engine = EngineConfig.model_validate(own["engine"]).name if "engine" in own else None
-    preset = load_preset(find_preset(str(fields["preset"]), engine))
+    found = find_preset(str(fields["preset"]), engine)
+    preset = load_preset(found)
+    if not found.own:
+        from fidelab.config.trust import check_trust  # which reads presets
+
+        check_trust(preset, read_yaml(found.path), found.path)
     if "engine" in own and engine != preset.engine_name:  # its options and its formats are that engine's
         raise ConfigError(f"preset {preset.name} is of engine {preset.engine_name}, not {engine}")
     name = own.get("name") or " ".join([str(preset.name), *_differences(own)])
-    return merged_fields({**preset.arm_fields(), "name": name}, own)
+    base = preset.arm_fields()
+    if "engine" in own:  # its environment stays the preset's where nothing else is said
+        given = {key: value for key, value in EngineConfig.model_validate(own["engine"]).all_fields().items() if value}
+        own["engine"] = {**preset.engine.all_fields(), **given}
+    return merged_fields({**base, "name": name}, own)
 
 
 def _differences(own: Mapping[str, Any]) -> list[str]:

@@ -271,6 +271,9 @@ class SGLangEngine(Engine):
         return {"tokens": sum(map(len, request.items())), "token_by_token": True}
 
     def _served(self, request: Served, sink: Sink) -> dict[str, Any]:
+        if self._speculation is not None and request.n_stepped:
+            raise NotSupportedError(_UNFORCED)
+
         def ask(requests: Sequence[SGLangRequest]) -> list[Response]:
             self._together([one.prompt for one in requests], max(one.max_tokens for one in requests))
             sink.progress(

@@ -93,6 +93,7 @@ CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(
         ("tokenizer-path", "skip-tokenizer-init", "tokenizer-mode"), "all arms share the model's tokenizer"
     ),
+    "disable-cuda-graph": "write cuda-graph=on or off",
     "disable-radix-cache": "captures compute every position; axis paths asks what a hit in the cache changes",
     "disable-overlap-schedule": "a capture reads the states of one step before the next begins",
     "enable-return-hidden-states": "captures are made of these states",
@@ -221,7 +222,7 @@ def k16v8_cannot(arm: Arm) -> str:
     shape = shape_of(arm.path)
     if reason := pair_refusal(arm, shape.head_dim, shape.layers):
         return reason
-    if "attention-backend" in options:
+    if {"attention-backend", "decode-attention-backend", "prefill-attention-backend"} & options.keys():
         return f"{arm.kv.label} is an attention backend of its own: remove attention-backend"
     if switched(options.get("cuda-graph", "off")):
         return f"{arm.kv.label} runs without graphs: remove cuda-graph"
