@@ -9,7 +9,7 @@ from typing import Any, Self
 from unittest import mock
 
 from fidelab.config.load import validate
-from fidelab.errors import UnknownNameError
+from fidelab.errors import UnknownNameError, UsageError
 from fidelab.plan.deploy import Engines
 from fidelab.plan.resolve import resolve_experiment
 from fidelab.results.numbers import one_line
@@ -58,6 +58,8 @@ def _compare(engines: Sequence[str], names: Sequence[str], model: str, cwd: Path
                     verdict = resolve_experiment(validate(written, "test")).unsupported.get("it", RUNS)
                 except UnknownNameError:
                     verdict = UNKNOWN
+                except UsageError as error:  # a name that is a side of pairs alone
+                    verdict = str(error)
                 verdicts[engine, name] = verdict
     return verdicts
 

@@ -99,7 +99,7 @@ CONTROLLED: Mapping[str, str] = {
     "enable-return-hidden-states": "captures are made of these states",
     **dict.fromkeys(("random-seed", "sampling-defaults"), "decoding is greedy"),
     **dict.fromkeys(("dp-size", "data-parallel-size", "pp-size", "pipeline-parallel-size", "nnodes"), _ALONE),
-    **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "there is no server here"),
+    **dict.fromkeys(("host", "port", "api-key", "served-model-name", "log-level"), "only concerns serving"),
 }
 _PASSED: Mapping[str, tuple[str, Callable[[str], Any]]] = {  # options → arguments of sglang.Engine and their types
     "tp": ("tp_size", int),

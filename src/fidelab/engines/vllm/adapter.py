@@ -86,7 +86,7 @@ _CONTROLLED: Mapping[str, str] = {
     **dict.fromkeys(("max-logprobs", "logprobs-mode"), "captures hold the whole vocabulary"),
     "disable-log-stats": "counters are read",
     **dict.fromkeys(("data-parallel-size", "pipeline-parallel-size", "nnodes"), _ALONE),
-    **dict.fromkeys(("served-model-name", "headless"), "there is no server here"),
+    **dict.fromkeys(("served-model-name", "headless"), "only concerns serving"),
     "hf-token": "set the variable HF_TOKEN",
 }
 _OPTIONS: Mapping[str, Value] = {
