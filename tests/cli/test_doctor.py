@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tomllib
@@ -224,6 +225,19 @@ def test_a_package_that_fails_while_it_is_imported_is_broken_and_keeps_its_talk_
     assert told.check("accelerate", "packages")["remedy"] == "mend torch first"
     assert [reason.partition(":")[0] for reason in told.record["reasons"]] == ["rich", "torch"]
     assert told.check("hf", "engines")["detail"] == "needs torch"
+
+
+def test_ctrl_c_waits_for_the_import_that_it_meets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "odd_package.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport json\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(metadata, "requires", {"fidelab": ["odd-package"]}.get)
+    monkeypatch.setattr(software, "_installed", lambda match: DoctorCheck("odd-package", "packages", "ok", "1.0"))
+    monkeypatch.setattr(software, "_module", lambda name: "odd_package")
+    with pytest.raises(KeyboardInterrupt):
+        software.packages()
+    assert hasattr(sys.modules.pop("odd_package"), "json")
+    with pytest.raises(KeyboardInterrupt):  # as before
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 def test_a_package_that_is_too_old_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:

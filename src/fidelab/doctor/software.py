@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import platform
 import re
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib import import_module, metadata
@@ -122,10 +126,32 @@ def _module(package: str) -> str:
 
 def _import_error(name: str) -> BaseException | None:
     try:
-        import_module(_module(name))
+        with _uninterrupted():
+            import_module(_module(name))
     except CAUGHT as error:
         return error
     return None
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back until the end of the block.
+
+    Native packages run Python code while they are imported.  A ``KeyboardInterrupt`` in that code aborts the process
+    where C++ cannot pass it on, and elsewhere makes Python end by the signal instead of its exit code.
+    """
+    raises = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not raises:
+        yield  # nothing here becomes a KeyboardInterrupt
+        return
+    stops: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: stops.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, raises)
+        if stops:
+            raise KeyboardInterrupt
 
 
 def _unimportable(check: DoctorCheck, error: BaseException, others: list[str]) -> DoctorCheck:
