@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -160,6 +161,30 @@ def test_what_ends_the_command_ends_its_server(tmp_path: Path, own: Callable[...
         process.send_signal(number)
         assert process.wait(DEADLINE) == (130 if number == signal.SIGINT else 128 + number)
     assert gone(int((tmp_path / "child").read_text()))
+    assert records() == []
+
+
+def test_what_ends_a_bench_of_capacity_ends_the_server_that_it_started(tmp_path: Path) -> None:
+    child, model = tmp_path / "child", tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    script = (
+        "import sys; sys.argv[0] = 'fidelab'; import fidelab.runs.capacity as capacity\n"
+        "from fidelab.environments.environment import Environment; from fidelab.cli import main\n"
+        "capacity.check = lambda preset, arm: Environment('llamacpp', sys.executable); main()"
+    )
+    given = [
+        word for pair in (f"env.SMALL_CHILD={child}", "env.SMALL_DEAF=1", "n-ctx=64") for word in ("--engine-arg", pair)
+    ]
+    command = [sys.executable, "-c", script, "bench", "capacity", str(model), "--engine", "llamacpp", *given]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.PIPE, text=True) as process:
+        deadline = time.monotonic() + DEADLINE
+        while not (child.exists() and child.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        (server,) = records()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(DEADLINE) == 128 + signal.SIGTERM
+    assert ("--ctx-size", "64") in itertools.pairwise(server.command)  # an option that captures cannot have
+    assert gone(int(child.read_text()))
     assert records() == []
 
 

@@ -1,4 +1,4 @@
-"""``fidelab bench serve`` and ``fidelab bench sweep``: load on any server that speaks the OpenAI protocol."""
+"""``fidelab bench serve``, ``sweep`` and ``capacity``: load on any server that speaks the OpenAI protocol."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fidelab.cli.axes import counts
-from fidelab.cli.options import EngineOptions, Json, Options, RunsOptions, expand_options
+from fidelab.cli.options import EngineOptions, Json, Options, RunsOptions, expand_options, given_flags
 from fidelab.cli.output import exit_on, note, show_report
 
 if TYPE_CHECKING:
@@ -300,6 +300,7 @@ class _CapacityRunOptions(_RunOptions, panel="Run"):
 
 @expand_options
 def capacity(
+    context: typer.Context,
     *,
     started: Annotated[
         str | None,
@@ -331,6 +332,7 @@ def capacity(
     contexts = () if load.contexts is None else counts("--contexts", load.contexts)
     if (started is None) == (server.base_url is None):
         raise UsageError("name a MODEL whose server is started, or a server that runs with --base-url: one of both")
+    _refuse_other_mode(context, started is not None)
     if started is not None:
         _start_and_measure(started, engine, load, contexts, {**load.settings(), **targets.settings()}, run, as_json)
         return
@@ -346,6 +348,22 @@ def capacity(
     exit_on([found.reason] if found.reason else [])
 
 
+def _refuse_other_mode(context: typer.Context, starts: bool) -> None:
+    """Options of a server that runs say nothing of one that is started, and the other way round.
+
+    Raises:
+        UsageError: one was given, which would be ignored.
+    """
+    from fidelab.errors import UsageError
+
+    others = _AnyServerOptions if starts else EngineOptions
+    ignored = {parameter.name for parameter in others.parameters()} | ({"name"} if starts else set())
+    for name, flag in given_flags(context).items():
+        if name in ignored:
+            why = "is for a server that runs (--base-url)" if starts else "is for a MODEL whose server is started"
+            raise UsageError(f"{flag} {why}: leave it out")
+
+
 def _start_and_measure(
     model: str,
     engine: EngineOptions,
@@ -355,15 +373,23 @@ def _start_and_measure(
     run: _CapacityRunOptions,
     as_json: bool,
 ) -> None:
-    """The servers of one model, one after the other."""
+    """The servers of one model, one after the other.
+
+    Options that captures cannot have, such as the length of the context, go to the servers alone.
+    """
     from fidelab.cli.bench_watch import watcher
     from fidelab.cli.output import command_line, gate
     from fidelab.config.load import validate_as
     from fidelab.config.schema import Preset
+    from fidelab.engines import ENGINES
     from fidelab.runs.capacity import capacity_of_arms
 
     given = engine.settings()
-    named = {"model": model, **{key: given[key] for key in ("engine", "engine_args", "env")}}
+    controlled = getattr(ENGINES.load(engine.engine), "controlled", {})
+    options, of_server = dict[str, str](), dict[str, str]()
+    for key, value in given["engine_args"].items():
+        (of_server if key.replace("_", "-") in controlled else options)[key] = value
+    named = {"model": model, "engine": given["engine"], "env": given["env"], "engine_args": options, "serve": of_server}
     named |= {"dtype": engine.dtype} if engine.dtype != "auto" else {}
     presets = [
         validate_as(Preset, {**named, "name": kv or "native", **({"kv": kv} if kv else {})}, "bench capacity")

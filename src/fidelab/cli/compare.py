@@ -204,10 +204,8 @@ def _pasted(
     from fidelab.engines import ENGINES
     from fidelab.errors import UsageError
 
-    said = {"model": "MODEL", "engine": "--engine", "reference": "--reference", "preset": "--preset"}
-    for name, flag in said.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+    for name, flag in options.given_flags(context).items():
+        if name in ("model", "engine", "reference", "preset"):
             raise UsageError(f"the command of --serve says what the reference is: leave out {flag}")
 
     def controlled(name: str) -> Mapping[str, str]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -139,18 +137,19 @@ def launch(
 
       fidelab launch ./preset.yaml --port 8000 --dry-run
     """
-    from fidelab.runs.launch import arm_of, check, plan
+    from fidelab.runs.launch import arm_of, check, check_servable, plan
     from fidelab.runs.launch import launch as start
 
     chosen = preset.preset(name, trusted or [])
     arm = arm_of(chosen, device=preset.device, threads=preset.threads)
+    check_servable(chosen, arm)
     environment = None if dry_run or force else check(chosen, arm)
     planned = plan(chosen, arm, host, port, environment)
     if dry_run:
         about = {"preset": arm.name, "url": planned.url, "shown": planned.shown, "command": list(planned.command)}
         print(json.dumps(about, indent=2) if as_json else f"{planned.shown}\n# here: {shlex.join(planned.command)}")
         return
-    with _ended_by_signals(), start(planned, timeout, note) as launched:
+    with start(planned, timeout, note) as launched:
         faults = faults_of(launched.findings)
         if as_json:
             print(json.dumps(_record(launched, faults), indent=2), flush=True)
@@ -161,22 +160,6 @@ def launch(
             raise typer.Exit(1)
         if not detach:
             _wait(launched)
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """What ends this process ends the server, too."""
-
-    def stop(number: int, _frame: Any) -> None:
-        raise SystemExit(128 + number)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, stop) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _wait(launched: Launched) -> None:

@@ -54,6 +54,7 @@ __all__ = [
     "complete_preset",
     "expand_options",
     "find_run",
+    "given_flags",
     "refuse_beside_resume",
 ]
 
@@ -131,6 +132,17 @@ def expand_options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def given_flags(context: typer.Context) -> dict[str, str]:
+    """The parameters that the command line names, each with its flag as people write it."""
+    found = {}
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+            found[str(parameter.name)] = flag
+    return found
+
+
 def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection[str]) -> None:
     """``--resume`` takes the settings of the run (``owner``) that it goes on with.
 
@@ -139,11 +151,8 @@ def refuse_beside_resume(context: typer.Context, owner: str, allowed: Collection
     """
     from fidelab.errors import UsageError
 
-    for parameter in context.command.params:
-        name = parameter.name or ""
-        source = context.get_parameter_source(name)
-        if name not in ("resume_dir", *allowed) and source is not None and source.name == "COMMANDLINE":
-            flag = parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.opts[0].upper()
+    for name, flag in given_flags(context).items():
+        if name not in ("resume_dir", *allowed):
             raise UsageError(f"--resume takes the {owner}'s own settings: leave out {flag}")
 
 
@@ -158,11 +167,8 @@ def begin_from_preset(name: str | None, context: typer.Context, data: dict[str, 
     from fidelab.config.presets import experiment_of, find_preset, load_preset
     from fidelab.errors import UsageError
 
-    def given(parameter: str) -> bool:
-        source = context.get_parameter_source(parameter)
-        return source is not None and source.name == "COMMANDLINE"
-
-    engine = data["engine"]["name"] if given("engine") else None
+    given = given_flags(context)
+    engine = data["engine"]["name"] if "engine" in given else None
     preset = load_preset(find_preset(name, engine))
     if engine not in (None, preset.engine_name):
         raise UsageError(f"--engine {engine}: preset {preset.name} is of engine {preset.engine_name}")
@@ -175,7 +181,7 @@ def begin_from_preset(name: str | None, context: typer.Context, data: dict[str, 
         "engine": {**data["engine"], **place, **{key: x for key, x in data["engine"].items() if x and key != "name"}},
         "engine_args": {**base.get("engine_args", {}), **data["engine_args"]},
         "env": {**base.get("env", {}), **data.get("env", {})},
-        "dtype": data["dtype"] if given("dtype") else base.get("dtype", data["dtype"]),
+        "dtype": data["dtype"] if "dtype" in given else base.get("dtype", data["dtype"]),
         "reference": data.get("reference", base["reference"]),
     }
 

@@ -159,8 +159,8 @@ def gate(report: Report, fail_under: float | None) -> None:
     lost = [arm for arm in _arms(report) if arm.status in ("failed", "not_engaged")]
     faults = shared(((arm.name, str(arm.reason)) for arm in lost), " failed: ")
     for arm in _arms(report):
-        failed = ((name, bench) for name, bench in arm.benches.items() if bench.status == "failed")
-        faults += [f"{arm.name}: {name} failed: {bench.reason}" for name, bench in failed]
+        failed = ((name, bench.reason) for name, bench in arm.benches.items() if bench.status == "failed")
+        faults += [f"{arm.name}: {name} failed: {why}" for name, why in failed if why != arm.reason]
     if fail_under is not None:
         faults += [fault for arm in report.candidates if (fault := _misses(arm, fail_under))]
     exit_on(faults)

@@ -301,7 +301,7 @@ class Engine(ABC):
         Raises:
             NotSupportedError: the engine has no server, or its server cannot be told this.
         """
-        raise NotSupportedError(f"engine {cls.name} has no server of its own")
+        raise NotSupportedError(f"engine {cls.name} has no server of its own: vllm, sglang and llamacpp have one")
 
     @classmethod
     def serve_variables(cls, arm: Arm) -> dict[str, str]:

@@ -77,7 +77,8 @@ def render_text(report: Report, console: Console, *, folder: Path | None = None,
         line("failed or not measurable:", "red")
         for failure in view.failures:
             line(f"  {failure}")
-    if folder is not None and any(row.status == STATUS[Status.FAILED] for row in view.rows):
+    failed = any(row.status == STATUS[Status.FAILED] for row in view.rows)
+    if folder is not None and failed and (folder / "logs").exists():
         print_path(console, "what the workers printed", folder / "logs")
     for modification in view.modified:
         line(modification, "yellow")

@@ -13,15 +13,15 @@ import fidelab
 from fidelab.bench.serving import Requests, ServingSettings, ServingWatch, measure_capacity, reach
 from fidelab.config.schema import Preset
 from fidelab.core import Arm, Status, slug
-from fidelab.engines import ENGINES
+from fidelab.environments.environment import Environment
 from fidelab.environments.servers import end
-from fidelab.errors import FidelabError
+from fidelab.errors import FidelabError, NotSupportedError
 from fidelab.plan.arms import serve_command
 from fidelab.report.html import write_html
 from fidelab.results.measurement import Measurement
 from fidelab.results.record import ArmRecord, KVFormats, Report, RuntimeRecord
 from fidelab.results.store import RunFolder
-from fidelab.runs.launch import arm_of, check, launch, plan
+from fidelab.runs.launch import arm_of, check, check_servable, launch, plan
 
 __all__ = ["capacity_of_arms"]
 
@@ -42,7 +42,7 @@ def capacity_of_arms(
     watch: ServingWatch,
     say: Callable[[str], None],
 ) -> tuple[Report, RunFolder]:
-    """Measure the capacity of each arm's own server; an arm whose server fails does not affect the others.
+    """Measure the capacity of each arm's own server; an arm whose server cannot run or fails leaves the others alone.
 
     Args:
         presets: the arms; the first is what the others are compared with.
@@ -52,36 +52,51 @@ def capacity_of_arms(
 
     Raises:
         FidelabError: an arm that is not what it should be, before any server is started.
-        KeyboardInterrupt: stopped; the server is ended, and the arms so far are in the folder's report.
+        KeyboardInterrupt, SystemExit: stopped; the server is ended, and the arms so far are in the folder's report.
     """
     arms = [arm_of(preset, device=device, threads=threads) for preset in presets]
-    for arm in arms:
-        ENGINES.load(arm.engine).serve_command(arm, _HOST, 0)  # refuses an engine that has no server
+    for preset, arm in zip(presets, arms, strict=True):
+        check_servable(preset, arm)
+    environments = [_environment(preset, arm) for preset, arm in zip(presets, arms, strict=True)]
     settings = {"arms": [preset.arm_fields() for preset in presets], "load": dict(load)}
     folder = RunFolder.create(output_dir, f"capacity-{slug(presets[0].model)}", yaml.safe_dump(settings))
     created, records = datetime.now(UTC).replace(microsecond=0), list[ArmRecord]()
     report: Report | None = None
-    for preset, arm in zip(presets, arms, strict=True):
-        records.append(_measure(preset, arm, load, contexts, most, patience, folder, watch, say))
-        report = Report(
-            run_id=folder.run_id,
-            created=created,
-            fidelab_version=fidelab.__version__,
-            command=command,
-            settings=settings,
-            comparability_key={"benches.capacity": {**load, "most": most}},
-            reference=records[0],
-            candidates=tuple(records[1:]),
-        )
-        report.write(folder.report)
+    try:
+        for preset, arm, environment in zip(presets, arms, environments, strict=True):
+            records.append(_measure(preset, arm, environment, load, contexts, most, patience, folder, watch, say))
+            report = Report(
+                run_id=folder.run_id,
+                created=created,
+                fidelab_version=fidelab.__version__,
+                command=command,
+                settings=settings,
+                comparability_key={"benches.capacity": {**load, "most": most}},
+                reference=records[0],
+                candidates=tuple(records[1:]),
+            )
+            report.write(folder.report)
+    finally:
+        if report is not None:
+            write_html(report, folder.html)
+            if len(records) < len(arms):
+                say(f"fidelab: the arms so far are in {folder.path}")
     assert report is not None
-    write_html(report, folder.html)
     return report, folder
+
+
+def _environment(preset: Preset, arm: Arm) -> Environment | NotSupportedError:
+    """Where an arm's server is started, or why it cannot run here, which is a finding of this arm alone."""
+    try:
+        return check(preset, arm)
+    except NotSupportedError as error:
+        return error
 
 
 def _measure(
     preset: Preset,
     arm: Arm,
+    environment: Environment | NotSupportedError,
     load: Mapping[str, Any],
     contexts: Sequence[int],
     most: int,
@@ -91,11 +106,11 @@ def _measure(
     say: Callable[[str], None],
 ) -> ArmRecord:
     """One arm's server, from its start to its end."""
-    shown: str | None = None
     ran: RuntimeRecord | None = None
     try:
-        planned = plan(preset, arm, _HOST, None, check(preset, arm))
-        shown = serve_command(None, arm)
+        if isinstance(environment, NotSupportedError):
+            raise environment
+        planned = plan(preset, arm, _HOST, None, environment)
         with launch(planned, patience, say) as launched:
             try:
                 contact = reach(ServingSettings.of(**load, base_url=planned.url), None)
@@ -107,6 +122,8 @@ def _measure(
                 ran = RuntimeRecord.model_validate(facts)
             finally:
                 end(launched.server)
+    except NotSupportedError as error:
+        found = Measurement(status=Status.NOT_SUPPORTED, reason=str(error))
     except FidelabError as error:
         found = Measurement(status=Status.FAILED, reason=str(error))
     return ArmRecord(
@@ -116,7 +133,7 @@ def _measure(
         engine=arm.engine,
         model=arm.model,
         kv=KVFormats.from_spec(arm.kv),
-        serve_command=shown,
+        serve_command=serve_command(None, arm),
         ran=ran,
         benches={"capacity": found},
     )

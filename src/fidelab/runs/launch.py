@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -29,7 +31,7 @@ from fidelab.models import path as model_path
 from fidelab.plan.arms import native_kv
 from fidelab.plan.deploy import Engines, engine_class
 
-__all__ = ["Launched", "Plan", "arm_of", "check", "check_server", "launch", "plan", "server_command"]
+__all__ = ["Launched", "Plan", "arm_of", "check", "check_servable", "check_server", "launch", "plan", "server_command"]
 
 _ANSWER = 10.0  # seconds for one address of a server's settings
 _PYTHON = "python"  # how server commands call the interpreter of the engine's environment
@@ -99,11 +101,10 @@ def plan(preset: Preset, arm: Arm, host: str, port: int | None, environment: Env
 
     Raises:
         UsageError: the port is taken, or the address is none of this machine.
-        EngineError: the engine is not installed, or has no server.
+        NotSupportedError: as :func:`check_servable`.
+        EngineError: the engine is not installed.
     """
     cls, engine = engine_class(preset.engine), preset.engine
-    if engine.image:
-        raise NotSupportedError("a server is started in the installed engine, not in an image: leave image out")
     port = _port(host, port)
     words, variables = cls.serve_command(arm, host, port), cls.serve_variables(arm)
     if environment is None:
@@ -123,6 +124,23 @@ def server_command(arm: Arm, host: str, port: int) -> str:
     """The command of the engine's own server with its variables, to copy; raises as :meth:`Engine.serve_command`."""
     cls = ENGINES.load(arm.engine)
     return shlex.join([*(f"{k}={v}" for k, v in cls.serve_variables(arm).items()), *cls.serve_command(arm, host, port)])
+
+
+def check_servable(preset: Preset, arm: Arm) -> None:
+    """Refuse an arm of which no server can be started here; the engine is not asked.
+
+    Raises:
+        NotSupportedError: its engine has no server, or none with these options; or it names an image.
+    """
+    cls = engine_class(preset.engine)
+    if cls.is_server:
+        raise NotSupportedError(f"engine {cls.name} is for servers that run: give the address of one with --base-url")
+    cls.serve_command(arm, "127.0.0.1", 0)
+    if preset.engine.image:
+        raise NotSupportedError(
+            f"image {preset.engine.image}: fidelab starts servers of installed engines only: leave the image out, or "
+            "start its container and give the address with --base-url"
+        )
 
 
 def check(preset: Preset, arm: Arm) -> Environment:
@@ -147,7 +165,8 @@ def check(preset: Preset, arm: Arm) -> Environment:
 def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[Launched]:
     """Start the server, wait until it answers and read its settings; what differs does not end it.
 
-    On any exception inside, Ctrl-C included, it is ended.  Without one it is left as it is.
+    On any exception inside, Ctrl-C included, and on signals that end this process it is ended.  Without one it is left
+    as it is.
 
     Args:
         planned: what is started.
@@ -164,7 +183,8 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
     starts = Starts(arm.engine, str(_installed_versions(planned.command)), str(variables), *command)
     known = f"earlier starts took {_seconds(starts.earlier)}" if starts.earlier else _FIRST
     say(f"starting {arm.name} on engine {arm.engine}; {known}")
-    with start(arm.name, planned.command, planned.variables, planned.url, arm.record()) as (server, process):
+    started = start(arm.name, planned.command, planned.variables, planned.url, arm.record())
+    with _signals_as_exceptions(), started as (server, process):
         seconds = wait_until_healthy(server, process, limit, say)
         starts.add(seconds)
         first_answer(server, limit, say)
@@ -180,6 +200,24 @@ def launch(planned: Plan, limit: float, say: Callable[[str], None]) -> Iterator[
             time.monotonic() - answered,
             tuple(found),
         )
+
+
+@contextmanager
+def _signals_as_exceptions() -> Iterator[None]:
+    """What would end this process without a word ends it by ``SystemExit``, as Ctrl-C does by ``KeyboardInterrupt``."""
+
+    def stop(number: int, _frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():  # handlers are the main thread's
+        yield
+        return
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def check_server(arm: Arm, url: str, log: str = "", key: str | None = None) -> list[Finding]:

@@ -183,7 +183,7 @@ class _Search:
             first = failed[0]
             said = first.detail or str(first.error)
             words = self._contact.explain(driven.requests[0]) if n == 1 else None
-            status = str(first.error).removeprefix("http-")
+            status = "400" if words else str(first.error).removeprefix("http-")  # streams may end without a status
             border = _refusal(int(status) if status.isdecimal() else 0, words or said, f"{len(failed)} of {n}: ")
             return self._lost(border.why) if self._is_gone else border
         reading = driven.server
