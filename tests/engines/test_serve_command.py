@@ -10,7 +10,7 @@ from fidelab.core import Arm, KVSpec
 from fidelab.engines import ENGINES
 from fidelab.engines.k16v8 import meaning
 from fidelab.engines.llamacpp.serve import python_server
-from fidelab.errors import NotSupportedError
+from fidelab.errors import NotSupportedError, UnknownNameError
 
 
 def arm(engine: str, kv: str = "auto", device: str = "cpu", **options: str) -> Arm:
@@ -100,6 +100,11 @@ def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
 def test_an_option_that_the_server_of_llama_cpp_python_lacks_is_said() -> None:
     with pytest.raises(NotSupportedError, match=r"has no swa-full: put llama.cpp's own llama-server on PATH"):
         python_server(arm("llamacpp", "q8_0", swa_full="yes"), "127.0.0.1", 8000)
+
+
+def test_a_format_that_llama_cpp_lacks_is_said() -> None:
+    with pytest.raises(UnknownNameError, match="unknown KV format of engine llamacpp 'int4'"):
+        python_server(arm("llamacpp", "q8_0/int4"), "127.0.0.1", 8000)
 
 
 def test_a_path_is_served_under_the_models_name() -> None:

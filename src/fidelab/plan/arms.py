@@ -145,6 +145,11 @@ def with_kv(arm: ArmConfig, kv: KVSpec) -> ArmConfig:
 
 
 def check_kv_name(config: ArmConfig, engine: EngineConfig, answers: EngineAnswers) -> None:
+    """Refuse a format whose name the engine does not know.
+
+    Raises:
+        UnknownNameError: lists those that it knows.
+    """
     if config.kv is None:
         return
     known = answers.kv_names()

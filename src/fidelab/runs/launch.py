@@ -28,7 +28,7 @@ from fidelab.environments.servers import Served, Starts, first_answer, start, wa
 from fidelab.errors import InputError, NotSupportedError, UsageError
 from fidelab.models import embedded
 from fidelab.models import path as model_path
-from fidelab.plan.arms import native_kv
+from fidelab.plan.arms import check_kv_name, native_kv
 from fidelab.plan.deploy import Engines, engine_class
 
 __all__ = ["Launched", "Plan", "arm_of", "check", "check_servable", "check_server", "launch", "plan", "server_command"]
@@ -153,6 +153,7 @@ def check(preset: Preset, arm: Arm) -> Environment:
     with Engines() as engines:
         asked = engines.ask(preset.engine)
         environment = engines.environment(preset.engine)
+        check_kv_name(preset, preset.engine, asked)
         asked.check_kv(arm.kv)
         known = replace(arm, options=tuple(sorted(preset.engine_args.items())))
         verdict = asked.verdict(replace(known, dtype="bfloat16") if arm.dtype == "auto" else known)

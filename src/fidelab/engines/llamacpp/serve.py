@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from fidelab.core import Arm
 from fidelab.engines.llamacpp.library import GGML_TYPES
 from fidelab.engines.options import flags, switched
-from fidelab.errors import NotSupportedError
+from fidelab.errors import NotSupportedError, UnknownNameError
 
 __all__ = ["PROGRAM", "python_server", "serve_command"]
 
@@ -64,7 +64,11 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
 
     Raises:
         NotSupportedError: an option that it does not have.
+        UnknownNameError: llama.cpp has no such KV format.
     """
+    for side in (arm.kv.k, arm.kv.v):
+        if side.name not in GGML_TYPES:
+            raise UnknownNameError("KV format of engine llamacpp", side.name, list(GGML_TYPES))
     settings: dict[str, str] = {
         "model": arm.path,
         "model_alias": arm.model,
