@@ -14,7 +14,7 @@ from fidelab.bench.base import Bench
 from fidelab.config.grid import levels_of
 from fidelab.config.load import expand, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
-from fidelab.core import Arm, Estimator, KVSpec, canonical_json, digest, usable_cores
+from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
@@ -233,7 +233,6 @@ class _Resolver:
                 arm, verdict = self._forced(arm, answers)
         if not verdict.ok:
             self._unsupported[arm.name] = verdict.reason
-        estimator = dict(arm.options).get("estimator", engine_class(engine).estimator)
         self._deployed[arm.name] = Deployed(
             model=model,
             environment=self._engines.environment(engine),
@@ -244,7 +243,7 @@ class _Resolver:
                 **({"draft": draft.weights} if draft else {}),
                 **self._today(engine),
             },
-            estimator=Estimator(estimator),
+            estimator=engine_class(engine).estimator_for(arm),
             about={**self._engines.about(engine), **_weight_bytes(engine_class(engine), model)},
             draft=draft,
         )
