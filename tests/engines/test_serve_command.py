@@ -91,7 +91,9 @@ def test_all_layers_go_to_a_gpu_unless_the_arm_says_otherwise() -> None:
 
 
 def test_the_server_of_llama_cpp_python_is_told_the_same() -> None:
-    one = " ".join(python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no"), "127.0.0.1", 8000))
+    one = " ".join(
+        python_server(arm("llamacpp", "f16/q8_0", n_ctx="2048", use_mmap="no", estimator="hidden"), "127.0.0.1", 8000)
+    )
     assert one.startswith("python -m llama_cpp.server --model owner/m --model_alias owner/m --host 127.0.0.1")
     assert "--type_k 1 --type_v 8 --flash_attn true" in one
     assert one.endswith("--n_ctx 2048 --use_mmap false")

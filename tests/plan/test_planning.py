@@ -324,8 +324,10 @@ def test_secrets_logs_and_what_others_read_leave_captures_found(
 
 def test_the_wait_policy_counts_as_the_worker_gets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     ours = _folders(tmp_path)
     monkeypatch.setenv("OMP_WAIT_POLICY", "passive")
+    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
     assert _folders(tmp_path) == ours
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
     assert not _folders(tmp_path) & ours

@@ -120,11 +120,11 @@ def _root(
 def main() -> None:
     """Run the command line; turn every error that a user can mend into one line and exit code 2."""
     from fidelab.cli.output import guard_streams
+    from fidelab.core import waiting_variables
     from fidelab.errors import FidelabError
 
     guard_streams()
-    # Read when torch is first imported: spinning OpenMP threads starve, and are starved by, whatever else runs.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ |= waiting_variables(os.environ)  # read when torch is first imported
     _show_fetches()
     try:
         code = app(prog_name="fidelab", standalone_mode=False)

@@ -22,6 +22,7 @@ _FLAGS: Mapping[str, str] = {
     "use-mmap": "mmap",
     "use-mlock": "mlock",
     "offload-kqv": "kv-offload",
+    "estimator": "",  # fidelab's own
 }
 _ALL_LAYERS = "999"  # more than any model has
 _WORDS = ("flash-attn",)  # on, off and auto are its values
@@ -80,6 +81,8 @@ def python_server(arm: Arm, host: str, port: int) -> list[str]:
     }
     for key, value in arm.options:
         name, on = key.replace("-", "_"), switched(value)
+        if not _FLAGS.get(key, key):
+            continue
         if name not in _SETTINGS:
             raise NotSupportedError(
                 f"the server of llama-cpp-python has no {key}: put llama.cpp's own {PROGRAM} on PATH, or leave it away"
