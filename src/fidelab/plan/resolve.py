@@ -16,6 +16,7 @@ from fidelab.config.load import expand, validate_as
 from fidelab.config.schema import ArmConfig, EngineConfig, Experiment
 from fidelab.core import Arm, KVSpec, canonical_json, digest, usable_cores
 from fidelab.engines.base import Engine, Support
+from fidelab.engines.installed import gpu_files
 from fidelab.engines.k16v8 import versions_for
 from fidelab.environments.answers import EngineAnswers
 from fidelab.environments.container import named_paths
@@ -451,8 +452,8 @@ def _fill(experiment: Experiment, model: Model, axes: Mapping[str, Axis], benche
 
 
 def _device(asked: str, model: Model) -> str:
-    if model.kind == "fake" or asked == "cpu":
-        return "cpu"
+    if model.kind == "fake" or asked == "cpu" or (asked == "auto" and not gpu_files()):
+        return "cpu"  # without torch, whose import takes a second
     import torch
 
     if asked == "auto":

@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -271,8 +272,10 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         unavailable=facts.unavailable,
     )
     listener.start(plan, folder)
+    ahead = threading.Thread(target=_import_ahead, name="imports")
     try:
         with _terminate_as_interrupt():
+            ahead.start()
             asking = prepared.asking(listener, folder.event)
             asking.pace.expect(expected.by_step())
             for job in plan.jobs:
@@ -285,6 +288,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
                 results = _bench(prepared, asking, folder, listener, results)
                 _store_outcomes(folder, facts, plan, results)
             listener.scoring()
+            ahead.join()
             began = time.monotonic()
             report = _finish(plan.settings.experiment, folder, facts, _every(plan, results))
             if all(result.status is Status.OK for result in results):
@@ -296,6 +300,16 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
     finally:
         prepared.servers.close()
         listener.close()
+
+
+def _import_ahead() -> None:
+    """Import what scores and reports take a second for, while the first worker opens its model.
+
+    These packages import nothing of fidelab, so that two threads cannot wait for each other.
+    """
+    for name in ("torch", "pyarrow.parquet", "jinja2"):
+        with contextlib.suppress(Exception):  # the main thread meets it again, and says it
+            import_module(name)
 
 
 def _bench(

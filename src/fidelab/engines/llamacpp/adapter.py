@@ -393,7 +393,7 @@ class LlamaCppEngine(Engine):
             for index, window in enumerate(request.windows):
                 context.clear()
                 rows = context.feed(window, range(request.first, request.last + 1))
-                sink.add(index, self._rows(context, rows, check=index in (0, len(request.windows) - 1)))
+                sink.add(index, self._rows(context, rows, check=index == 0))
                 sink.progress(len(window))
         return {"tokens": sum(map(len, request.windows))}
 
@@ -416,14 +416,13 @@ class LlamaCppEngine(Engine):
         cells = max(map(len, request.items()), default=1)
         with self._context(cells) as context:
             self._seen = context.seen
-            final = len(request.prompts) - 1
             for index, (prompt, continuation) in enumerate(zip(request.prompts, request.continuations, strict=True)):
                 if not continuation:
                     add_sequence(sink, index, (), failed="empty continuation")
                     continue
                 context.clear()
                 blocks = _continued(context, prompt, continuation, sink)
-                add_sequence(sink, index, continuation, self._rows(context, blocks, check=index in (0, final)))
+                add_sequence(sink, index, continuation, self._rows(context, blocks, check=index == 0))
         return {"tokens": sum(map(len, request.items()))}
 
     def _timed(self, request: Timed, sink: Sink) -> dict[str, Any]:
