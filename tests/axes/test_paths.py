@@ -286,6 +286,35 @@ FakeEngine.ways, FakeEngine.answer = frozenset(("cold", "decode")), checked
     assert cells["prefix"].reason == "engine fake has no way 'prefix'"
 
 
+@pytest.mark.parametrize(("arm", "reason"), [("tilt", "ValueError: no"), ("exact", "reference has no answer")])
+def test_a_way_that_fails_leaves_the_others_their_figures(
+    arm: str, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "shim").mkdir()
+    shim = f"""
+from fidelab.engines.fake import FakeEngine
+
+answer = FakeEngine.answer
+
+def broken(self, request, sink):
+    if request.way == "prefix" and self._kv == {arm!r}:
+        raise ValueError("no")
+    return answer(self, request, sink)
+
+FakeEngine.answer = broken
+"""
+    (tmp_path / "shim" / "sitecustomize.py").write_text(shim)
+    flags = ("--set", "axes.paths.ways=decode,prefix", "--engine-arg", "parts=tilt:decode:97")
+    done = _compare(tmp_path, "--pythonpath", tmp_path / "shim", *flags)
+    assert done.code == 1, done.err
+    axis = done.axis("tilt", "paths")
+    cells = {cell.at["way"]: cell for cell in axis.cells}
+    assert (str(cells["decode"].status), str(cells["prefix"].status)) == ("ok", "failed")
+    assert reason in str(cells["prefix"].reason)
+    assert axis.value("parts at", {"way": "decode"}) == 97
+    assert f"paths, way prefix: failed: {cells['prefix'].reason}" in done.out
+
+
 @pytest.mark.parametrize(
     ("setting", "reason"),
     [

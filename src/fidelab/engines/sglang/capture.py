@@ -23,7 +23,7 @@ The last three are for an SGLang that was started with ``FIDELAB_SERVING``.
 Answers are files, too, complete before SGLang hands out the token that follows: ``RID.rows`` (one after another, in the
 type of the states, or float16 log-probabilities), ``RID.live`` (float32 [n, V], of the first tokens sampled),
 ``RID.nan`` (index of the first generated token whose logits held NaN), ``RID.states`` ([1 + layers, n, d], of the
-prompt from ``first`` on), ``RID.steps`` (a line for each forward: tokens in the cache before, tokens computed,
+prompt from ``first`` on) or ``RID.stateless``, why there are none, ``RID.steps`` (a line for each forward: tokens in the cache before, tokens computed,
 sequences), ``RID.places`` (int64, of its tokens in the cache), ``about.json``, ``head-RANK.weight`` and ``.bias``.
 Rank 0 writes; under tensor parallelism all ranks hold the same states.
 """
@@ -149,15 +149,7 @@ class _Capture:
     def _captured(self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
         about = any(instructions["about"] for _, _, instructions in self._requests(batch))
         stored = _Stored(runner) if about else None
-        layers = None
-        if any(instructions.get("layers") for _, _, instructions in self._requests(batch)):
-            layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
-        try:
-            out = original(runner, batch, *args, **kwargs)
-        finally:
-            if layers is not None:
-                layers.remove()
-        passed = None if layers is None else layers.take()
+        out, passed = self._with_layers(original, runner, batch, *args, **kwargs)
         states, logits = out.logits_output.hidden_states, out.logits_output.next_token_logits
         lengths = batch.extend_seq_lens_cpu if batch.forward_mode.is_extend() else [1] * len(batch.rids)
         if states is None or len(states) != sum(lengths):
