@@ -287,9 +287,7 @@ FakeEngine.ways, FakeEngine.answer = frozenset(("cold", "decode")), checked
 
 
 @pytest.mark.parametrize(("arm", "reason"), [("tilt", "ValueError: no"), ("exact", "reference has no answer")])
-def test_a_way_that_fails_leaves_the_others_their_figures(
-    arm: str, reason: str, tmp_path: Path
-) -> None:
+def test_a_way_that_fails_leaves_the_others_their_figures(arm: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / "shim").mkdir()
     shim = f"""
 from fidelab.engines.fake import FakeEngine
