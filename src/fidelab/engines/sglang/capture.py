@@ -185,7 +185,8 @@ class _Capture:
         try:
             layers = LayerStates(runner.model, runner.model_config.num_hidden_layers, _stream)
         except RuntimeError as error:
-            return run(), self._stateless(names, error)
+            self._stateless(names, error)
+            return run(), None
         try:
             out = run()
         finally:
@@ -193,7 +194,8 @@ class _Capture:
         try:
             return out, layers.take()
         except RuntimeError as error:
-            return out, self._stateless(names, error)
+            self._stateless(names, error)
+            return out, None
 
     def _stateless(self, names: Sequence[str], error: RuntimeError) -> None:
         for rid in names:
