@@ -87,9 +87,9 @@ def _fault(request: Served, counted: Counted, block: int, most: int) -> str:
             return f"the engine reuses whole blocks of {block} tokens alone: {counted.cached} of {size} were hit"
         case "prefix-partial" if counted.cached != size:
             return f"{counted.cached} tokens were found in the prefix cache, not {size}"
-        case "prefix" | "prefix-other" | "prefix-generated" if (
-            not counted.cached or counted.cached != size // block * block
-        ):
+        case "prefix" | "prefix-other" | "prefix-generated" if size < block:
+            return f"a prefix of {size} tokens is less than a block of {block}, which the prefix cache keeps whole"
+        case "prefix" | "prefix-other" | "prefix-generated" if counted.cached != size // block * block:
             whole = size // block * block
             return f"{counted.cached} tokens were found in the prefix cache, not {whole} ({block} to a block)"
         case "batch" if (together := (max if most else min)(sequences)) != crowd:

@@ -332,10 +332,11 @@ class VLLMModel:
     @contextmanager
     def pool(self, tokens: int) -> Iterator[None]:
         """Leave of the cache the blocks that were freed last, as many as ``tokens`` tokens need."""
-        if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
-            raise NotSupportedError("a pool that layers of several kinds share is not filled up here")
+        groups = self._scheduler.kv_cache_config.kv_cache_groups
         pool = self._scheduler.kv_cache_manager.block_pool
-        kept = -(-tokens // self.block_size)
+        kept = sum(-(-tokens // group.kv_cache_spec.block_size) for group in groups)
+        if len(groups) > 1:
+            kept += len(groups)  # else one of them may wait for ever
         taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - kept))
         try:
             yield
