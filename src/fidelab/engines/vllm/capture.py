@@ -270,7 +270,7 @@ class _Hook:
             if instructions.get("counted"):
                 counts = self.counted.setdefault(instructions["key"], {"steps": []})
                 counts["steps"].append((start, len(states), len(scheduled)))
-                counts["blocks"] = [list(group) for group in record.block_ids]
+                counts["blocks"] = list(record.block_ids[0])
             if "layers" in instructions:
                 self._states(instructions, start, slice(offset, offset + scheduled[request]))
             elif "first" in instructions:

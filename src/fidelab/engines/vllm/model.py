@@ -332,11 +332,13 @@ class VLLMModel:
     @contextmanager
     def pool(self, tokens: int) -> Iterator[None]:
         """Leave of the cache the blocks that were freed last, as many as ``tokens`` tokens need."""
-        groups = self._scheduler.kv_cache_config.kv_cache_groups
+        if len(self._scheduler.kv_cache_config.kv_cache_groups) > 1:
+            raise NotSupportedError(
+                "layers of several kinds (full attention, sliding, recurrent) share this model's cache, and what of it "
+                "other requests take from a window cannot be told"
+            )
         pool = self._scheduler.kv_cache_manager.block_pool
-        kept = sum(-(-tokens // group.kv_cache_spec.block_size) for group in groups)
-        if len(groups) > 1:
-            kept += len(groups)  # else one of them may wait for ever
+        kept = -(-tokens // self.block_size)
         taken = pool.get_new_blocks(max(0, pool.get_num_free_blocks() - kept))
         try:
             yield

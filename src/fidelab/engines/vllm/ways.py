@@ -7,7 +7,7 @@ and the blocks that it has, and vLLM reports the tokens that it found in the pre
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Any
 
 from fidelab.captures.requests import Served, Tokens
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from fidelab.engines.vllm.model import VLLMModel
 
 __all__ = ["answer_served"]
-
-_NULL_BLOCK = 0  # in place of a block that a sliding window has left behind
 
 
 def answer_served(model: VLLMModel, request: Served, sink: Sink) -> dict[str, Any]:
@@ -99,20 +97,18 @@ class _Serving:
     def _evict(self, window: Tokens) -> int:
         """Read the window, and have others take its whole blocks; returns how many of its tokens were in those.
 
-        What others can take is as much as the longest of them needs, and as many of them read as that holds.  Layers of
-        several kinds have blocks of their own: those of the kind that lost most are counted.
+        What others can take is as much as the longest of them needs, and as many of them read as that holds.
         """
         others, block = self._request.others, self._model.block_size
-        [key] = self._run([VLLMRequest(window, 1, counted=True)])
-        kinds = [{*numbers[: len(window) // block]} for numbers in self._model.counted()[key]["blocks"]]
+        [own] = self._run([VLLMRequest(window, 1, counted=True)])
+        blocks = set(self._model.counted()[own]["blocks"][: len(window) // block])
         room = max(map(len, (window, *others)))
         filled = [*accumulate(-(-len(other) // block) for other in others)]
         takers = [other for other, before in zip(others, (0, *filled), strict=False) if before * block < room]
         with self._model.pool(room):
             keys = self._run([VLLMRequest(other, 1, counted=True) for other in takers])
         counts = self._model.counted()
-        taken = {number for key in keys for numbers in counts[key]["blocks"] for number in numbers} - {_NULL_BLOCK}
-        return block * max(len(own & taken) for own in kinds)
+        return block * len(blocks.intersection(chain.from_iterable(counts[key]["blocks"] for key in keys)))
 
     def _run(self, requests: Sequence[VLLMRequest]) -> list[str]:
         """The key of each of some requests, which are in the engine at once."""
