@@ -57,6 +57,8 @@ from fidelab.engines.llamacpp.library import (
 )
 from fidelab.engines.llamacpp.proof import proof, read_recurrent, read_state
 from fidelab.engines.options import NAME, SWITCH, TOKENS, Value, is_count, one_of, switched
+from fidelab.engines.served import Counted
+from fidelab.engines.served import proof as proof_of_way
 from fidelab.engines.speculation import Drafts, speculation_record
 from fidelab.engines.timing import time_prompts
 from fidelab.errors import EngineError, NotSupportedError, UsageError
@@ -450,9 +452,8 @@ class LlamaCppEngine(Engine):
             serving = _Serving(context, request)
             for index, window in enumerate(request.windows):
                 sink.add(index, self._rows(context, serving.answer(window)))
-                sink.progress(sum(tokens for tokens, _ in context.calls), decoded=0)
-                context.calls.clear()
-        return {"tokens": request.n_tokens, **serving.proof()}
+                sink.progress(request.n_tokens // len(request.windows))
+        return {"tokens": request.n_tokens, **proof_of_way(request, serving.counted, most=self._chunk)}
 
     @contextmanager
     def _contexts(self, cells: int, sequences: int) -> Iterator[tuple[LlamaContext, Drafter | None]]:
@@ -537,79 +538,54 @@ class LlamaCppEngine(Engine):
 
 
 class _Serving:
-    """Answers windows in the way of a request.
-
-    ``steps``: (tokens in the sequence before, tokens, sequences) of each call that gave rows.
-    """
+    """Answers windows in the way of a request; ``counted``: what happened to each."""
 
     def __init__(self, context: LlamaContext, request: Served) -> None:
         self._context, self._request = context, request
-        self.steps: list[tuple[int, int, int]] = []
+        self.counted: list[Counted] = []
 
     def answer(self, window: Tokens) -> list[Floats]:
         """Logits [≤ 64, V] of the rows that are asked for, in order."""
         request, size, context = self._request, self._request.size, self._context
         context.clear()
+        kept = lost = 0
         match request.way:
-            case "chunked":
-                return self._rows(window, piece=size)
-            case "decode":
-                read = self._rows(window[:size])
-                return read + self._rows(window, size, piece=1)
             case "prefix" | "prefix-partial":
-                return self._after(window, window)
+                _last(context, window)
+                kept = context.keep_first(size)
             case "prefix-other":
-                return self._after(window, (*window[:size], *request.others[0]))
+                _last(context, (*window[:size], *request.others[0]))
+                kept = context.keep_first(size)
             case "prefix-generated":
                 _last(context, window[: size // 2])
                 for token in window[size // 2 : size]:
                     context.step({0: token})
-                return self._after(window, ())
-            case "batch":
-                before = len(context.calls)
-                rows = list(context.mixed((window, *request.others), range(request.first, request.last + 1)))
-                self.steps += [(0, *call) for call in context.calls[before:]]
-                return rows
+                kept = context.keep_first(size)
             case "evicted":
-                for tokens in (window, *request.others):
-                    context.keep_first(0)
+                _last(context, window)
+                lost = len(window) - context.keep_first(0)
+                for tokens in request.others:
                     _last(context, tokens)
-                context.keep_first(0)
-        return self._rows(window)
+                    context.keep_first(0)
+        before = len(context.calls)
+        rows = list(self._computed(window, kept))
+        self.counted.append(Counted(context.calls[before:], kept, lost))
+        return rows
 
-    def proof(self) -> dict[str, Any]:
-        """``engaged`` with counts, or ``not_engaged``: why."""
-        way, size = self._request.way, self._request.size
-        before, tokens, sequences = zip(*self.steps, strict=True)
-        counts = {"calls": len(self.steps), "largest call": max(tokens)}
-        if way.startswith("prefix"):
-            if {*before} != {size}:
-                return {"not_engaged": f"llama.cpp kept {min(before)} tokens, not the {size} of the prefix"}
-            counts["hit tokens"] = sum(before)
-        elif way == "batch":
-            counts["sequences"] = max(sequences)
-        elif way in ("chunked", "decode") and not any(before):
-            return {"not_engaged": f"{max(tokens)} tokens are one call of {size}"}
-        return {"engaged": counts}
-
-    def _after(self, window: Tokens, read: Tokens) -> list[Floats]:
-        """The rows behind a prefix that stays of what was read, or is in the sequence already."""
-        if read:
-            _last(self._context, read)
-        kept = self._context.keep_first(self._request.size)
-        if kept != self._request.size:
-            raise NotSupportedError("llama.cpp cannot cut this model's memory back to a prefix")
-        return self._rows(window, kept)
-
-    def _rows(self, window: Tokens, start: int = 0, piece: int | None = None) -> list[Floats]:
-        """The window's tokens from ``start`` on, of which those before are in the sequence."""
-        before, at = len(self._context.calls), start
-        rows = range(self._request.first - start, self._request.last + 1 - start)
-        found = list(self._context.feed(window[start:], rows, piece=piece))
-        for tokens, sequences in self._context.calls[before:]:
-            self.steps.append((at, tokens, sequences))
-            at += tokens
-        return found
+    def _computed(self, window: Tokens, kept: int) -> Iterator[Floats]:
+        """The rows of a window of which the first ``kept`` tokens are in the sequence."""
+        request, size, context = self._request, self._request.size, self._context
+        rows = range(request.first, request.last + 1)
+        match request.way:
+            case "batch":
+                yield from context.mixed((window, *request.others), rows)
+            case "chunked":
+                yield from context.feed(window, rows, piece=size)
+            case "decode":
+                yield from context.feed(window[:size], rows)
+                yield from context.feed(window[size:], range(rows.start - size, rows.stop - size), piece=1)
+            case _:
+                yield from context.feed(window[kept:], range(rows.start - kept, rows.stop - kept))
 
 
 def _on_gpu(arm: Arm) -> bool:

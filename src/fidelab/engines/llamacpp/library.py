@@ -353,7 +353,8 @@ class LlamaContext:
         self._chunk = int(native.llama_n_batch(self._context))
         self._batch = native.llama_batch_init(max(self._chunk, sequences), 0, 1)
         self._ends = [0] * sequences
-        self.calls: list[tuple[int, int]] = []  # of ``llama_decode``: tokens and sequences in each
+        # Of each call of ``llama_decode``: tokens of the first sequence before, its tokens in it, sequences in it.
+        self.calls: list[tuple[int, int, int]] = []
 
     def __enter__(self) -> LlamaContext:
         return self
@@ -370,11 +371,14 @@ class LlamaContext:
     def keep_first(self, tokens: int, sequence: int = 0) -> int:
         """Drop the cells of a sequence behind its first ``tokens``, as a server does that goes on from a prefix.
 
-        Returns how many tokens llama.cpp says are left: none where its memory cannot be cut there.
+        Returns how many tokens llama.cpp says are left.
+
+        Raises:
+            NotSupportedError: the model keeps a state that cannot be rolled back.
         """
         memory = self._native.llama_get_memory(self._context)
         if not self._native.llama_memory_seq_rm(memory, sequence, tokens, -1):
-            return 0
+            raise NotSupportedError("this model keeps a state that llama.cpp cannot roll back to an earlier token")
         self._ends[sequence] = int(self._native.llama_memory_seq_pos_max(memory, sequence)) + 1
         return self._ends[sequence]
 
@@ -402,11 +406,12 @@ class LlamaContext:
         return np.concatenate(blocks)
 
     def mixed(self, prompts: Sequence[Sequence[int]], rows: range) -> Iterator[Floats]:
-        """Append a prompt to each of the first sequences, a token of each in turn, so that they share every call.
+        """Append a prompt to each of the first sequences, in calls that hold the same share of each of them.
 
         Yields the logits [≤ 64, V] of the tokens ``rows`` of the first prompt, in order.
         """
-        places = sorted((i, sequence) for sequence, prompt in enumerate(prompts) for i in range(len(prompt)))
+        shares = ((i / len(prompt), i, s) for s, prompt in enumerate(prompts) for i in range(len(prompt)))
+        places = [(i, sequence) for _, i, sequence in sorted(shares)]
         for start in range(0, len(places), self._chunk):
             part = places[start : start + self._chunk]
             wanted = [sequence == 0 and i in rows for i, sequence in part]
@@ -438,12 +443,8 @@ class LlamaContext:
         Raises:
             NotSupportedError: the model keeps a state that cannot be rolled back.
         """
-        if n == 0:
-            return
-        memory, end = self._native.llama_get_memory(self._context), self._ends[sequence] - n
-        if not self._native.llama_memory_seq_rm(memory, sequence, end, -1):
-            raise NotSupportedError("this model keeps a state that cannot be rolled back, so no draft can be rejected")
-        self._ends[sequence] = end
+        if n:
+            self.keep_first(self._ends[sequence] - n, sequence)
 
     def stored_bytes(self, sequence: int = 0) -> int:
         """Bytes that the state of a sequence takes when saved: keys, values and some bookkeeping."""
@@ -459,11 +460,11 @@ class LlamaContext:
     def _decode(self, tokens: Sequence[int], sequences: Sequence[int], wanted: Sequence[bool]) -> Iterator[Floats]:
         batch = self._batch
         batch.n_tokens = len(tokens)
+        self.calls.append((self._ends[0], sequences.count(0), len({*sequences})))
         for i, (token, sequence) in enumerate(zip(tokens, sequences, strict=True)):
             batch.token[i], batch.pos[i], batch.logits[i] = token, self._ends[sequence], wanted[i]
             batch.n_seq_id[i], batch.seq_id[i][0] = 1, sequence
             self._ends[sequence] += 1
-        self.calls.append((len(tokens), len({*sequences})))
         self._log.section()
         code = self._native.llama_decode(self._context, batch)
         if code:
