@@ -27,6 +27,7 @@ from fidelab.plan.arms import resolve_arm
 
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(add_help=False)
+    made.add_argument("--model-path", required=True)
     made.add_argument("--max-model-len", type=int)
     made.add_argument("--swap-space", type=float)
     made.add_argument("--moe-backend", choices=("triton", "cutlass"))
