@@ -61,7 +61,7 @@ def test_an_option_that_only_vllms_parser_knows_reaches_vllm(model: Path, tmp_pa
 
 def test_an_option_that_only_sglangs_parser_knows_reaches_sglang(tmp_path: Path) -> None:
     done = compare(Path("smollm2-135m"), "sglang", tmp_path, "--candidate", "kv=auto,max-running-requests=4")
-    assert done.report["candidates"][0]["status"] == "ok"
+    assert done.report["candidates"][0]["status"] in ("ok", "identical")
 
 
 @pytest.mark.parametrize(
