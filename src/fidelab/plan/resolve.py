@@ -22,6 +22,7 @@ from fidelab.environments.answers import EngineAnswers
 from fidelab.environments.container import named_paths
 from fidelab.errors import EngineError, InputError, OutputError, UnavailableError, UsageError
 from fidelab.models import Model, cache_dir, check_conversion, resolve, with_weights
+from fidelab.models.weights import content_sha256
 from fidelab.plan.arms import (
     ATTENTION,
     AUTO,
@@ -221,7 +222,7 @@ class _Resolver:
         if (model.kind == "fake") != (engine.name == "fake"):
             raise UsageError("model 'fake' and engine 'fake' go together: give both or neither")
         check_kv_name(config, engine, answers)
-        arm, draft = self._drafting(self._bare(config, model), engine)
+        arm, draft, drafting = self._drafting(self._bare(config, model), engine)
         answers.check_kv(arm.kv)
         if model.text_only and not model.convertible and needs_safetensors(engine):
             reason = f"Transformers reads no GGUF files of architecture {model.architecture!r}"
@@ -241,7 +242,7 @@ class _Resolver:
                 **self._engines.versions(engine),
                 **self._engines.variables(engine, arm),
                 **versions_for(arm),
-                **({"draft": draft.weights} if draft else {}),
+                **({"draft": drafting} if drafting else {}),
                 **self._today(engine),
             },
             estimator=engine_class(engine).estimator_for(arm),
@@ -250,19 +251,23 @@ class _Resolver:
         )
         return arm
 
-    def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None]:
-        """The arm with the place of its draft model, and that model; heads that draft may be no model by themselves."""
+    def _drafting(self, arm: Arm, engine: EngineConfig) -> tuple[Arm, Model | None, str]:
+        """The arm with the place of what drafts, its model where it drafts by itself, and the hash of the weights.
+
+        Heads that draft may be no model by themselves; of such a folder or file all bytes count.
+        """
         speculation = engine_class(engine).speculation(dict(arm.options))
         if speculation is None or not speculation.draft:
-            return arm, None
+            return arm, None, ""
         try:
             draft = self._find_model(speculation.draft)
         except InputError:
             if speculation.method == "draft_model":
                 raise
-            return arm, None
+            return arm, None, content_sha256(expand(speculation.draft))
         path = draft.gguf if engine_class(engine).checkpoint_format == "gguf" and draft.gguf else draft.path
-        return replace(arm, draft=str(path)), draft if speculation.method == "draft_model" else None
+        alone = speculation.method == "draft_model"
+        return replace(arm, draft=str(path)), draft if alone else None, draft.weights
 
     def _today(self, engine: EngineConfig) -> dict[str, str]:
         """Marks captures of a server as this run's alone: behind the same URL another server may run tomorrow."""

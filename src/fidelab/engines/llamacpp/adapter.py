@@ -79,7 +79,7 @@ _ONE_GPU = 0  # LLAMA_SPLIT_MODE_NONE
 
 _OPTIONS: Mapping[str, Value] = {
     "flash-attn": SWITCH,
-    "n-gpu-layers": (lambda text: text == "0" or is_count(text), "a number of layers, 0 for none"),
+    "n-gpu-layers": (lambda text: text in ("-1", "0") or is_count(text), "a number of layers, 0 for none, -1 for all"),
     "n-batch": TOKENS,
     "n-ubatch": TOKENS,
     "model-draft": NAME,

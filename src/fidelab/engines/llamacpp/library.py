@@ -21,6 +21,7 @@ from fidelab.engines.options import Value, other_options, switched, unknown_opti
 from fidelab.errors import EngineError, NotSupportedError, UsageError
 
 __all__ = [
+    "ENUMERATIONS",
     "GGML_TYPES",
     "USE_LOGPROBS",
     "GraphReads",
@@ -49,6 +50,11 @@ GGML_TYPES: Mapping[str, tuple[int, int, int]] = {
     "q4_1": (3, 32, 20),
     "q4_0": (2, 32, 18),
     "iq4_nl": (20, 32, 18),
+}
+# Parameters that are numbers of an enumeration → what llama.cpp's command line calls them, from 0 on.
+ENUMERATIONS: Mapping[str, tuple[str, ...]] = {
+    "rope-scaling-type": ("none", "linear", "yarn", "longrope"),
+    "split-mode": ("none", "layer", "row", "tensor"),
 }
 _T = TypeVar("_T")
 _WITHOUT_ATTENTION = 1  # LLAMA_STATE_SEQ_FLAGS_PARTIAL_ONLY
@@ -521,16 +527,23 @@ def _field(key: str, text: str, kind: Any) -> Any:
         UsageError: the text is of another kind, or out of the type's range.
     """
     value: float | None
-    if kind is ctypes.c_bool:
+    if key in ENUMERATIONS:
+        words = ENUMERATIONS[key]
+        value, what = words.index(text) if text in words else _whole(text, kind), f"one of {', '.join(words)}"
+    elif kind is ctypes.c_bool:
         value, what = switched(text), "yes or no"
     elif kind in _REAL:
-        value, what = _number(text), "a number"
+        value, what = _number(text), "a number that llama.cpp takes"
     else:
-        value, what = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None, "a whole number"
-        value = value if value is not None and kind(value).value == value else None
+        value, what = _whole(text, kind), "a whole number that llama.cpp takes"
     if value is None:
-        raise UsageError(f"engine llamacpp: {key}={text!r} is not {what} that llama.cpp takes")
+        raise UsageError(f"engine llamacpp: {key}={text!r} is not {what}")
     return value
+
+
+def _whole(text: str, kind: Any) -> int | None:
+    value = int(text) if re.fullmatch(r"-?[0-9]{1,10}", text) else None
+    return value if value is not None and kind(value).value == value else None
 
 
 def _number(text: str) -> float | None:
