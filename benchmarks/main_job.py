@@ -4,7 +4,7 @@
 
 The peer runs once for the reference's logits and once per candidate, with flash attention as fidelab runs it.  Both
 sides run in turn, from the shell's command to its end; fidelab has the model and no captures.  Memory is the largest
-sum of the resident sets of a command and its children, looked at 50 times a second; what processes share counts in
+sum of the resident sets of a command and its children, looked at five times a second; what processes share counts in
 each.  Build llama-perplexity with the flags of the engine's own library, and leave the machine alone meanwhile:
 processes that wait by spinning lose more than ours do.
 """
@@ -57,7 +57,7 @@ def run(command: Sequence[str], folder: Path) -> Run:
         watched = psutil.Process(process.pid)
         while process.poll() is None:
             peak = max(peak, _resident(watched))
-            time.sleep(0.02)
+            time.sleep(0.2)
     seconds = time.perf_counter() - began
     output = log.read_text(errors="replace")
     if process.returncode:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import fidelab
+from fidelab.axes import AXES
 from fidelab.axes.base import AxisInputs
 from fidelab.captures.reader import Capture, find_captures
 from fidelab.config.load import dump, expand, expand_existing, load, read_text, read_yaml, validate
@@ -272,7 +273,7 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         unavailable=facts.unavailable,
     )
     listener.start(plan, folder)
-    ahead = threading.Thread(target=_import_ahead, name="imports")
+    ahead = threading.Thread(target=_prepare_scoring, name="scoring")
     try:
         with _terminate_as_interrupt():
             ahead.start()
@@ -302,14 +303,17 @@ def _conduct(prepared: Prepared, folder: RunFolder, facts: RunFacts, listener: L
         listener.close()
 
 
-def _import_ahead() -> None:
-    """Import what scores and reports take a second for, while the first worker opens its model.
+def _prepare_scoring() -> None:
+    """Import what scores and the report need, for two seconds, while the first worker opens its model."""
+    with contextlib.suppress(Exception):  # the main thread meets it again, and says it
+        import_module("torch")
+        import_module("pyarrow.parquet")
+        for name in AXES.built_in:
+            AXES.load(name)
+        from fidelab.report.html import templates
 
-    These packages import nothing of fidelab, so that two threads cannot wait for each other.
-    """
-    for name in ("torch", "pyarrow.parquet", "jinja2"):
-        with contextlib.suppress(Exception):  # the main thread meets it again, and says it
-            import_module(name)
+        for name in templates().list_templates():
+            templates().get_template(name)
 
 
 def _bench(
